@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
 from pi2.diagnostics import UserError
-from pi2.records import dataclass, field
 
 
 def make_figure(width: float, height: float) -> Any:

@@ -11,6 +11,7 @@ together, and then the second ones."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -18,7 +19,6 @@ from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
 from pi2.backends.blocks.machine import Table
 from pi2.backends.compiler import vectors as v
 from pi2.formats import Activations
-from pi2.records import dataclass
 
 
 def emit_quantize(kind: Activations, table: Table) -> None:

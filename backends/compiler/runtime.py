@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from pi2.arrays import U8
 from pi2.backends.compiler.functions import CompiledFunctions
 from pi2.backends.compiler.signature import Parameter, find_signatures, read_signatures
-from pi2.records import dataclass
 
 ALIGNMENT = 64
 """Bytes; kernels assume it of every array that is not uint8."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pi2.arrays import F32, U8, Raw
@@ -17,7 +19,6 @@ from pi2.model.states import StateShape
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model_mixing import Latent, Rope
 from pi2.plan.weights.layout import fill_groups, round_up
-from pi2.records import dataclass
 
 
 class States:

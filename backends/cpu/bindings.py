@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,7 +36,6 @@ from pi2.model.tensor import (
 )
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import AltUp
-from pi2.records import dataclass
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
 from pi2.memory.granules import expand_stretches
 from pi2.plan.weights.bundles import slice_experts
-from pi2.records import dataclass
 
 
 def list_groups(experts: I32, routes: F32) -> Iterator[tuple[I32, I32]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from pi2.model.tensor import (
 )
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import GROUP, fill_groups, round_up
-from pi2.records import dataclass
 
 Views = dict[str, View]
 """Views of arrays by the names that parameters of kernels have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from pi2.backends.gpu.sizes import (
 )
 from pi2.backends.protocol import Tensor
 from pi2.progress import Progress
-from pi2.records import dataclass, field
 
 
 @dataclass(slots=True)

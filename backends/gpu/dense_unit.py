@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision
-from pi2.records import dataclass
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@ process runs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -40,7 +41,6 @@ from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.backends.units import Padding, UnitFailed, UnitObserver, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision, round_up
-from pi2.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Scales
@@ -16,7 +18,6 @@ from pi2.backends.hexagon.specification import (
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part, unpack_part
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
-from pi2.records import dataclass
 
 _TOP = np.float32(127)
 _INT4_BIAS, _INT8_BIAS = 8, 128

@@ -16,13 +16,13 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pi2.arrays import U8
 from pi2.backends.hexagon.machines import Machine
 from pi2.backends.units import UnitFailed
-from pi2.records import dataclass
 
 PROTOCOL = 1
 """Version of all that follows."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pi2.formats import find_packing
 from pi2.plan.documents.common import Table
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import Precision, round_up
-from pi2.records import dataclass
 
 PROGRAM = "pi2.backends.hexagon.kernels.program"
 """The module that makes the functions of a library."""

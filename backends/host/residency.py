@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.memory.host_loops import FOUND, MASSES
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.backends.compiler.vectors import Parameters

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -17,7 +18,6 @@ from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
 from pi2.plan.weights.layout import fill_groups
-from pi2.records import dataclass
 
 _LANES = 16
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -12,7 +13,6 @@ from pi2.backends.kernels.kv import Cache, count_lanes, load_scales
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.plan import KvType
-from pi2.records import dataclass
 
 QUERIES_TOGETHER = 4
 """Queries that share one pass over keys and values: their sums and a key fit the registers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -35,7 +36,6 @@ from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

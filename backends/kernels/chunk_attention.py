@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 
 from tvm.tirx.script import builder as T
@@ -23,7 +24,6 @@ from pi2.backends.kernels.mixing_layout import LANES
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KV_BLOCK
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

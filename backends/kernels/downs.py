@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -15,7 +16,6 @@ from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.unpacking import Block, find_unpacking
 from pi2.backends.kernels.unpacking.unpacking import WIDE
 from pi2.plan.weights.layout import GROUP, weight_bytes
-from pi2.records import dataclass
 
 
 def find_neighbour(bundles: Bundles, place: v.Expr, first: v.Expr | None) -> Neuron:

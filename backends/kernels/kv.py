@@ -13,13 +13,13 @@ head_dim]; ``context`` is a multiple of 16.  Three types:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KernelSpec
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

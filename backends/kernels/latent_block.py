@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -35,7 +36,6 @@ from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES
 from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.weights.layout import fill_groups, vector_bytes
-from pi2.records import dataclass
 
 
 def emit_latent_attend(schedule: Schedule, take: Parameters) -> None:

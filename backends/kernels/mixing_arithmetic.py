@@ -4,6 +4,7 @@ time."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from tvm.tirx.script import builder as T
@@ -15,7 +16,6 @@ from pi2.backends.kernels.matrix import LIMIT
 from pi2.backends.kernels.mixing_layout import LANES, PLANES, MixingLayout, count, lay_out_mixing
 from pi2.backends.kernels.products import emit_vpdpbusd
 from pi2.backends.kernels.spec import KV_BLOCK, KernelSpec
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

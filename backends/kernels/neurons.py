@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -15,7 +16,6 @@ from pi2.backends.kernels.operands import Vector, list_runs
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, PartName, Precision
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
@@ -9,7 +11,6 @@ from pi2.backends.kernels.kv import count_lanes
 from pi2.backends.kernels.matrix import emit_norm, emit_quantize
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.records import dataclass
 
 
 def emit_copy(source: v.Buffer, target: v.Buffer, base: v.Expr, length: int) -> None:

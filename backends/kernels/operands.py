@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.plan.weights.layout import Precision, round_up, split_lanes, weight_bytes
-from pi2.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -17,7 +18,6 @@ from pi2.backends.kernels.neurons import Bundles, Neuron, is_firing
 from pi2.backends.kernels.operands import Activations, Chosen, Items, Vector
 from pi2.backends.kernels.spec import PANEL, KernelSpec
 from pi2.plan.weights.layout import PartName
-from pi2.records import dataclass
 
 
 def emit_list(

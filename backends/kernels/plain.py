@@ -17,6 +17,7 @@ part has sums of its own, which are added up in the order of the parts' numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -37,7 +38,6 @@ from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import LINE, Activations
 from pi2.plan.weights.layout import GROUP, weight_bytes
-from pi2.records import dataclass, replace
 
 TOGETHER = 2
 """Neurons that a thread computes at the same time: 34 GB/s of 40 to 48, where four got 28."""

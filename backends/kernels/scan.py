@@ -13,6 +13,7 @@ of them."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -23,7 +24,6 @@ from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
 from pi2.model.states import StateShape
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

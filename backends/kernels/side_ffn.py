@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
@@ -21,7 +23,6 @@ from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.documents.model_parts import Moe
 from pi2.plan.weights.layout import fill_groups
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

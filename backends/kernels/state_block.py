@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -15,7 +16,6 @@ from pi2.backends.kernels.scan import take_scan
 from pi2.backends.kernels.schedule import Schedule, take_matrix
 from pi2.backends.kernels.states import RankArrays, StateArrays, emit_state_mix
 from pi2.model.states import StateShape
-from pi2.records import dataclass
 
 Store = Callable[[v.Expr, v.Expr, v.Expr], None]
 """Takes a token, a row of a product, and its value."""

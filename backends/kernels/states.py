@@ -16,6 +16,7 @@ depends on nothing but the tokens: chunks of any length give equal bits."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -27,7 +28,6 @@ from pi2.backends.kernels.scan import ScanArrays, emit_scan
 from pi2.backends.kernels.schedule import Schedule, emit_each_token
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.model.states import StateShape
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -29,7 +30,6 @@ from pi2.backends.kernels.schedule import (
 )
 from pi2.backends.kernels.unpacking import find_unpacking
 from pi2.plan.weights.layout import GROUP, scale_bytes, weight_bytes
-from pi2.records import dataclass, replace
 
 
 def emit_unpack(vector: Vector, length: int, target: v.Buffer, base: v.Expr) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import BundleLayout
-from pi2.records import dataclass, field, replace
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from pi2.backends.reference.worker import MESSAGE, PRECISIONS, REPLY
 from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import round_up, scale_bytes, weight_bytes
-from pi2.records import dataclass
 
 _BUFFERS = 2
 """One stretch is copied while another is computed."""

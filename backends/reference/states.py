@@ -3,6 +3,8 @@ and Dao 2023 ("Mamba"), Dao and Gu 2024 ("Transformers are SSMs"), and Hugging F
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pi2.arrays import F32
@@ -11,7 +13,6 @@ from pi2.backends.reference.operators import take_sigmoid, take_silu, take_softp
 from pi2.model.states import StateShape
 from pi2.model.tensor import name_state_tensor
 from pi2.plan.weights.layout import ALIGNMENT, round_up
-from pi2.records import dataclass
 
 
 @dataclass(slots=True, kw_only=True)

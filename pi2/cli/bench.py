@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +26,6 @@ from pi2.cli.options import (
     take_plan,
 )
 from pi2.diagnostics import UserError
-from pi2.records import asdict, dataclass
 
 if TYPE_CHECKING:
     from pi2.measuring.session import Outcome

@@ -10,13 +10,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 import click
 
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

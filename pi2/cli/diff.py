@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from pi2.cli.commands import in_help
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import add_json_option, print_found, read_sound, suggest_plans
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.authoring.difference import Change, LayerChange, SegmentChange

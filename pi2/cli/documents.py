@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,6 @@ from pi2.cli.options import (
     write_checked,
 )
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 
 @in_help("More commands", "Upgrade documents to the current version of the plan language.")

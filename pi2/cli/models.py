@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import dataclass
 from dataclasses import replace as change
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
 from pi2.formats import name_packings
 from pi2.pulled_models import LocalSource, PulledModel, Source
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.pulled_models import CachedThing

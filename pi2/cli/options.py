@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import NoneType
@@ -18,7 +18,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
@@ -368,7 +367,7 @@ class PlanOptions:
     memory: str | None = MEMORY()
     settings: tuple[str, ...] = SET()
     locked: bool = LOCKED()
-    tokenizer: Path | None = TOKENIZER()  # a field
+    tokenizer: Path | None = TOKENIZER()  # noqa: RUF009  # a field
 
 
 @dataclass(frozen=True)

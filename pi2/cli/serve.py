@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -27,7 +28,6 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 from pi2.plan.composing.trees import parse_assignments
 from pi2.plan.documents.quantities import parse_size
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     import uvicorn

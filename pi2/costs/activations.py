@@ -26,6 +26,7 @@ often than chance."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
@@ -33,7 +34,6 @@ from statistics import NormalDist
 import numpy as np
 
 from pi2.arrays import F64
-from pi2.records import dataclass
 
 _NORMAL = NormalDist()
 _MOST_LIMIT = 16.0

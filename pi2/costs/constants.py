@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import exp, log
 from typing import Literal
 
 from pi2.plan.documents.device import Storage
-from pi2.records import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ stand for what varies from token to token."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import ceil, hypot
 from pathlib import Path
 
@@ -38,7 +39,6 @@ from pi2.plan.arithmetic.sizes import (
     count_chunk_tokens,
     count_staged_neurons,
 )
-from pi2.records import dataclass, field
 
 
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:

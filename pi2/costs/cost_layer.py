@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import comb
 
@@ -11,7 +12,6 @@ from pi2.costs.rates import Rates
 from pi2.costs.reads import ALONE
 from pi2.costs.settings import Settings, Sizes
 from pi2.costs.terms import LayerTerms, Work, find_chance, find_terms
-from pi2.records import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

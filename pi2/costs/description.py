@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.costs.activity import (
@@ -37,7 +38,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_read_rows
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass
 
 
 def list_dense_units(resolved: ResolvedPlan) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import get_args
 
@@ -11,7 +12,6 @@ import numpy as np
 from pi2.costs.constants import Constants
 from pi2.plan.documents.device import KernelFigure, KernelName, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
-from pi2.records import dataclass
 
 _FEW_CORES = 16
 """Cores that meet as quickly as a few."""

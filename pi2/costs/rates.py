@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf, isinf
 from typing import Any, get_args
 
@@ -11,7 +12,6 @@ from pi2.costs.kernel_times import KernelTimes, Linear
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import ComputeFigure, Device, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
-from pi2.records import dataclass, field, replace
 
 MISSING_FIGURE = "P351"
 _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0

@@ -5,12 +5,12 @@ worse."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import gcd, inf
 from typing import Literal
 
 from pi2.costs.activity import MergedReads
 from pi2.costs.constants import Flash, FlashPoint, interpolate_logs
-from pi2.records import dataclass, replace
 
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import exp
 
 import numpy as np
@@ -14,7 +15,6 @@ from pi2.costs.settings import Settings, Sizes
 from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import scale_bytes
-from pi2.records import dataclass, replace
 
 _UPPER_SPEED = 2.0
 """Speed of products with one activation byte instead of two, from measured projections

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from pi2.arrays import F32, U8
@@ -16,7 +17,6 @@ from pi2.engine.observation import ShareObserver
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.resolved import DenseShare
 from pi2.plan.arithmetic.units import DividedRows
-from pi2.records import dataclass
 
 
 @dataclass(slots=True, kw_only=True)

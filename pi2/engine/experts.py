@@ -21,6 +21,7 @@ says, and so are layers without a router: what stands for experts there is one F
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from pi2.backends.arithmetic import Router, make_routers, read_rows
 from pi2.backends.protocol import Tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Experts
-from pi2.records import dataclass
 
 
 @dataclass(slots=True)

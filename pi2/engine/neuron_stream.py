@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -28,7 +29,6 @@ from pi2.arrays import I32, U8
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.memory.granules import SingleNeurons
 from pi2.memory.policy import ABSENT
-from pi2.records import dataclass
 
 PieceOrder = Literal["any", "stored", "spread"]
 """In which order pieces are given: what suits the cache and the drive, that of the store, or one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from pi2.backends.protocol import BuildRequest, Executor, InputReader
 from pi2.backends.reference import operators
 from pi2.diagnostics import UserError
 from pi2.plan.weights.bundles import join_scales, slice_experts
-from pi2.records import dataclass
 
 
 class ShareObserver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,6 @@ from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
 from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, replace
 from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:

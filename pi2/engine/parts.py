@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import Executor

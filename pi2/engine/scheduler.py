@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Condition, RLock, get_ident
 from types import MappingProxyType
@@ -28,7 +29,6 @@ from pi2.engine.prefixes import NoPrefixes, Prefixes
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import Counters
 from pi2.engine.text import TokenDecoder
-from pi2.records import dataclass, field, replace
 
 
 class Line:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -22,7 +23,6 @@ from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.weights.layout import vector_bytes
-from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.engine.feed_forward import FeedForward

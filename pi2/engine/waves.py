@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from pi2.memory.granules import SingleNeurons
 from pi2.memory.policy import ABSENT
 from pi2.memory.read_sieve import ReadSieve
 from pi2.plan.documents.plan import Decode
-from pi2.records import dataclass, field
 
 
 class Foresight:

@@ -7,9 +7,8 @@ scale is known; the guess that errs least is kept."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import F32

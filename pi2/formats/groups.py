@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.formats.fitting import (
@@ -14,7 +15,6 @@ from pi2.formats.fitting import (
     weigh,
 )
 from pi2.formats.format import Format, check_finite
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, U8

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 Value = TypeVar("Value", int, float, bool, str)
 

@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,6 @@ from pi2.caches import GGUF_MAGICS, open_stream
 from pi2.diagnostics import UserError
 from pi2.formats import find_format, find_packing, list_formats
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.records import dataclass
 from pi2.tokens.texts import Texts
 
 

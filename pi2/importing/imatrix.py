@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from pi2.arrays import F32
 from pi2.caches import is_gguf, read_regular
 from pi2.diagnostics import UserError
 from pi2.importing.gguf_file import read_gguf
-from pi2.records import dataclass
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _MOST_NAME = 1024

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -37,7 +38,6 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensors import MIXTURES, choose_formats, fit_width
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, replace
 
 _ALIGNMENT = 32
 _UINT32, _TEXT = 4, 8

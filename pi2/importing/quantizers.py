@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,6 @@ from pi2.diagnostics import UserError
 from pi2.formats import find_packing
 from pi2.formats.fitting import fit_scales, turn_groups
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

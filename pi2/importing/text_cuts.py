@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-
-from pi2.records import dataclass, replace
+from dataclasses import dataclass, replace
 
 
 def _write_ranges(ranges: str) -> str:

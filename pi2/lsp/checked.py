@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,6 @@ from pi2.plan.reading.references import WRITTEN, Located, UnknownName, locate_do
 from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.spans import SpanIndex, index_spans
 from pi2.plan.toml.text import KeyPath, format_path, write_text
-from pi2.records import dataclass, replace
 from pi2.sharing.resolver import LockedReferences
 from pi2.weights.file_reading import check_document
 

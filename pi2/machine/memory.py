@@ -8,9 +8,8 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-
-from pi2.records import dataclass
 
 _UNLIMITED_BYTES = 1 << 60
 """Version 1 writes "no limit" as a number near 2**63."""

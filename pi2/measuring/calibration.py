@@ -10,6 +10,7 @@ import math
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from pi2.plan.documents.plan_units import Sparsity, SparsityMethod
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, field, replace
 from pi2.sharing.fetching import write_atomically
 from pi2.sharing.resolver import LockedReferences
 

@@ -7,6 +7,7 @@ import importlib.util
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from pi2.orchestrator import load
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress
-from pi2.records import dataclass
 from pi2.store.reader import NeuronStore
 
 

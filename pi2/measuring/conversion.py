@@ -4,6 +4,7 @@ holds one layer's attention, some neurons and a block of the head."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +29,6 @@ from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass
 from pi2.store.reader import NeuronStore
 
 PIECE_NEURONS = 4096

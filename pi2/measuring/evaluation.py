@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from pi2.measuring.texts import Passages, Window
 from pi2.orchestrator import load
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, replace
 from pi2.refit import FittedPlan
 
 Mode = Literal["prefill", "decode"]

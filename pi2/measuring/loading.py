@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from pi2.measuring.contestant import Worker
 from pi2.memory.bulk_load import PIECE_BYTES, READERS, touch_memory
 from pi2.memory.io_engine import make_readers
 from pi2.progress import Progress, ignore_progress
-from pi2.records import asdict, dataclass
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.manifest import read_manifest
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pi2.arrays import F32, F64, I64, U8
@@ -11,7 +13,6 @@ from pi2.engine.observation import Routing
 from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import LayerThresholds
 from pi2.plan.weights.bundles import slice_bias, unpack_part
-from pi2.records import dataclass
 
 _FINE_SHIFT = 17
 """Bits of a float32 below its sign, exponent and the first 6 of its mantissa."""

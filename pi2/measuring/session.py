@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +25,6 @@ from pi2.measuring.samples import (
 )
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, field, replace
 from pi2.refit import FittedPlan
 
 

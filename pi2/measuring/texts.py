@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,6 @@ import numpy as np
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass, replace
 from pi2.sandbox.tokenizer import encode_text
 
 if TYPE_CHECKING:

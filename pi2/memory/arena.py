@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from pi2.arrays import I32, U8
@@ -16,7 +17,6 @@ from pi2.model.blocks import list_attention
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons
 from pi2.plan.arithmetic.units import need_kv
-from pi2.records import dataclass
 
 MEAN_TOKENS = 256
 """Tokens of context that a mean token is taken to have."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,6 @@ from pi2.memory.io_engine import (
     make_rest,
 )
 from pi2.memory.uring import UringEngine, open_engine
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops

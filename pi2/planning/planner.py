@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.costs.cost import Cost, cost_resolved
@@ -41,7 +42,6 @@ from pi2.planning.refinement import (
 )
 from pi2.planning.speed import check_device_memory, reach_speed
 from pi2.planning.wish import Wish, make_plan_values
-from pi2.records import dataclass, replace
 
 _LEAST_DENSE = 0.02
 """Share of a layer that a unit is given which does not compute more for waiting for flash."""

@@ -4,6 +4,7 @@ along a convex curve, replaced by tangents; the rest is discrete."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean
 from typing import Literal
@@ -38,7 +39,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.wish import Wish, make_plan_values
-from pi2.records import dataclass, replace
 
 GROUPS = 8
 """Layers whose activity is alike share their settings, in so many groups at most."""

@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,6 @@ from pi2.costs.settings import LookAhead
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import SHARE_STEPS
 from pi2.planning.problem import ChunkChoice, EmbeddingChoice, KvChoice, Mode, Problem
-from pi2.records import dataclass, field
 
 TIME_LIMIT_S = 60.0
 GAP = 1e-3

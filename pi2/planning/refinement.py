@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
@@ -30,7 +31,6 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.planning.problem import Problem
 from pi2.planning.wish import Wish, make_plan_values
-from pi2.records import dataclass
 
 _CHUNK = 256
 

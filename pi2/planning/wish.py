@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,6 @@ from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.references import DOCUMENTS, UnknownName, locate_document
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.weights.layout import BundleLayout
-from pi2.records import dataclass, field
 from pi2.sharing.resolver import LockedReferences
 
 if TYPE_CHECKING:

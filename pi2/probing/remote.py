@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +28,6 @@ from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens as synthetic
 from pi2.probing.timing import Key, StepFacts, choose_times, round_digits, summarise
 from pi2.progress import Progress
-from pi2.records import dataclass, replace
 
 ROUNDS = 5
 SHAPE = replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,7 +23,6 @@ from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens as synthetic
 from pi2.probing.timing import Key, Step, StepFacts
 from pi2.probing.tokens import NAMED, TokenSample, TokenTimes, TokenWork
-from pi2.records import dataclass, replace
 
 SERIES_S, CACHED_S = 0.4, 0.2
 """Time of a variety's tokens in a round, and of those that take neurons from a cache."""

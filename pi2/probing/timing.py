@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import KernelName
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.probing import tokens
-from pi2.records import dataclass
 
 Key = tuple[str, ...]
 """What was measured: a kind, then its settings as text."""

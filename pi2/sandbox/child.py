@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Timer
 from typing import IO, Self
-
-from pi2.records import dataclass
 
 MIB = 1 << 20
 START_S = 60.0

@@ -7,6 +7,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.logging import get_logger
-from pi2.records import asdict, dataclass, field
 from pi2.serving import ollama
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_user_error, find_form

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pi2.records import dataclass
 from pi2.serving.literals import (
     Literals,
     NoCall,

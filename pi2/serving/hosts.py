@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from pi2.fitting.check import load_plan
 from pi2.logging import get_logger
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.records import dataclass, field
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.errors import ApiError
 from pi2.sharing.resolver import LockedReferences

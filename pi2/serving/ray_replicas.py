@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Message
@@ -12,7 +13,6 @@ from starlette.types import Message
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
 from pi2.ray_cluster import import_ray, start_ray
-from pi2.records import dataclass, replace
 from pi2.serving.application import Settings, make_application
 from pi2.serving.errors import ApiError
 from pi2.serving.front import USE, ReplicaLost

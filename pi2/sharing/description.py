@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from pi2.plan.documents.private import find_private, strip_private, walk_figures
 from pi2.plan.reading.references import has_scheme, list_shipped
 from pi2.plan.toml.source import detect_kind, display_path, parse_source, read_source
 from pi2.plan.toml.text import format_path
-from pi2.records import dataclass
 from pi2.sharing.fetching import hash_bytes, read_regular, write_atomically
 from pi2.sharing.lock import name_in_lock, require_copy
 from pi2.sharing.project import Project

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,6 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.fitting.check import check_file
 from pi2.plan.reading.references import has_scheme, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind, display_path, read_source
-from pi2.records import dataclass
 from pi2.sharing.fetching import (
     Cache,
     Fetched,

@@ -14,13 +14,13 @@ stands."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.toml.source import KINDS, detect_kind
-from pi2.records import dataclass
 
 Scheme = Literal["gh", "git+https", "git+http", "git+file", "https", "http", "file"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from pi2.costs.rates import Rates
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_number
-from pi2.records import dataclass, replace
 from pi2.simulate.bus import PrefillRun, simulate_prefill
 from pi2.simulate.decode import DecodeRun, Progress, simulate_decode
 from pi2.tracing import add_legend, make_figure, save_figure

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import simpy
 
 from pi2.costs.description import Description
 from pi2.costs.prompts import PromptLayer, list_prompt_layers, time_once
-from pi2.records import dataclass
 
 UnitName = Literal["cpu", "dense"]
 _ROUNDING_S = 1e-13

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pi2.arrays import F64, I64
 from pi2.costs.activations import TokenDraws, draw_experts, draw_shifts, draw_tokens
 from pi2.costs.description import Description, LayerKind
-from pi2.records import dataclass, replace
 from pi2.simulate.layer import (
     CPU_LANE,
     DENSE_LANE,

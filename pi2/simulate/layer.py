@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import simpy
@@ -13,7 +14,6 @@ from pi2.costs.description import Description, LayerKind
 from pi2.costs.reads import ALONE
 from pi2.costs.settings import Settings
 from pi2.costs.terms import LayerTerms
-from pi2.records import dataclass, replace
 from pi2.simulate.bus import Bus, Meter
 from pi2.tracing import Recorder
 

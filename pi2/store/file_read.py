@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from pi2.caches import open_regular
 from pi2.diagnostics import UserError
 from pi2.model.tensor import EMBEDDING
 from pi2.plan.weights.layout import GROUP, Tensor, round_up
-from pi2.records import dataclass
 from pi2.store.agreement import report_size
 from pi2.store.arrow_file import ALIGNMENT as ALIGNMENT_of_arrow_file
 from pi2.store.arrow_file import PAGE

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
 from pi2.backends.compiler import vectors as v
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

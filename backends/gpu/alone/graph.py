@@ -3,6 +3,8 @@ replayed."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS, ModelUse
@@ -14,7 +16,6 @@ from pi2.model.blocks import find_attention
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD_BIAS, POSITIONS, name_layer_tensor
 from pi2.plan.arithmetic.units import count_qkv_rows, name_head
 from pi2.plan.documents.model_parts import Moe
-from pi2.records import dataclass
 
 
 def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans: int) -> None:

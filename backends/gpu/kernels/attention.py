@@ -25,6 +25,7 @@ token's context is divided into, so that enough work groups run."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -37,7 +38,6 @@ from pi2.backends.gpu.kernels.latent import (
     pack_word,
 )
 from pi2.backends.gpu.kernels.specification import AttentionKernels, Axis
-from pi2.records import dataclass
 
 _PAIR_THREADS = 64
 _KEYS = 128

@@ -8,6 +8,7 @@ each of which is multiplied with its own inputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -21,7 +22,6 @@ from pi2.backends.gpu.kernels.code import (
 )
 from pi2.backends.gpu.kernels.specification import Axis, ProductKernels
 from pi2.plan.weights.layout import GROUP
-from pi2.records import dataclass
 
 ROWS = 32
 """Rows of a tile, and threads of a work group along its first axis."""

@@ -18,10 +18,10 @@ is full) or P362 (it does not compute)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pi2.backends.gpu.kernels.specification import Api, KernelImage, Number, Signature, Target
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from typing import Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import pyopencl as cl
 from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number, Signature
 from pi2.backends.gpu.launchers.interface import DeviceFacts, DeviceKind, MemoryState
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,6 +8,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from wgpu.backends.wgpu_native import extras
 from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number, Signature
 from pi2.backends.gpu.launchers.interface import DeviceFacts, DeviceKind, MemoryState
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

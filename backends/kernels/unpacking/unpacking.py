@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
@@ -12,7 +13,6 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Vector, list_runs
 from pi2.backends.kernels.products import DotPrimitive
 from pi2.formats.packing import GROUP, Packing
-from pi2.records import dataclass
 
 WIDE = 16
 """Elements that are unpacked together."""

@@ -8,9 +8,8 @@ import json
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
-
-from pi2.records import dataclass
 
 __all__ = [
     "AfterValidator",
