@@ -21,6 +21,8 @@ from tests.helpers.kernels import (
     measure_error,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 PROMPTS = ([1, 2, 3, 4, 5], [17], [9, 8, 7, 6, 5, 4, 3, 2, 1])
 """Of different lengths."""
 
