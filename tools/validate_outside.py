@@ -16,7 +16,7 @@ import statistics
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,13 @@ from outside.mapped import predict_mapped
 from paper.document import render_document
 from pi2.costs.cost import cost_description
 from pi2.costs.description import Description, describe_plan
+from pi2.costs.settings import POSITION
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.units import count_state_traffic
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import round_up
 from pi2.planning.wish import Wish, make_plan_values, read_document
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,8 +87,8 @@ def predict_rows() -> Iterator[Row]:
     """Every row with its prediction."""
     data = read_data()
     for kind in data["kinds"]:
-        for name, device, model, measured in kind["rows"]:
-            settings = data["settings"].get(name, {})
+        for name, device, model, file_format, measured in kind["rows"]:
+            settings = {"bits": data["formats"][file_format], **data["settings"].get(name, {})}
             predicted = predict(kind["name"], device, model, settings)
             yield Row(
                 kind=kind["name"],
@@ -128,18 +131,41 @@ def read_data() -> dict[str, Any]:
 def predict(kind: str, device: str, model: str, settings: Mapping[str, Any]) -> float:
     """Tokens per second of a row."""
     resolved = make_plan(kind, device, model, settings)
+    description = describe_plan(resolved, position=settings.get("position", POSITION))
+    description = restate(description, resolved.model, settings)
     if "mmap" in kind:
-        return predict_mapped(resolved, settings["memory"] * GIB)
-    description: Description = describe_plan(resolved)
+        return predict_mapped(resolved, description, settings["memory"] * GIB)
     cost = cost_description(description, settings.get("prompt", 128))
     return cost.tokens_s if "prompt" not in settings else cost.prefill_tokens_s or 0.0
 
 
+def restate(description: Description, model: Model, settings: Mapping[str, Any]) -> Description:
+    """The description with what pi2's plans cannot state: bits of a weight in the row's file, rows
+    of neurons that rest, and the length of chunks."""
+    old, (neurons, attention, head) = description.sizes, settings["bits"]
+    computed = (1.0 + 2.0 * settings.get("fires", 1.0)) / 3.0
+    sizes = replace(
+        old,
+        neuron=round(computed * old.neuron_weights * neurons / 8),
+        neuron_weights=round(computed * old.neuron_weights),
+        projections=round(old.projection_weights * attention / 8) + count_state_traffic(model),
+        head=round(old.head_weights * head / 8),
+    )
+    chunk = settings.get("chunk", description.prompts.chunk)
+    prompts = replace(description.prompts, chunk=chunk, together=chunk)
+    return replace(description, sizes=sizes, prompts=prompts)
+
+
 def make_plan(kind: str, device: str, model: str, settings: Mapping[str, Any]) -> ResolvedPlan:
     """The plan of a row: everything in memory unless it has a cache."""
-    wish = Wish(device=make_device(device), model=make_model(model, settings), context=1024)
+    wish = Wish(
+        device=make_device(device, settings), model=make_model(model, settings), context=1024
+    )
     own = wish.model
-    bundle = own.lay_out_bundle()  # experts are read as a whole: no neuron fills blocks
+    # Experts are read as a whole: no neuron fills blocks.
+    bundle = own.lay_out_bundle()
+    size = round(len(bundle.parts) * own.stored_neuron_width * settings["bits"][0] / 8)
+    bundle = own.lay_out_bundle(max(bundle.stride, round_up(size, 64)))
     predictor = "none" if own.moe is None else "router"
     values = make_plan_values(wish, predictor=predictor, kv="fp16", chunk=1024, bundle=bundle)
     expert = own.shape.ffn * bundle.stride
@@ -151,8 +177,12 @@ def make_plan(kind: str, device: str, model: str, settings: Mapping[str, Any]) -
         cached = settings.get("cached_experts", 0) * expert + settings.get("cache", 0) * MIB
         shared = own.moe.shared_experts * own.shape.layers * expert if own.moe else 0
         segments["cold"] = f"{max(round(cached), expert) + shared} B"
-        values["io"] = {"engine": "pread", "threads": settings["lanes"]}
+        values["io"] = {"engine": "pread", "threads": settings.get("lanes", 1)}
+        if settings.get("queue"):
+            values["io"] = {"engine": "io_uring"}
         values["cache"] = {"policy": "lru"}
+        if settings.get("ahead"):
+            values["decode"]["look_ahead"] = "attention"
     else:
         values["layers"]["hot"] = 1.0
     if "CPU, the rest" in kind:
@@ -186,7 +216,7 @@ def make_model(name: str, settings: Mapping[str, Any]) -> Model:
             "attention": {"latent": stated["latent"]} if "latent" in stated else None,
         }
         values = {key: value for key, value in values.items() if value is not None}
-    precision = settings.get("precision", (stated or {}).get("precision"))
+    precision = {16.0: "fp16", 8.5: "int8"}.get(settings["bits"][0])
     if precision is not None:
         parts = ("ffn", "attention", "embedding", "head")
         values["quantization"] = dict.fromkeys(parts, precision)
@@ -195,7 +225,7 @@ def make_model(name: str, settings: Mapping[str, Any]) -> Model:
     return Model.model_validate_json(json.dumps(values))
 
 
-def make_device(name: str) -> Device:
+def make_device(name: str, settings: Mapping[str, Any]) -> Device:
     """A device document of published figures."""
     stated = read_data()["devices"][name]
     cores: dict[str, Any] = {"id": "cores", "cores": stated["cores"]}
@@ -230,6 +260,8 @@ def make_device(name: str) -> Device:
         block = "4 KiB" if stated["flash"] == "ufs" else "512 B"
         values["storage"] = {"kind": stated["flash"], "block_size": block}
         values["storage"]["reads"] = list(_list_reads(stated["reads"]))
+        if settings.get("serial"):
+            values["storage"]["overlap"] = {"value": 0.0, **ORIGIN}
     return Device.model_validate_json(json.dumps(values))
 
 

@@ -371,7 +371,7 @@ class Constants:
         45e9, "1/s", "estimated", "the same for x86 with AVX2: 9 in a cycle, 6 to 16"
     )
     core_barrier_s: float = _constant(
-        1.2e-6,
+        1.6e-6,
         "s",
         "estimated",
         "what a barrier takes more for each core beyond 16, which write to one place in turn: a "
@@ -385,12 +385,13 @@ class Constants:
         "2460 MiB/s (BigMoeOnEdge); figures of devices whose CPU was seen computing a model have "
         "it in them",
     )
-    warm_core_share: float = _constant(
-        0.7,
+    reading_core_share: float = _constant(
+        0.5,
         "share",
-        "published",
-        "the same for the CPU's own rates: identical work took 1.2 times as long at the end of a "
-        "session, and 1.7 times when hot (BigMoeOnEdge)",
+        "estimated",
+        "part of the processor's rates that stays in such a run on a device on which nobody saw "
+        "one, 0.45 to 0.7: a router's choice stops all threads, reads and the system take time of "
+        "the cores, phones are hot (114 ms of a token instead of 57 on a laptop of BigMoeOnEdge)",
     )
     unseen_overlap: float = _constant(
         0.5,
@@ -414,10 +415,20 @@ class Constants:
         "0.7 to 0.8",
     )
     card_of_peak: float = _constant(
-        0.80,
+        0.78,
         "share",
         "estimated",
-        "part of the peak bandwidth of its own memory that a graphics card reaches: 0.7 to 0.9",
+        "part of the peak bandwidth of its own memory that a graphics card reaches: 0.65 to 0.85",
+    )
+    fast_card_of_peak: float = _constant(
+        0.90,
+        "share",
+        "estimated",
+        "the same for cards of 900 GB/s and more, which have large caches and fast clocks: 0.85 to "
+        "0.95",
+    )
+    slow_kernel_s: float = _constant(
+        4e-6, "s", "estimated", "`recorded_kernel_s` of cards with less than 900 GB/s: 3 to 6 us"
     )
     metal_kernel_s: float = _constant(
         8e-6,

@@ -30,7 +30,7 @@ from pi2.costs.activity import (
 from pi2.costs.constants import Constants, Figure
 from pi2.costs.kernel_times import Linear
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
-from pi2.costs.rates import MISSING_FIGURE, Rates, read_rates
+from pi2.costs.rates import MISSING_FIGURE, Rates, find_card_share, is_fast_card, read_rates
 from pi2.costs.settings import POSITION, Settings, Sizes, measure_sizes, read_settings, share_cold
 from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
 from pi2.diagnostics import UserError
@@ -95,8 +95,7 @@ def read_whole_rates(device: Device, name: str, constants: Constants | None = No
     constants = constants or Constants()
     unit = device.units[name]
     bytes_s, figures, source = _find_memory_rate(device, name, unit, constants)
-    is_metal = unit.architecture == "metal"
-    kernel_s = constants.metal_kernel_s if is_metal else constants.recorded_kernel_s
+    kernel_s = _find_kernel_time(unit, constants)
     linear = Linear(call_s=kernel_s, bytes_s=bytes_s)
     gather = Linear(
         call_s=NAMED_KERNELS * kernel_s, bytes_s=constants.whole_gather_efficiency * bytes_s
@@ -125,6 +124,13 @@ def read_whole_rates(device: Device, name: str, constants: Constants | None = No
     )
 
 
+def _find_kernel_time(unit: Unit, constants: Constants) -> float:
+    if unit.architecture == "metal":
+        return constants.metal_kernel_s
+    is_slow = unit.memory is not None and not is_fast_card(unit)
+    return constants.slow_kernel_s if is_slow else constants.recorded_kernel_s
+
+
 def _find_memory_rate(
     device: Device, name: str, unit: Unit, constants: Constants
 ) -> tuple[float, list[Figure], str]:
@@ -146,7 +152,7 @@ def _find_memory_rate(
             help="measure it with `pi2 probe`, or state its peak_bandwidth, from which it is "
             "estimated",
         )
-    share = constants.dense_of_peak if own is None else constants.card_of_peak
+    share = constants.dense_of_peak if own is None else find_card_share(unit, constants)
     origin = f"{share:.0%} of its memory's peak"
     figure = Figure(name=f"{where}.peak_bandwidth", status="estimated", source=origin)
     return share * float(peak.value), [figure], f"estimated: {origin}"

@@ -93,7 +93,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         flash = check_flash(rates, resolved.device)
         stream = Stream(
             byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
-            overlap=find_stream_overlap(rates),
+            overlap=_find_overlap(resolved, rates, computes=computes),
             neurons=model.layer_neurons,
             stride=resolved.bundle.neuron_bytes,
         )
@@ -115,6 +115,13 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         interleaves=rates.measured and model.moe is not None and plan.decode.predictor == "router",
         graphs=list_dense_graphs(resolved, rates) if computes else (),
     )
+
+
+def _find_overlap(resolved: ResolvedPlan, rates: Rates, *, computes: bool) -> float:
+    """What the device states; reads take none of the time of a unit that ``computes``."""
+    if computes and resolved.device.storage.overlap is None:
+        return 1.0
+    return find_stream_overlap(rates)
 
 
 def list_prompt_layers(description: Description, tokens: int) -> list[PromptLayer] | None:
@@ -171,7 +178,8 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     activity, stream = kind.activity, prompts.stream
     tokens = sum(chunks)
     padded = [pad_tokens(count, prompts.graphs) for count in chunks]
-    touched = kind.count_touched(tokens) / activity.neurons
+    # Whole layers are read ahead before a router has chosen.
+    touched = 1.0 if prompts.reads_all else kind.count_touched(tokens) / activity.neurons
     absent = activity.neurons - round(kind.hot * activity.neurons)
     fits = kind.hot >= 1.0
     if prompts.reads_all and not rates.measured:

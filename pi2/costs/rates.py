@@ -22,6 +22,7 @@ _NOTHING = Linear(call_s=0.0, bytes_s=inf)
 """A step that takes no time."""
 _FAST_CORE_BYTES_S = 8e9
 """Bandwidth per core above which cores compute as fast: 10 GB/s on phones, 2 to 7 on boards."""
+_FAST_CARD_BYTES_S = 900e9
 _WIDE_BYTES_S, _SERVER_CORES = 200e9, 32
 """Peak bandwidth beyond what two channels give, and cores of a processor that is made for it."""
 
@@ -174,6 +175,18 @@ def read_rates(
     return _Reader(device, width, constants or Constants()).read(unit)
 
 
+def is_fast_card(unit: Unit) -> bool:
+    """Whether the unit is a card of the class whose memory is fastest."""
+    own = unit.memory
+    figure = None if own is None else own.peak_bandwidth or own.read_bandwidth
+    return figure is not None and figure.value >= _FAST_CARD_BYTES_S
+
+
+def find_card_share(unit: Unit, constants: Constants) -> float:
+    """Part of the peak rate of its own memory that a card reaches."""
+    return constants.fast_card_of_peak if is_fast_card(unit) else constants.card_of_peak
+
+
 _TYPED = ("multiply", "project", "attend", "predict", "gather")
 """Kernels that depend on what keys, values and activations are rounded to."""
 
@@ -237,7 +250,7 @@ class _Reader:
         rates = Rates(
             measured=self._times.measured,
             cores=self._times.cores,
-            warm_share=constants.warm_core_share if self._is_warm else 1.0,
+            warm_share=constants.reading_core_share if self._is_unseen else 1.0,
             core_ops_s=self._find_core_ops(),
             enough_cores=4.0 if cpu.architecture == "x86-64" else _ENOUGH_CORES,
             bandwidth_bytes_s=bandwidth,
@@ -407,7 +420,7 @@ class _Reader:
             return self._read_bandwidth(unit, self._constants.dense_of_peak, name)
         figure, share = unit.memory.read_bandwidth, 1.0
         if figure is None:
-            figure, share = unit.memory.peak_bandwidth, self._constants.card_of_peak
+            figure, share = unit.memory.peak_bandwidth, find_card_share(unit, self._constants)
         if figure is None:
             if estimated:
                 self._miss(

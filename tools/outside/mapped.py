@@ -12,7 +12,7 @@ from __future__ import annotations
 from pi2.costs.activity import describe_routing
 from pi2.costs.constants import Constants, Flash
 from pi2.costs.cost import cost_description
-from pi2.costs.description import Description, describe_plan
+from pi2.costs.description import Description
 from pi2.costs.rates import check_flash
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 
@@ -28,10 +28,9 @@ AHEAD_BYTES = 128 << 10
 """What is read around a fault of a file that is read in order: Linux's default."""
 
 
-def predict_mapped(resolved: ResolvedPlan, memory_bytes: float) -> float:
+def predict_mapped(resolved: ResolvedPlan, description: Description, memory_bytes: float) -> float:
     """Tokens per second of a plan with all of the model in a mapped file, while pages may have
     ``memory_bytes``."""
-    description = describe_plan(resolved)
     flash = check_flash(description.rates, resolved.device)
     return 1.0 / (
         cost_description(description).token_s
@@ -46,7 +45,7 @@ def _time_faults(
     model, sizes = resolved.model, description.sizes
     is_phone = resolved.device.storage.kind == "ufs"
     capacity = (PHONE_SHARE if is_phone else CACHE_SHARE) * memory_bytes
-    neuron = resolved.bundle.neuron_bytes
+    neuron = resolved.bundle.stride
     dense = float(model.shape.layers * sizes.projections + sizes.head)
     neurons = float(model.shape.layers * model.layer_neurons)
     if dense + neurons * neuron <= capacity:
