@@ -108,9 +108,9 @@ def parse_arguments() -> argparse.Namespace:
         "--routing",
         default="uniform",
         metavar="FILE",
-        help="mixtures: uniform (every expert as often as any other), published (popularity and "
-        "reuse as a 30B mixture's), a JSON file with such statistics, or routing.parquet of "
-        "pi2 activations --routing",
+        help="mixtures: uniform (every expert as often as any other), published (caches hit as "
+        "often as was published of such mixtures), a JSON file with such statistics, or "
+        "routing.parquet of pi2 activations --routing",
     )
     parser.add_argument("--replace", action="store_true", help="replace a store that is there")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to measure with (256)")
@@ -197,7 +197,8 @@ def load_host() -> Device:
 
 def make_recipe(arguments: argparse.Namespace, model: Model) -> Recipe:
     """What is asked for; the active share may come from the model file."""
-    active = arguments.active
+    moe, active = model.moe, arguments.active
+    chosen = 0 if moe is None else moe.active_experts
     if active is None:
         active = Recipe().active if model.sparsity is None else model.sparsity.active
     return Recipe(
@@ -207,7 +208,7 @@ def make_recipe(arguments: argparse.Namespace, model: Model) -> Recipe:
         correlation=arguments.correlation,
         recall=arguments.recall,
         agreement=arguments.agreement,
-        routing=None if model.moe is None else read_routing(arguments.routing),
+        routing=None if moe is None else read_routing(arguments.routing, moe.experts, chosen),
         seed=arguments.seed,
     )
 

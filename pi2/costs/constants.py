@@ -295,35 +295,12 @@ class Constants:
         "the same for SiLU models whose small gates are cut: a least recently used cache of half "
         "of the neurons misses a tenth of those that are used, as LLM in a flash does with ReLU",
     )
-    routing_spread: float = _constant(
-        0.98,
-        "sigma",
-        "published",
-        "the same for a router's choice of experts within a text: in traces of three mixtures "
-        "(BigMoeOnEdge), 21, 21 and 13 % of a layer's experts make 80 % of the choices",
-    )
-    routing_repeat: float = _constant(
-        0.15,
-        "share",
-        "published",
-        "part of a router's choice that the previous token decides, beyond what is usual in the "
-        "text: 18, 15 and 7 % in the same traces",
-    )
     token_variation: float = _constant(
         0.1,
         "sigma",
         "calibrated",
         "standard deviation of what a token moves the activation threshold of all neurons by, in "
         "standard deviations of a neuron's input",
-    )
-    token_correlation: float = _constant(
-        0.0,
-        "share",
-        "assumed",
-        "part of a neuron's activation that the previous token decides: none",
-    )
-    expert_correlation: float = _constant(
-        0.0, "share", "assumed", "part of an expert's choice that the previous token decides: none"
     )
     streaming_compute_share: float = _constant(
         0.55,

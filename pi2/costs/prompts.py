@@ -93,7 +93,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         flash = check_flash(rates, resolved.device)
         stream = Stream(
             byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
-            overlap=_find_overlap(resolved, rates, computes=computes),
+            overlap=rates.beside_overlap if computes else find_stream_overlap(rates),
             neurons=model.layer_neurons,
             stride=resolved.bundle.neuron_bytes,
         )
@@ -115,13 +115,6 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         interleaves=rates.measured and model.moe is not None and plan.decode.predictor == "router",
         graphs=list_dense_graphs(resolved, rates) if computes else (),
     )
-
-
-def _find_overlap(resolved: ResolvedPlan, rates: Rates, *, computes: bool) -> float:
-    """What the device states; reads take none of the time of a unit that ``computes``."""
-    if computes and resolved.device.storage.overlap is None:
-        return 1.0
-    return find_stream_overlap(rates)
 
 
 def list_prompt_layers(description: Description, tokens: int) -> list[PromptLayer] | None:

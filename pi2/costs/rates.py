@@ -99,6 +99,8 @@ class Rates:
     """The GPU or NPU that has the whole model; None if the processor computes."""
     overlap: float = 1.0
     """Part of reading that computing with all cores can hide."""
+    beside_overlap: float = 1.0
+    """The same of computing with another unit, which leaves the cores to reads."""
     power_w: float | None = None
     """Power of the processor while it generates; None where it is not stated."""
     both_w: float | None = None
@@ -229,7 +231,7 @@ class _Reader:
         self._figures: dict[Figure, None] = {}
 
     def read(self, chosen: str | None = None) -> Rates:
-        constants, cpu = self._constants, self._cpu
+        constants, cpu, overlap = self._constants, self._cpu, self._device.storage.overlap
         bandwidth = self._read_bandwidth(cpu, self._find_cpu_share(), self._name)
         norm_s = self._times.find_time("norm", self._times.barrier_s)
         dense = self._read_dense(chosen)
@@ -277,6 +279,7 @@ class _Reader:
             dense=dense,
             flash=self._read_flash(),
             overlap=self._read_overlap(),
+            beside_overlap=1.0 if overlap is None else float(overlap.value),
             power_w=self._read_power(),
             both_w=self._read_both_power(dense),
             bandwidths=tuple(

@@ -29,8 +29,9 @@ from synthesis.blueprint import draw_blueprint
 from synthesis.generation import write_synthetic_store
 from synthesis.plan_file import PlanWish, write_plan
 from synthesis.recipe import Recipe
-from synthesis.routing import PUBLISHED, Routing, read_routing
-from tests.helpers.models import MIXTURE, make_model
+from synthesis.routers import simulate_choices, solve_correlation, solve_deviation
+from synthesis.routing import Routing, publish_routing, read_routing
+from tests.helpers.models import MIXTURE, PUBLISHED_HITS, make_model
 
 EXPERTS, CHOSEN, LAYERS, TOKENS = 64, 4, 2, 480
 WANTED = Routing(popular=(0.15, 0.4), reuse=0.45)
@@ -98,6 +99,18 @@ def test_nothing_asked_for_is_every_expert_alike(tmp_path: Path) -> None:
     assert found.reuse[1] == pytest.approx(CHOSEN / EXPERTS, abs=0.03)
 
 
+@pytest.mark.parametrize(("experts", "chosen", "held", "least", "most"), PUBLISHED_HITS)
+def test_caches_of_synthetic_routing_hit_as_often_as_was_published(
+    experts: int, chosen: int, held: float, least: float, most: float
+) -> None:
+    asked = publish_routing(experts, chosen)
+    deviation = solve_deviation(experts, chosen, asked.popular[0])
+    correlation = solve_correlation(experts, chosen, deviation, asked.reuse)
+    choices = simulate_choices(experts, chosen, deviation, correlation)
+    found = replay_trace(choices, "lru", round(held * experts), skip=256)
+    assert least - 0.03 <= found.hit_rate <= most + 0.03
+
+
 def test_weights_are_those_of_the_router(trace: RoutingTrace) -> None:
     assert (np.diff(trace.weights, axis=2) <= 0).all()
     np.testing.assert_allclose(trace.weights.sum(axis=2), 1.0, atol=1e-5)
@@ -110,7 +123,7 @@ def test_a_trace_is_read_as_it_was_written(trace: RoutingTrace, tmp_path: Path) 
     for name in ("sequences", "chosen", "weights"):
         np.testing.assert_array_equal(getattr(found, name), getattr(trace, name))
     assert (found.experts, found.expert_bytes) == (EXPERTS, trace.expert_bytes)
-    assert read_routing(str(path)) == Routing(
+    assert read_routing(str(path), EXPERTS, CHOSEN) == Routing(
         popular=tuple(measure_locality(trace, layer).popular for layer in range(LAYERS)),
         reuse=measure_locality(trace).reuse[1],
     )
@@ -120,15 +133,16 @@ def test_a_trace_is_read_as_it_was_written(trace: RoutingTrace, tmp_path: Path) 
 
 
 def test_statistics_come_from_a_name_or_a_file(tmp_path: Path) -> None:
-    assert read_routing("uniform") is None
-    assert read_routing("published") == PUBLISHED
+    assert read_routing("uniform", EXPERTS, CHOSEN) is None
+    published = read_routing("published", EXPERTS, CHOSEN)
+    assert published == publish_routing(EXPERTS, CHOSEN) != publish_routing(8 * EXPERTS, CHOSEN)
     file = tmp_path / "routing.json"
     file.write_text('{"popular": [0.2, 0.3], "reuse": 0.4}')
-    assert read_routing(str(file)) == Routing(popular=(0.2, 0.3), reuse=0.4)
+    assert read_routing(str(file), EXPERTS, CHOSEN) == Routing(popular=(0.2, 0.3), reuse=0.4)
     for text in ('{"popular": 2, "reuse": 0.4}', '{"reuse": 0.4}', "no"):
         file.write_text(text)
         with pytest.raises(UserError, match="no statistics of routing"):
-            read_routing(str(file))
+            read_routing(str(file), EXPERTS, CHOSEN)
 
 
 def make_trace(*chosen: list[list[int]], experts: int = 6) -> RoutingTrace:

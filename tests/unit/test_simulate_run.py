@@ -284,7 +284,7 @@ def test_the_analytic_hit_rate_is_that_of_a_counted_cache(share: float, correlat
     each = 8  # neurons of a class
     chances = np.repeat(hotness.compute_chances(), each)
     counted = count_hits(chances, int(share * len(chances)), 300, correlation, seed=1)
-    hits = compute_hit_chances(hotness, 0.0, share, 1.0, correlation, 0.0)
+    hits = compute_hit_chances(hotness, 0.0, share, 1.0, correlation)
     analytic = float((hotness.compute_chances() * hits).sum() / hotness.compute_chances().sum())
     assert analytic == pytest.approx(counted, abs=0.015)
 
@@ -301,7 +301,7 @@ def test_the_analytic_hit_rate_holds_for_experts_as_well() -> None:
             for expert in random.permutation(experts)[:chosen]
         ]
         cache.use(random.permutation(np.concatenate(used)), counted=token > tokens // 3)
-    found = compute_hit_chances(hotness, 0.0, 0.4, chosen / experts, 0.0, 0.0)
+    found = compute_hit_chances(hotness, 0.0, 0.4, chosen / experts)
     analytic = float((chances * found).sum() / chances.sum())
     assert analytic == pytest.approx(cache.hits / cache.uses, abs=0.02)
 
@@ -309,7 +309,7 @@ def test_the_analytic_hit_rate_holds_for_experts_as_well() -> None:
 def test_a_larger_cache_never_hits_less() -> None:
     hotness = Hotness(active=0.15, spread=0.8)
     shares = [0.05, 0.1, 0.2, 0.4, 0.6, 0.9]
-    rates = [compute_hit_chances(hotness, 0.0, x, 1.0, 0.1, 0.0).mean() for x in shares]
+    rates = [compute_hit_chances(hotness, 0.0, x, 1.0, 0.1).mean() for x in shares]
     assert rates == sorted(rates)
-    assert np.all(compute_hit_chances(hotness, 0.4, 0.6, 1.0, 0.1, 0.0) == 1.0)
-    assert np.all(compute_hit_chances(hotness, 0.4, 0.0, 1.0, 0.1, 0.0) == 0.0)
+    assert np.all(compute_hit_chances(hotness, 0.4, 0.6, 1.0, 0.1) == 1.0)
+    assert np.all(compute_hit_chances(hotness, 0.4, 0.0, 1.0, 0.1) == 0.0)

@@ -40,9 +40,8 @@ class Freedom:
 
 LAYER_SHARE = 0.03
 """Neurons of a layer of TurboSparse-Mixtral-47B that fire, of those of all experts."""
-REPEATS = (0.4, 0.3)
-"""Parts of a neuron's and of an expert's uses that the token before decides: more than any trace of
-a router shows."""
+REPEATS = 0.4
+"""Part of a neuron's uses that the token before decides: more than any trace of a router shows."""
 ACE_2 = "oneplus-ace-2"
 STANDARD_BYTES_S = 2.1e9
 """Rate of long reads that the standard UFS 3.1 gives."""
@@ -97,9 +96,9 @@ def _list_changes() -> Iterator[tuple[str, str, str, AbstractContextManager[obje
     ):
         yield name, own, text, patch.object(scenarios, "load_shipped", partial(_load, change))
     for shares, text in (
-        ((0.15, 0.0, 0.0), "0.15 of an expert fire (published), more are named"),
-        ((None, 0.0, 0.0), "0.12 are named: 3 % of a layer's (published)"),
-        ((None, *REPEATS), "the same, and tokens that repeat 40 % of neurons, 30 % of experts"),
+        ((0.15, 0.0), "0.15 of an expert fire (published), more are named"),
+        ((None, 0.0), "0.12 are named: 3 % of a layer's (published)"),
+        ((None, REPEATS), "the same, and tokens that repeat 40 % of neurons"),
     ):
         forget = patch.object(scenarios, "read_inputs", partial(_forget_predictor, shares=shares))
         yield "`predictor.active` of the 47B", "0.08", text, forget
@@ -162,11 +161,11 @@ def _forget_predictor(
     resolved: ResolvedPlan,
     constants: Constants | None = None,
     *,
-    shares: tuple[float | None, float, float],
+    shares: tuple[float | None, float],
 ) -> Description:
     """The 47B with a published share: of an expert's neurons, of which predictors name more; or,
-    None, of the whole layer's, all of it the two experts that compute.  Then the parts of neurons
-    and of experts that repeat."""
+    None, of the whole layer's, all of it the two experts that compute.  Then the part of neurons
+    that repeats."""
     from pi2.costs.activity import name_more
     from pi2.simulate import read_inputs
 
@@ -175,10 +174,10 @@ def _forget_predictor(
     if chance >= 1.0 or not found.settings.is_predicted:
         return found
     chosen = constants or Constants()
-    fired, again, expert_again = shares
+    fired, again = shares
     active = LAYER_SHARE / chance if fired is None else name_more(fired, chosen)
     named = Hotness(active=active, spread=chosen.default_spread)
-    changes: dict[str, Any] = {"named": named, "again": again, "expert_again": expert_again}
+    changes: dict[str, Any] = {"named": named, "again": again}
     kinds = (replace(kind, activity=replace(kind.activity, **changes)) for kind in found.kinds)
     return replace(found, kinds=tuple(kinds))
 

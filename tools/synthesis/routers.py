@@ -41,7 +41,7 @@ def solve_deviation(experts: int, chosen: int, popular: float) -> float:
     0 where they are used more evenly in any case."""
 
     def measure(deviation: float) -> float:
-        trace = _simulate(experts, chosen, deviation, 0.0)
+        trace = simulate_choices(experts, chosen, deviation, 0.0)
         return popular - measure_locality(trace).popular
 
     return 0.0 if measure(0.0) >= 0 else _solve(measure, 12.0)
@@ -53,7 +53,7 @@ def solve_correlation(experts: int, chosen: int, deviation: float, reuse: float)
     share ``reuse`` of its experts again; 0 where it does in any case."""
 
     def measure(correlation: float) -> float:
-        trace = _simulate(experts, chosen, deviation, correlation)
+        trace = simulate_choices(experts, chosen, deviation, correlation)
         return measure_locality(trace).reuse[1] - reuse
 
     return 0.0 if measure(0.0) >= 0 else _solve(measure, MOST_CORRELATION)
@@ -63,7 +63,9 @@ def _solve(function: Callable[[float], float], high: float) -> float:
     return bisect(function, 0.0, high, rounds=12)
 
 
-def _simulate(experts: int, chosen: int, deviation: float, correlation: float) -> RoutingTrace:
+def simulate_choices(
+    experts: int, chosen: int, deviation: float, correlation: float
+) -> RoutingTrace:
     """Choices of `TOKENS` tokens in one layer."""
     scores = _draw_trial(experts).copy()
     fresh = np.float32(np.sqrt(1 - correlation**2))

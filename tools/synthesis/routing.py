@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pi2.costs.activity import find_routing_law
 from pi2.diagnostics import UserError
 from pi2.measuring.routing import measure_locality, read_trace
 
@@ -24,17 +25,19 @@ class Routing:
         return self.popular[min(layer, len(self.popular) - 1)]
 
 
-PUBLISHED = Routing(popular=(0.206,), reuse=0.379)
-"""Qwen3-30B-A3B, 128 experts of which 6 were chosen, 128 generated tokens: computed from the trace
-of routing that the project BigMoeOnEdge has published (July 2026)."""
+def publish_routing(experts: int, chosen: int) -> Routing:
+    """Routing with which caches hit as often as was published of such mixtures."""
+    active = chosen / experts
+    popular, reuse = find_routing_law(experts, chosen).describe(active)
+    return Routing(popular=(round(popular, 3),), reuse=round(reuse, 3))
 
 
-def read_routing(name: str) -> Routing | None:
+def read_routing(name: str, experts: int, chosen: int) -> Routing | None:
     """The routing that ``name`` stands for: ``uniform`` (None), ``published``, a trace of `pi2
     activations --routing`, or a JSON file with the keys of `Routing`; `UserError` P550 if it is
     none of these."""
     if name in ("uniform", "published"):
-        return None if name == "uniform" else PUBLISHED
+        return None if name == "uniform" else publish_routing(experts, chosen)
     path = Path(name)
     if path.suffix == ".parquet":
         trace = read_trace(path)
