@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pi2.importing.families import list_families
@@ -35,6 +35,13 @@ No larger trained model has been run yet.
 
 {families}
 
+## Families that people ask for
+
+pi2 does not read GGUF files of an "unknown" architecture yet. The original checkpoint converts,
+unless the family is refused.
+
+{asked}
+
 ## Text parts
 
 Models with pictures, sound or video, of which the text part is converted:
@@ -50,6 +57,39 @@ Decoders with attention run as they are; the others are converted at the first r
 """
 
 
+ASKED = (
+    ("Qwen 3.5 and 3.6, dense", "qwen3_5_text", "qwen35"),
+    ("Qwen 3.5 and 3.6, 35B-A3B and larger", "qwen3_5_moe_text", "qwen35moe"),
+    ("Gemma 4", "gemma4_text", "gemma4"),
+    ("gpt-oss", "gpt_oss", "gpt-oss"),
+    ("DeepSeek V4 Flash and Pro", "deepseek_v4", "deepseek4"),
+    ("GLM 5", "glm_moe_dsa", "glm-dsa"),
+    ("GLM 5.x Flash", "glm5_next", ""),
+    ("Qwen3.8 Flash Next", "qwen4_exp", "qwen4exp"),
+    ("Kimi K2", "kimi_k2", "deepseek2"),
+    ("Kimi Linear", "kimi_linear", "kimi-linear"),
+    ("MiniMax M2", "minimax_m2", "minimax-m2"),
+    ("MiniMax M3, contexts before its index chooses", "minimax_m3_vl_text", "minimax-m3"),
+    ("LFM2.5", "lfm2", "lfm2"),
+    ("LFM2.5, mixtures", "lfm2_moe", "lfm2moe"),
+    ("Ling 3", "bailing_hybrid", ""),
+)
+"""Models with their ``model_type`` and ``general.architecture``, where one is known."""
+
+
+def write_asked() -> Iterator[str]:
+    """A table of what becomes of `ASKED`."""
+    found, readers = list_families(), list_architectures()
+    yield "| model | `model_type` | GGUF | missing |"
+    yield "|---|---|---|---|"
+    for name, kind, architecture in ASKED:
+        missing = found.refused.get(kind, "")
+        own = "converts" if kind in found.families else "refused"
+        read = "runs" if architecture in readers else "refused" if missing else "unknown"
+        shown = f"`{architecture}` {read}" if architecture else read
+        yield f"| {name} | `{kind}` {own} | {shown} | {missing} |"
+
+
 def write_list(names: Iterable[str]) -> str:
     """Names in lines of equal length."""
     return textwrap.fill(", ".join(sorted(names)) + ".", 110, break_on_hyphens=False)
@@ -58,6 +98,7 @@ def write_list(names: Iterable[str]) -> str:
 def make_page() -> str:
     """The text of the page."""
     return TEXT.format(
+        asked="\n".join(write_asked()),
         families=write_list(list_families().families),
         parts=write_list(list_families().wrappers),
         architectures=write_list(list_architectures()),

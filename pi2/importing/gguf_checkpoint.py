@@ -17,6 +17,7 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights, parse_json
 from pi2.importing.conversion_job import make_generation_config
 from pi2.importing.decoded_tensor import PackedTensor, refuse_shape
+from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import (
     Architecture,
     Names,
@@ -246,11 +247,13 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         return _open_folder_file(path, files, metadata)
     architecture = find_architecture(metadata.architecture)
     if architecture is None:
-        known = ", ".join(list_architectures())
+        refused = list_families().refused.get(metadata.architecture)
+        says = f"is unknown (known: {', '.join(list_architectures())})"
+        if refused is not None:
+            says = f"has what no model document states: {refused}"
         raise UserError.of(
             "P544",
-            f"{path} holds a model of the architecture {metadata.architecture!r}, which is unknown "
-            f"(known: {known})",
+            f"{path} holds a model of the architecture {metadata.architecture!r}, which {says}",
             help="convert the original checkpoint, with a model document written by hand",
             file=str(path),
         )

@@ -48,7 +48,7 @@ class Listing:
     families: dict[str, Path] = field(default_factory=dict)
     """Documents by ``model_type``, aliases among them."""
     refused: dict[str, str] = field(default_factory=dict)
-    """What no model document states of a family."""
+    """What no model document states of a family; architectures of GGUF files among them."""
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Families of models that read pictures, sound or video too, with what their configurations
     leave out of the text's: its family at least."""
@@ -62,15 +62,15 @@ def list_families() -> Listing:
     found = Listing()
     for name, file in list_shipped("family").items():
         values = tomli.loads(file.read_text("utf-8"))
-        for architecture, table in values.get("gguf", {}).items():
+        names, files = (name, *values.get("aliases", ())), values.get("gguf", {})
+        if "refused" in values:
+            found.refused.update(dict.fromkeys((*names, *files), values["refused"]))
+            continue
+        for architecture, table in files.items():
             found.architectures[architecture] = (name, table)
         if not _NAME.fullmatch(name):
             continue
-        names = (name, *values.get("aliases", ()))
-        if "refused" in values:
-            found.refused.update(dict.fromkeys(names, values["refused"]))
-        else:
-            found.families.update(dict.fromkeys(names, file))
+        found.families.update(dict.fromkeys(names, file))
         for wrapper, defaults in values.get("wrappers", {}).items():
             found.wrappers[wrapper] = {"model_type": name, **defaults}
     return Listing(*(dict(sorted(part.items())) for part in vars(found).values()))
