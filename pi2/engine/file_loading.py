@@ -19,7 +19,7 @@ from pi2.engine.whole_forward import WholeForward
 from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
-from pi2.memory.budget import Budget
+from pi2.memory.budget import Budget, make_budget
 from pi2.memory.expert_slots import ExpertSlots, SlotReads
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, WeightStream, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -42,6 +42,13 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         check_fit(resolved, machine)
         store = FileTexts(weights, cleanup)
         tokenizer = store.open_tokenizer()
+        draft = None
+        if resolved.draft is not None:
+            from pi2.engine.opened_model import check_draft
+
+            draft = load_file(resolved.draft, make_budget(resolved.draft), progress, start)
+            cleanup.enter_context(draft.release)
+            check_draft(resolved.draft, resolved, tokenizer, draft.tokenizer)
         files = DirectFiles(weights.files)
         cleanup.callback(files.close)
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
@@ -116,6 +123,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             reader=FileReads(files, model, slots),
             expected=expected,
             forward=forward,
+            draft=draft,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,
             compute_threads=count_threads(resolved, machine),

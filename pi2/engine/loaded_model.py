@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequenc
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.sandbox.child import StayingChild
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
 from pi2.store.reader import NeuronStore
-from pi2.tokens.table_tokenizer import Coder, TableTokenizer
+from pi2.tokens.table_tokenizer import Coder, take_library
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -89,8 +89,7 @@ class LoadedModel:
         """The tokenizer (`tokenizers.Tokenizer`); UserError P605 if the plan's store has none.
 
         One of a GGUF file is made when it is asked for: `encode_text` and `decode` need less."""
-        coder = self.coder
-        return coder.library if isinstance(coder, TableTokenizer) else cast("Tokenizer", coder)
+        return take_library(self.coder)
 
     @property
     def coder(self) -> Coder:

@@ -29,6 +29,7 @@ from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress, ignore_progress
 from pi2.store.reader import NeuronStore
+from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -270,13 +271,16 @@ def check_backends(resolved: ResolvedPlan, request: BuildRequest) -> None:
 
 
 def check_draft(
-    draft: ResolvedPlan,
-    resolved: ResolvedPlan,
-    tokenizer: Tokenizer | None,
-    guessing: Tokenizer | None,
+    draft: ResolvedPlan, resolved: ResolvedPlan, tokenizer: Coder | None, guessing: Coder | None
 ) -> None:
     """UserError P618 where the tokens of the model that guesses are others."""
-    if tokenizer is None or guessing is None or tokenizer.get_vocab() == guessing.get_vocab():
+    if tokenizer is None or guessing is None:
+        return
+    if isinstance(tokenizer, TableTokenizer) and isinstance(guessing, TableTokenizer):
+        is_same = tokenizer.has_tokens_of(guessing)
+    else:
+        is_same = take_library(tokenizer).get_vocab() == take_library(guessing).get_vocab()
+    if is_same:
         return
     raise UserError.of(
         "P618",

@@ -413,27 +413,21 @@ def make_speculation(parts: Parts) -> Speculation | None:
     settings = plan.decode.speculation
     if settings is None:
         return None
-    if isinstance(forward, WholeForward) and parts.resolved.file is not None:
-        return Speculation(
-            PromptLookup(settings.match),
-            tokens=settings.tokens,
-            step_tokens=plan.decode.step_tokens,
-            count_bytes=FileStepBytes(parts, forward).count,
-            always=settings.when == "always",
-        )
-    if not isinstance(forward, Forward):
-        return None
-    if parts.resolved.model.state_layers and not isinstance(parts.executor, StateKeeper):
+    count = _find_count(parts)
+    if count is None:
         return None
     drafter: Drafter = PromptLookup(settings.match)
-    if settings.drafts == "resident":
-        drafter = ResidentDrafts(forward, parts.feed_forward)
-    count = StepBytes(parts, forward).count
+    if isinstance(forward, Forward):
+        if parts.resolved.model.state_layers and not isinstance(parts.executor, StateKeeper):
+            return None
+        if settings.drafts == "resident":
+            drafter = ResidentDrafts(forward, parts.feed_forward)
     if settings.drafts == "plan":
-        if parts.draft is None or not isinstance(parts.draft.forward, Forward):
+        other = None if parts.draft is None else _find_count(parts.draft)
+        if parts.draft is None or other is None:
             return None
         drafter = PlanDrafts(parts.draft.forward, parts.draft.resolved.plan.kv.context)
-        count = partial(_add_counts, count, StepBytes(parts.draft, parts.draft.forward).count)
+        count = partial(_add_counts, count, other)
     return Speculation(
         drafter,
         tokens=settings.tokens,
@@ -441,6 +435,14 @@ def make_speculation(parts: Parts) -> Speculation | None:
         count_bytes=count,
         always=settings.when == "always",
     )
+
+
+def _find_count(parts: Parts) -> Callable[[], Touched] | None:
+    """What counts the bytes that a model's steps touch; None where nothing does."""
+    forward = parts.forward
+    if isinstance(forward, WholeForward) and parts.resolved.file is not None:
+        return FileStepBytes(parts, forward).count
+    return StepBytes(parts, forward).count if isinstance(forward, Forward) else None
 
 
 def _add_counts(own: Callable[[], Touched], other: Callable[[], Touched]) -> Touched:

@@ -177,7 +177,7 @@ def check_plan(
     resolved = _resolve(check, thresholds)
     draft = check.locate_draft() if drafts else None
     if draft is not None:
-        report = check_plan(draft.path, name=draft.name, resolver=resolver, drafts=False)
+        report = check_plan(draft.path, name=draft.name, resolver=resolver, drafts=False, fill=fill)
         check.add_draft(report.diagnostics, report.sources)
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)

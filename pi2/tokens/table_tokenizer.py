@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -147,6 +147,11 @@ class _Ids:
     ids: list[int]
 
 
+def take_library(coder: Coder) -> Tokenizer:
+    """The same as the tokenizers library has it."""
+    return coder.library if isinstance(coder, TableTokenizer) else cast("Tokenizer", coder)
+
+
 class TableTokenizer:
     """A `Coder` of the same tokens as the library's tokenizer, which it makes only when asked."""
 
@@ -173,6 +178,10 @@ class TableTokenizer:
     def library(self) -> Tokenizer:
         """The same as the library has it; `UserError` P543 if it refuses the file."""
         return self._make_library()
+
+    def has_tokens_of(self, other: TableTokenizer) -> bool:
+        """Whether both have the same tokens under the same numbers."""
+        return self._texts == other._texts
 
     def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoded:
         """Tokens of a text."""

@@ -73,6 +73,9 @@ class Texts(Sequence[str]):
         return (self[number] for number in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, Texts):
+            same = np.array_equal(self.sizes, other.sizes)
+            return same and np.array_equal(self.data, other.data)
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]

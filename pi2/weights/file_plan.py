@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import UserError
@@ -58,11 +58,13 @@ class FileNeeds:
     """Matrices of experts that routers choose, included in ``matrices``."""
     slots: int
     """The fewest slots that experts can do with."""
+    draft: int = 0
+    """What the model that drafts takes."""
 
     @property
     def fixed(self) -> int:
         """Bytes that no choice makes smaller."""
-        return self.vectors + self.kv + self.workspace + self.runtime
+        return self.vectors + self.kv + self.workspace + self.runtime + self.draft
 
     @property
     def least(self) -> int:
@@ -76,10 +78,14 @@ class FileNeeds:
 
 
 def derive_plan(
-    values: Mapping[str, Any], weights: GgufWeights, installed_bytes: int, available_bytes: int
+    values: Mapping[str, Any],
+    weights: GgufWeights,
+    installed_bytes: int,
+    available_bytes: int,
+    draft_bytes: int = 0,
 ) -> FilledPlan:
     """Complete the values of a plan for open ``weights`` on a machine with so much memory, and so
-    much of it free.
+    much of it free; the model that drafts takes ``draft_bytes`` of the budget.
 
     Raises `UserError` P026 where the budget is not enough."""
     model = weights.model
@@ -99,7 +105,7 @@ def derive_plan(
     chunks = (prefill["chunk"],) if "chunk" in prefill else CHUNKS
     for kv["context"], chunk in itertools.product(contexts, chunks):
         prefill["chunk"] = min(chunk, _read_count(kv["context"]))
-        needs = count_needs(weights, kv, prefill, decode)
+        needs = replace(count_needs(weights, kv, prefill, decode), draft=draft_bytes)
         if budget is None or needs.least <= budget:
             break
     if budget is None:
@@ -283,6 +289,7 @@ def _refuse(budget: int, needs: FileNeeds) -> UserError:
         "activations and logits": needs.workspace,
         "norms and biases": needs.vectors,
         "experts of a token": needs.slots,
+        "the model that drafts": needs.draft,
     }
     return UserError.of(
         "P026",

@@ -252,7 +252,21 @@ class FileFiller:
             file = find_package_file(stated)
         elif stated.startswith(HUB):
             file = find_hub_file(stated, path)
-        return derive_plan(values, self.open(file, tokenizer), *self.find_memory())
+        draft_bytes = self._count_draft(values, path.parent)
+        return derive_plan(values, self.open(file, tokenizer), *self.find_memory(), draft_bytes)
+
+    def _count_draft(self, values: Mapping[str, Any], folder: Path) -> int:
+        """Bytes of the model that drafts; 0 without one, or where its plan has an error, which is
+        found when it is checked."""
+        from pi2.fitting.check import check_plan
+
+        part: Any = values
+        for key in ("decode", "speculation", "plan"):
+            part = part.get(key) if isinstance(part, Mapping) else None
+        if not isinstance(part, str) or not (folder / part).is_file():
+            return 0
+        found = check_plan(folder / part, drafts=False, fill=self).resolved
+        return 0 if found is None else found.beside_bytes
 
     def open(self, file: Path, tokenizer: Path | None = None) -> GgufWeights:
         """Open ``file``, once; `UserError` as `GgufWeights.open`."""

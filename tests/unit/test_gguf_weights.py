@@ -66,6 +66,28 @@ def test_streamed_weights_draft_by_themselves_and_the_text_stays(file: Path) -> 
     assert expected[1] is not None and expected[1].tokens_s > 0
 
 
+def test_another_file_that_is_resident_drafts_and_the_text_stays(file: Path) -> None:
+    draft = file.with_name("draft.plan.toml")
+    draft.write_text(f'schema_version = 3\nweights = "{file.name}"\nkv.context = 256\n')
+    plan = file.with_name("drafted.plan.toml")
+    plan.write_text(
+        f'schema_version = 3\nweights = "{file.name}"\nkv.context = 256\n'
+        'decode.speculation = {drafts = "plan", plan = "draft.plan.toml", when = "always"}\n'
+    )
+    ids = []
+    for path, memory in ((file, None), (plan, None), (plan, "125 MiB")):
+        with pi2.load(path, memory=memory) as model:
+            result = model.generate("hello world", max_tokens=24, temperature=0.0).result
+            ids.append(result.token_ids)
+    assert ids[0] == ids[1] == ids[2]
+    assert model.plan.file is not None and model.plan.file.streamed_bytes > 0
+    # The same model guesses what the other will say.
+    drafts = result.statistics.speculation
+    assert drafts is not None and drafts.accepted_tokens == drafts.draft_tokens > 0
+    with pytest.raises(UserError, match="not enough"):
+        pi2.load(plan, memory="100 MiB")
+
+
 def test_the_slower_of_disk_and_computing_bounds_what_is_expected() -> None:
     rates = Rates(disk=1e9, computing=10e9)
     assert rates.expect(500_000_000, 1_000_000_000) == (2.0, True)

@@ -189,6 +189,12 @@ class ResolvedPlan:
         CPU of the splits, else their first unit."""
         return find_sparse_unit(self.plan, self.device)
 
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes that its segments take in the process of another plan, for which it drafts."""
+        segments: Mapping[str, int] = dict(self.plan.memory.segments)
+        return sum(segments.values()) - segments["runtime"]
+
     @cached_property
     def has_whole_unit(self) -> bool:
         """Whether the sparse unit, a GPU or NPU, has the whole model in its own memory, as its

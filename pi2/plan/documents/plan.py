@@ -178,8 +178,8 @@ class Speculation(Table):
     uses a smaller model with the same tokens."""
     plan: Annotated[Reference, Field(examples=["./draft.plan.toml"])] | None = None
     """Plan of the smaller model, with ``drafts = "plan"``: a path relative to this file, or a short
-    name. Its segments except ``runtime`` use the part of ``memory.budget`` that this plan
-    leaves."""
+    name; both plans run GGUF files, or both stores. Its segments except ``runtime`` use the part of
+    ``memory.budget`` that this plan leaves."""
     tokens: Annotated[int, Field(ge=1, le=32)] = 4
     """Maximum number of drafts in a step. A step has at most one token more, or ``decode.batch``:
     more sequences leave less room for drafts."""

@@ -266,6 +266,8 @@ def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tup
             f"its model has a vocabulary of {other} tokens, and this one of {own}",
             "name the plan of a model with the same tokenizer",
         )
+    if (draft.file is None) != (resolved.file is None):
+        yield "one of both runs a GGUF file, the other a store", "take two plans of the same kind"
     if draft.plan.decode.speculation is not None:
         yield "it speculates itself", "remove decode.speculation from it"
     if draft.model.state_layers:
@@ -277,8 +279,7 @@ def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tup
         yield (f"its unit {draft.sparse_unit!r} has the whole model", "give its neurons to a CPU")
     memory = resolved.plan.memory
     free = memory.budget - sum(dict(memory.segments).values())
-    segments = draft.plan.memory.segments
-    needed = sum(dict(segments).values()) - segments.runtime
+    needed = draft.beside_bytes
     if needed > free:
         yield (
             f"it needs {approximate_bytes(needed)} beside this plan's segments, and memory.budget "
