@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.caches import has_gguf_suffix
+from pi2.caches import has_gguf_suffix, is_gguf
 from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     FILE,
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from pi2.plan.documents.model_parts import FfnPrecision
     from pi2.plan.weights.layout import ScalesPlace
 
+BEST = "q4_k_m"
+"""Mixture of GGUF formats that errs least at about 4.5 bits a weight."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
@@ -45,8 +48,8 @@ class ConvertOptions:
     """Output folder of the new neuron store, or a GGUF file."""
     quantization: str | None = option(type=click.Choice((*name_packings("neurons"), *MIXTURES)))
     """Weight precision; overrides the model document's.  q4_0 and the following are types of
-    GGUF formats: the output is a GGUF file then.  [default: int4; of GGUF files no fewer bits than
-    they have]"""
+    GGUF formats: the output is a GGUF file then.  [default: q4_k_m for -o FILE.gguf; in a store
+    int4, or no fewer bits than a GGUF file has]"""
     imatrix: Path | None = option(type=FILE, metavar="FILE")
     """Importance matrix of llama-imatrix, for rounding to those types: .dat or GGUF."""
     calibrate: tuple[Path, ...] = option("--calibrate", metavar="TEXT")
@@ -102,6 +105,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
             document = announce_predictors(document, opened, given.predictors)
     else:
         document, origin = read_model(given.model), given.model
+    if given.quantization is None and has_gguf_suffix(given.output):
+        given = replace(given, quantization=BEST)
     if given.quantization in MIXTURES:
         quantize(opened, document, given)
         return
@@ -134,6 +139,9 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     click.echo(f"{given.output}: {files} files, {size_mib:.1f} MiB ({kept})", err=True)
     for line in describe_other_parts(opened):
         click.echo(line, err=True)
+    if given.quantization is None and not is_gguf(checkpoint) and _runs_as_it_is(document):
+        advice = f"pi2 convert {checkpoint} -o {given.output.name}.gguf"
+        click.echo(f"every neuron is computed: {BEST} rounds less, `{advice}`", err=True)
     cost = measure_cost(checkpoint, document, given.output, passages)
     if rounding.errors is not None:
         click.echo(write_errors(given.errors, rounding.errors.list_errors(), cost), err=True)
@@ -191,6 +199,13 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
     if errors is not None:
         click.echo(write_errors(given.errors, errors.list_errors(), None), err=True)
     click.echo(f"next: pi2 run {given.output} --prompt 'Hello'", err=True)
+
+
+def _runs_as_it_is(model: Model) -> bool:
+    """Whether a GGUF file of a model serves as well as its store: every neuron is computed."""
+    from pi2.backends.blocks.contract import find_unknown
+
+    return model.is_smooth and model.predictor is None and not find_unknown(model)
 
 
 def measure_cost(

@@ -103,6 +103,18 @@ def test_matrices_that_err_most_get_more_bits(sources: tuple[Path, Path], tmp_pa
     assert types["token_embd.weight"] == "Q6_K"
 
 
+def test_a_file_has_the_best_mixture_if_none_is_asked_for(
+    sources: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = sources
+    assert run(["convert", str(folder), "-o", str(tmp_path / "store")]) == 0
+    advice = f"pi2 convert {folder} -o store.gguf"
+    assert advice in capsys.readouterr().err
+    made = tmp_path / "store.gguf"
+    assert run([*advice.split()[1:-1], str(made)]) == 0
+    assert list_types(made) == list_types(quantize(folder, tmp_path / "asked.gguf", "q4_k_m"))
+
+
 @pytest.mark.parametrize(
     ("kind", "distance"), [("q8_0", 0.05), ("q6_k", 0.1), ("q5_k_m", 0.2), ("q4_k_m", 0.35)]
 )
