@@ -116,39 +116,27 @@ class _WithoutMinima(_KQuant):
         return np.concatenate(parts, axis=1)
 
 
+def _make(
+    kind: type[_KQuant], name: str, number: int, block_bytes: int, shared: SuperBlock, *halves: int
+) -> Format:
+    return kind(
+        name=name,
+        number=number,
+        block=_BLOCK,
+        block_bytes=block_bytes,
+        activations="q8_k",
+        halves=halves,
+        length=_BLOCK // shared.groups,
+        shared=shared,
+    )
+
+
 def _share(groups: int, lowest: int, highest: int, bottom: int, top: int) -> SuperBlock:
     return SuperBlock(groups=groups, lowest=lowest, highest=highest, bottom=bottom, top=top)
 
 
 FORMATS = (
-    _WithMinima(
-        name="q4_k",
-        number=12,
-        block=_BLOCK,
-        block_bytes=144,
-        activations="q8_k",
-        halves=(0, 2),
-        length=32,
-        shared=_share(8, 0, 63, 0, 15),
-    ),
-    _WithMinima(
-        name="q5_k",
-        number=13,
-        block=_BLOCK,
-        block_bytes=176,
-        activations="q8_k",
-        halves=(0, 2),
-        length=32,
-        shared=_share(8, 0, 63, 0, 31),
-    ),
-    _WithoutMinima(
-        name="q6_k",
-        number=14,
-        block=_BLOCK,
-        block_bytes=210,
-        activations="q8_k",
-        halves=(208,),
-        length=16,
-        shared=_share(16, -128, 127, -32, 31),
-    ),
+    _make(_WithMinima, "q4_k", 12, 144, _share(8, 0, 63, 0, 15), 0, 2),
+    _make(_WithMinima, "q5_k", 13, 176, _share(8, 0, 63, 0, 31), 0, 2),
+    _make(_WithoutMinima, "q6_k", 14, 210, _share(16, -128, 127, -32, 31), 208),
 )

@@ -14,6 +14,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import Diagnostic, UserError
+from pi2.formats import Format
 from pi2.importing.checkpoint import Checkpoint, check_weights, parse_json
 from pi2.importing.conversion_job import make_generation_config
 from pi2.importing.decoded_tensor import PackedTensor, refuse_shape
@@ -29,15 +30,7 @@ from pi2.importing.gguf_architectures import (
     name_in_file,
 )
 from pi2.importing.gguf_decoders import Metadata
-from pi2.importing.gguf_file import (
-    BlockType,
-    GgufEntry,
-    GgufFile,
-    check_block,
-    decode_blocks,
-    read_gguf,
-    take_blocks,
-)
+from pi2.importing.gguf_file import GgufEntry, GgufFile, check_block, read_gguf, take_blocks
 from pi2.importing.gguf_statements import find_unread
 from pi2.importing.gguf_states import (
     POSITIONS,
@@ -57,21 +50,21 @@ from pi2.tokens.table_tokenizer import Coder
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _PIECE_WEIGHTS = 2**20
 """Weights that are looked at together."""
-_KEEP_THREE = ("F32", "F16", "BF16", "Q8_0", "TQ1_0", "TQ2_0")
+_KEEP_THREE = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0")
 """Types in which -1, 0 and 1 times a scale still have one magnitude: Q4_0 and its like round one of
 the two signs."""
 _LAST = 3
 """Number of embeddings that are those of last tokens."""
 _UNSCALED = ("token_embd",)
 """Matrices that may be two things, of which llama.cpp multiplies neither."""
-_PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
+_PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor(PackedTensor):
     """A tensor of a GGUF file; ``name`` is what the file calls it."""
 
-    block: BlockType
+    block: Format
 
     def check_type(self) -> str:
         storage = _PLAIN.get(self.block.name)
@@ -86,17 +79,17 @@ class GgufTensor(PackedTensor):
         columns = self.shape[0] if self.is_turned else self.shape[-1]
         width = columns if len(self.shape) > 1 else 1
         if self.block.name not in _PLAIN:
-            width = width // self.block.elements * self.block.bytes
+            width = self.block.count_bytes(width)
         size = np.dtype(storage).itemsize
         flat = self.read_flat(self.offset + start * width * size, (stop - start) * width, storage)
         return flat.reshape(stop - start, width) if len(self.shape) > 1 else flat
 
     def _decode(self, raw: U8) -> F32:
-        return decode_blocks(raw, self.block)
+        return self.block.decode(raw)
 
     @property
     def is_mxfp4(self) -> bool:
-        return self.block.name == "MXFP4" and self.factors is None
+        return self.block.name == "mxfp4" and self.factors is None
 
     def is_ternary(self) -> bool:
         if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
@@ -456,7 +449,7 @@ def make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
     return GgufTensor(
         file=file.path,
         name=entry.name,
-        dtype=entry.block.name,
+        dtype=entry.block.name.upper(),
         shape=entry.shape,
         offset=entry.offset,
         size_bytes=entry.size_bytes,

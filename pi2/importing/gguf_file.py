@@ -18,65 +18,44 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I8, U8
+from pi2.arrays import F16, I8, U8
 from pi2.caches import GGUF_MAGICS, open_stream
 from pi2.diagnostics import UserError
-from pi2.formats import find_format, find_packing, list_formats
+from pi2.formats import Format, find_packing, list_formats
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.tokens.texts import Texts
 
-
-@dataclass(frozen=True, slots=True)
-class BlockType:
-    """A type of numbers: ``elements`` of a row take ``bytes`` together."""
-
-    name: str
-    number: int
-    elements: int
-    bytes: int
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every element stands for itself."""
-        return self.elements == 1
-
-
-_WHOLE = (("I8", 24, 1), ("I16", 25, 2), ("I32", 26, 4), ("I64", 27, 8), ("F64", 28, 8))
+_WHOLE = (("i8", 24, 1), ("i16", 25, 2), ("i32", 26, 4), ("i64", 27, 8), ("f64", 28, 8))
 """Types of single numbers that no weights have."""
 BLOCKS = {
+    **{own.number: own for own in list_formats().values()},
     **{
-        own.number: BlockType(own.name.upper(), own.number, own.block, own.block_bytes)
-        for own in list_formats().values()
+        number: Format(name=name, number=number, block=1, block_bytes=size, activations="float")
+        for name, number, size in _WHOLE
     },
-    **{number: BlockType(name, number, 1, size) for name, number, size in _WHOLE},
 }
 """Types of blocks by the number that a file states."""
 
 
-def check_block(block: BlockType, tensor: str, file: str) -> None:
+def check_block(block: Format, tensor: str, file: str) -> None:
     """`UserError` P535 if the installed `gguf` package does not decode ``tensor``."""
     if block.is_plain:
         return
     from gguf import quants
 
     if block.number not in {int(kind) for kind in quants._type_traits}:
-        raise UserError.of("P535", f"tensor {tensor!r} in {file} has the type {block.name}")
+        raise UserError.of("P535", f"tensor {tensor!r} in {file} has the type {block.name.upper()}")
 
 
-def decode_blocks(raw: U8, block: BlockType) -> F32:
-    """Numbers of rows of blocks: uint8 [n, bytes] -> float32 [n, length]."""
-    return find_format(block.name.lower()).decode(raw)
-
-
-def take_blocks(raw: U8, block: BlockType, precision: Precision) -> tuple[U8, F16] | None:
+def take_blocks(raw: U8, block: Format, precision: Precision) -> tuple[U8, F16] | None:
     """Rows of blocks as packed weights and scales of a store, if they are just that: codes with one
     scale for 32, in Q4_0, Q5_0, Q8_0 and IQ4_NL."""
     packing = find_packing(precision)
     if packing.top == 0 or packing.step > 1 or packing.scaled != "groups":
         return None
-    if block.is_plain or 8 * block.bytes > (packing.bits + 1) * GROUP:
+    if block.is_plain or 8 * block.block_bytes > (packing.bits + 1) * GROUP:
         return None
-    if find_format(block.name.lower()).halves != (0,) or block.elements != GROUP:
+    if block.halves != (0,) or block.block != GROUP:
         return None
     codes, scales = split_blocks(raw, block)
     if codes.min() < -max(packing.offset, packing.top) or codes.max() > packing.top:
@@ -86,14 +65,14 @@ def take_blocks(raw: U8, block: BlockType, precision: Precision) -> tuple[U8, F1
     return packing.pack(codes), scales
 
 
-def split_blocks(raw: U8, block: BlockType) -> tuple[I8, F16]:
+def split_blocks(raw: U8, block: Format) -> tuple[I8, F16]:
     """Codes int8 [n, length] and scales float16 [n, length / 32] of rows of blocks that begin with
     their only scale."""
-    blocks = raw.reshape(len(raw), -1, block.bytes).copy()
+    blocks = raw.reshape(len(raw), -1, block.block_bytes).copy()
     scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
     # What blocks with a scale of 1 stand for are their codes.
     blocks[:, :, :2] = np.array([1.0], "<f2").view(np.uint8)
-    return decode_blocks(blocks.reshape(raw.shape), block).astype(np.int8), scales
+    return block.decode(blocks.reshape(raw.shape)).astype(np.int8), scales
 
 
 _VERSIONS = (2, 3)
@@ -122,7 +101,7 @@ class GgufEntry:
     """A tensor of the file and the place of its bytes."""
 
     name: str
-    block: BlockType
+    block: Format
     shape: tuple[int, ...]
     """Sizes with the rows first, as numpy has them; GGUF counts dimensions the other way round."""
     offset: int
@@ -254,12 +233,12 @@ class _Header:
                 f"tensor {name!r} in {self._path} has the unknown type {kind}",
                 help="convert the model to one of F32, F16, BF16, Q8_0 and Q4_0",
             )
-        if min(shape) < 1 or shape[-1] % block.elements:
+        if min(shape) < 1 or shape[-1] % block.block:
             self._refuse(
-                f"tensor {name!r} has the shape {list(shape)}, but {block.name} comes in "
-                f"blocks of {block.elements}"
+                f"tensor {name!r} has the shape {list(shape)}, but {block.name.upper()} comes in "
+                f"blocks of {block.block}"
             )
-        size = math.prod(shape) // block.elements * block.bytes
+        size = block.count_bytes(math.prod(shape))
         return GgufEntry(name=name, block=block, shape=shape, offset=offset, size_bytes=size)
 
     def _take_value(self, kind: int, depth: int = 0) -> Any:

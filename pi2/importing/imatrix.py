@@ -117,7 +117,7 @@ def _read_sums(file: Path) -> dict[str, F32]:
         counts = opened.entries.get(name.removesuffix(_SUMS) + _COUNTS)
         if not name.endswith(_SUMS) or counts is None:
             continue
-        if entry.block.name != "F32" or counts.block.name != "F32":
+        if entry.block.name != "f32" or counts.block.name != "f32":
             raise ValueError
         sums, calls = (
             np.fromfile(file, "<f4", own.size_bytes // 4, offset=own.offset)

@@ -202,8 +202,8 @@ class _Work:
             for entry in file.entries.values():
                 tensor = make_tensor(file, entry)
                 wanted = find_format(fit_width(own.get(entry.name, "f32"), entry.shape[-1]))
-                bits = 8 * entry.block.bytes * wanted.block, 8 * wanted.block_bytes
-                if len(entry.shape) < 2 or bits[0] <= bits[1] * entry.block.elements:
+                bits = 8 * entry.block.block_bytes * wanted.block, 8 * wanted.block_bytes
+                if len(entry.shape) < 2 or bits[0] <= bits[1] * entry.block.block:
                     tensors.append(self._keep(tensor))
                     continue
                 rows = replace(tensor, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
@@ -244,22 +244,13 @@ class _Work:
         return found
 
     def _keep(self, tensor: GgufTensor) -> NewTensor:
-        block = tensor.block
-        own = Format(
-            name=block.name.lower(),
-            number=block.number,
-            block=block.elements,
-            block_bytes=block.bytes,
-            activations="float",
-        )
-
         def read() -> Iterator[U8]:
             end = tensor.offset + tensor.size_bytes
             for start in range(tensor.offset, end, _COPY_BYTES):
                 yield tensor.read_flat(start, min(_COPY_BYTES, end - start), "|u1").view(np.uint8)
             self._advance(tensor)
 
-        return NewTensor(name=tensor.name, shape=tensor.shape, format=own, pieces=read)
+        return NewTensor(name=tensor.name, shape=tensor.shape, format=tensor.block, pieces=read)
 
     def _round(
         self,

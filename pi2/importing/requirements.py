@@ -64,7 +64,7 @@ def _find_widest(checkpoint: Checkpoint, model: Model, key: str) -> str | None:
 
 def _choose(tensor: SourceTensor, *, is_across: bool) -> str:
     if isinstance(tensor, GgufTensor):
-        own = tensor.block.name.lower()
+        own = tensor.block.name
         same = next((p for p in list_packings().values() if p.like == own and p.top), None)
         # Blocks lie along the rows of the file.
         if same is not None and tensor.is_turned == is_across and tensor.factors is None:

@@ -15,7 +15,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.caches import find_cache_folder, open_stream, replace_file
 from pi2.diagnostics import UserError
-from pi2.formats import find_format, list_formats
+from pi2.formats import find_format
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.new_model import describe_checkpoint
@@ -85,7 +85,7 @@ class GgufWeights(TensorFiles):
             name=tensor.name,
             file=self.files.index(tensor.file),
             offset=tensor.offset,
-            format=tensor.block.name.lower(),
+            format=tensor.block.name,
             rows=rows * count,
             length=tensor.shape[-1],
             row_bytes=tensor.size_bytes // rows,
@@ -137,9 +137,7 @@ class GgufWeights(TensorFiles):
         for tensor in self.checkpoint.tensors.values():
             if not isinstance(tensor, GgufTensor):
                 continue
-            own = list_formats().get(tensor.block.name.lower())
-            if own is None:
-                continue
+            own = tensor.block
             # Read and not mapped: mapped pages would count as this process's memory.
             piece = PIECE_BYTES // own.block_bytes * own.block_bytes
             with open_stream(tensor.file) as stream:

@@ -291,7 +291,7 @@ def test_numbers_that_are_not_finite_are_refused_with_the_tensors_name(
     entry = read_gguf(spoilt).entries[name]
     nan = np.array([np.nan], "<f4" if entry.block.is_plain else "<f2").tobytes()
     content = spoilt.read_bytes()
-    place = entry.offset + entry.size_bytes - entry.block.bytes
+    place = entry.offset + entry.size_bytes - entry.block.block_bytes
     spoilt.write_bytes(content[:place] + nan + content[place + len(nan) :])
     with pytest.raises(UserError, match=re.escape(f"tensor '{name}'")) as caught:
         pi2.load(spoilt)

@@ -13,10 +13,8 @@ import pi2
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
-from pi2.importing import gguf_file
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
-from pi2.importing.gguf_file import BLOCKS, decode_blocks
 from pi2.plan.weights.bundles import unpack_part
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
@@ -196,21 +194,6 @@ def test_a_quantised_file_computes_what_its_numbers_say(tmp_path: Path, kind: st
     convert(file, tmp_path / "a", tokenizer, EXACT)
     convert(plain, tmp_path / "b", tokenizer, EXACT)
     expect_same_weights(tmp_path / "a", tmp_path / "b")
-
-
-@pytest.mark.parametrize(
-    "block", [b for b in BLOCKS.values() if not b.is_plain], ids=lambda block: block.name
-)
-def test_every_type_is_decoded_as_the_gguf_package_does(block: gguf_file.BlockType) -> None:
-    generator = np.random.default_rng(0)
-    raw = generator.integers(0, 256, (3, 2 * block.bytes), np.uint8)
-    number = gguf.GGMLQuantizationType(block.number)
-    assert gguf.GGML_QUANT_SIZES[number] == (block.elements, block.bytes)
-    with np.errstate(all="ignore"):
-        expected = gguf.dequantize(raw, number)
-        found = decode_blocks(raw, block)
-    assert found.shape == (3, 2 * block.elements)
-    np.testing.assert_array_equal(found, expected)
 
 
 # Split files

@@ -61,7 +61,7 @@ def write_sources(
 
 
 def list_types(file: Path) -> dict[str, str]:
-    return {name: entry.block.name for name, entry in read_gguf(file).entries.items()}
+    return {name: entry.block.name.upper() for name, entry in read_gguf(file).entries.items()}
 
 
 def compute(file: Path) -> F32:
