@@ -33,13 +33,14 @@ KEPT = (37, 30)
 """Neurons of each layer that the unit of several tests keeps."""
 
 
-def pair(values: Iterable[str], of_gpus: tuple[str, ...]) -> list[Any]:
-    """Every kind with every value, GPUs with some: `test_gpu_ffn` has the others."""
+def pair(values: Iterable[str], few: tuple[str, ...]) -> list[Any]:
+    """Every kind with every value.  GPUs have a few, and `test_gpu_ffn` the others; so does a
+    process, which computes what a thread computes."""
     pairs = ((kind, value) for kind in KINDS for value in values)
     return [
         pytest.param(kind, value, id=f"{kind.name}-{value}")
         for kind, value in pairs
-        if kind.api is None or value in of_gpus
+        if value in few or (kind.api is None and kind.name != "process")
     ]
 
 
