@@ -271,7 +271,7 @@ def write_notes(
     """What a store has beside the weights: the model document and, if there can be one, a plan for
     this machine.  Returns them by name, and why there is no plan."""
     from pi2.importing.checkpoint import Checkpoint, open_checkpoint
-    from pi2.importing.conversion_job import read_sampling
+    from pi2.importing.config import read_sampling
     from pi2.importing.new_model import write_model
 
     if model.sampling is None:

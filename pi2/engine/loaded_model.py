@@ -46,11 +46,12 @@ from pi2.memory.weight_stream import Expected
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.sandbox.child import StayingChild
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
-from pi2.store.reader import NeuronStore
 from pi2.tokens.table_tokenizer import Coder, take_library
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from pi2.store.reader import NeuronStore
 
 
 class LoadedModel:
@@ -105,6 +106,8 @@ class LoadedModel:
     @property
     def store(self) -> NeuronStore:
         """The open neuron store; UserError P605 where the run needs none."""
+        from pi2.store.reader import NeuronStore  # a GGUF file needs none of it
+
         if not isinstance(self._parts.store, NeuronStore):
             raise UserError.of(
                 "P605",

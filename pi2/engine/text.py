@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
 from pi2.sandbox.child import MIB, ChildFailed, Limits, StayingChild, run_child
-from pi2.store.manifest import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
+from pi2.tokens import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model_parts import Tokenizer as TokenizerSettings

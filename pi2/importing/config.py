@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
 
 from pi2.diagnostics import UserError
+from pi2.plan.documents.common import Sampling
+
+if TYPE_CHECKING:
+    from pi2.importing.checkpoint import Checkpoint
 
 Value = TypeVar("Value", int, float, bool, str)
 
@@ -375,3 +382,51 @@ def rename_tensors(
         new = None if old is None else new_by_old.get(old)
         renamed[name if old is None or new is None else new + name[len(old) :]] = tensor
     return renamed
+
+
+_SAMPLING = "generation_config.json"
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GGUF_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""What metadata of GGUF files calls them."""
+
+
+def read_sampling(checkpoint: Checkpoint) -> Sampling | None:
+    """Sampling that the checkpoint recommends; None without a usable one.  ``do_sample`` false
+    turns it off."""
+    content = checkpoint.read_file(_SAMPLING)
+    if content is None:
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    is_drawn = found.get("do_sample")
+    if is_drawn is not True and (is_drawn is not None or found.get("temperature") is None):
+        return None
+    given: dict[str, Any] = {"temperature": 1.0}
+    given |= {key: found[key] for key in _SAMPLING_KEYS if found.get(key) is not None}
+    for key in given:
+        if key != "top_k" and type(given[key]) is int:
+            given[key] = float(given[key])
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # how some write that all tokens count
+    try:
+        return Sampling.model_validate(given)
+    except ValidationError:
+        return None
+
+
+def make_generation_config(metadata: Mapping[str, Any]) -> bytes | None:
+    """``generation_config.json`` of a GGUF file's metadata; None if they recommend nothing."""
+    given = {name: metadata[key] for key, name in _GGUF_SAMPLING.items() if key in metadata}
+    # Numbers of single precision have more digits than people have written.
+    rounded = {key: round(v, 6) if isinstance(v, float) else v for key, v in given.items()}
+    return json.dumps({"do_sample": True, **rounded}).encode() if rounded else None

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from pi2.arrays import I32, I64
 from pi2.caches import check_regular, read_regular
@@ -18,14 +17,14 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.quantizers import Quantizer
 from pi2.model.tensor import DenseTensor
-from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import ScalesPlace
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
 from pi2.store.identity import describe_weights, identify_weights
-from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG, Order
+from pi2.store.manifest import Order
 from pi2.store.reader import NeuronStore
 from pi2.store.writer import keep_groups
+from pi2.tokens import CHAT_TEMPLATE, TOKENIZER_CONFIG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,54 +241,6 @@ def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
             f"the tokenizer {file} has {size} tokens, the model only {model.shape.vocab}",
             help="give the tokenizer that belongs to the model",
         )
-
-
-FILE = "generation_config.json"
-_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_OF_GGUF = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
-"""What metadata of GGUF files calls them."""
-
-
-def read_sampling(checkpoint: Checkpoint) -> Sampling | None:
-    """Sampling that the checkpoint recommends; None without a usable one.  ``do_sample`` false
-    turns it off."""
-    content = checkpoint.read_file(FILE)
-    if content is None:
-        return None
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
-        return None
-    is_drawn = found.get("do_sample")
-    if is_drawn is not True and (is_drawn is not None or found.get("temperature") is None):
-        return None
-    given: dict[str, Any] = {"temperature": 1.0}
-    given |= {key: found[key] for key in _KEYS if found.get(key) is not None}
-    for key in given:
-        if key != "top_k" and type(given[key]) is int:
-            given[key] = float(given[key])
-    if given.get("top_k") == -1:
-        given["top_k"] = 0  # how some write that all tokens count
-    try:
-        return Sampling.model_validate(given)
-    except ValidationError:
-        return None
-
-
-def make_generation_config(metadata: Mapping[str, Any]) -> bytes | None:
-    """``generation_config.json`` of a GGUF file's metadata; None if they recommend nothing."""
-    given = {name: metadata[key] for key, name in _OF_GGUF.items() if key in metadata}
-    # Numbers of single precision have more digits than people have written.
-    rounded = {key: round(v, 6) if isinstance(v, float) else v for key, v in given.items()}
-    return json.dumps({"do_sample": True, **rounded}).encode() if rounded else None
 
 
 def choose_order(model: Model, activations: Path | None) -> I32:

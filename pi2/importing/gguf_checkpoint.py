@@ -16,7 +16,7 @@ from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.formats import Format
 from pi2.importing.checkpoint import Checkpoint, check_weights, parse_json
-from pi2.importing.conversion_job import make_generation_config
+from pi2.importing.config import make_generation_config
 from pi2.importing.decoded_tensor import PackedTensor, refuse_shape
 from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import (

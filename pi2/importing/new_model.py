@@ -17,8 +17,7 @@ from pi2.caches import show_path
 from pi2.diagnostics import UserError
 from pi2.fitting.completion import USUAL_CONTEXT
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
-from pi2.importing.config import Config
-from pi2.importing.conversion_job import read_sampling
+from pi2.importing.config import Config, read_sampling
 from pi2.importing.families import describe_family
 from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings
 from pi2.model.ffn import name_part

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -30,11 +29,6 @@ GONE = {"twin": "twin.arrow", "gates": "gates.arrow"}
 """Fields of older manifests that are ignored, and the files that they described."""
 CHECKED_BYTES = 1 << 20
 """Every so many bytes of a file have a check of their own."""
-CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-"""With ``CHAT_TEMPLATE``, how conversations become prompts; a store may have neither."""
-NAMED_TEMPLATE = re.compile(r"chat_template\.([A-Za-z0-9_-]+)\.jinja")
-"""Files of further templates, by their names."""
 
 Order = Literal["hotness", "coactivation", "expert", "index"]
 """Most active first; the same in bands, within which neurons that fire together, or those of an

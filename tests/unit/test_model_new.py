@@ -15,7 +15,7 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.conversion_job import read_sampling
+from pi2.importing.config import read_sampling
 from pi2.importing.families import list_families
 from pi2.importing.new_model import describe_checkpoint, make_id
 from pi2.importing.requirements import describe_other_parts
