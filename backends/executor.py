@@ -21,10 +21,10 @@ Order of calls for a chunk of T tokens at ``position``::
 
 Of several sequences (``BuildRequest.sequences``), ``select_sequence`` says whose a chunk is.  A
 step that computes T tokens (``BuildRequest.step_tokens``), one of each of them or several that
-follow each other in one, begins with ``begin_step`` instead of ``embed`` and has
-``attend_step`` instead of ``attend``.  What stands for T = 1 above is about one of its tokens then:
-the one that ``select_token`` names, at first token 0.  Every token is computed as it would be
-alone; weights are read once for all where that is quicker."""
+follow each other in one, begins with ``begin_step`` instead of ``embed`` and has ``attend_step``
+instead of ``attend``.  What stands for T = 1 above is about one of its tokens then: the one that
+``select_token`` names, at first token 0.  Every token is computed as in a step of its own; weights
+are read once for all where that is quicker."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ class Executor(Protocol):
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         """Stored indices, ascending, whose predictor score is >= ``threshold`` (T = 1).
 
-        In a mixture, those of ``experts`` alone, by default of the chosen ones.  The array is valid
-        until the next call."""
+        MoE: only neurons of ``experts``, by default of the chosen ones.  The array is valid until
+        the next call."""
 
     def read_scores(self) -> F32:
         """Scores [neurons] of the last ``predict_low_rank``, in a mixture of those that it named
@@ -219,7 +219,7 @@ class Executor(Protocol):
         """Neurons with a non-zero activation in ``add_neurons`` since the last call."""
 
     def observe(self, observer: ExecutorObserver | None) -> None:
-        """Tell ``observer`` of what is done from now on; None ends it.  One at a time."""
+        """Tell ``observer`` of work from now on; None ends it.  One at a time."""
 
     def close(self) -> None:
         """Give back threads and memory."""
@@ -327,7 +327,7 @@ class RowDivider(Protocol):
         """Keep keys and values; return what every query has mixed."""
 
     def project_output(self, layer: int) -> None:
-        """Add the products of what was mixed with its own rows to x."""
+        """Add the products of the mixer's output with its own rows to x."""
 
     def put_output(self, layer: int, values: F32) -> None:
         """Add the products [T, n] with the first rows to x."""
@@ -370,8 +370,8 @@ class StateKeeper(Protocol):
     """An executor that copies the states of layers that have one instead of keys and values.
 
     Keys and values of a position stay as they are when later ones come; a state is that after the
-    last token, and nothing else.  Whoever wants to go on from an earlier token keeps a copy.  A
-    sequence that begins at position 0 begins with an empty state, whatever was there."""
+    last token, and nothing else.  To go on from an earlier token, keep a copy.  A sequence that
+    begins at position 0 begins with an empty state."""
 
     def read_state(self, sequence: int) -> F32:
         """A copy [n] of all states of a sequence, in an order of the executor's own; empty for a

@@ -90,8 +90,8 @@ class BuildRequest:
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
     resident; None where they lie in the bundles."""
     gate_biases: Sequence[F32] | None = None
-    """Per layer, what to add to the gates [neurons], where they have biases.  Where neurons have
-    no gate, their up rows stand for gates."""
+    """Per layer, what to add to the gates [neurons], where they have biases.  If neurons have no
+    gate, their up rows stand for gates."""
     limits: Sequence[tuple[float, float]] | None = None
     """Per layer of a model with a smooth activation, what counts as zero in ``predict_gate``:
     act(gate) smaller than the first, act(gate) * up smaller than the second; None stands for 0."""
@@ -153,8 +153,8 @@ class Backend(Protocol):
     NATIVE: bool
     """Whether it needs the processor that the device describes."""
     KINDS: tuple[UnitKind, ...]
-    """Kinds of units that plans give to it unless somebody says otherwise; none for backends that
-    stand in for others."""
+    """Kinds of units that plans give to it by default; none for backends that stand in for
+    others."""
     ONLY_EMULATED: bool
     """Whether its devices have been emulated so far, wherever it ran."""
 
@@ -162,8 +162,8 @@ class Backend(Protocol):
         """What keeps this backend from running here; empty if nothing does."""
 
     def find_limits(self, facts: UnitFacts) -> list[str]:
-        """What it cannot compute of a plan, each as the end of a sentence that begins with its
-        name, such as ``computes no mixtures``; empty if nothing."""
+        """Parts of a plan that it cannot compute, each as the end of a sentence that begins with
+        its name, such as ``computes no MoE models``; empty if nothing."""
 
 
 class ExecutorBackend(Backend, Protocol):
@@ -237,7 +237,7 @@ class GraphBackend(Protocol):
 
 
 class UnitBackend(Backend, Protocol):
-    """Members of a backend's module that serves units beside an executor."""
+    """Members of a backend's module that serves units next to an executor."""
 
     def find_unit_obstacles(self, unit: Unit) -> list[str]:
         """What keeps a unit of the device from being used here, such as a driver that is missing;

@@ -1,7 +1,7 @@
-"""Contracts of units beside an executor, and of those that have a whole model.
+"""Contracts of units next to an executor, and of units with a whole model.
 
-A unit beside the executor, such as a GPU or an NPU: it keeps the hottest neurons of each layer
-and computes all of them, while the executor computes those of the others that a predictor names.
+A unit next to the executor, such as a GPU or an NPU: it keeps the hottest neurons of each layer and
+computes all of them, while the executor computes those of the others that a predictor names.
 
 A backend that can do so has ``build_unit`` (`pi2.backends.protocol.Backend`).  Of a layer's neurons
 in stored order, hottest first, the unit owns the first ``UnitRequest.neurons[layer]``.
@@ -17,11 +17,11 @@ Order of calls::
     multiply(name, inputs)                  -> a job with rows of a matrix, finished as others
     give_up()                               after an error or an interrupt, wherever it came
 
-Memory.  What a unit keeps lies in its own memory, in whatever layout it likes; ``allocate`` counts
-it in the plan's ``memory.units``.  A unit whose memory the host can write may offer it
-(``offer_room``): bundles are then read from flash to where they stay, and nothing is copied.  The
-arrays that are given to ``keep``, ``start`` and ``wait``-ed ``add`` are the caller's: a unit copies
-what it needs for longer.
+Memory.  A unit's weights are in its own memory, in any layout; ``allocate`` counts it in the plan's
+``memory.units``.  A unit whose memory the host can write may offer it (``offer_room``): bundles are
+then read from flash to where they stay, and nothing is copied.  The arrays that are given to
+``keep``, ``start`` and ``wait``-ed ``add`` are the caller's: a unit copies arrays that it needs for
+longer.
 
 What may run at the same time.  Calls come from one thread.  Jobs are computed in the order in which
 they were started, while the caller goes on; up to ``UnitRequest.jobs`` of them are under way.
@@ -31,9 +31,9 @@ unit is then closed, and nothing else is asked of it.
 
 A model that a unit has as a whole, in its own memory: all weights, all neurons, keys and values.
 
-A backend that can do so has ``build_whole`` (`pi2.backends.protocol.WholeBackend`).  Nobody needs
-to know the model's layers then: tokens go in and logits come out, and nothing waits in between.
-The neurons that compute a token are found where they are.
+A backend that can do so has ``build_whole`` (`pi2.backends.protocol.WholeBackend`).  The model's
+layers need not be known then: tokens go in and logits come out, and nothing waits in between. The
+neurons that compute a token are found where they are.
 
 Order of calls::
 
@@ -91,12 +91,12 @@ class UnitRequest:
     bundle: BundleLayout
     """How neurons lie in the store."""
     scales: Sequence[U8] | None = None
-    """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
-    where they do not lie in the bundles."""
+    """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order, if
+    they do not lie in the bundles."""
     neurons: Sequence[int]
     """Neurons that the unit owns of each layer."""
     wanted: Sequence[int] = ()
-    """Numbers of neurons that steps compute of some layer, where these are fewer than it keeps."""
+    """Numbers of neurons that steps compute of some layer, if these are fewer than it keeps."""
     graphs: Graphs | None = None
     """Shapes that the plan wants programs for; None leaves them to the unit."""
     matrices: Mapping[str, Tensor] = field(default_factory=dict)
@@ -126,16 +126,16 @@ class UnitRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """What a unit computed that nobody had asked for, because its programs have fixed shapes."""
+    """A unit's padding, because its programs have fixed shapes."""
 
     computed: int
     """Products of a token and a neuron, or a matrix's row, summed over jobs."""
     wanted: int
-    """Those of them that were asked for."""
+    """The requested ones."""
 
     @property
     def share(self) -> float:
-        """Part of what was computed; 0 of nothing."""
+        """Share of the computation; 0 of nothing."""
         return 1 - self.wanted / self.computed if self.computed else 0.0
 
 
@@ -145,11 +145,11 @@ class FixedShapes(Protocol):
 
     @property
     def padding(self) -> Padding:
-        """What was computed of the jobs so far."""
+        """The results of the jobs so far."""
 
 
 class DenseUnit(Protocol):
-    """A unit that computes neurons densely, beside the executor.  One calling thread."""
+    """A unit that computes neurons densely, next to the executor.  One calling thread."""
 
     def offer_room(self, layer: int) -> U8 | None:
         """Room [neurons, stride] for the layer's bundles as the store has them, which the host can
@@ -234,7 +234,7 @@ class WholeRequest:
 
 
 class SequenceModel(Protocol):
-    """A model whose layers nobody needs to know: tokens go in, logits come out.  One calling
+    """A model whose layers need not be known: tokens go in, logits come out.  One calling
     thread."""
 
     def expect(self, end: int) -> None:

@@ -26,7 +26,7 @@ GGUF_MAGICS = {b"GGUF": False, b"PWRI": True}
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """What is known of the file ``path``; `OSError` if it is none."""
+    """The facts of the file ``path``; `OSError` if it is none."""
     found = os.stat(path)
     _check(path, found.st_mode)
     return found
@@ -73,7 +73,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is a GGUF file, whatever its name is, or is called one."""
+    """Whether a file is a GGUF file by its contents or its name."""
     if path.name.endswith(".toml"):
         return False
     try:
@@ -132,8 +132,8 @@ def find_cache_folder(kept: Kept, environment: Mapping[str, str] | None = None) 
 
 
 def find_home(environment: Mapping[str, str]) -> Path:
-    """The user's home, absolute: ``HOME``, else that of the account.  Where neither is one, a
-    folder that is not there and that nobody but root could make."""
+    """The user's home, absolute: ``HOME``, else the account's.  If neither is one, a missing folder
+    that only root could make."""
     stated = environment.get("HOME", "")
     if Path(stated).is_absolute():
         return Path(stated)

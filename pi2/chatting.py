@@ -74,7 +74,7 @@ class Session:
     model: LoadedModel
     system: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    """What is set beside the plan's sampling."""
+    """Settings in addition to the plan's sampling."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Messages after the system message."""
     turn: Turn | None = None

@@ -1,4 +1,4 @@
-"""Progress of a long job: whoever waits is told what is done, and how much of it."""
+"""Progress of a long job: its label and the share done."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ a rate, may be another at every call."""
 
 
 def ignore_progress(label: str, share: float) -> None:
-    """Ignore what is reported."""
+    """Ignore reports."""
 
 
 class ByteProgress:

@@ -20,7 +20,7 @@ from pi2.diagnostics import UserError
 
 PLAN = "default.plan.toml"
 RECORD = "source.json"
-"""A store's file that says what it was made from."""
+"""A store's file that names its source."""
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _LEAVING = ".leaving-"
 """Begins the name of a model that is being removed."""
@@ -33,7 +33,7 @@ class Source:
     repository: str
     """``ORG/NAME``."""
     revision: str
-    """What was asked for: a branch, a tag or a commit."""
+    """The request: a branch, a tag or a commit."""
     commit: str
     quantization: str | None
     file: str | None = None
@@ -41,7 +41,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """A description for people."""
         return f"{self.repository}@{self.commit[:12]}" + (f" {self.file}" if self.file else "")
 
     def write(self) -> bytes:
@@ -63,7 +63,7 @@ class LocalSource:
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """A description for people."""
         return self.path
 
     @classmethod
@@ -181,14 +181,14 @@ PULLED, CONVERTED = "models", "stores"
 KINDS: dict[str, str] = {
     "kernels": "compiled kernels; compiled again in seconds to a minute",
     "peers": "GGUF files of comparisons with llama.cpp; written again by their tools",
-    "prefixes": "keys and values of prompts; computed again",
-    "tokenizers": "what is known of tokenizers; found again",
+    "prefixes": "KV cache of prompts; computed again",
+    "tokenizers": "facts about tokenizers; found again",
     "checked": "GGUF files whose scales are finite; checked again",
     "downloads": "pulls that are not finished; fetched again",
     "profiles": "devices that were fetched; `pi2 profile add` fetches them again",
     CONVERTED: "models that `pi2 run FILE` has converted; converted again",
     PULLED: "models that were pulled; `pi2 pull` fetches them again",
-    "history": "what was typed in `pi2 chat`; gone for ever",
+    "history": "typed lines of `pi2 chat`; gone for ever",
 }
 """Kinds of things, with what becomes of them after they were removed."""
 ONLY_NAMED = (CONVERTED, PULLED, "history")
@@ -214,7 +214,7 @@ def find_kind_folder(kind: str) -> Path:
 
 
 def list_cached(kind: str) -> list[CachedThing]:
-    """Things of a kind, those that were used longest ago first."""
+    """Things of a kind, least recently used first."""
     found = (describe_thing(kind, path) for path in _list_paths(kind))
     return sorted((thing for thing in found if thing is not None), key=lambda thing: thing.used_s)
 

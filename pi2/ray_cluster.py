@@ -1,4 +1,4 @@
-"""The Ray cluster that this process uses: one that exists, or one on this machine alone."""
+"""The Ray cluster that this process uses: one that exists, or one only on this machine."""
 
 from __future__ import annotations
 

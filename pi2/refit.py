@@ -1,6 +1,6 @@
 """A plan with overrides, or for another memory budget: what the plan derived is derived again.
 
-Where not all neurons fit, the embedding and the unused part of the context make room for them."""
+If not all neurons fit, the embedding and the unused part of the context make room for them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def read_plan(
         if not found:
             return unfit
         fitted |= dict.fromkeys(found)
-        changes += [f"{key}: {write_value(old)} gives way to --set" for key, old in found.items()]
+        changes += [f"{key}: {write_value(old)} yields to --set" for key, old in found.items()]
         report = check(overrides={**given, **fitted})
         errors = _list_errors(report)
     if report.candidate is not None and (errors or memory_bytes is not None):
@@ -214,9 +214,9 @@ def _contradicts(fitted: Mapping[str, object], given: Mapping[str, object]) -> b
 def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     """Fit ``resolved`` into ``budget_bytes``.
 
-    Where some neurons do not fit, rows of the embedding come from flash and the context lends what
-    it does not use yet, unless the plan states ``memory.embedding`` or ``kv.lend`` itself; the rest
-    is `pi2.fitting.budget`'s.  Raises UserError P611 if even the least does not fit."""
+    If some neurons do not fit, rows of the embedding come from flash and the context lends what it
+    does not use yet, unless the plan states ``memory.embedding`` or ``kv.lend`` itself; the rest is
+    `pi2.fitting.budget`'s.  Raises UserError P611 if even the least does not fit."""
     memory, overrides = resolved.plan.memory, dict[str, object]()
     changes = []
     if memory.budget != budget_bytes:
@@ -269,7 +269,7 @@ def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, 
         kv = plan.kv.model_copy(update={"lend": True})
         resolved = replace(resolved, plan=plan.model_copy(update={"kv": kv}))
         lent = approximate_bytes(describe_context(resolved).count_unused(0))
-        reason = f"neurons lie in what the context does not use yet, {lent} at first"
+        reason = f"neurons use the free part of the context, {lent} at first"
         found.append(("kv.lend", True, f"false -> true, {reason}"))
     return resolved, found
 

@@ -92,7 +92,7 @@ class _Codes:
 
 
 class Builder:
-    """Adds instructions, and allocates what they need."""
+    """Adds instructions, and allocates their arrays."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Builder:
         self.instructions: list[Instruction] = []
         self.matrices: list[Matrix] = []
         self.layer: int | None = None
-        """Layer of what is added."""
+        """Layer of the addition."""
         self.numbers: I32 = self.keep(np.zeros(tokens, np.int32))
         """Tokens of a call."""
         self.sequences: I32 = self.keep(np.zeros(tokens, np.int32))
@@ -145,7 +145,7 @@ class Builder:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what was allocated."""
+        """Bytes of the allocations."""
         return sum(array.nbytes for array in self._kept)
 
     def find(self, key: str, layer: int | None = None) -> Weight | None:

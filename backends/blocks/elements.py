@@ -160,7 +160,7 @@ _LANES = 16
 
 
 def walk(first: v.Expr, end: v.Expr, emit: Callable[[v.Expr, int], None]) -> None:
-    """Emit a loop over elements, `_LANES` at a time, and one over what is left."""
+    """Emit a loop over elements, `_LANES` at a time, and one over the rest."""
     whole = v.let((end - first) // _LANES)
     with T.serial(whole) as block:
         emit(v.let(first + block * _LANES), _LANES)

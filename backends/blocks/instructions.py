@@ -219,7 +219,7 @@ class Program:
         self._parts[0].set_tokens(count, is_chunk)
 
     def set_head_tokens(self, count: int) -> None:
-        """Let the head compute ``count`` tokens of what came before it."""
+        """Let the head compute ``count`` tokens of the layers' output."""
         self._parts[1].set_planes(self._planes[self._is_chunk])
         self._parts[1].set_tokens(count, False)
 
@@ -255,7 +255,7 @@ class _Part:
         rows = values[begin:end]
 
         def find(*wanted: str) -> list[tuple[I64, Instruction]]:
-            """Where instructions have one of these arguments."""
+            """If instructions have one of these arguments."""
             return [
                 (row[place:][:1], instruction)
                 for row, names, instruction in zip(rows, fields, own, strict=True)

@@ -17,7 +17,7 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.products import emit_vpdpbusd
 
 _ANY = 1 << 46
-"""Elements of an array whose size nobody needs to know."""
+"""Elements of an array of unknown size."""
 
 
 class Table:

@@ -175,7 +175,7 @@ class _Panel:
         return columns + ([] if block.min_scale is None else [(block.min_scale, 1)])
 
     def turn(self, number: v.Expr) -> None:
-        """Bring what was unpacked into the panel."""
+        """Move unpacked weights into the panel."""
         lanes, width = self.machine.lanes, self.machine.width
         if self.elements == 256:
             block = v.let(self.base + number * self.size)

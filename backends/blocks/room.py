@@ -1,4 +1,4 @@
-"""Memory of a model beside its weights, as numbers before anything is allocated."""
+"""Memory of a model without its weights, as numbers before anything is allocated."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class KvCache:
         return self._layers[layer]
 
     def read(self, sequence: int, first: int, end: int) -> U8:
-        """Return a copy [n] of what is kept of a sequence's tokens from ``first`` to ``end``."""
+        """Return a copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``."""
         parts = [
             np.ascontiguousarray(array[sequence, :, first:end]).view(np.uint8).reshape(-1)
             for pair in self._layers.values()

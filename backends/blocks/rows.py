@@ -44,9 +44,9 @@ class _Token:
 def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     """``y[y_of[p], r]`` = ((weights of row r of expert e) . x[x_of[p]] + bias[e, r]) x factor x
     routes[p] for each pair p of a token and the expert e = ``expert_of[p]``, added to what is there
-    where ``added`` says so.  x may have several planes, which are added.  Where there are no
-    experts, pairs are tokens, and all of expert 0;
-    ``place_of[e]`` says where the matrix of an expert is, counted in matrices."""
+    where ``added`` says so.  x may have several planes, which are added.  If there are no experts,
+    pairs are tokens, and all of expert 0; ``place_of[e]`` says where the matrix of an expert is,
+    counted in matrices."""
     rows = _Rows(isa, unpacking, table)
     pairs = Pairs(table)
     with T.serial(table.first, table.end) as row, T.serial(table.take("tokens")) as pair:
@@ -184,7 +184,7 @@ class Results:
 def _emit_floats(
     unpacking: Unpacking, weights: v.Buffer, start: v.Expr, tokens: Sequence[_Token], length: v.Expr
 ) -> list[v.Expr]:
-    """Floats times floats, 16 at a time, and what is left one by one."""
+    """Floats times floats, 16 at a time, and the rest one by one."""
     assert unpacking.floats is not None
     read, lanes = unpacking.floats, 16
     cells = [(v.Cell(v.constant(0.0, "float32", lanes)), v.Cell(T.float32(0.0))) for _ in tokens]

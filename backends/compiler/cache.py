@@ -40,11 +40,11 @@ _ROOM_BYTES = 8 << 20
 
 
 class Spec(Protocol):
-    """Everything that the code of a library depends on, besides its sources."""
+    """Everything but its sources that the code of a library depends on."""
 
     @property
     def program(self) -> str:
-        """The module whose ``read_program`` makes the functions; all files beside it are their
+        """The module whose ``read_program`` makes the functions; all files in its folder are their
         sources."""
 
     def to_json(self) -> str:
@@ -102,7 +102,7 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARI
 
 
 def load_or_compile_several(specs: Sequence[Spec], progress: Progress) -> list[Path]:
-    """Return the libraries of specs of one program, those that take longest to make first."""
+    """Return the libraries of specs of one program, the slowest to make first."""
     return _load_or_compile(specs, progress, LIBRARIES, None)
 
 

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What functions see of an array: flat, not copied, kept alive by whoever made the view."""
+    """What functions see of an array: flat, not copied, kept alive by the maker of the view."""
 
     tensor: Any
     """What a call takes in the array's place."""
@@ -46,7 +46,7 @@ class BoundCall(functools.partial[object]):
     observed."""
 
     function: Callable[..., object]
-    """The compiled function, whatever is called in its place."""
+    """The compiled function, even if another one is called in its place."""
     name: str
     layer: int | None
 

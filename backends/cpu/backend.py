@@ -114,7 +114,7 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return what it cannot compute of a plan."""
+    """Return the parts of a plan that it cannot compute."""
     rows, model = facts.resolved.divided_rows, facts.resolved.model
     limits = [f"does not know {key}" for key in find_unknown(model, COMPUTED)]
     whole = ["norm.outputs"] if rows is not None and rows.output else []

@@ -48,7 +48,7 @@ class ChunkState:
     embed_layers: BoundCall | None
     """Makes what layers have of their own, where they have something."""
     positions: BoundCall | None
-    """Adds learned position vectors, where there are any."""
+    """Adds learned position vectors, if there are any."""
     attend: list[list[tuple[BoundCall, ...]]]
     """By sequence and layer; empty where rows are divided."""
     parts: list[tuple[PartCalls, ...]]

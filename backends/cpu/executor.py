@@ -95,7 +95,7 @@ class CpuExecutor:
             self._observer.select_chunk(number)
 
     def select_sequence(self, number: int) -> None:
-        """Let chunks be those of another sequence."""
+        """Select the sequence of the next chunks."""
         self._sequence = number
 
     def select_token(self, number: int) -> None:

@@ -43,27 +43,26 @@ UNKNOWN_THREADS = 64
 def need_workspace(resolved: ResolvedPlan) -> Need:
     """Bytes of activations, logits and tables.
 
-    Per token of a chunk, or of a step if it has more: 2 d floats (residual, FFN sum); the
-    inputs of the projections, d and h w wide, each in two 8-bit planes (or four bytes, where a plan
-    rounds nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of
-    dense FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and
-    an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, again
+    Per token of a chunk, or of a step if it has more: 2 d floats (residual, FFN sum); the inputs of
+    the projections, d and h w wide, each in two 8-bit planes (or four bytes, if a plan rounds
+    nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of dense
+    FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and an
+    integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, again
     where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
     head, eight numbers per neuron of a layer (in a mixture nine, with resident scales two more),
     and for every token of a step beyond the first two more and a predictor's inner vector, d floats
     and 33 KiB per thread (of experts that are never inactive up to 32 d floats in all, as far as
-    those of the dense FFN are fewer); where a step has several tokens and activations are often
-    zero, 4 KiB more, and d floats and 2 KiB for each of the tokens. On cores that have or may have
-    i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX
-    72 (d + h w) bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a
-    multiple of 16 tokens. For layers with a state, an input as wide as what they mix, their
-    projections, and some factors.
-    For an FFN beside experts, its input, gates and ups, and d floats; for experts of another width,
-    what they read and give, and as many floats of each thread instead of d.  Where activations are
-    normalised, a float, and one for each thread.  For embeddings of layers, two floats for each
-    element that all layers have of a token, and the input of an output.  For n residual streams,
-    n d floats and the input of LAuReL's output, and (n - 1) d floats for each row of logits.  Where
-    gates have cutoffs, a float for each row of their matrices, and one more."""
+    those of the dense FFN are fewer); if a step has several tokens and activations are often zero,
+    4 KiB more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
+    10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX 72 (d + h w)
+    bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a multiple of 16
+    tokens. For layers with a state, an input as wide as what they mix, their projections, and some
+    factors. For an FFN beside experts, its input, gates and ups, and d floats; for experts of
+    another width, what they read and give, and as many floats of each thread instead of d.  If
+    activations are normalised, a float, and one for each thread.  For embeddings of layers, two
+    floats for each element that all layers have of a token, and the input of an output.  For n
+    residual streams, n d floats and the input of LAuReL's output, and (n - 1) d floats for each row
+    of logits.  If gates have cutoffs, a float for each row of their matrices, and one more."""
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
     # Layers with other heads have room of their own.
@@ -253,7 +252,7 @@ def _may_use_tiles(device: Device) -> bool:
 
 
 def _count_threads(resolved: ResolvedPlan) -> int:
-    """Compute threads; where neither plan nor device states them, as many as are likely."""
+    """Compute threads; if neither plan nor device states them, as many as are likely."""
     if resolved.plan.threads.compute is not None:
         return resolved.plan.threads.compute
     units = resolved.device.units.values()

@@ -90,7 +90,7 @@ class Neurons:
         self._gates = space.make("float32", neurons)
         layers = request.model.shape.layers
         self._scales: list[Views] = [{} for _ in range(layers)]
-        """Scales of each layer's neurons, where they are resident."""
+        """Scales of each layer's neurons, if they are resident."""
         if request.scales is not None:
             self._scales = [{"scales": space.wrap(item)} for item in request.scales]
         self._counts = space.make("int32", spec.threads + 1)
@@ -127,7 +127,7 @@ class Neurons:
         }
         """What neurons are computed in for several tokens."""
         self._token: tuple[int, ...] = (0,) if spec.sequences else ()
-        """The token that gathered neurons are computed for, where kernels ask."""
+        """The token that gathered neurons are computed for, if kernels ask."""
         self._gather = [
             self._bind_gather(layer, self._room, views, is_plain=not spec.has_gathered_ffn)
             for layer in range(layers)
@@ -255,7 +255,7 @@ class Neurons:
         )
 
     def select_token(self, number: int) -> None:
-        """Let gathered neurons be those of another token."""
+        """Select the token of gathered neurons."""
         if self._token:
             self._token = (number,)
 
@@ -305,7 +305,7 @@ class Neurons:
         self._shared[layer](count, tokens, self._take_bundles(arena, indices))
 
     def _take_bundles(self, arena: U8, rows: I32 | None) -> Any:
-        """Return what calls take of bundles; where scales are resident, note the ``rows`` that
+        """Return what calls take of bundles; if scales are resident, note the ``rows`` that
         gathered neurons have among them."""
         if self._rows is not None:
             assert rows is not None, "scales are resident: which ones belong to a neuron?"

@@ -133,11 +133,11 @@ class Prediction:
         return bool(self._gates)
 
     def begin(self, tokens: int) -> None:
-        """Let the next predictions be those of so many tokens."""
+        """Set the number of tokens of the next predictions."""
         self._tokens = tokens
 
     def select_token(self, number: int) -> None:
-        """Let predictions be those of another token."""
+        """Select the token of predictions."""
         self._token = number
 
     def get_second_limit(self, layer: int) -> tuple[float, ...]:

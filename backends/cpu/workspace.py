@@ -172,7 +172,7 @@ class Arrays:
     layer_inputs: F32
     """What layers have of their own [layers, chunk, width]; of width 0 where they have nothing."""
     cutoffs: F32
-    """Cutoffs of a layer's gates [chunk], where layers have them."""
+    """Cutoffs of a layer's gates [chunk], if layers have them."""
     views: Views
     """All of them, and the activations ``hidden``, by the kernels' names; those of experts of
     another width are ``experts``."""

@@ -72,7 +72,7 @@ def need_unit_memory(facts: UnitFacts) -> Need:
     return Need(
         total,
         f"{sum(counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of {chunk} tokens, "
-        f"activations, and stretches of {stretch} neurons that are sent to it{what}",
+        f"activations, and runs of {stretch} neurons that are sent to it{what}",
     )
 
 

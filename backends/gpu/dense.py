@@ -148,7 +148,7 @@ class DenseRows:
         return self._places[found.place].outputs[: tokens * rows].reshape(tokens, rows)
 
     def give_up(self) -> None:
-        """Forget all jobs, when the device has done what it was asked for."""
+        """Forget all jobs, when the device has finished them."""
         self._launcher.enter()
         # An interrupt may have kept an event out of the list.
         end = self._queue.submit()
@@ -157,7 +157,7 @@ class DenseRows:
         self._jobs.clear()
 
     def close(self) -> None:
-        """Give the device's memory back, when it has done what it was asked for."""
+        """Give the device's memory back, when it has finished its jobs."""
         try:
             self.give_up()
         finally:
@@ -371,7 +371,7 @@ class DenseFfn:
         return sums
 
     def give_up(self) -> None:
-        """Forget all jobs, when the device has done what it was asked for."""
+        """Forget all jobs, when the device has finished them."""
         self._launcher.enter()
         # An interrupt may have kept an event out of the lists: queues keep their order.
         ends = [queue.submit() for queue in (self._copies, self._queue)]
@@ -380,7 +380,7 @@ class DenseFfn:
         self._jobs.clear()
 
     def close(self) -> None:
-        """Give the device's memory back, when it has done what it was asked for."""
+        """Give the device's memory back, when it has finished its jobs."""
         try:
             self.give_up()
         finally:

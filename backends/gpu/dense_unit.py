@@ -164,7 +164,7 @@ class GpuUnit:
         known.added += len(bundles)
 
     def wait(self, job: int) -> None:
-        """Return at once: whatever was added has been copied."""
+        """Return at once: all added values have been copied."""
 
     def finish(self, job: int) -> F32:
         """Return the job's sum, or its products."""
@@ -194,7 +194,7 @@ class GpuUnit:
             self._observer(name, start_s, end_s)
 
     def give_up(self) -> None:
-        """Forget all jobs, when the device has done what it was asked for."""
+        """Forget all jobs, when the device has finished them."""
         with _explain():
             self._dense.give_up()
             if self._rows is not None:

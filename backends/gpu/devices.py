@@ -53,8 +53,8 @@ _DRIVERS = {
     ),
     "webgpu": (
         "no Vulkan, Metal or DX12 driver finds a device",
-        "install the GPU's Vulkan driver; `mesa-vulkan-drivers` of Debian has those of AMD and"
-        " Intel, and one that computes on the processor",
+        "install the GPU's Vulkan driver; `mesa-vulkan-drivers` of Debian has drivers for AMD "
+        "and Intel, and one for the CPU",
     ),
     "cuda": ("NVIDIA's driver is not installed or finds no device", "install NVIDIA's driver"),
 }
@@ -163,7 +163,7 @@ _APIS: Mapping[str, tuple[Api, ...]] = {
 }
 """APIs by what the device document calls a unit's architecture."""
 _ANY: tuple[Api, ...] = ("cuda", "webgpu", "opencl")
-"""Where it does not say, best first; Metal is reached through WebGPU."""
+"""If it does not say, best first; Metal is reached through WebGPU."""
 
 
 def list_apis(unit: Unit) -> tuple[Api, ...]:
@@ -191,7 +191,7 @@ def open_unit(unit: Unit) -> Launcher:
     raise UserError.of(
         "P360",
         "; ".join(
-            f"{survey.api}: {survey.obstacle or 'only the processor plays a GPU here'}"
+            f"{survey.api}: {survey.obstacle or 'only the CPU emulates a GPU here'}"
             for survey in surveys
         ),
         help="; or ".join(survey.help or "install the GPU's driver" for survey in surveys),
@@ -206,5 +206,5 @@ def _is_suitable(survey: Survey, unit: Unit) -> bool:
 
 def _explain(survey: Survey) -> str:
     if survey.devices:
-        return f"{survey.api}: only the processor plays a GPU here"
+        return f"{survey.api}: only the CPU emulates a GPU here"
     return f"{survey.api}: {survey.obstacle}" + (f" ({survey.help})" if survey.help else "")

@@ -225,7 +225,7 @@ def choose_parts(
     facts: DeviceFacts, hidden: int, neurons: int, tokens: int, size: int, rows: int
 ) -> int:
     """Return into how many parts the sum over ``neurons`` is divided, by a kernel of ``size``
-    tokens, where there is room for ``rows`` vectors of a part and a token."""
+    tokens, if there is room for ``rows`` vectors of a part and a token."""
     groups = -(-hidden // _COLUMNS[size]) * -(-tokens // size)
     most = min(rows // tokens, -(-neurons // TILE))
     return max(1, min(-(-count_busy_groups(facts) // groups), most))

@@ -48,7 +48,7 @@ def need_unit_memory(facts: UnitFacts) -> Need:
         sizes.shared_bytes + sizes.loading_bytes,
         f"{sum(sizes.counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of "
         f"{sizes.chunk} tokens, {approximate_bytes(sizes.scratch_bytes)} while a graph runs, "
-        f"stretches of {sizes.stretch} neurons that are sent to it, and a layer as it is loaded",
+        f"runs of {sizes.stretch} neurons that are sent to it, and a layer as it is loaded",
     )
 
 

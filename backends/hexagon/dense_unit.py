@@ -288,7 +288,7 @@ class HexagonUnit:
             self._staged[buffer] = self._session.asked
 
     def wait(self, job: int) -> None:
-        """Return at once: whatever was added has been copied."""
+        """Return at once: all added values have been copied."""
 
     def finish(self, job: int) -> F32:
         """Return the job's sum."""

@@ -106,5 +106,5 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
             found.append("this system has no memory that an NPU can map (/dev/dma_heap)")
         return found
     if shutil.which(EMULATOR) is None:
-        found.append(f"there is no {EMULATOR}, which plays the NPU: apt install qemu-user")
+        found.append(f"there is no {EMULATOR}, which emulates the NPU: apt install qemu-user")
     return found + linkers.find_obstacles()

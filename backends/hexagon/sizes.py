@@ -317,9 +317,9 @@ class UnitSizes:
     tokens: tuple[int, ...] = TOKENS
     """Tokens that graphs may have."""
     wanted: Sequence[int] = ()
-    """Neurons that steps compute of some layer, where these are fewer than it keeps."""
+    """Neurons that steps compute of some layer, if these are fewer than it keeps."""
     stated: tuple[int, ...] | None = None
-    """Numbers of neurons of graphs, where the plan names them."""
+    """Numbers of neurons of graphs, if the plan names them."""
     own_memory: int | None = None
     """Bytes of the NPU's own memory, if they are known."""
 

@@ -105,7 +105,7 @@ Graph = FfnGraph | ProductGraph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HexagonSpec:
-    """Everything that the code of a library depends on, besides its sources."""
+    """Everything but its sources that the code of a library depends on."""
 
     version: Version
     ffn: FfnShape | None

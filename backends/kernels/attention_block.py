@@ -135,7 +135,7 @@ def emit_attend_mix(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_attend_output(schedule: Schedule, take: Parameters) -> None:
-    """Add what was mixed for all of them to x."""
+    """Add the mixer's outputs of all of them to x."""
     _take_block(schedule, take, "tokens").emit_output()
 
 
@@ -151,7 +151,7 @@ class _Block(MixingBlock):
     mixed_norm: v.Buffer | None
     spans: tuple[v.Buffer, v.Buffer, v.Buffer]
     room: Room | None
-    """Where several tokens of a sequence are mixed, in functions that do so."""
+    """If several tokens of a sequence are mixed, in functions that do so."""
 
     def emit_project(self) -> None:
         """Normalise x; queries, keys and values of all tokens."""
@@ -257,7 +257,7 @@ class _Block(MixingBlock):
             v.store(values, place, part, lanes)
 
     def emit_output(self) -> None:
-        """Project what was mixed and add it to x."""
+        """Project the mixer's output and add it to x."""
         self.emit_add(self.mixed, self.schedule.spec.rows.output)
 
 

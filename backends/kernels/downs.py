@@ -56,7 +56,7 @@ def find_value(
     cutoffs: v.Buffer | None = None,
 ) -> v.Expr:
     """Return a neuron's value for a token, of its dot products; ``biases``: what to add to them, if
-    anything; ``cutoffs`` float32 [tokens] of gates, where layers have them."""
+    anything; ``cutoffs`` float32 [tokens] of gates, if layers have them."""
     if biases:
         terms = [v.let(term + bias) for term, bias in zip(terms, biases, strict=True)]
     weight = None if routes is None else load_route(bundles, neuron, routes, token)

@@ -35,7 +35,7 @@ class DenseRoom:
     unpacked: v.Buffer
     """float32 [threads, UNPACKED + KEPT, 128]."""
     squares: v.Buffer | None
-    """float32 [tokens] of activations, where they are normalised."""
+    """float32 [tokens] of activations, if they are normalised."""
 
 
 def emit_dense(

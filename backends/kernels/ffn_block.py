@@ -141,7 +141,7 @@ def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
 
 
 def _take_squares(schedule: Schedule, take: Parameters) -> v.Buffer | None:
-    """Declare the sums of the squares of each token's activations, where these are normalised."""
+    """Declare the sums of the squares of each token's activations, if these are normalised."""
     if not schedule.spec.sub_norm:
         return None
     return take.take_array("squares", "float32", "tokens")

@@ -150,7 +150,7 @@ class Scratch:
     partial: v.Buffer
     counts: v.Buffer
     squares: Squares | None = None
-    """What activations are normalised by, where they are."""
+    """What activations are normalised by, if they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class Run:
         return activate(self.spec, gate, up, cutoff)
 
     def weigh(self, place: Place, value: v.Expr) -> v.Expr:
-        """Return an activation times the weight of the neuron's expert, where it has one."""
+        """Return an activation times the weight of the neuron's expert, if it has one."""
         if self.routes is None:
             return value
         expert = self.bundles.load_expert(self.find(place))

@@ -57,7 +57,7 @@ class Isa:
         return replace(self, tile_rows=self.tile_rows // 2)
 
     def widen_few(self) -> Isa | None:
-        """Return the schedule for more tokens of a step than the tile has, where another one is
+        """Return the schedule for more tokens of a step than the tile has, if another one is
         quicker: twice as many tokens share the unpacking of weights."""
         if not self.few_tokens or self.dot != "vnni":
             return None

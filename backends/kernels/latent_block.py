@@ -59,7 +59,7 @@ def emit_latent_mix(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_latent_output(schedule: Schedule, take: Parameters) -> None:
-    """Add what was mixed for all of them to x."""
+    """Add the mixer's outputs of all of them to x."""
     _take_block(schedule, take, "tokens").emit_output()
 
 

@@ -132,7 +132,7 @@ def _emit_group(
 
 
 ROW_TILE, MOST_ROWS = 32, 128
-"""Rows that a thread takes through all tokens, at least; at most, where these are a chunk's."""
+"""Rows that a thread takes through all tokens, at least; at most, if these are a chunk's."""
 ROW_TILE_BYTES = 256 << 10
 """Bytes of more than `ROW_TILE` rows: they stay in the second-level cache, and the more of them
 there are, the less often the tokens' activations come from beyond it."""

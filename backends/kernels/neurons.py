@@ -97,7 +97,7 @@ def activate(
     spec: KernelSpec, gate: v.Expr, up: v.Expr | None, cutoff: v.Expr | None = None
 ) -> v.Expr:
     """Return act(gate) * up as the model defines it, or act(gate) without ``up``; scalars.
-    ``cutoff``: that of gates, where layers have one."""
+    ``cutoff``: that of gates, if layers have one."""
     zero = v.constant(0.0, "float32")
     if cutoff is not None:
         gate = close_gate(gate, cutoff)

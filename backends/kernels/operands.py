@@ -19,8 +19,8 @@ class Chosen:
     neurons: v.Buffer | None = None
     """int32 [n]."""
     tokens: v.Buffer | None = None
-    """int32 [T], ascending; where tokens are multiplied in pairs (`i8mm`), both of each, but for
-    the last one of a chunk that has no other."""
+    """int32 [T], ascending; if tokens are multiplied in pairs (`i8mm`), both of each, but for the
+    last one of a chunk that has no other."""
     origin: v.Expr | None = None
     """Token from which numbers are counted; None: from the first."""
 

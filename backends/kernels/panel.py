@@ -73,7 +73,7 @@ class Panel:
     routes: v.Buffer | None
     """float32 [tokens, experts] weights of a mixture's experts."""
     cutoffs: v.Buffer | None
-    """float32 [tokens] cutoffs of gates, where layers have them."""
+    """float32 [tokens] cutoffs of gates, if layers have them."""
 
     def find(self, number: v.Expr) -> Neuron:
         """Return neuron ``number`` of the panel."""

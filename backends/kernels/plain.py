@@ -103,7 +103,7 @@ class Sums:
     """float32 [experts]: weights of a mixture's experts, None without."""
     token: v.Expr
     squares: Squares | None = None
-    """Of activations, where they are normalised."""
+    """Of activations, if they are normalised."""
 
 
 def emit_stretched(

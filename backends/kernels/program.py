@@ -8,8 +8,8 @@ shapes that differ from call to call: ``tokens`` of a chunk, ``logits`` that are
 tokens of the ``context``, ``sequences``, ``neurons`` of a layer, those of an ``expert`` (all,
 without experts), ``threads``, and ``rows`` or ``slots`` of what may have any number of them.
 
-Where scales are resident, an array of them follows every array of bundles, ``rows`` say which
-belong to gathered neurons, and ``first`` which belongs to the first of some neighbours.
+If scales are resident, an array of them follows every array of bundles, ``rows`` say which belong
+to gathered neurons, and ``first`` which belongs to the first of some neighbours.
 
 Where ``add_neurons`` takes stretches (`KernelSpec.takes_stretches`), it has ``count`` of them and
 the ``stretch``, neurons in each; there is no ``add_plain_neurons`` then.
@@ -20,8 +20,8 @@ besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``
 are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
 ``begin_ffn`` and ``add_dense`` but for that, and so is ``end_step`` where a dense FFN is beside the
 experts, these have a width of their own, or layers have embeddings of their own, and
-``embed_layers_step``, which makes these. Where activations are often zero, ``add_shared_neurons``
-adds gathered neurons to all tokens that have ``named`` them.
+``embed_layers_step``, which makes these. If activations are often zero, ``add_shared_neurons`` adds
+gathered neurons to all tokens that have ``named`` them.
 
 Where the plan looks ahead (`KernelSpec.foresees`), ``foresee`` predicts with the input that a later
 layer's norm makes of x, and then does what ``begin_ffn`` does for the present layer.
@@ -31,7 +31,7 @@ Where a mixture's router is compiled, functions that begin FFNs are told whether
 
 Layers whose gates have a cutoff begin with ``begin_cut_ffn``, or ``begin_cut_step``.
 
-Where experts have a width of their own, functions of neurons take activations of that width as
+If experts have a width of their own, functions of neurons take activations of that width as
 ``hidden``, and such a ``y``; functions of the residual stream know them as ``experts``.
 
 Other attention than the first (`KernelSpec.attentions`) has functions of its own where it makes a

@@ -113,7 +113,7 @@ class Schedule:
         return Schedule(spec, isa, ignores_tiles=self.isa.pairs, upper=spec.upper_steps)
 
     def take_token(self, take: Parameters) -> v.Expr:
-        """Declare the token that a function for one is about, where there are several."""
+        """Declare the token that a function for one is about, if there are several."""
         return take.take_number("token") if self.spec.sequences else T.int32(0)
 
     def take_rows(self, take: Parameters, name: str, rows: str = "tokens") -> v.Buffer:

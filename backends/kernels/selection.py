@@ -47,7 +47,7 @@ def emit_compact(
     magnitudes: bool = False,
     token: v.Expr | None = None,
 ) -> None:
-    """List the indices whose score reaches ``limit``, of ``token``, where there are several
+    """List the indices whose score reaches ``limit``, of ``token``, if there are several
     (`find_row`); ``strict`` means above the limit, not at it, ``magnitudes`` that signs do not
     count."""
     scores, indices, found = lists
@@ -107,8 +107,8 @@ def emit_low_rank(
     scores: v.Buffer,
     several: tuple[v.Expr, v.Expr] | None = None,
 ) -> None:
-    """Set ``scores`` float32 [neurons]; ``several``: first token and number of tokens, where there
-    may be more than one (`find_row`)."""
+    """Set ``scores`` float32 [neurons]; ``several``: first token and number of tokens, if there may
+    be more than one (`find_row`)."""
     isa, threads, middle = schedule.isa, schedule.spec.threads, predictor.middle
     inner, outer, bias = predictor.inner, predictor.outer, predictor.bias
     first, tokens = (None, None) if several is None else several
@@ -284,7 +284,7 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
 
 
 def _take_several(schedule: Schedule, take: Parameters) -> tuple[v.Expr, v.Expr] | None:
-    """Declare the first token and the number of tokens, where there may be more than one."""
+    """Declare the first token and the number of tokens, if there may be more than one."""
     if not schedule.spec.sequences:
         return None
     first = take.take_number("first")

@@ -85,7 +85,7 @@ def take_latent_experts(
 ROWS = 4
 """Rows that share the loads of a token."""
 TOKENS = 2
-"""Tokens that share the loads of rows, where there are several."""
+"""Tokens that share the loads of rows, if there are several."""
 AHEAD_BYTES = 2048
 """How far ahead of the row in use memory is asked for more."""
 _LOWEST = -3.0e38
@@ -258,7 +258,7 @@ class SideFfn:
 
     schedule: Schedule
     rows: Matrix
-    """Gates, where neurons have them, then ups [terms, hidden]."""
+    """Gates, if neurons have them, then ups [terms, hidden]."""
     down: Matrix
     hidden: Activations
     """What the router reads; what it reads itself, if its norms are its own."""

@@ -41,7 +41,7 @@ def emit_state_token(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_state_output(schedule: Schedule, take: Parameters) -> None:
-    """Add what was mixed for all of them to x."""
+    """Add the mixer's outputs of all of them to x."""
     _take_block(schedule, take, "tokens").emit_output()
 
 
@@ -75,7 +75,7 @@ class _StateBlock(MixingBlock):
         emit_state_mix(self.schedule, self.arrays, self.position, first, count)
 
     def emit_output(self) -> None:
-        """Project what was mixed and add it to x."""
+        """Project the mixer's output and add it to x."""
         self.emit_add(self.arrays.mixed)
 
 

@@ -133,7 +133,7 @@ class LayerInput:
     hidden: Activations
     inner: Activations
     streams: Correction | None
-    """What is corrected before, where there are several residual streams."""
+    """What is corrected before, if there are several residual streams."""
 
     def emit(self, x: v.Buffer, tokens: v.Expr) -> None:
         """Add it to x of all tokens; of several residual streams, to the others."""

@@ -213,7 +213,9 @@ def check_folder(folder: Path, model: Model) -> None:
             help="make one with `mlc_llm convert_weight`",
         ) from None
     if model.moe is not None:
-        raise UserError.of("P689", f"{model.id} is a mixture: MLC-LLM is driven for dense models")
+        raise UserError.of(
+            "P689", f"{model.id} is an MoE model: MLC-LLM runs only dense models here"
+        )
     for name, value in stated.items():
         own = getattr(model.shape, _MODEL_KEYS[name])
         if value != own:
@@ -248,9 +250,9 @@ def find_limits(facts: UnitFacts) -> list[str]:
     plan, model = facts.resolved.plan, facts.resolved.model
     limits = []
     if facts.resolved.dense_units:
-        limits.append("has a whole model alone, and no unit beside it")
+        limits.append("takes only whole models, without another unit")
     if model.moe is not None:
-        limits.append("computes no mixtures")
+        limits.append("computes no MoE models")
     if plan.decode.predictor != "none":
         limits.append('computes every neuron: decode.predictor must be "none"')
     if plan.decode.batch > 1:

@@ -71,7 +71,7 @@ class KvCache:
             self._elements[layer][place] = x
 
     def read(self, sequence: int, kind: int, layer: int, end: int) -> F32:
-        """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
+        """The KV cache of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
         place = (sequence, kind, slice(end))
         found = self._elements[layer][place].astype(np.float32)
         if self._int8:
@@ -79,7 +79,7 @@ class KvCache:
         return found
 
     def copy(self, sequence: int, first: int, end: int) -> U8:
-        """A copy [n] of what is kept of a sequence's tokens from ``first`` to ``end``."""
+        """A copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``."""
         parts = [array[sequence, :, first:end] for array in self._arrays]
         return np.concatenate([np.ascontiguousarray(part).view(np.uint8).ravel() for part in parts])
 
@@ -304,7 +304,7 @@ class Mixing:
         self._number = 0
         """Which of the layer's mixers it is."""
         self.read: F32 = np.zeros((0, self._model.shape.stored_hidden), np.float32)
-        """What it reads [T, hidden]."""
+        """Its input [T, hidden]."""
         self.mixed: F32 = self.read
         """What its output projection reads [T, width]."""
         self._products = self._gates = self._output = self.read
@@ -371,8 +371,8 @@ class Mixing:
         return self.mixed
 
     def project_output(self, layer: int) -> F32 | None:
-        """Return the products with what was mixed [T, hidden]; None where those of the first rows
-        are missing, which another unit computes."""
+        """Return the products with the mixer's output [T, hidden]; None where those of the first
+        rows are missing, which another unit computes."""
         if self._shape is not None and self._has_state:
             first, has_bias = 0, self._shape.projection_bias
             weights = self._read_state(layer, "state_output")

@@ -106,7 +106,7 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return what it cannot compute of a plan."""
+    """Return the parts of a plan that it cannot compute."""
     model = facts.resolved.model
     limits = list_undivided(facts)
     if facts.neurons is not None:

@@ -143,7 +143,7 @@ def weigh_activations(
 
 def multiply_down(layout: BundleLayout, active: F32, bundles: U8) -> F32:
     """Sum float32 [T, hidden] of the down columns of ``bundles`` [n, stride], which have their
-    scales, times ``active`` [T, n] and the factors of these, where they are normalised later."""
+    scales, times ``active`` [T, n] and the factors of these, if they are normalised later."""
     if layout.factor_offset is not None:
         active = active * slice_factors(bundles, layout)
     return np.asarray(active @ unpack_part(bundles, layout, len(layout.parts) - 1))

@@ -214,7 +214,7 @@ class ProcessUnit:
         self._write(MESSAGE.pack(self._asked, job.tokens, *places, count, 0, 0))
 
     def wait(self, job: int) -> None:
-        """Return at once: whatever was added has been copied."""
+        """Return at once: all added values have been copied."""
 
     def finish(self, job: int) -> F32:
         """Return the job's sum."""
@@ -239,7 +239,7 @@ class ProcessUnit:
                 self._observer(name, start_s, end_s)
 
     def give_up(self) -> None:
-        """Forget all jobs, when the other process has done what it was asked for."""
+        """Forget all jobs, when the other process has finished them."""
         if not self._jobs:
             return
         # An interrupt may have kept back messages and replies, so that these cannot be counted: a

@@ -38,9 +38,9 @@ class ChunkState:
     added: F32
     """Embeddings that layers have of their own [layers, T, width]."""
     streams: F32
-    """Residual streams beside x [streams - 1, T, hidden]."""
+    """Residual streams other than x [streams - 1, T, hidden]."""
     cutoffs: F32 | None = None
-    """Cutoffs of the layer's gates [T, 1], where it has them."""
+    """Cutoffs of the layer's gates [T, 1], if it has them."""
 
 
 def begin_chunk(x: F32, added: F32, streams: F32) -> ChunkState:
@@ -181,7 +181,7 @@ class States:
         return np.asarray(np.exp(np.float32(floor) * take_sigmoid(-rate * steps)))
 
     def _make_gates(self, projected: F32, gates: F32, place: _Place) -> F32:
-        """Gates of what is mixed, [T, width]."""
+        """Gates of the mixer's output, [T, width]."""
         shape = self._shape
         if not shape.gate_rank:
             return projected[:, shape.channels :]

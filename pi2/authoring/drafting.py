@@ -73,7 +73,7 @@ def explain_backends(kinds: Iterable[UnitKind]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What somebody wants a plan for."""
+    """The wish that a plan is made for."""
 
     device: str
     """Reference to the device, as the plan states it."""
@@ -112,7 +112,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
         f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
         "stay in memory.",
         *_describe_units(final.device),
-        "# `pi2 show FILE` shows what is derived, `pi2 explain KEY FILE` explains a value.",
+        "# `pi2 show FILE` prints derived values, `pi2 explain KEY FILE` explains one.",
     ]
     sampling, remarks = recommend_sampling(model)
     remarks[("weights",)] = "relative to this file; `pi2 convert` makes it"
@@ -200,7 +200,7 @@ def draft_device(name: str, facts: MachineFacts) -> str:
         values["storage"] = {"block_size": format_bytes(facts.block_bytes)}
     head = (
         "# A kind of machine: no serial numbers, host names or accounts.",
-        "# Rates are left out: state those that somebody measured or published, with their source.",
+        "# Rates are left out: state measured or published ones, with their source.",
     )
     return "\n".join([*head, *write_tables(Device, (), values)]) + "\n"
 
@@ -216,7 +216,7 @@ def draft_model(name: str, shape: Mapping[str, int], activation: str) -> str:
     }
     advice = (
         "",
-        "# Say what is known of the activations, with its source, and the plan can count on it:",
+        "# State known statistics of the activations, with their source; plans use them:",
         "# [sparsity]",
         "# active = 0.1",
         '# status = "published"',

@@ -96,7 +96,7 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
     rows = resolved.divided_rows
     if rows is not None:
         yield (
-            f"projections: {rows.unit} computes {rows.qkv} rows to queries, keys and values and "
+            f"projections: {rows.unit} computes {rows.qkv} rows to query, key and value and "
             f"{rows.output} of the output in each layer, {rows.head} of the head; "
             f"{resolved.sparse_unit} the others"
         )

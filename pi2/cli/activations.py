@@ -253,7 +253,7 @@ def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
     path = given.output / ROUTING
     if path.exists() and not given.replace:
         raise UserError.of(
-            "P664", f"{path} is there already", help="choose another folder, or use --force"
+            "P664", f"{path} exists already", help="choose another folder, or use --force"
         )
     with ProgressBar() as progress:
         trace, notes = record_routing(

@@ -137,7 +137,7 @@ class BenchOptions:
     settings: tuple[str, ...] = SET()
 
 
-@in_help("Run", "Measure the speed of a plan, beside the limits of the machine.")
+@in_help("Run", "Measure the speed of a plan against the limits of the machine.")
 @click.command("bench")
 @click.argument(
     "plans",

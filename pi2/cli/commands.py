@@ -111,6 +111,7 @@ class ProgressBar:
         self._said = False
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._compiled_s = 0.0
 
     def __call__(self, label: str, share: float) -> None:
         if time.monotonic() - self._start < PATIENCE_S and not self._bar:
@@ -143,6 +144,8 @@ class ProgressBar:
             )
             self._bar.start()
         name = label.partition(",")[0]
+        if name == "compiling kernels":
+            self._compiled_s = time.monotonic() - self._start
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(label, total=1.0)
         self._bar.update(self._tasks[name], completed=share, description=label)
@@ -153,6 +156,9 @@ class ProgressBar:
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+        if self._compiled_s:
+            text = f"note: kernels were compiled for {self._compiled_s:.0f} s and are cached"
+            print(f"{text}: `pi2 cache`", file=sys.stderr)
 
 
 _FOLDER = Path(__file__).parent
@@ -213,7 +219,7 @@ def _read_commands() -> dict[str, Entry]:
 
 
 class PipeClosed(Exception):
-    """Nobody reads the standard output any more."""
+    """The reader of the standard output is gone."""
 
 
 class LazyGroup(click.Group):
@@ -257,7 +263,7 @@ class LazyGroup(click.Group):
 
 
 class Subcommands(click.Group):
-    """A group that says of its commands what they do without cutting sentences."""
+    """A group that lists its commands with whole sentences."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = []
@@ -316,8 +322,14 @@ def make_verbose_option() -> click.Option:
     )
 
 
+def is_verbose() -> bool:
+    """Whether the command that runs was given ``-v``."""
+    return bool(click.get_current_context().meta.get("verbose"))
+
+
 def _set_verbosity(ctx: click.Context, option: click.Parameter, count: int) -> None:
     if count:
+        ctx.meta["verbose"] = True
         from pi2.logging import configure_logging
 
         configure_logging(count)

@@ -32,7 +32,7 @@ def list_command() -> None:
 
     models = list_models()
     if not models:
-        click.echo("no model is there yet: pi2 pull hf:ORG/NAME, or pi2 run FILE.gguf", err=True)
+        click.echo("no model was pulled yet: pi2 pull hf:ORG/NAME, or pi2 run FILE.gguf", err=True)
         return
     width = max(len(model.name) for model in models)
     for model in models:
@@ -127,7 +127,7 @@ def fetch_model(
             (own.repository, revision, own.file, own.quantization)
             for revision in (own.revision, own.commit)
         ):
-            click.echo(f"{chosen} is there already, at commit {own.commit[:12]}", err=True)
+            click.echo(f"{chosen} was pulled already, at commit {own.commit[:12]}", err=True)
             return there
     repository = find_repository(reference, file)
     source = Source(
@@ -139,7 +139,7 @@ def fetch_model(
     )
     if there is not None and not replace:
         check_same(there, source)
-        click.echo(f"{chosen} is there already, at commit {source.commit[:12]}", err=True)
+        click.echo(f"{chosen} was pulled already, at commit {source.commit[:12]}", err=True)
         return there
     owner = repository.name.replace("/", "--")
     work = find_cache_folder("downloads") / owner / repository.commit

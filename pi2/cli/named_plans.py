@@ -40,7 +40,7 @@ _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether somebody means a checkpoint: a GGUF file, or a folder with a configuration."""
+    """Whether a name means a checkpoint: a GGUF file, or a folder with a configuration."""
     try:
         if path.is_dir():
             return any((path / name).is_file() for name in _CONFIGS)
@@ -155,7 +155,7 @@ def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -
             f"free disk space, or set {VARIABLE} to a folder with room that you may write to"
         )
         raise UserError([dataclasses.replace(found, help=help_text)]) from None
-    click.echo(f"`pi2 run {name}` runs it from now on, too; `pi2 remove {name}`", err=True)
+    click.echo(f"`pi2 run {name}` also runs it from now on; `pi2 remove {name}`", err=True)
 
 
 def describe_titled(checkpoint: Checkpoint, title: str) -> Model:

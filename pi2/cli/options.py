@@ -192,7 +192,7 @@ def refer_path(path: Path, folder: Path) -> str:
 
 
 def write_checked(path: Path, text: str, advice: str) -> Report:
-    """Write a document whole or not at all, if it is sound; ``advice`` says what comes next."""
+    """Write a document whole or not at all, if it is sound; ``advice`` is the next step."""
     from pi2.cli.main import print_diagnostics
     from pi2.sharing.fetching import write_atomically
     from pi2.sharing.resolver import LockedReferences
@@ -339,7 +339,7 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are drawn, where a plan's ``[sampling]`` shall not say it."""
+    """How tokens are drawn, if a plan's ``[sampling]`` shall not say it."""
 
     temperature: float | None = None
     """Sampling temperature; 0 is greedy.  [default: the plan's]"""
@@ -375,7 +375,7 @@ class ChosenPlan:
     """The plan that a command is given, with what its options change."""
 
     given: Path
-    """What was written: a path or a name."""
+    """As written: a path or a name."""
     path: Path
     settings: Mapping[str, object]
     """The values of ``--set``."""
@@ -386,7 +386,7 @@ class ChosenPlan:
 
     @cached_property
     def fitted(self) -> FittedPlan:
-        """The plan as it was read, with or without errors; says what was fitted."""
+        """The plan as it was read, with or without errors; lists the fitted values."""
         from pi2.plan.toml.source import display_path
         from pi2.refit import read_plan
         from pi2.sharing.resolver import LockedReferences
@@ -412,7 +412,7 @@ class ChosenPlan:
 
     @property
     def overrides(self) -> Mapping[str, object]:
-        """Values to load the plan with: those of ``--set``, and what follows from the options."""
+        """Values to load the plan with: ``--set`` and the other options."""
         _ = self.resolved
         return self.fitted.overrides
 

@@ -104,7 +104,7 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
     if not (given.device and given.model):
         raise click.UsageError("give --device and --model, or a PLAN that has them")
     if given.pareto == (given.memory is not None or given.speed is not None):
-        raise click.UsageError("give --memory, --speed or both; or --pareto alone")
+        raise click.UsageError("give --memory, --speed or both; or only --pareto")
     batches = parse_batches(given.batch)
     outputs = {number: _name_output(given.output, number, batches) for number in batches}
     for path in outputs.values():
@@ -209,12 +209,12 @@ def _add_thresholds(wish: Wish, file: Path, output: Path | None) -> Wish:
 
     found = read_thresholds(file)
     if wish.model.moe is None or not found.fits(wish.model):
-        mixture = "" if wish.model.moe is not None else ", which is no mixture of experts"
+        mixture = "" if wish.model.moe is not None else ", which is no MoE model"
         raise UserError.of(
             "P258",
             f"{file} has thresholds of the model `{found.model}`, not of {wish.model.id}{mixture}",
             help="make some with `pi2 sparsity calibrate`; models without experts need none here: "
-            "it writes their plan, too",
+            "it also writes their plan",
         )
     name = str(file) if output is None else refer_path(file, output.parent)
     return replace(wish, thresholds=found, thresholds_file=name)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 Target = Literal["aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu"]
-"""Machines that pi2 compiles for, beside this one: `pi2.phone.contents.Triple`."""
+"""Other machines that pi2 compiles for: `pi2.phone.contents.Triple`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ def _split(features: str) -> list[str]:
 
 
 def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:
-    """A line about each unit beside the processor: what was measured, or why it was not."""
+    """A line about each unit but the CPU: what was measured, or why it was not."""
     from pi2.plan.documents.quantities import approximate_number, format_bytes
 
     for name, unit in device.units.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import ProgressBar, in_help, write_text
+from pi2.cli.commands import ProgressBar, in_help, is_verbose, write_text
 from pi2.cli.options import JSON, ChosenPlan, SamplingOptions, option, take_options, take_plan
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import find_needs
@@ -156,7 +156,7 @@ def log_counters(model: LoadedModel) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """What is continued or answered."""
+    """The prompt to continue or to answer."""
 
     prompts: tuple[str, ...] = option("-p", "--prompt")
     """Prompt; repeat for several sequences."""
@@ -248,7 +248,7 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
             click.echo(json.dumps(describe_run(model, generation.result), indent=2))
         else:
             write_text("\n")
-            click.echo(summarise_run(model, generation.result), err=True)
+            click.echo(summarise_run(model, generation.result, whole=is_verbose()), err=True)
             bound = describe_run(model, generation.result)["bound_by"]
             if (hint := find_hint(model, bound)) is not None:
                 click.echo(f"hint: {hint}", err=True)
@@ -286,7 +286,7 @@ def run_batch(plan: ChosenPlan, texts: list[str], given: RunOptions) -> None:
             return
         for number in range(shown, len(texts)):
             write_text(f"--- {number + 1}\n{generation.finished[number].text}\n")
-        click.echo(summarise_batch(model, result), err=True)
+        click.echo(summarise_batch(model, result, whole=is_verbose()), err=True)
 
 
 def run_best_of(plan: ChosenPlan, prompt: str | list[dict[str, str]], given: RunOptions) -> None:
@@ -313,7 +313,7 @@ def run_best_of(plan: ChosenPlan, prompt: str | list[dict[str, str]], given: Run
             click.echo(json.dumps(describe_batch(model, result), indent=2))
             return
         write_text(f"{result.sequences[result.best].text}\n")
-        click.echo(summarise_batch(model, result), err=True)
+        click.echo(summarise_batch(model, result, whole=is_verbose()), err=True)
         if count > (batch := model.plan.plan.decode.batch):
             click.echo(
                 f"note: {batch} at a time, as decode.batch says; --set decode.batch={count} reads "

@@ -106,7 +106,7 @@ def check_template(model: LoadedModel, plan: Path) -> None:
 
 
 def talk(session: Session, read: Callable[[], str | None], *, dim: bool) -> None:
-    """Answer what is read until there is nothing more."""
+    """Answer requests until there are no more."""
     while (line := read()) is not None:
         if not line.strip():
             continue

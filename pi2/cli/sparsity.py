@@ -184,7 +184,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
             )
     except KeyboardInterrupt:
         if partial.exists():
-            click.echo(f"{partial} has what was found: the same command goes on", err=True)
+            click.echo(f"{partial} has the results so far: the same command goes on", err=True)
         raise
     thresholds = calibration.chosen.thresholds
     write_atomically(named, write_document(thresholds).encode())
@@ -309,7 +309,7 @@ def write_report(calibration: Calibration) -> str:
             "",
             f"slower: with thresholds {best.tokens_per_s:.1f} tokens/s, without "
             f"{calibration.dense_tokens_per_s:.1f}, in the memory of these plans on this machine. "
-            "Keep the dense plan; where neurons come from flash, more memory helps (`--memory`)",
+            "Keep the dense plan; if neurons come from flash, more memory helps (`--memory`)",
         ]
     return "\n".join(lines)
 

@@ -207,8 +207,8 @@ def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "scales", "in the bundles" if bundle.scales == "inline" else "in separate files, resident"
     order = {
         "hotness": "most active first",
-        "coactivation": "most active first, in bands; what fires together lies together",
-        "expert": "most active first; what belongs to an expert lies together"
+        "coactivation": "most active first, in bands; neurons that fire together are neighbours",
+        "expert": "most active first, expert by expert"
         + (", in bands" if manifest.predictor is not None else ""),
         "index": "as in the checkpoint",
     }

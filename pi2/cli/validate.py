@@ -364,7 +364,7 @@ def _check_speed(report: Report) -> list[Diagnostic]:
 
 
 def _check_weights(report: Report) -> list[Diagnostic]:
-    """What is wrong with a plan's store, or with the numbers of its GGUF file."""
+    """Faults of a plan's store, or of its GGUF file's numbers."""
     if report.resolved is None or not report.resolved.store_path.exists():
         return []  # nothing to import for
     if report.resolved.file is not None:

@@ -118,7 +118,7 @@ class LayerActivity:
     again: float = 0.0
     """Part of a neuron's activation that the previous token decides."""
     grain: int = 1
-    """Neurons that are used together: those of an expert, where a router names them."""
+    """Neurons that are used together: those of an expert, if a router names them."""
     always: int = 0
     """Neurons that every token computes, such as those of shared experts: the first that stay."""
     never: int = 0

@@ -54,7 +54,7 @@ class FlashPoint:
     burst: int | None = None
     """Reads that are asked for at once; None for as many as keep the storage busy."""
     overlap: float | None = None
-    """Part of their time that computing hides; None where nobody measured it."""
+    """Part of their time that computing hides; None if it was not measured."""
 
 
 def list_points(storage: Storage) -> tuple[FlashPoint, ...]:
@@ -129,7 +129,7 @@ class Flash:
 
 
 def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint]:
-    """Where figures differ in the core only, keep the wanted core's, else the fastest."""
+    """If figures differ in the core only, keep the wanted core's, else the fastest."""
     kept: dict[tuple[object, ...], FlashPoint] = {}
     for item in points:
         key = (

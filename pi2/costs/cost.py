@@ -112,11 +112,11 @@ class Cost:
     both_w: float | None = None
     """Power of the whole device while the dense unit computes, too."""
     assumptions: tuple[str, ...] = ()
-    """What is taken to be otherwise than the engine does it, a sentence each."""
+    """Differences from the engine, a sentence each."""
     embedding_s: float = 0.0
-    """Reading a token's row of the embedding, where it does not stay in memory."""
+    """Reading a token's row of the embedding, if it does not stay in memory."""
     whole_unit: str | None = None
-    """The GPU or NPU that has the whole model, where one has."""
+    """The GPU or NPU that has the whole model, if one has."""
 
     spreads: Mapping[str, float] = field(default_factory=dict)
     """How far measurements of steps were apart, as shares."""

@@ -210,7 +210,7 @@ class Description:
     figures: tuple[Figure, ...] = ()
     """Figures of documents that it comes from."""
     assumptions: tuple[str, ...] = ()
-    """What is taken to be otherwise than the engine does it, a sentence each."""
+    """Differences from the engine, a sentence each."""
 
     @property
     def layers(self) -> int:

@@ -16,7 +16,7 @@ from pi2.plan.documents.plan import ActivationType, KvType
 _FEW_CORES = 16
 """Cores that meet as quickly as a few."""
 USUAL_WIDTH = 4096
-"""Width of the model that kernels were measured with, where a figure does not state it."""
+"""Width of the model that kernels were measured with, if a figure does not state it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

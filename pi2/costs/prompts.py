@@ -60,7 +60,7 @@ class PromptLayer:
     """A layer's part of a group of chunks."""
 
     before_s: float
-    """What is computed without anything that is read."""
+    """Computation that needs no reads."""
     count: int
     """Layers that are alike."""
     streamed_s: float = 0.0
@@ -161,7 +161,7 @@ def _time_start(layers: Sequence[PromptLayer], overlap: float) -> float:
 
 
 def time_once(description: Description, tokens: int) -> float:
-    """Seconds of a prompt beside its layers: rows of the embedding, and the head."""
+    """Seconds of a prompt outside of its layers: rows of the embedding, and the head."""
     return description.head_s + tokens * description.embedding_s
 
 

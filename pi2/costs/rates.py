@@ -29,7 +29,7 @@ _WIDE_BYTES_S, _SERVER_CORES = 200e9, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseUnit:
-    """An NPU or GPU that computes hot neurons beside the CPU."""
+    """An NPU or GPU that computes hot neurons next to the CPU."""
 
     name: str
     bytes_s: float
@@ -38,7 +38,7 @@ class DenseUnit:
     is_npu: bool = True
     """Whether it has one scale for a row of weights, as NPUs do."""
     has_memory: bool = False
-    """Whether its neurons lie in memory of its own, and it leaves the rate of main memory alone."""
+    """Whether it has memory of its own for its neurons, and takes no main memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Rates:
     """Whether pi2's own kernels were measured on it."""
     cores: int
     enough_cores: float = 5.0
-    """Cores that read as fast as all do, where nobody measured fewer."""
+    """Cores that read as fast as all, if fewer were not measured."""
     warm_share: float = 1.0
     """Part of the processor's rates that stays in long runs which read from flash."""
     core_ops_s: float | None = None
@@ -91,7 +91,7 @@ class Rates:
     project_many: tuple[float, float] | None = None
     """Seconds of a weight of a layer's projections, for a pass and for each of its tokens."""
     few_ops_s: float | None = None
-    """Operations per second for a few tokens, such as those of a batch."""
+    """Operations per second for a few tokens, such as a batch."""
     shared_bytes_s: float
     dense: DenseUnit | None = None
     flash: Flash | None = None
@@ -465,7 +465,7 @@ class _Reader:
         return max((float(item.value) for item in powers if item is not None), default=None)
 
     def _read_overlap(self) -> float:
-        """What was measured; 1 on devices that state nothing but on which a model was seen."""
+        """The measurement; 1 on devices that state nothing but on which a model was seen."""
         figure = self._device.storage.overlap
         if figure is not None:
             return float(figure.value)

@@ -89,7 +89,7 @@ class Sizes:
 
 
 def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleLayout) -> Sizes:
-    """Bytes of a layer: of its active experts, where it has experts."""
+    """Bytes of a layer: of its active experts, if it has experts."""
     shape, precision, width = model.shape, model.quantization, model.stored_neuron_width
     active = model.token_neurons / (shape.layers * shape.ffn)
     projections = count_mixer_bytes(model) + count_state_traffic(model)
@@ -218,7 +218,7 @@ class Settings:
     reads: Reads | None
     """How missing neurons are read; None where nothing is read, or everything streams by."""
     stream: Stream | None = None
-    """How layers stream by, where every neuron is computed."""
+    """How layers stream by, if every neuron is computed."""
     position: int = POSITION
     batch: int = 1
     """Sequences that generate at the same time."""
@@ -233,11 +233,11 @@ class Settings:
     leave_out: float = 0.0
     """Share of the predictor's scores that may be left out instead of read."""
     limits: ReadLimits | None = None
-    """Most experts that are read, where a plan deviates from routing."""
+    """Most experts that are read, if a plan deviates from routing."""
 
     @property
     def is_predicted(self) -> bool:
-        """Whether only neurons that somebody named are computed."""
+        """Whether only predicted neurons are computed."""
         return self.predictor != "none"
 
 
@@ -329,7 +329,7 @@ def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
 
 
 def _divide_bundle(resolved: ResolvedPlan, rates: Rates) -> Phases | None:
-    """Two reads of a neuron, where the plan has them; pi2 measures reads of whole ones."""
+    """Two reads of a neuron, if the plan has them; pi2 measures reads of whole ones."""
     bundle = resolved.bundle
     if resolved.plan.pipeline.phases == 1 or rates.measured or not bundle.is_gated:
         return None

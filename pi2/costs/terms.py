@@ -51,9 +51,9 @@ class LayerTerms:
     place_s: float
     """What a look-up takes more where anything is missing."""
     missing_s: float
-    """What it takes more for each missing neuron."""
+    """Additional time of each missing neuron."""
     touch_s: float
-    """What it takes more for each that is found in the cache."""
+    """Additional time of each neuron in the cache."""
     neuron: Work
     """A neuron on the processor, all threads together."""
     call_s: float

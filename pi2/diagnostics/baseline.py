@@ -1,6 +1,6 @@
-"""A baseline: the findings that a project has already, so that only new ones are reported.
+"""A baseline: a project's known findings: only new ones are reported.
 
-Findings that somebody has looked at: comments in documents, and ``[tool.pi2]`` of a project.
+Findings that were looked at: comments in documents, and ``[tool.pi2]`` of a project.
 
 ::
 
@@ -79,7 +79,7 @@ class ProjectSettings:
 
 @dataclass
 class Sifted:
-    """What is left of the findings."""
+    """The remaining findings."""
 
     diagnostics: tuple[Diagnostic, ...]
     ignored: int = 0

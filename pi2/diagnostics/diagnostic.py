@@ -12,8 +12,8 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a text file.  Lines and columns count from 1, columns in characters; the end
-    is exclusive, so that a span of one character has ``end_column == column + 1``."""
+    """A stretch of a text file.  Lines and columns count from 1, columns in characters; the end is
+    exclusive: a span of one character has ``end_column == column + 1``."""
 
     file: str
     """File name as the user knows it."""

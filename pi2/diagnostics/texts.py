@@ -81,7 +81,7 @@ def paint(text: str, style: str, colour: bool) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Make control characters visible, so that a file cannot speak to the terminal."""
+    """Make control characters visible: a file must not command the terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape(char) for char in text)

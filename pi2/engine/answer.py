@@ -1,4 +1,4 @@
-"""What is generated for one request, token by token."""
+"""The tokens of one request, one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pi2.engine.statistics import divide
 from pi2.engine.text import StopFilter, TokenDecoder
 
 Bias = NDArray[np.float32]
-"""What is added to logits [vocab]."""
+"""Added to logits [vocab]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class GenerationOptions(TypedDict, total=False):
     ignore_eos: bool
     """Go on after an end token."""
     temperature: float | None
-    """As `SamplingOptions` says, as are those that follow."""
+    """As in `SamplingOptions`, like the next ones."""
     top_k: int | None
     top_p: float | None
     min_p: float | None
@@ -153,7 +153,7 @@ class SequenceResult:
     """Time from the first token to the last, in seconds."""
     mean_log_probability: float | None = None
     """Mean natural logarithm of the tokens' probabilities, before penalties and temperature; None
-    where nobody asked for it."""
+    if it was not requested."""
 
     @property
     def prefill_tokens_s(self) -> float | None:
@@ -167,7 +167,7 @@ class SequenceResult:
 
 
 class Constraint(Protocol):
-    """Says which tokens may come next, such as those that go on with a JSON document."""
+    """Tells the allowed next tokens, such as continuations of a JSON document."""
 
     def find_bias(self) -> Bias | None:
         """What to add to the logits [vocab], minus infinity to tokens that must not come; None
@@ -188,7 +188,7 @@ class GenerationRequest:
     stop_ids: frozenset[int]
     sampling: SamplingOptions
     alternatives: int | None = None
-    """Most likely tokens to report beside every one that is drawn; None reports nothing."""
+    """Most likely tokens to report with each drawn token; None reports nothing."""
     make_constraint: Callable[[], Constraint] | None = None
     """Makes what says which tokens may come; None lets all."""
     shown_ids: frozenset[int] = frozenset()
@@ -219,7 +219,7 @@ class Piece:
 
 
 class Answer:
-    """What has been generated of a request so far."""
+    """The tokens of a request so far."""
 
     def __init__(self, request: GenerationRequest, decoder: TokenDecoder, context: int) -> None:
         """``decoder`` is a new one; ``context``: tokens that a sequence has room for.  The clock
@@ -279,7 +279,7 @@ class Answer:
         return self._count - self._prompt
 
     def take(self, logits: F32) -> Piece:
-        """Draw a token from ``logits`` [vocab], if one may come; return what has become certain."""
+        """Draw a token from ``logits`` [vocab], if one may come; return the certain part."""
         assert self.reason is None, "it has ended"
         if self._request.max_tokens == 0:
             self.reason, self._first = "length", time.perf_counter()
@@ -324,7 +324,7 @@ class Answer:
         return last if self._stop_filter.stopped else last + self._stop_filter.flush()
 
     def describe(self) -> SequenceResult:
-        """The result of what has ended."""
+        """The result of an ended generation."""
         assert self.reason is not None, "it goes on"
         return SequenceResult(
             text="".join(self._text),
@@ -340,7 +340,7 @@ class Answer:
 
 
 def score_token(logits: F32, token: int, count: int) -> TokenScore:
-    """How likely ``token`` is of ``logits`` [vocab], beside the ``count`` most likely ones."""
+    """The probability of ``token`` by ``logits`` [vocab], with the ``count`` most likely ones."""
     scores = logits.astype(np.float64)
     scores -= scores.max()
     scores -= np.log(np.exp(scores).sum())

@@ -1,5 +1,5 @@
-"""Units beside the executor compute the first neurons of each layer. If a unit is lost and the plan
-allows it, its neurons are cached and read like others."""
+"""Units next to the executor compute the first neurons of each layer. If a unit is lost and the
+plan allows it, its neurons are cached and read like others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pi2.plan.arithmetic.units import DividedRows
 
 @dataclass(slots=True, kw_only=True)
 class BesideUnit:
-    """A unit beside the executor."""
+    """A unit next to the executor."""
 
     name: str
     unit: DenseUnit
@@ -155,7 +155,7 @@ class DenseShares:
         return bool(taking)
 
     def wait(self, jobs: Jobs) -> None:
-        """Return when the memory of what was added may be changed."""
+        """Return when the memory of added arrays may be changed."""
         for job in jobs:
             if job.streams and job.unit.lost is None:
                 with self._guard(job.unit), job.unit.note_wait(job.layer):
@@ -163,7 +163,7 @@ class DenseShares:
 
     def finish(self, jobs: Jobs) -> list[range]:
         """Add what the jobs have computed to the executor's sum; return the stored indices of
-        neurons that nobody has computed, because units are lost."""
+        neurons of lost units, which were not computed."""
         missed = []
         for job in jobs:
             if job.unit.lost is None:
@@ -299,7 +299,7 @@ class SharedRows(WholeRows):
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """UserError P614 where the unit is lost: nobody else has its rows."""
+        """UserError P614 where the unit is lost: no other unit has its rows."""
         try:
             yield
         except UnitFailed as error:

@@ -1,6 +1,6 @@
 """Which neurons of a layer belong to which expert of a mixture.
 
-Less than exact routing, where the plan asks for it: fewer experts are read than were chosen.
+Less than exact routing, if the plan asks for it: fewer experts are read than were chosen.
 
 Four dials of the table ``[experts]``, in this order:
 
@@ -85,7 +85,7 @@ class RoutingDials:
 
     def _prefer(self, row: F32, scores: F32, there: Bits, factors: F32 | None) -> None:
         """Let experts that are ``there`` take the places of others with nearly their scores;
-        ``factors`` [1, experts] of the experts' weights, where the model has them."""
+        ``factors`` [1, experts] of the experts' weights, if the model has them."""
         chosen = np.flatnonzero(row)
         count, keep = len(chosen), min(self._settings.keep_best, len(chosen))
         spread = float(scores.max() - scores.min())

@@ -20,8 +20,8 @@ from pi2.plan.arithmetic.sizes import PART_NEURONS
 from pi2.plan.documents.plan import Decode
 
 Namer = Callable[[int], tuple[I32, F32 | None]]
-"""Tells what is predicted for a token, which is selected: stored indices, and scores [neurons]
-where they are needed."""
+"""Tells the prediction for a token, which is selected: stored indices, and scores [neurons] where
+they are needed."""
 
 MOST_EXPERTS = 0.9
 """Share of a layer's experts from which the next layer of a prompt is read as a whole, before its
@@ -51,13 +51,12 @@ class FeedForward(Waves):
 
         ``decode``: the plan's predictor, its thresholds, and how it looks ahead.  In a mixture the
         router looks ahead too; experts that it did not name are predicted when the layer's own
-        routing is known.  ``token_neurons``: how many of each layer may compute a token,
-        if not all.
-        ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
-        beside the executor compute.  ``in_order``: dense layers are computed as a whole and in
-        stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
-        mixture.  ``keeps_bits``: what is in memory changes no bit of layers that are computed
-        as a whole."""
+        routing is known.  ``token_neurons``: how many of each layer may compute a token, if not
+        all. ``separate_scales``: scales are outside of bundles, by stored index.  ``shares``: the
+        neurons of units next to the executor.  ``in_order``: dense layers are computed as a whole
+        and in stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
+        mixture.  ``keeps_bits``: the cache changes no bit of layers that are computed as a
+        whole."""
         super().__init__(executor, cache, reader, decode=decode, separate_scales=separate_scales)
         self._neurons = self._single.neurons
         """Neurons of a layer."""
@@ -97,7 +96,7 @@ class FeedForward(Waves):
         self.dial_counters = DialCounters()
 
     def _count_owned(self, layer: int) -> int:
-        """Neurons of ``layer`` that another unit computes of what is computed now."""
+        """Neurons of ``layer`` in this computation that another unit computes."""
         return self.shares.count_owned(layer, self._sequences)
 
     def decode_is_dense(self, layer: int) -> bool:
@@ -155,8 +154,8 @@ class FeedForward(Waves):
             yield chunk
 
     def _list_wanted(self, layer: int, others: range, chunks: int) -> list[range]:
-        """Stretches of stored order, within ``others``, that the executor computes: all, or those
-        of the experts that any token has chosen."""
+        """Stretches of stored order, within ``others``, that the executor computes: all, or the
+        chosen experts' neurons."""
         if not self._leaves_out:
             return [others]
         assert self._experts is not None
@@ -249,7 +248,7 @@ class FeedForward(Waves):
 
     @property
     def _sieves_apart(self) -> bool:
-        """Whether somebody has to know what is left out, so that a look-up must not do it."""
+        """Whether left-out neurons must be known, so a look-up must not leave them out."""
         return self._tokens > 1 or self._only_resident
 
     def _begin_ahead(self, following: int, layer: int) -> Wave:
@@ -319,7 +318,7 @@ class FeedForward(Waves):
 
     def _name(self, layer: int, late: list[I32] | None, token: int) -> tuple[I32, F32 | None]:
         """What the predictor names for ``token``, of its experts or of those that were found
-        ``late``, and its scores, where they are needed."""
+        ``late``, and its scores, if they are needed."""
         if self._predictor == "gate":
             return self._executor.predict_gate(layer), None
         own = None if late is None else late[token]

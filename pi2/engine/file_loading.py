@@ -132,7 +132,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
 
 
 def divide(resolved: ResolvedPlan, weights: GgufWeights, tensors: list[FileTensor]) -> Division:
-    """Choose what is resident, by the segment ``hot``."""
+    """Choose the resident tensors, by the segment ``hot``."""
     assert resolved.file is not None
     hot = resolved.plan.memory.segments.hot
     if hot >= sum(tensor.size_bytes for tensor in tensors):

@@ -47,10 +47,10 @@ class Division:
 def divide_matrices(
     tensors: Sequence[FileTensor], resident_bytes: int, piece_bytes: int
 ) -> Division:
-    """Choose what is resident of ``tensors``, which are in the order of computing.
+    """Choose the resident ones of ``tensors``, which are in the order of computing.
 
-    Small matrices come first, since short reads are slow; then as many others as there is room
-    for, spread evenly, so that computing and reading take turns."""
+    Small matrices come first, since short reads are slow; then as many others as fit, spread
+    evenly: computing and reading take turns."""
     chosen: set[str] = set()
     left = resident_bytes
     for tensor in sorted(tensors, key=lambda item: item.size_bytes):
@@ -102,7 +102,7 @@ def cut_rows(
 class _Work:
     """Instructions ``begin`` to ``end``; with ``pieces`` one instruction, computed as they come:
     each with its first and last row, and how far its rows would begin before it; with an
-    ``action``, what is done in their place."""
+    ``action``, its replacement."""
 
     begin: int
     end: int
@@ -123,8 +123,8 @@ class FileModel:
         make: Callable[[FindWeight], BlockModel],
         slots: ExpertSlots | None = None,
     ) -> None:
-        """``addresses``: where resident matrices lie, by name; ``ring``: what the others pass
-        through, experts excepted, which go to ``slots``; ``make`` builds the program."""
+        """``addresses``: if resident matrices lie, by name; ``ring``: what the others pass through,
+        experts excepted, which go to ``slots``; ``make`` builds the program."""
         self._weights = weights
         self._model = model = make(partial(_find_weight, weights))
         self._embedding: int | None = None
@@ -193,7 +193,7 @@ class FileModel:
         return self._model.read_logits()
 
     def measure(self) -> Rates | None:
-        """Stream for `TRIAL_S`, and compute what comes; None where nothing streams."""
+        """Stream for `TRIAL_S`, and compute the pieces; None where nothing streams."""
         course = self._head if self._layers.is_resident else self._layers
         zero = np.zeros(1, np.int32)
         self._model.begin_step(zero, zero.tolist(), zero.tolist())
@@ -340,7 +340,7 @@ class _Course:
 
     def measure(self) -> Rates | None:
         """Rates of reading and computing pieces, once every slot was filled: its memory is slower
-        when it is touched for the first time.  What comes next is a whole round."""
+        when it is touched for the first time.  A whole round follows."""
         stream = self._stream
         if stream is None:
             return None
@@ -380,7 +380,7 @@ class ExpertCourse:
         self._pairs: PairTables = model.pairs
         self._slots = slots
         self._held: list[Held] = []
-        """What is being computed or read."""
+        """The current computation or read."""
         for own in model.routed:
             for number, place in zip(own.matrices, slots.locate(own.layer), strict=True):
                 model.place_experts(number, *place)

@@ -79,7 +79,7 @@ class Sequences(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Forget what was begun and has not ended."""
+        """Forget work that has begun and not ended."""
 
     @abstractmethod
     def prefill(
@@ -243,7 +243,7 @@ class Forward(Sequences):
         """Steps so far."""
 
     def abandon(self) -> None:
-        """Forget what was begun; the neuron cache keeps its content."""
+        """Forget work in progress; the neuron cache keeps its content."""
         self._feed_forward.abandon()
 
     def reset(self, sequence: int = 0) -> None:

@@ -53,7 +53,7 @@ class Driver:
         self._scheduler.submit(*tickets)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Say that nobody wants a request any more."""
+        """Cancel a request."""
         ticket.cancel()
         self._wake.set()
 
@@ -110,8 +110,7 @@ class BatchResult:
     """All sequences, finished."""
 
     sequences: tuple[SequenceResult, ...]
-    """In the order of their prompts.  The times of each include what was done for others
-    meanwhile."""
+    """In the order of their prompts.  The times of each include work for others meanwhile."""
     rounds: Rounds
     """Prompts that were read and steps that were done, by the number of sequences in each."""
     statistics: RunStatistics
@@ -134,8 +133,8 @@ class BatchResult:
 
     @property
     def best(self) -> int | None:
-        """Number of the sequence with the highest mean log probability; None where nobody asked
-        for them."""
+        """Number of the sequence with the highest mean log probability; None if they were not
+        requested."""
         values = [item.mean_log_probability for item in self.sequences]
         known = [(value, -number) for number, value in enumerate(values) if value is not None]
         return -max(known)[1] if known else None
@@ -170,12 +169,12 @@ class BatchGeneration(Iterator[tuple[int, str]]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Give up what has not ended: the places are free for others."""
+        """Give up unfinished sequences: the places are free for others."""
         self._pieces.close()
 
     @property
     def result(self) -> BatchResult:
-        """The result; what is still to be generated is generated first."""
+        """The result; remaining tokens are generated first."""
         for _ in self:
             pass
         assert self._result is not None, "the generation was interrupted"
@@ -319,7 +318,7 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
 
 
 def describe_unit_counters(parts: Parts) -> tuple[UnitUse, ...]:
-    """What each unit beside the sparse one has done since loading."""
+    """The work of each unit but the sparse one since loading."""
     if parts.layers is None:
         return ()
     resolved = parts.resolved
@@ -342,8 +341,7 @@ class GenerationResult(SequenceResult):
     """A finished generation."""
 
     statistics: RunStatistics
-    """Counters of the model from its beginning to its end, with what was done for others
-    meanwhile."""
+    """Counters of the model from its beginning to its end, including work for others."""
 
 
 class Generation(Iterator[str]):
@@ -376,7 +374,7 @@ class Generation(Iterator[str]):
 
     @property
     def result(self) -> GenerationResult:
-        """The result; what is still to be generated is generated first."""
+        """The result; remaining tokens are generated first."""
         for _ in self:
             pass
         assert self._result is not None, "the generation was interrupted"
@@ -420,7 +418,7 @@ class AsyncGeneration(AsyncIterator[str]):
 
     @property
     def result(self) -> SequenceResult:
-        """The result of what has ended."""
+        """The result of an ended generation."""
         assert self._ticket.result is not None, "it goes on, or was given up"
         return self._ticket.result
 

@@ -175,7 +175,7 @@ class LoadedModel:
 
     @property
     def units(self) -> tuple[UnitUse, ...]:
-        """What each unit beside the sparse one has done since loading."""
+        """The work of each unit but the sparse one since loading."""
         return describe_units(self._parts)
 
     @property
@@ -261,8 +261,7 @@ class LoadedModel:
         return self.begin(self.encode_text(text))
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Token ids with the begin token before them, where the model wants one and they have
-        none."""
+        """Token ids with the begin token before them, if the model wants one and they have none."""
         bos = self.plan.model.tokenizer.bos if self.plan.model.tokenizer.add_bos else None
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
@@ -296,8 +295,8 @@ class LoadedModel:
     ) -> AsyncGeneration:
         """Generate text after ``prompt`` for ``async for``: a thread of the model computes.
 
-        Options and errors are those of ``generate``.  Whoever stops iterating, or is cancelled,
-        gives the generation up before its next token."""
+        Options and errors as in ``generate``.  Whoever stops iterating, or is cancelled, gives the
+        generation up before its next token."""
         ticket = Ticket(self._make_request(prompt, **options))
 
         async def give_texts() -> AsyncIterator[str]:
@@ -326,12 +325,12 @@ class LoadedModel:
         """Generate text after each of ``prompts``, as many at the same time as the plan's
         ``decode.batch`` says; others wait until one of those has ended.
 
-        Options are those of ``generate``.  Prompt number n, from 0, draws as if it were alone with
-        ``seed + n``; the same prompt is read once for all that begin at the same time.  With
-        ``scores`` the results say how likely their tokens were, and the batch which is the best.
-        Returns an iterator of pairs of a prompt's number and a piece of its text; its ``result`` is
-        a `BatchResult`.  Raises what ``generate`` raises, for any of the prompts, before anything
-        is computed."""
+        Options as in ``generate``.  Prompt number n, from 0, draws as if it were alone with ``seed
+        + n``; the same prompt is read once for all that begin at the same time.  With ``scores``
+        the results say how likely their tokens were, and the batch which is the best. Returns an
+        iterator of pairs of a prompt's number and a piece of its text; its ``result`` is a
+        `BatchResult`.  Raises what ``generate`` raises, for any of the prompts, before anything is
+        computed."""
         if not prompts:
             raise UserError.of("P603", "there is no prompt", help="give at least one")
         requests = []
@@ -496,7 +495,7 @@ class LoadedModel:
             )
 
     def close(self) -> None:
-        """Give back threads, files and memory.  What is still under way ends (P615)."""
+        """Give back threads, files and memory.  Running generations end (P615)."""
         self._scheduler.close()
         if self._driver is not None:
             self._driver.end()

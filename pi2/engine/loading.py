@@ -152,7 +152,7 @@ def open_file(resolved: ResolvedPlan, store: NeuronStore, path: str, batch: Batc
 
 
 def begin_file(file: FileRead, batch: Batch) -> None:
-    """Begin to read what was placed."""
+    """Begin to read placed tensors."""
     batch.add([Job(piece.run, piece.bytes, piece.target) for piece in file.list_pieces()])
 
 
@@ -257,7 +257,7 @@ def begin_neurons(
 
 
 def count_neurons(reader: NullReader, cache: NeuronCache, *, fill: Sequence[int]) -> None:
-    """Count what `begin_neurons` reads, where no store is."""
+    """Count what `begin_neurons` reads, if no store is."""
     stride = cache.arena.shape[1]
     slots = sum(len(hot) for hot in cache.hot_slots)
     slots += sum(len(filling.slots) for filling in cache.fill(fill)) if fill else 0
@@ -271,7 +271,7 @@ def load_gates(
     staging: U8,
     progress: Progress,
 ) -> None:
-    """Read the gate rows, where decoding needs them."""
+    """Read the gate rows, if decoding needs them."""
     single = SingleNeurons(cache)
     for layer, (weights, scales) in (request.gate_rows or {}).items():
         step = staging.shape[1]
@@ -306,8 +306,8 @@ def open_store(resolved: ResolvedPlan, cleanup: ExitStack) -> tuple[NeuronStore,
 def begin_hashes(
     resolved: ResolvedPlan, store: NeuronStore, cleanup: ExitStack
 ) -> HashCheck | None:
-    """Begin to compare the store's other files with their hashes, where the plan wants it, while
-    the rest is loaded; to be closed by ``cleanup``."""
+    """Begin to compare the store's other files with their hashes, if the plan wants it, while the
+    rest is loaded; to be closed by ``cleanup``."""
     if resolved.plan.io.verify == "never":
         return None
     hashes = HashCheck(

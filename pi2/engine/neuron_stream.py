@@ -1,18 +1,18 @@
 """All neurons of one layer after the other, for prompts: what is in memory, and the rest in long
 reads from flash.
 
-A layer's cold neurons are cut into pieces of stored order.  A piece that lies in one stretch of
-the cold cache is computed where it is.  Any other is put together in a staging buffer: stretches
-that are missing are read, others are copied out of the cache.  There are two buffers: one is
-filled while the other is computed with, also across layers.  What needs no buffer is given in
-between, in even parts, so that the drive is busy all the time.
+A layer's cold neurons are cut into pieces of stored order.  A piece that lies in one stretch of the
+cold cache is computed where it is.  Any other is put together in a staging buffer: stretches that
+are missing are read, others are copied out of the cache.  There are two buffers: one is filled
+while the other is computed with, also across layers.  What needs no buffer is given in between, in
+even parts, so that the drive is busy all the time.
 
 Where the order of additions may not depend on what is in memory, the bounds of pieces depend on
 what is wanted alone, and their order does.  It is stored order for those who look at neurons.  For
 mixtures it is one that takes neighbours far apart (``spread``): caches are filled from the first
-neurons on, and the drive would stand still while those are computed.  Where experts are cached as
-a whole, a piece is such a granule (`pi2.memory.granules`), so that nothing is copied, and as many
-are on their way as the staging buffers have room for."""
+neurons on, and the drive would stand still while those are computed.  If experts are cached as a
+whole, a piece is such a granule (`pi2.memory.granules`), so that nothing is copied, and as many are
+on their way as the staging buffers have room for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Piece:
 
     @property
     def place(self) -> slice | None:
-        """The slots, where they are one stretch of the arena in stored order."""
+        """The slots, if they are one stretch of the arena in stored order."""
         start = int(self.slots[0])
         count = len(self.slots)
         if start == ABSENT or int(self.slots[-1]) != start + count - 1:
@@ -123,7 +123,7 @@ class NeuronStream:
         self._cache = cache
         self._reader = reader
         self.waited_s = 0.0
-        """Seconds that somebody waited for reads."""
+        """Seconds of waiting for reads."""
         self._buffers = _divide_staging(staging, piece or staging.shape[1])
         self._layers = layers
         self.shortest_gap = max(1, SHORTEST_COPY_BYTES // staging.shape[2])

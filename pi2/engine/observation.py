@@ -112,7 +112,7 @@ def compute_activations(
     request: BuildRequest, inputs: F32, bundles: U8, cutoffs: F32 | None
 ) -> F32:
     """Activations [T, n] of the neurons of ``bundles`` [n, .], as ``request.whole_bundle`` says,
-    for ``inputs`` [T, hidden] and ``cutoffs`` [T, 1] of gates, where the layer has them."""
+    for ``inputs`` [T, hidden] and ``cutoffs`` [T, 1] of gates, if the layer has them."""
     return operators.compute_activations(
         request.model, request.whole_bundle, inputs, bundles, cutoffs=cutoffs
     )

@@ -76,7 +76,7 @@ def make_request(
 
 
 def _refuse_memory(segment: str, size: int) -> U8:
-    raise AssertionError(f"{size} bytes of {segment} before there is a budget")
+    raise AssertionError(f"{size} bytes of {segment} without a budget")
 
 
 def build_shares(
@@ -284,7 +284,7 @@ def check_draft(
         return
     raise UserError.of(
         "P618",
-        f"{draft.path} cannot guess for this plan: its tokens are others",
+        f"{draft.path} cannot draft for this plan: its tokens are others",
         help="name the plan of a model with the same tokenizer in decode.speculation.plan",
         file=str(resolved.path),
     )

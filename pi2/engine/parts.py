@@ -56,7 +56,7 @@ class Parts:
     lock_fallback: str | None = None
     """Why memory is not locked, if the plan wants it."""
     draft: Parts | None = None
-    """Those of the model that guesses tokens, if there is one."""
+    """The draft model's, if there is one."""
     release: ExitStack
     """Gives back threads, files and memory, the last that was taken first."""
 

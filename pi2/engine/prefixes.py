@@ -31,7 +31,7 @@ _SUFFIX = ".kept"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is kept of a block of tokens."""
+    """The stored data of a block of tokens."""
 
     context: U8
     """Keys and values [n]."""
@@ -60,7 +60,7 @@ class PrefixFiles:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        """Bytes of each, those that were used longest ago first."""
+        """Bytes of each, least recently used first."""
         self._total = 0
         self._works = True
         try:
@@ -87,7 +87,7 @@ class PrefixFiles:
         return len(names)
 
     def read(self, name: str) -> Block | None:
-        """What is kept under a name; None if it is damaged or gone, and then it is removed."""
+        """The data stored under a name; None if it is damaged or gone, and then it is removed."""
         path = self._path(name)
         try:
             data = path.read_bytes()
@@ -390,7 +390,7 @@ class Prefixes(Protocol):
         """Take notice that a place's sequence has ended; what is in it may be used again."""
 
     def forget(self, place: int) -> None:
-        """Take notice that somebody else uses a place."""
+        """Note that another caller uses a place."""
 
     def close(self) -> None:
         """Give back files and threads."""

@@ -66,8 +66,8 @@ class ReadAhead:
 
 
 class NeuronParts:
-    """Stored indices [n] (ascending) in parts of ``size`` each but for the last one; those that
-    have been computed are dropped."""
+    """Stored indices [n] (ascending) in parts of ``size`` each but for the last one; computed ones
+    are dropped."""
 
     def __init__(self, indices: I32, size: int) -> None:
         self.indices = indices
@@ -81,7 +81,7 @@ class NeuronParts:
         return len(self._bounds) - 1
 
     def take(self, number: int) -> I32:
-        """The part ``number`` of those that are left."""
+        """The part ``number`` of the remaining ones."""
         return self.indices[self._bounds[number] : self._bounds[number + 1]]
 
     def join(self, numbers: Sequence[int]) -> I32:
@@ -143,10 +143,10 @@ class RoutedFeedForward(FeedForward):
         """Whether two layers may be looked ahead at."""
         self._start_s = 0.0
         self._begun: dict[int, list[Wave]] = {}
-        """What has been begun ahead, by layer."""
+        """Work that was begun ahead, by layer."""
 
     _ahead: Sequence[Wave] = ()
-    """What was begun ahead of the layer that is computed."""
+    """Work that was begun ahead of the current layer."""
     _now: Wave | None = None
     """What has been begun since its routing was known."""
 
@@ -190,7 +190,7 @@ class RoutedFeedForward(FeedForward):
             self.counters.without_ahead = self.read_ahead.idle_tokens
 
     def prepare_sparse(self, layer: int) -> None:
-        """Begin to read what the layer's router would choose now, where the plan looks ahead and
+        """Begin to read what the layer's router would choose now, if the plan looks ahead and
         nothing has been begun."""
         if layer not in self._begun and self._looks_ahead(layer):
             self._prefetch(layer, self._guess(layer))

@@ -99,17 +99,17 @@ def summarise_speculation(found: dict[str, Any]) -> str:
     """A line for people."""
     drafted, plain = found["drafted_bytes_per_token"], found["plain_bytes_per_token"]
     if not found["draft_tokens"]:
-        return "speculation: nothing was guessed"
+        return "speculation: nothing was drafted"
     share = found["accepted_tokens"] / found["draft_tokens"]
     line = (
-        f"speculation: {found['draft_tokens']} tokens guessed, {share:.1%} of them kept · "
+        f"speculation: {found['draft_tokens']} tokens drafted, {share:.1%} of them kept · "
         f"{found['drafted_tokens'] / found['drafted_steps']:.2f} tokens a step, "
         f"{approximate_bytes(drafted)} touched for each, "
         f"{approximate_bytes(found['drafted_flash_bytes_per_token'])} of it on flash"
     )
     if plain is not None:
         line += (
-            f"; without guesses {approximate_bytes(plain)}, "
+            f"; without drafts {approximate_bytes(plain)}, "
             f"{approximate_bytes(found['plain_flash_bytes_per_token'])} of it on flash "
             f"({found['plain_tokens']} tokens)"
         )
@@ -207,7 +207,7 @@ def list_deviations(model: LoadedModel, statistics: RunStatistics) -> list[str]:
 
 
 def describe_sequence(result: SequenceResult) -> dict[str, Any]:
-    """What is known of a sequence alone."""
+    """The facts of one sequence."""
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -221,7 +221,7 @@ def describe_sequence(result: SequenceResult) -> dict[str, Any]:
 
 
 def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, Any]:
-    """What is known of the model that has run, and of what it did."""
+    """The facts of the model and of its run."""
     pressure = model.pressure
     return {
         "dry_run": model.is_dry,
@@ -276,20 +276,29 @@ def _describe_load(run: Mapping[str, Any]) -> str:
     return f"{seconds:.2f} s" + (f" ({size / seconds / 1e9:.1f} GB/s)" if size >= 1e8 else "")
 
 
-def summarise_run(model: LoadedModel, result: GenerationResult) -> str:
-    """A summary of a run for people, in a few lines."""
+_ENDS = {
+    "eos": "complete",
+    "stop": "ended by --stop",
+    "length": "ended by --max-tokens",
+    "context": "ended by kv.context",
+}
+
+
+def summarise_run(model: LoadedModel, result: GenerationResult, *, whole: bool = True) -> str:
+    """A summary of a run for people, in a few lines, or ``whole``."""
     run = describe_run(model, result)
     decoded = len(result.token_ids)
+    end = _ENDS[result.finish_reason]
     first = (
         f"load {_describe_load(run)} · first token {run['ttft_s'] * 1e3:.0f} ms · "
         f"prefill {_rate(run['prefill_tokens_s'])} ({result.prompt_tokens} tokens) · "
-        f"decode {_rate(run['decode_tokens_s'])} ({decoded} tokens, {result.finish_reason})"
+        f"decode {_rate(run['decode_tokens_s'])} ({decoded} tokens, {end})"
     )
-    return _summarise(model, run, first)
+    return _summarise(model, run, first, whole)
 
 
-def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
-    """A summary of a run with several sequences for people, in a few lines."""
+def summarise_batch(model: LoadedModel, result: BatchResult, *, whole: bool = True) -> str:
+    """A summary of a run with several sequences for people, in a few lines, or ``whole``."""
     run = describe_batch(model, result)
     prompts = result.rounds.prompt_tokens
     decoded = sum(len(item.token_ids) for item in result.sequences)
@@ -304,7 +313,7 @@ def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
     lines = [first, *_list_phases(run)]
     if result.best is not None:
         lines.append(_describe_best(result, result.best))
-    return _summarise(model, run, "\n".join(lines))
+    return _summarise(model, run, "\n".join(lines), whole)
 
 
 def _list_phases(run: dict[str, Any]) -> list[str]:
@@ -325,7 +334,7 @@ def _describe_best(result: BatchResult, best: int) -> str:
     )
 
 
-def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
+def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool) -> str:
     """The labelled lines of a summary; the first one is about speed."""
     peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
     verdict = "within" if peak <= budget else "ABOVE"
@@ -334,15 +343,18 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         f"memory: peak memory {approximate_bytes(peak)}, {verdict} the budget of "
         f"{approximate_bytes(budget)}",
         *_list_reads(model, run),
-        f"neurons: {_describe_neurons(model, run)}"
-        if model.plan.file is None
-        else _describe_weights(model),
         "exact: " + ("yes" if run["exact"] else f"no, {'; '.join(run['deviations'])}"),
     ]
     if run["bound_by"] is not None:
         wait = run["read_wait_share"]
         lines.append(f"bound by: {run['bound_by']} ({wait:.0%} of the time waited for reads)")
-    lines.append(f"plan: digest {model.plan.digest[:12]}")
+    if whole:
+        lines.append(
+            f"neurons: {_describe_neurons(model, run)}"
+            if model.plan.file is None
+            else _describe_weights(model)
+        )
+        lines.append(f"plan: digest {model.plan.digest[:12]}")
     if run["expert_weight_replaced"] is not None:
         replaced, gone = run["expert_weight_replaced"], run["expert_weight_left_out"]
         lines.append(
@@ -351,12 +363,12 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         )
     if run["score_mass_left_out"] is not None:
         lines.append(_describe_left_out(model.plan.plan.decode, run["score_mass_left_out"]))
-    if run["foreseen_share"] is not None:
+    if whole and run["foreseen_share"] is not None:
         stopped = run["tokens_without_ahead"]
-        rest = f"; off for {stopped} tokens, where it did not pay" if stopped else ""
+        rest = f"; off for {stopped} tokens, because it did not pay" if stopped else ""
         named = _percent(run["foreseen_share"])
         lines.append(f"prefetching: named {named} of the experts that computed{rest}")
-    if model.scheduler.speculation is not None:
+    if run["speculation"] is not None and (whole or run["speculation"]["draft_tokens"]):
         lines.append(summarise_speculation(run["speculation"]))
     lines += summarise_units(run["units"])
     if model.is_dry:

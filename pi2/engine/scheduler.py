@@ -32,7 +32,7 @@ from pi2.engine.text import TokenDecoder
 
 
 class Line:
-    """Requests that wait, by client; clients take turns.  Whoever drives uses it alone."""
+    """Requests that wait, by client; clients take turns.  Only the driver uses it."""
 
     def __init__(self) -> None:
         self._clients: OrderedDict[str, deque[Ticket]] = OrderedDict()
@@ -57,7 +57,7 @@ class Line:
         return ticket
 
     def drop_cancelled(self) -> list[Ticket]:
-        """Take out those that nobody wants any more."""
+        """Take out cancelled requests."""
         dropped = [ticket for ticket in self if ticket.cancelled]
         for ticket in dropped:
             own = self._clients[ticket.client]
@@ -79,7 +79,7 @@ class Phase(Counters):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """What was done for all requests so far."""
+    """The work for all requests so far."""
 
     phases: Mapping[int, Phase] = field(default_factory=lambda: MappingProxyType({}))
     """Steps, by the number of sequences that went on in each."""
@@ -144,15 +144,15 @@ class Rounds:
 
 
 _PATIENCE_S = 1.0
-"""Whoever waits for a place looks again after this time."""
+"""A request that waits for a place looks again after this time."""
 
 
 class _Unwanted(Exception):
-    """Nobody wants the prompt that is being read."""
+    """The prompt that is being read was cancelled."""
 
 
 def tell_nobody() -> None:
-    """What a request calls that nobody waits for."""
+    """Called by a request without a waiting caller."""
 
 
 class Ticket:
@@ -172,16 +172,16 @@ class Ticket:
         self.notify: Callable[[], None] = tell_nobody
         """Called when there is something to take, by whoever drives."""
         self.pieces: deque[Piece] = deque()
-        """What was generated and nobody has taken yet."""
+        """Generated tokens that were not taken yet."""
         self.answer: Answer | None = None
-        """What is generated, from the moment that it has a place."""
+        """The generation, as soon as it has a place."""
         self.result: SequenceResult | None = None
         """The result, when it has ended by itself."""
         self.error: Exception | None = None
         """Why it has failed, if it has."""
         self.cancelled = False
-        """Whether nobody wants it any more: its place is given to another one before the next
-        token.  Any thread may set it."""
+        """Whether it was cancelled: its place is given to another one before the next token.  Any
+        thread may set it."""
         self.ended = False
         """Whether nothing will come any more."""
         self.prompt_scores: list[TokenScore] = []
@@ -192,7 +192,7 @@ class Ticket:
         """Tokens of the prompt that were read for another request at the same time."""
 
     def cancel(self) -> None:
-        """Say that nobody wants it any more."""
+        """Cancel it."""
         self.cancelled = True
 
 
@@ -297,7 +297,7 @@ class Scheduler:
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Let nobody drive meanwhile; UserError P615 if the model is closed."""
+        """Keep others from driving meanwhile; UserError P615 if the model is closed."""
         with self._lock:
             self.check_open()
             yield
@@ -336,7 +336,7 @@ class Scheduler:
         self._given_back.wait(_PATIENCE_S)
 
     def close(self) -> None:
-        """End everything: whoever waits is told (P615)."""
+        """End everything: waiting callers get P615."""
         self._closed = True
         with self._lock:
             new = [ticket for tickets in self._inbox for ticket in tickets]
@@ -355,7 +355,7 @@ class Scheduler:
     # Whoever drives:
 
     def _admit(self) -> None:
-        """Free the places of those that nobody wants; give free ones to those that wait."""
+        """Free the places of cancelled requests; give free ones to waiting requests."""
         while self._inbox:
             for ticket in self._inbox.popleft():
                 self._line.push(ticket)
@@ -468,7 +468,7 @@ class Scheduler:
 
     def _report(self, place: int, ticket: Ticket, done: int, end: int, share: float) -> None:
         """Report the share of a prompt that is done, with ``share`` of the tokens up to ``end``;
-        stop reading what nobody wants any more."""
+        stop reading cancelled prompts."""
         if ticket.cancelled and not self._following.get(place):
             raise _Unwanted
         ticket.progress((done + (end - done) * share) / len(ticket.request.prompt_ids))
@@ -555,7 +555,7 @@ class Scheduler:
             self._give_back(place, self._running.pop(place))
 
     def _give_back(self, place: int, ticket: Ticket) -> None:
-        """Let others have the place of what has ended."""
+        """Free the place of an ended request."""
         if self.speculation is not None:
             self.speculation.forget(place)
         if ticket.error is None:

@@ -53,7 +53,7 @@ class _Index:
 
 
 class PromptLookup:
-    """Guesses what came after the last tokens where they stood before."""
+    """Drafts the continuation of an earlier occurrence of the last tokens."""
 
     def __init__(self, match: int) -> None:
         """``match``: last tokens that must have come before."""
@@ -315,7 +315,7 @@ def count_dense_bytes(resolved: ResolvedPlan) -> int:
 
 
 class Speculation:
-    """Says what to guess, and learns what came of it.  Whoever drives uses it alone."""
+    """Proposes drafts, and learns from their acceptance.  Only the driver uses it."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class Speculation:
 
     @property
     def counters(self) -> SpeculationCounters:
-        """What was done so far."""
+        """The work so far."""
         return replace(self._counters)
 
     def propose(self, answers: Mapping[int, Answer]) -> dict[int, list[int]]:

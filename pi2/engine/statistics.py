@@ -45,7 +45,7 @@ class NeuronCounters:
     routed: int = 0
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen: int = 0
-    """Those of them that looking ahead had named."""
+    """Those that prefetching had predicted."""
     without_ahead: int = 0
     """Tokens that did not look ahead, because it did not pay."""
     touched: int = 0
@@ -61,7 +61,7 @@ class SpeculationCounters(Counters):
     draft_tokens: int = 0
     """Tokens that were guessed."""
     accepted_tokens: int = 0
-    """Those of them that were drawn."""
+    """Accepted draft tokens."""
     accepted_by_position: tuple[int, ...] = ()
     """Those of them that were the first of a guess, the second, and so on."""
     drafted_steps: int = 0
@@ -85,7 +85,7 @@ class RunStatistics(Counters):
     predicted_neurons: int = 0
     """Neurons that the predictor named, over layers and tokens."""
     active_neurons: int | None = 0
-    """Neurons of these with a non-zero activation; None where nobody counts them."""
+    """Neurons of these with a non-zero activation; None if they are not counted."""
     possible_neurons: int = 0
     """Neurons of the layers that were computed sparsely, in a mixture of the tokens' experts."""
     cache_hits: int = 0
@@ -105,7 +105,7 @@ class RunStatistics(Counters):
     routed_experts: int = 0
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen_experts: int = 0
-    """Those of them that looking ahead had named."""
+    """Those that prefetching had predicted."""
     tokens_without_ahead: int = 0
     """Tokens that did not look ahead, because it did not pay."""
     expert_weight: float = 0.0
@@ -116,7 +116,7 @@ class RunStatistics(Counters):
     """Of experts in whose place nothing computed."""
     score_mass: float = 0.0
     """Predictors' scores above the threshold, summed over named neurons of layers that are not all
-    in memory, where the plan leaves out some that are missing."""
+    in memory, if the plan leaves out some that are missing."""
     left_out_mass: float = 0.0
     """Those of neurons that were missing and not worth a read to the plan."""
     gate_reads: int = 0
@@ -124,7 +124,7 @@ class RunStatistics(Counters):
     flash_saved_bytes: int = 0
     """Bytes of up and down that were not read, because gates were closed."""
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
-    """What guessing tokens has brought, where the plan says `decode.speculation`."""
+    """What guessing tokens has brought, if the plan says `decode.speculation`."""
 
     @property
     def predicted_share(self) -> float | None:
@@ -134,8 +134,8 @@ class RunStatistics(Counters):
 
     @property
     def active_share(self) -> float | None:
-        """Share of neurons with a non-zero activation; None if every layer ran densely, or nobody
-        counts them."""
+        """Share of neurons with a non-zero activation; None if every layer ran densely, or they are
+        not counted."""
         if self.active_neurons is None:
             return None
         return divide(self.active_neurons, self.possible_neurons)
@@ -168,7 +168,7 @@ class RunStatistics(Counters):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitUse:
-    """What a unit beside the sparse one has done since loading."""
+    """The work of a unit but the sparse one since loading."""
 
     name: str
     """Its name in the device."""
@@ -181,9 +181,9 @@ class UnitUse:
     lost: str | None
     """Why the run has gone on without it, if it has."""
     padding: float | None = None
-    """Part of what it computed that nobody had asked for, where its programs have fixed shapes."""
+    """Share of its work that was padding of fixed shapes."""
     emulated: bool = False
-    """Whether it is played by the processor, so that its seconds mean nothing."""
+    """Whether the CPU emulates it: its seconds mean nothing."""
 
 
 def divide(part: float, whole: float) -> float | None:

@@ -76,7 +76,7 @@ class ChatTemplate:
         try:
             request = json.dumps([self.source, given]).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
-            raise self._explain(f"what it is given cannot be written as JSON: {error}") from None
+            raise self._explain(f"its input cannot be written as JSON: {error}") from None
         size_mib = len(request) / MIB
         limits = Limits(
             _CPU_S + _CPU_S_PER_MIB * size_mib, _MEMORY_MIB + ceil(_MEMORY_FACTOR * size_mib)

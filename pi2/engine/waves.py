@@ -43,7 +43,7 @@ class Foresight:
         self.experts: list[I32] = []
         """Experts of each token, in a mixture, that the last prediction is about."""
         self._found: list[tuple[I32, F32 | None]] = []
-        """What was predicted for each token, where no call does it at once."""
+        """What was predicted for each token, if no call does it at once."""
 
     def predict(self, following: int, layer: int, tokens: int) -> None:
         """Predict the neurons of the layer ``following`` for all ``tokens`` of a step, by what it
@@ -70,7 +70,7 @@ class Foresight:
 
     def read(self, token: int) -> tuple[I32, F32 | None]:
         """Return the stored indices that were predicted for ``token``, which is selected, and the
-        scores [neurons] of the layer, where they are needed; valid until the next prediction."""
+        scores [neurons] of the layer, if they are needed; valid until the next prediction."""
         if self._foreseer is None:
             return self._found[token]
         named = self._foreseer.list_foreseen()
@@ -144,7 +144,7 @@ class Waves:
         self._predictor = decode.predictor
         self._separate_scales = separate_scales
         self.sieve = make_sieve(decode, cache.arena.shape[1])
-        """Says which missing neurons are worth a read, where the plan leaves some out."""
+        """Says which missing neurons are worth a read, if the plan leaves some out."""
         self._tokens = 1
         self.counters = NeuronCounters()
         self._only_resident = False
@@ -280,7 +280,7 @@ class Waves:
 
     def _add_neurons(self, wave: Wave, slots: I32, indices: I32 | None = None) -> None:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have;
-        ``indices``: their stored indices, where they are at hand."""
+        ``indices``: their stored indices, if they are at hand."""
         cache, layer, by_token = self._cache, wave.layer, wave.by_token
         arena, size = self._single.arena, cache.granule
         self._reader.advance()

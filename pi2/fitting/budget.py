@@ -86,7 +86,7 @@ def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] 
 
 MIB = 1 << 20
 HOT_PART = Fraction(1, 2)
-"""Hot neurons' part of the memory for neurons, where not all that may be hot fit."""
+"""Hot neurons' part of the memory for neurons, if not all that may be hot fit."""
 SHARE_STEPS = 1000
 """Shares that are computed are multiples of the inverse."""
 FIXED = ("attention", "kv", "state", "predictor", "workspace")

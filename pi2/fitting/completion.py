@@ -175,8 +175,8 @@ def _list_overrides(overrides: object) -> Iterator[object]:
 
 
 def choose_backends(kinds: Iterable[UnitKind]) -> dict[str, str]:
-    """Backends of a plan that uses units of ``kinds``: those that compute, or, where there is none
-    for one of them, ``null`` for all, with which the plan can be simulated and run dry."""
+    """Backends of a plan that uses units of ``kinds``: those that compute, or, if there is none for
+    one of them, ``null`` for all, with which the plan can be simulated and run dry."""
     wanted, usual = sorted(set(kinds)), list_usual_backends()
     if all(kind in usual for kind in wanted):
         return {kind: usual[kind] for kind in wanted}
@@ -296,7 +296,7 @@ def _state_sizes(
     if "cold" not in stated:
         others = sum(size for name, size in sizes.items() if name != "cold")
         sizes["cold"] = max(0, min(sizes["cold"], budget - others))
-    found.derive(("memory", "budget"), format_bytes(budget), "what is needed, and is free here")
+    found.derive(("memory", "budget"), format_bytes(budget), "the need, within the free memory")
     why = "share of neurons that fits" if share < 1.0 else "all neurons fit"
     found.derive(("layers", "hot"), share, f"{why} into {approximate_bytes(budget)}")
     for name, size in sizes.items():
@@ -310,8 +310,8 @@ def _state_sizes(
 SEGMENT_REASONS: Mapping[str, str] = {
     "runtime": "Python, libraries and tokenizer",
     "attention": "embeddings, attention, norms",
-    "kv": "keys and values of the context",
-    "state": "states of layers without keys and values",
+    "kv": "KV cache of the context",
+    "state": "states of recurrent layers",
     "predictor": "what finds active neurons",
     "hot": "hot neurons",
     "cold": "the rest of the budget, as far as there are neurons",

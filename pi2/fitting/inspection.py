@@ -534,7 +534,7 @@ class Inspection:
         inherited = [] if type(file) is SourceFile else self.list_inherited(file, finding.path)
         if inherited:
             notes += [f"{span.place}: inherited: {text}" for span, text in inherited]
-            remedy = f'remove = ["{name_path(finding.path)}"] drops what is inherited'
+            remedy = f'remove = ["{name_path(finding.path)}"] drops the inherited ones'
             help_text = f"{help_text}, or {remedy}" if help_text else remedy
         find = spans.find_key if finding.at == "key" else spans.find_value
         item = Diagnostic(

@@ -116,8 +116,8 @@ def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
 
     Example: ``cold = "40 MiB"`` where a token uses 200 MiB of neurons that are not hot.
 
-    Fix: raise ``memory.segments.cold``; where the budget has no room, lower ``kv.context``, or take
-    a part of ``hot``: fewer hot neurons and a cache that works can be faster."""
+    Fix: raise ``memory.segments.cold``; if the budget has no room, lower ``kv.context``, or take a
+    part of ``hot``: fewer hot neurons and a cache that works can be faster."""
     resolved = facts.resolved
     stride = resolved.bundle.stride
     layers = [resolved.layers[number] for number in resolved.named_layers]
@@ -181,8 +181,8 @@ def check_cold_is_used(facts: Facts) -> Iterator[Finding]:
     more = min(hot + wasted / whole, 1.0)
     yield Finding(
         path=("memory", "segments", "cold"),
-        message=f"{approximate_bytes(wasted)} of the segment cold stay empty: where every neuron "
-        "is computed, what is not hot streams by",
+        message=f"{approximate_bytes(wasted)} of the segment cold stay empty: cold neurons are not "
+        "cached if every neuron is computed",
         help=f"add them to memory.segments.hot, and write layers.hot = {int(more * 1000) / 1000:g}",
         origins=(Origin(document="plan", path=("decode", "predictor"), text='predictor = "none"'),),
     )
@@ -197,8 +197,8 @@ def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
     """Reads take longer than attention.
 
     Why: ``look_ahead = "attention"`` asks for a layer's neurons before its attention, so that the
-    reads are done when the FFN begins.  Where they take much longer, the FFN waits all the same.
-    Times are estimates from the device's figures and the model's statistics.
+    reads are done when the FFN begins.  If they take much longer, the FFN waits all the same. Times
+    are estimates from the device's figures and the model's statistics.
 
     Example: ``look_ahead = "attention"`` where attention takes 0.4 ms and the reads 6 ms.
 
@@ -280,7 +280,7 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
             lack = (
                 f"computes no whole model, and `{unit}` computes what no other unit does"
                 if is_sparse
-                else f"serves no unit beside `{resolved.sparse_unit}`, such as `{unit}`"
+                else f"serves no unit next to `{resolved.sparse_unit}`, such as `{unit}`"
             )
             yield Finding(
                 path=_find_path(facts, unit),
@@ -308,7 +308,7 @@ def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
     """Graph exceeds the NPU's own memory.
 
     Why: an NPU reads its own memory (VTCM) many times as fast as main memory.  A graph keeps the
-    values of its neurons for all of its tokens; where they do not fit, main memory holds them, and
+    values of its neurons for all of its tokens; if they do not fit, main memory holds them, and
     every tile of the second product waits for it.
 
     Example: graphs of 128 tokens and all of 14,336 neurons, 8.8 MiB, where ``own_memory = "8

@@ -117,7 +117,7 @@ def _need_hot(resolved: ResolvedPlan) -> Need:
 
 
 def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
-    """The sparse unit's backend; where the plan names none that computes models, which is an error,
+    """The sparse unit's backend; if the plan names none that computes models, which is an error,
     any other."""
     unit = resolved.sparse_unit
     name = resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu"

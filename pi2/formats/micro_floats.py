@@ -46,8 +46,8 @@ class _ScaledByBytes(Format):
 
 
 class _PowersOfTwo(Packing):
-    """Groups lie along rows, or, where these are spread, across 32 rows, which share exponents:
-    those of a row are uint8 [length], packed as bytes."""
+    """Groups lie along rows, or, if these are spread, across 32 rows, which share exponents: those
+    of a row are uint8 [length], packed as bytes."""
 
     __slots__ = ()
 

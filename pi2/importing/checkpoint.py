@@ -47,7 +47,7 @@ def check_place(folder: Path, file: Path) -> os.stat_result:
         raise UserError.of(
             "P538",
             f"{file} is a link out of the checkpoint, to {target}",
-            help="copy the file to where the link is: what lies outside of the folder is not read",
+            help="replace the link by the file: files outside of the folder are not read",
         )
     return check_regular(file)
 
@@ -394,7 +394,7 @@ def _read_weight_map(file: Path) -> dict[str, str]:
             raise UserError.of(
                 "P538",
                 f"the index puts tensor {tensor!r} into {name!r}, which is not a file name",
-                help="weight files must lie in the checkpoint's own folder",
+                help="weight files must be in the checkpoint's own folder",
                 file=str(file),
             )
     return weight_map

@@ -147,11 +147,11 @@ ROTATED_SHARE = "gguf_rotated_share"
 FUSED_ORDER = "gguf_fused_order"
 """Another: order of query, key and value in a tensor of Falcon."""
 NORMALISED_EXPERTS = "gguf_normalised_experts"
-"""Another: whether weights of experts add up to 1, where the family's code takes no word on it."""
+"""Another: whether weights of experts add up to 1, if the family's code takes no word on it."""
 TURN_FACTOR = "gguf_turn_factor"
 """Another: what sines and cosines are multiplied by, beside what the scaling of positions does."""
 SPLIT_EXPERTS = "gguf_split_experts"
-"""Another: every expert has gate, up and down of its own, where the family has them together."""
+"""Another: every expert has gate, up and down of its own, if the family has them together."""
 
 
 def read_rope(

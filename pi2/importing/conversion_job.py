@@ -137,7 +137,7 @@ def check_experts(model: Model) -> None:
     if model.moe is None:
         raise UserError.of(
             "P524",
-            f"{model.id!r} is not a mixture of experts: it has no order by expert",
+            f"{model.id!r} is not an MoE model: it has no order by expert",
             help="leave the neurons in the order of hotness",
         )
 
@@ -176,7 +176,7 @@ def read_extra_files(
     if name != Path(name).name:
         raise UserError.of(
             "P543",
-            f"tokenizer.file is {name!r}: the tokenizer lies in the store's own folder",
+            f"tokenizer.file is {name!r}: the tokenizer is in the store's own folder",
             help='set tokenizer.file = "tokenizer.json" in the model document',
         )
     optional = {

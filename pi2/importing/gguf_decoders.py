@@ -25,7 +25,7 @@ class Metadata:
         self.file = file
         self.values = values
         self.used = set[str]()
-        """Keys whose values somebody asked for."""
+        """Keys whose values were requested."""
         self.architecture: str = self.read("general.architecture", str)
 
     def read(self, key: str, kind: type[object], default: Any = None) -> Any:

@@ -172,7 +172,7 @@ class _Header:
             key = self._take_text(strict=True)
             self._reading = f"the value of {key!r}"
             if key in metadata:
-                self._refuse(f"the metadata key {key!r} is there twice")
+                self._refuse(f"the metadata key {key!r} appears twice")
             metadata[key] = self._take_value(self._take_number("<I"))
             spans[key] = first, self._place
         alignment = metadata.get("general.alignment", _ALIGNMENT)

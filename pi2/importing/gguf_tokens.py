@@ -174,7 +174,7 @@ class GgufTokens:
 
 
 def find_marks(file: Path, metadata: Mapping[str, Any], vocab: int = 0) -> TokenMarks:
-    """The marks of ``file``; those that its keys name, of ``vocab`` tokens, where it has no list of
+    """The marks of ``file``; those that its keys name, of ``vocab`` tokens, if it has no list of
     tokens that can be used: `make_tokenizer` says that."""
     try:
         tokens = _read_tokens(file, metadata)

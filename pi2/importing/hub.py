@@ -231,11 +231,11 @@ def fetch_into_cache(
 
 
 class _NotTheHub(ValueError):
-    """What has answered is no hub."""
+    """The server that answered is no hub."""
 
 
 def check_family(folder: Path) -> None:
-    """`UserError` P544 if ``config.json``, where there is one, tells of an unknown family."""
+    """`UserError` P544 if ``config.json``, if there is one, tells of an unknown family."""
     file = folder / "config.json"
     if file.exists():
         describe_family(Config(file, unwrap_config(read_json(file))))

@@ -120,7 +120,7 @@ def _open_shard(folder: Path, index: Path, number: int, entry: Any) -> Shard:
         raise UserError.of(
             "P538",
             f"the list puts tensors into {name!r}, which is not a file name",
-            help="shards must lie in the folder itself",
+            help="shards must be in the folder itself",
             file=str(index),
         )
     tensor = _name_first(inner)

@@ -44,10 +44,9 @@ def draft_first_plan(
 ) -> str:
     """Text of a plan for ``model``, whose file and ``store`` lie beside it.
 
-    ``scales``: where the store has them.  ``available_bytes`` is the memory that is free, 0 if that
-    is not known.  Where the usual context does not fit into `MEMORY_SHARE` of it, a shorter one is
-    taken, of no less than `LEAST_CONTEXT` tokens.  Raises `UserError` P026 if not even that fits.
-    """
+    ``scales``: if the store has them.  ``available_bytes`` is the memory that is free, 0 if that is
+    not known.  If the usual context does not fit into `MEMORY_SHARE` of it, a shorter one is taken,
+    of no less than `LEAST_CONTEXT` tokens.  Raises `UserError` P026 if not even that fits."""
 
     def draft(budget_bytes: int | None, context: int | None = None) -> str:
         wish = Wish(
@@ -101,7 +100,7 @@ class NewModel:
 
     model: Model
     text: str
-    """The document as TOML, without what has its default value."""
+    """The document as TOML, without defaults."""
 
 
 def describe_checkpoint(
@@ -285,8 +284,8 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
 
 
 def _match_blocks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
-    """Name FFNs as transformers does in memory, where the checkpoint has them so: mixtures like
-    other FFNs, gates and ups of an FFN in one tensor."""
+    """Name FFNs as transformers does in memory, if the checkpoint has them so: mixtures like other
+    FFNs, gates and ups of an FFN in one tensor."""
     if "moe" not in tables:
         return
     names, layers = tables["tensors"], range(tables["shape"]["layers"])
@@ -311,7 +310,7 @@ def _match_blocks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
 
 
 def _match_stacks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
-    """Name the tensors of all experts, where the checkpoint has these instead of one for each: as
+    """Name the tensors of all experts, if the checkpoint has these instead of one for each: as
     transformers keeps them in memory, and some models are published."""
     names = tables["tensors"]
     pattern = names.get("gate", "")
@@ -375,8 +374,8 @@ def _describe_tokenizer(checkpoint: Checkpoint, config: Config) -> dict[str, Any
 
 
 def _find_turn_end(checkpoint: Checkpoint) -> int | None:
-    """The token by which an answer ends, as ``tokenizer_config.json`` names it, where there is a
-    chat template: configurations of models that were tuned to chat often name the base model's."""
+    """The token by which an answer ends, as ``tokenizer_config.json`` names it, if there is a chat
+    template: configurations of models that were tuned to chat often name the base model's."""
     content = checkpoint.read_file("tokenizer_config.json")
     try:
         said = {} if content is None else json.loads(content)

@@ -1,8 +1,8 @@
 """Quantises a checkpoint into one GGUF file, which runs as it is.
 
-A GGUF file keeps its metadata and names, so that other programs read the new file, too.  Other
-checkpoints become files of the architecture ``pi2``, which only pi2 reads: tensors have the names
-of the checkpoint, and metadata are the small files of its folder."""
+A GGUF file keeps its metadata and names: other programs also read the new file.  Other checkpoints
+become files of the architecture ``pi2``, which only pi2 reads: tensors have the names of the
+checkpoint, and metadata are the small files of its folder."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ _COPY_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """What was written."""
+    """The written parts."""
 
     size_bytes: int
     weighed: int

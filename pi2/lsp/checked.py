@@ -121,7 +121,7 @@ class Checked:
 
     @cached_property
     def spans(self) -> SpanIndex:
-        """Places of keys and values in this text; none where nobody wrote it."""
+        """Places of keys and values in this text; none if it was not written."""
         name = str(self.path)
         return index_spans(name, self.text) if self.is_written_by_people else SpanIndex(name)
 
@@ -202,7 +202,7 @@ class Checked:
 
 
 def _read_project(folder: Path) -> ProjectSettings:
-    """The project's settings; none while somebody is writing them."""
+    """The project's settings; none while they are being written."""
     try:
         return read_project(folder)
     except UserError:
@@ -305,7 +305,7 @@ class Fix:
 
     title: str
     span: Span
-    """What is replaced; without width, where something is put in."""
+    """The replaced text; without width, where something is put in."""
     text: str
 
 

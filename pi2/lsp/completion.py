@@ -33,7 +33,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """What is being written at a place."""
+    """The text that is being written at a place."""
 
     role: Role
     path: KeyPath
@@ -154,7 +154,7 @@ def unquote(text: str) -> str:
 
 
 def find_cursor(text: str, offset: int) -> Cursor:
-    """Find out what is being written at ``offset``."""
+    """Find the text that is being written at ``offset``."""
     reader = _Reader()
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or "mark"

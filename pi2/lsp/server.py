@@ -40,7 +40,7 @@ class PlanServer(LanguageServer):
         self.checked: dict[str, Checked] = {}
 
     def check(self, uri: str) -> Checked | None:
-        """The document at ``uri``, checked once per text; None for what is no document of pi2."""
+        """The document at ``uri``, checked once per text; None if it is no document of pi2."""
         name = uris.to_fs_path(uri)
         if name is None or detect_kind(name) is None:
             return None

@@ -123,7 +123,7 @@ class CpuCores:
     cores: int
     """Number of them that are online."""
     max_hz: float | None = None
-    """Highest clock, where the system says."""
+    """Highest clock, if the system says."""
     core: str | None = None
     """Micro-architecture, such as ``cortex-x4``, where it is known."""
 

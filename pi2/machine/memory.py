@@ -112,7 +112,7 @@ class Memory:
     limit_bytes: int
     """Most that this process can ever have: installed memory, or less in a container."""
     available_bytes: int
-    """What is free for it now without swapping."""
+    """Memory that is free now without swapping."""
 
 
 def detect_memory(root: Path = Path("/")) -> Memory:

@@ -26,7 +26,7 @@ EMULATORS = ("qemu-aarch64", "qemu-hexagon")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tvm:
-    """The installed TVM packages; None for what is missing."""
+    """Versions of TVM packages; None for missing ones."""
 
     version: str | None
     """Version of ``apache-tvm``, the compiler and its runtime."""

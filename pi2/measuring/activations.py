@@ -9,7 +9,7 @@ In the folder, all written beside their places and renamed, ``statistics.json`` 
   checkpoint fired both.
 - ``moments/layer-000.npy``, where wanted: E[u u^T] of the FFN's inputs, float32 [hidden, hidden],
   for the quantisers of `pi2 convert`.
-- ``statistics.json``: what was run, and a summary by layer."""
+- ``statistics.json``: the run, and a summary by layer."""
 
 from __future__ import annotations
 

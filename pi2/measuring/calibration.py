@@ -1,4 +1,4 @@
-"""Calibrates thresholds on text, and measures what they cost in perplexity."""
+"""Calibrates thresholds on text, and measures their cost in perplexity."""
 
 from __future__ import annotations
 
@@ -450,7 +450,7 @@ def search_target(goal: Goal, attempt: Callable[[float], Trial]) -> list[Trial]:
 
 
 def _keeps(trial: Trial, goal: Goal) -> bool:
-    """Whether the loss is within the goal; a share is asked for whatever it costs."""
+    """Whether the loss is within the goal; a share is wanted at any cost."""
     return goal.max_increase is None or trial.increase <= goal.max_increase
 
 

@@ -38,7 +38,7 @@ class Profile:
     io_wait_s: float
     """Waiting for neurons to arrive."""
     unit_wait_s: float = 0.0
-    """Waiting for units beside the executor."""
+    """Waiting for units next to the executor."""
     calls: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Number and seconds of the calls that ``kernels_s`` is the sum of, by name."""
 

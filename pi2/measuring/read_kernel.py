@@ -14,7 +14,7 @@ from pi2.arrays import U64
 LINE_BYTES = 256
 """Bytes of one step of the loop: four vectors of 64."""
 AHEAD_BYTES = 4096
-"""Distance of the prefetch: on the next page already, where the processor's own does not go."""
+"""Distance of the prefetch: on the next page already, if the processor's own does not go."""
 _LANES = 16
 
 

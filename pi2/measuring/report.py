@@ -55,7 +55,7 @@ def write_csv(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_markdown(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
-    """Tables for people: speed, where the time goes, and what was measured."""
+    """Tables for people: speed, the parts of the time, and the measured machine."""
     rows = [item.row for item in outcomes]
     blocks = [write_speeds(rows)]
     blocks += write_ratios(rows)
@@ -67,7 +67,7 @@ def write_markdown(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
 
 
 def describe_row(row: Row) -> dict[str, Any]:
-    """Everything about a row as plain values; what is not known is None."""
+    """Everything about a row as plain values; unknown values are None."""
     tokens = row.token_bytes
     return {
         **asdict(row.description),

@@ -100,7 +100,7 @@ def observe_routing(
     resolved, executor = model.plan, model._parts.executor
     moe = resolved.model.moe
     if moe is None:
-        raise UserError.of("P524", f"{resolved.model.id!r} is not a mixture of experts")
+        raise UserError.of("P524", f"{resolved.model.id!r} is not an MoE model")
     if not isinstance(executor, InputReader):
         raise UserError.of(
             "P662",

@@ -1,4 +1,4 @@
-"""Figures of timed runs, and what is computed from them."""
+"""Figures of timed runs, and figures computed from them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Sample:
     counters: RunStatistics | None = None
     """What the engine counted meanwhile, where it is ours."""
     busy_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that each unit beside the sparse one has worked meanwhile, by its name."""
+    """Seconds of work of each unit but the sparse one, by its name."""
 
     @property
     def tokens_s(self) -> float:
@@ -159,7 +159,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBytes:
-    """Bytes that one token must read from memory, by what they are for."""
+    """Bytes that one token must read from memory, by purpose."""
 
     attention: float
     """Projections and norms of all layers, and a row of the embedding."""
@@ -234,7 +234,7 @@ class Row:
 
     @property
     def busy_shares(self) -> dict[str, float]:
-        """Share of the measured time in which each unit beside the sparse one has worked."""
+        """Share of the measured time in which each unit but the sparse one has worked."""
         total_s = sum(sample.seconds for sample in self.samples)
         names = dict.fromkeys(name for sample in self.samples for name in sample.busy_s)
         return {

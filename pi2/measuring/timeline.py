@@ -41,9 +41,9 @@ class TraceSummary:
     reading_s: float
     """Time in which at least one read was on its way."""
     unit_wait_s: float = 0.0
-    """Time of waiting for units beside the executor."""
+    """Time of waiting for units next to the executor."""
     busy_s: Mapping[str, float] = field(default_factory=dict)
-    """Time in which each unit beside the executor worked, by its name."""
+    """Time in which each unit next to the executor worked, by its name."""
     overlap_s: float = 0.0
     """Time in which at least two units computed; the executor, while a kernel ran, is one."""
     hidden_s: float = 0.0

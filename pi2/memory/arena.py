@@ -208,7 +208,7 @@ def count_cold_slots(resolved: ResolvedPlan, granule: int = 1) -> tuple[int, int
 
 
 def make_loan(resolved: ResolvedPlan, cache: NeuronCache, budget: Budget) -> ContextLoan | None:
-    """What the context lends, where the plan says so and there are neurons to lie in it."""
+    """What the context lends, if the plan says so and there are neurons to lie in it."""
     cold_slots, most_slots = count_cold_slots(resolved, cache.granule)
     if most_slots == cold_slots:
         return None

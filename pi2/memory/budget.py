@@ -74,7 +74,7 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """What is known at a moment."""
+    """The state at a moment."""
 
     major_faults: int | None
     """Pages so far that had to be read from a file, or from swap."""

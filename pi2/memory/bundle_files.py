@@ -30,7 +30,7 @@ class NeuronChecks:
 
     def __init__(self, checks: Sequence[U32], loops: HostLoops | None) -> None:
         """``checks``: CRC-32 [neurons] of the bundles of each layer; ``loops`` compute them in
-        compiled code, where a backend has it."""
+        compiled code, if a backend has it."""
         self._checks = checks
         self._compared = [np.zeros(len(layer), bool) for layer in checks]
         self._loops = loops

@@ -2,11 +2,11 @@
 
 One arena [slots, stride] holds them all.  The hot neurons of layer 0, 1, ... come first, each
 layer's contiguous and in stored order, so that dense kernels can run over them; they leave only
-when the hot region is made smaller.  Where a dense unit owns a layer's first neurons, the hot ones
+when the hot region is made smaller.  If a dense unit owns a layer's first neurons, the hot ones
 here are those that follow, and what it owns is asked for only when the unit is lost.  The slots
 behind them are the cold cache, shared by all layers, one neuron a slot.
 
-Where neurons are always needed together, as those of an expert are, a *granule* of neighbours in
+If neurons are always needed together, as those of an expert are, a *granule* of neighbours in
 stored order takes a slot instead of one neuron.  Then indices, slots and counts here are of
 granules, and `pi2.memory.granules` tells those who ask for single neurons."""
 
@@ -92,7 +92,7 @@ class NeuronCache:
         assert neurons % granule == 0, (neurons, granule)
         arena, neurons = self.arena, self.neurons
         self.loops: HostLoops | None = None
-        """What looks neurons up in compiled code, where a backend has it."""
+        """What looks neurons up in compiled code, if a backend has it."""
         self._give_back = give_back
         layers = len(hot)
         self._first = tuple(first_hot or [0] * layers)

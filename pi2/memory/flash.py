@@ -47,7 +47,7 @@ class ReadSettings:
     direct: bool = True
     threads: int = 4
     depth: int = 64
-    """Most requests in flight, where the engine has a queue."""
+    """Most requests in flight, if the engine has a queue."""
     merge_gap: int = 0
     """Most bundles between two wanted ones that are read with them."""
     cluster: int = 64
@@ -66,8 +66,8 @@ class ReadSettings:
 
 @dataclass(slots=True, eq=False)
 class PendingRead:
-    """Reads that are on their way, in clusters: what is read together is computed together.  Not
-    frozen: one is made per layer and token."""
+    """Reads that are on their way, in clusters: neurons that are read together are computed
+    together.  Not frozen: one is made per layer and token."""
 
     layer: int
     indices: I32
@@ -108,7 +108,7 @@ class FlashReader:
         self._observer: ReadObserver | None = None
         self.read_bytes = 0
         self.waited_s = 0.0
-        """Seconds that somebody waited for neurons."""
+        """Seconds of waiting for neurons."""
         self.gate_reads = 0
         """Neurons whose gate was read by itself."""
         self.saved_bytes = 0
@@ -265,7 +265,7 @@ class FlashReader:
             raise
 
     def advance(self) -> None:
-        """Keep the drive busy with what was begun; called between computations, never waits."""
+        """Keep the drive busy with begun reads; called between computations, never waits."""
         self._engine.advance()
 
     def is_idle(self) -> bool:
@@ -350,8 +350,8 @@ class FlashReader:
         return WatchedRun(run, layer, len(buffer), self._observer)
 
     def read_run(self, layer: int, first: int, buffer: U8) -> None:
-        """Read what `start_run` reads, now and in the calling thread; several may do so at the
-        same time.  Whoever calls it counts the bytes."""
+        """Read what `start_run` reads, now and in the calling thread; several may do so at the same
+        time.  The caller counts the bytes."""
         file = self._files[layer]
         self._opened.read(layer, buffer.reshape(-1), file.bundles_offset + first * file.stride)
         self._verify_run(layer, first, buffer)
@@ -367,7 +367,7 @@ class FlashReader:
             self._verify(self._checks, layer, slots + np.int32(first), buffer, slots)
 
     def observe(self, observer: ReadObserver | None) -> None:
-        """Tell ``observer`` of what is read from now on; None ends it.  One at a time."""
+        """Tell ``observer`` of reads from now on; None ends it.  One at a time."""
         assert self._observer is None or observer is None, "one observer at a time"
         self._observer = observer
         if isinstance(self._engine, PreadEngine):

@@ -165,7 +165,7 @@ class CacheTables:
 
 
 class FoundNeurons(NamedTuple):
-    """Where neurons are that a layer needs, by four lists of the same room."""
+    """If neurons are that a layer needs, by four lists of the same room."""
 
     lists: I32
     """[4, n], flat: slots of those in memory, hot ones first; indices of missing ones; slots that
@@ -186,7 +186,7 @@ class FoundNeurons(NamedTuple):
     skipped: int
     """Neurons that were missing and not worth a read."""
     mass: float = 0.0
-    """Mass of the neurons that were looked for, where scores were given."""
+    """Mass of the neurons that were looked for, if scores were given."""
     left_out_mass: float = 0.0
     """Mass of those that were skipped."""
     tried_mass: float = 0.0
@@ -197,7 +197,7 @@ class HostLoops(Protocol):
     """Compiled loops over the arrays of `pi2.memory`: the neuron cache, reads, io_uring's rings.
 
     They belong to no compute unit.  `pi2.memory` does the same with numpy, several times as slowly,
-    where nothing is compiled (plans that compute nothing) and for tests to compare with.
+    if nothing is compiled (plans that compute nothing) and for tests to compare with.
 
     Order of calls for the neurons that a layer needs, as `NeuronCache` and `FlashReader` make
     them::

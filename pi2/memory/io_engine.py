@@ -314,10 +314,10 @@ class IoEngine(Protocol):
         """Wait until part number ``part``, or ``count`` of them from it on, are over."""
 
     def abandon(self, batch: ReadBatch) -> None:
-        """Wait until nothing of ``batch`` is under way; what has not begun never does."""
+        """Wait until nothing of ``batch`` is under way; reads that have not begun never do."""
 
     def close(self) -> None:
-        """Wait for what is on its way, and give threads and memory back."""
+        """Wait for pending reads, and give threads and memory back."""
 
 
 def make_readers(threads: int, name: str) -> ThreadPoolExecutor:

@@ -177,7 +177,7 @@ _HALF_LIFE_TOKENS = 64.0
 _PRIOR_TOKENS = 16.0
 """How many tokens the expectation is worth."""
 _UNKNOWN_USE = 0.1
-"""Share of the neurons that a token uses, where nothing is known."""
+"""Share of the neurons that a token uses, if nothing is known."""
 _CANDIDATES = 64
 """One slot of so many is a candidate for the next evictions."""
 _FEW_CANDIDATES = 16
@@ -247,7 +247,7 @@ class LeastFrequentlyUsed:
         return counts
 
     def _let_weight_grow(self, uses: int) -> None:
-        """Let what comes count more than the last ``uses``."""
+        """Let new uses count more than the last ``uses``."""
         self.tables.weight *= 1.0 + self.tables.growth * uses
         if self.tables.weight > _MOST_WEIGHT:
             scale = np.float32(1.0 / self.tables.weight)

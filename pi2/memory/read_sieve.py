@@ -66,9 +66,9 @@ class ReadSieve:
         assert (least is None) != (share is None), (least, share)
         self.share = share
         self.mass = 0.0
-        """Mass of what was named."""
+        """Mass of predicted neurons."""
         self.left_out = 0.0
-        """Mass of what was left out."""
+        """Mass of skipped neurons."""
         self._threshold = threshold
         self._beside = neuron_bytes / (neuron_bytes + REQUEST_BYTES) if share is not None else 1.0
         self._margin: float | None = None if least is None else max(least - threshold, 0.0)

@@ -124,7 +124,7 @@ class DirectFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What was measured while a model was loaded, bytes per second."""
+    """Rates measured while a model was loaded, bytes per second."""
 
     disk: float
     """Of the reads of streamed weights; computing them may have been slower."""
@@ -219,7 +219,7 @@ class WeightStream:
         self._begun = self._released = 0
         """Pieces whose reads have begun, and whose slots may be filled again."""
         self._coming: dict[int, ReadBatch] = {}
-        """Reads of pieces that nobody has waited for."""
+        """Reads of pieces without waiting."""
         self.read_bytes = 0
         """Bytes of pieces that have arrived."""
         self.waited_s = 0.0

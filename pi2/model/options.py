@@ -30,7 +30,7 @@ _SILENT = frozenset(
 
 
 def list_options(model: Model) -> list[str]:
-    """Keys that change what is computed, where they are not at their defaults, such as
+    """Keys that change what is computed, if they are not at their defaults, such as
     ``attention.softcap`` and ``moe.router = "sigmoid"``; ``layers.kinds = "+"`` stands for layers
     of several mixers."""
     kinds = () if model.layers is None else model.layers.kinds

@@ -92,7 +92,7 @@ def find_modules(backends: Collection[str]) -> dict[str, Path]:
 
 
 def find_source(module: str) -> Path | None:
-    """Return the file of a module of pi2; None for what is none."""
+    """Return the file of a module of pi2; None if it is none."""
     base = Path(pi2.__file__).parent.joinpath(*module.split(".")[1:])
     for path in (base / "__init__.py", base.with_suffix(".py")):
         if path.is_file():
@@ -161,7 +161,7 @@ def aim_plan(resolved: ResolvedPlan, wish: Wish) -> ResolvedPlan:
     if resolved.draft is not None:
         raise UserError.of(
             "P673",
-            "bundles have one model, and this plan has another one guess for it",
+            "bundles have one model, and this plan drafts with another one",
             help='write decode.speculation.drafts = "prompt" or "resident" without a plan',
         )
     if unit.architecture not in (None, architecture):
@@ -196,7 +196,7 @@ def _check_units(resolved: ResolvedPlan) -> None:
         raise UserError.of(
             "P673",
             f"bundles run on a processor and a Hexagon NPU, the plan gives work to {listed}",
-            help="build a plan whose split names these alone; `pi2 plan` finds one",
+            help="build a plan whose split names only these; `pi2 plan` finds one",
         )
 
 

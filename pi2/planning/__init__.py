@@ -1,3 +1,3 @@
-"""What a plan costs in time and memory, and the plan that somebody's wish needs."""
+"""A plan's cost in time and memory, and the plan for a wish."""
 
 from __future__ import annotations

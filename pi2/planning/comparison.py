@@ -1,4 +1,4 @@
-"""What is compared after planning: thresholds, promises and speeds."""
+"""Compared after planning: thresholds, promises and speeds."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def describe_promise(cost: Cost, tokens_s: float) -> str:
 
 
 def write_table(plans: Sequence[PlannedPlan]) -> Iterator[str]:
-    yield "| memory | tokens/s | in memory | waiting | predictor | keys and values | reads |"
+    yield "| memory | tokens/s | in memory | waiting | predictor | KV cache | reads |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for item in plans:
         plan, cost = item.resolved.plan, item.cost

@@ -1,4 +1,5 @@
-"""From a wish to a plan: pose the problem, solve it, write the plan, or say what is impossible."""
+"""From a wish to a plan: pose the problem, solve it, write the plan, or name the impossible
+wish."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ _SPARE = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPlan:
-    """A plan's values, and what it is expected to do."""
+    """A plan's values, and its expected speed and memory."""
 
     wish: Wish
     values: dict[str, Any]
@@ -66,7 +67,7 @@ class PlannedPlan:
     decisions: tuple[Decision, ...] = ()
     """Settings that were tried around the program's plan."""
     left_out: tuple[str, ...] = ()
-    """A sentence for each unit beside the CPU that has nothing of the plan, and why."""
+    """A sentence for each unit that the plan does not use, and why."""
     layout: LayoutDecision | None = None
     """Distance of neurons in the store, where others were tried."""
 
@@ -100,7 +101,7 @@ def _plan_within(wish: Wish) -> PlannedPlan:
         return whole
     if whole is None or score_plan(wish, divided) <= score_plan(wish, whole):
         return divided
-    others = ((f"{whole.cost.whole_unit} alone", whole), ("the CPU and what is beside it", divided))
+    others = ((f"{whole.cost.whole_unit} alone", whole), ("the CPU and another unit", divided))
     speeds = tuple((name, item.cost.tokens_s) for name, item in others)
     decision = Decision(key="layers.split", chosen=others[0][0], tokens_s=speeds)
     return replace(whole, decisions=(decision,))
@@ -211,7 +212,7 @@ def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -
         elif known is None or known.name != name:
             why = f"the device states no {place}.read_bandwidth, the rate at which it reads weights"
             if known is not None and unit.read_bandwidth is not None:
-                why = f"a plan has one unit beside the CPU, and {known.name} comes first"
+                why = f"a plan has one unit next to the CPU, and {known.name} comes first"
         elif other is None:
             why = "no plan with it fits into this memory"
         else:

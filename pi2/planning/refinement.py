@@ -209,8 +209,8 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
     if stored is not None and stored.order == "hotness" and decision.reads_experts:
         yield (
             "In the store the experts lie mixed: `pi2 store reorder "
-            f"{decision.store} --by expert` puts each expert's neurons together, so that what a "
-            "token misses takes fewer reads."
+            f"{decision.store} --by expert` puts each expert's neurons together for "
+            "fewer reads."
         )
 
 

@@ -105,7 +105,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came out of a cell; None where there is no plan."""
+    """The result of a cell; None where there is no plan."""
 
     key: str
     device: str

@@ -132,7 +132,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
         if find_backend(backend).ONLY_EMULATED and not resolved.device.units[name].kernels:
             yield (
                 f"{name} is counted with the device's figures, not with pi2's programs: the "
-                f"backend {backend!r} has run on emulated units alone, and none was timed."
+                f"backend {backend!r} has run only on emulated units, and none was timed."
             )
     if planned.full_tokens_s is not None:
         yield (
@@ -143,7 +143,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     whole = count_ffn_bytes(resolved)
     for name, need in count_unit_needs(resolved).items():
         if not resolved.shares_main_memory(name):
-            what = "the whole model, keys and values too" if resolved.has_whole_unit else "neurons"
+            what = "the whole model and the KV cache" if resolved.has_whole_unit else "neurons"
             yield f"{name} has {approximate_bytes(need.bytes)} of {what}, in its own memory."
     if resolved.has_whole_unit:
         yield "The CPU chooses tokens, and computes nothing of the model."
@@ -182,7 +182,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     if len({layer.hot for layer in resolved.layers}) > 1:
         yield "Layers whose activity is spread more widely keep more neurons."
     if plan.sparsity is not None:
-        yield "Active neurons: those of the chosen experts that reach their thresholds."
+        yield "Active neurons: the chosen experts' neurons that reach their thresholds."
     else:
         yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."
     if plan.decode.leave_out is not None:
@@ -191,7 +191,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             "of read."
         )
     if plan.decode.look_ahead != "none":
-        yield "Reads begin a layer ahead, so that they are hidden behind more work."
+        yield "Reads begin a layer ahead, hidden behind more work."
         if not any(unit.kernels for unit in planned.resolved.device.units.values()):
             without = _find_without_ahead(planned)
             yield (
@@ -201,7 +201,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             )
     yield from _describe_memory(planned)
     if plan.kv.type == "int8":
-        yield "Keys and values take 8 bits: half of the memory, and of what attention reads."
+        yield "The KV cache takes 8 bits: half of the memory and of attention's reads."
 
 
 def _describe_read(cost: Cost, neuron_s: float) -> str:
@@ -232,7 +232,7 @@ def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
     lent = count_lent_bytes(resolved)
     if lent:
         yield (
-            "Neurons of the cache lie in what the context does not use yet: "
+            "Cached neurons use the free part of the context: "
             f"{approximate_bytes(lent)} after {min(MEAN_TOKENS, resolved.plan.kv.context)} tokens; "
             "they are evicted as it grows."
         )
@@ -274,7 +274,7 @@ def describe_cost(cost: Cost) -> Iterator[str]:
     unknown = f"{cost.prompt_unit} computes them, and the device states no units.{cost.prompt_unit}"
     told = f"unknown: {unknown}.compute"
     if cost.whole_unit is not None:
-        told = f"unknown: nobody measured {cost.whole_unit}'s kernels"
+        told = f"unknown: not measured: {cost.whole_unit}'s kernels"
     if cost.prefill_tokens_s is not None:
         told = f"{approximate_number(cost.prefill_tokens_s)} tokens/s"
     yield (
@@ -289,7 +289,7 @@ def _describe_predictor(mode: str) -> str:
         "none": "every neuron is computed",
         "gate": "all gates are computed first, which is exact",
         "low-rank": "trained predictors name them",
-        "router": "those of the chosen experts, all of them, which is exact",
+        "router": "all neurons of the chosen experts, which is exact",
     }[mode]
 
 

@@ -1,4 +1,4 @@
-"""What somebody wants a plan for."""
+"""The wish that a plan is made for."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Wish:
     batch: int = 1
     """Sequences that generate at the same time."""
     store: Path | None = None
-    """Neuron store whose activations count, where there is one."""
+    """Neuron store whose activations count, if there is one."""
     thresholds: Thresholds | None = None
     """Thresholds for a mixture's experts, which a plan may use where it is faster with them."""
     thresholds_file: str = ""

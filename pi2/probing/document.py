@@ -479,7 +479,7 @@ def _describe_storage(found: Measurements) -> dict[str, Any]:
         overlap = summarise(found.overlap[chosen.key])
         values["overlap"] = {
             "value": overlap.value,
-            **_origin("reads of 8 KiB beside gathered neurons", overlap.samples),
+            **_origin("reads of 8 KiB next to gathered neurons", overlap.samples),
             "spread": overlap.spread,
         }
     values["reads"] = [_describe_read(spec, found, direct) for spec in found.reads]

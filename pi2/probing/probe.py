@@ -142,7 +142,7 @@ def _name_others(root: Path, reasons: Sequence[str], *, has_gpu: bool) -> Iterat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRecipe:
-    """Makes a `KernelBench` in a process of its own: its 700 MB are nobody else's memory."""
+    """Makes a `KernelBench` in a process of its own, which takes 700 MB."""
 
     threads: int
     features: frozenset[str]
@@ -323,8 +323,8 @@ class Measurements:
 
 
 def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUNDS) -> Measurements:
-    """Measure everything in rounds at ``place``, a folder or store, so that drift shows in the
-    spread. UserError P340 without the cpu backend, P341 if nothing can be read."""
+    """Measure everything in rounds at ``place``, a folder or store: drift shows in the spread.
+    UserError P340 without the cpu backend, P341 if nothing can be read."""
     machine = detect_machine()
     check_backend(machine)
     threads = machine.cores
@@ -424,5 +424,5 @@ def check_backend(machine: Machine) -> None:
         raise UserError.of(
             "P340",
             f"pi2's kernels cannot run here, so they cannot be measured: {'; '.join(obstacles)}",
-            help="install what is missing: `pi2 doctor` lists it",
+            help="install the missing part: `pi2 doctor` names it",
         )

@@ -42,7 +42,7 @@ OVERLAP_RUNS = 24
 _MOST_BATCH = 512
 """Most reads issued together; the queue drains after each batch."""
 _MISSES = 128
-"""Reads that computing is measured beside: about what a layer misses."""
+"""Reads during which computing is measured: about what a layer misses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
 
 
 def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:
-    """Reads that computing is measured beside: a layer's missing neurons, and a stream."""
+    """Reads during which computing is measured: a layer's missing neurons, and a stream."""
     return [
         spec
         for spec in specs
@@ -221,7 +221,7 @@ class StorageBench:
     def _begin_batch(
         self, reader: FlashReader, spec: ReadSpec, batch: int = _MISSES
     ) -> Callable[[], None]:
-        """Ask for missing neurons, by default a layer's; what is returned waits for them."""
+        """Ask for missing neurons, by default a layer's; the returned function waits for them."""
         slots = np.arange(batch, dtype=np.int32)
         count = min(spec.range_bytes or self._size, self._size) // spec.block_bytes
         indices = self._random.choice(count, batch, replace=False)

@@ -14,7 +14,7 @@ from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.probing import tokens
 
 Key = tuple[str, ...]
-"""What was measured: a kind, then its settings as text."""
+"""The measurement: a kind, then its settings as text."""
 
 DIGITS = 4
 """Significant digits of a figure: more would be noise."""
@@ -64,7 +64,7 @@ def round_digits(value: float) -> float:
 def collect_rounds(
     measures: Sequence[tuple[Key, Callable[[], float]]], rounds: int
 ) -> dict[Key, list[float]]:
-    """Measure everything in turn, ``rounds`` times, so that drift shows in every spread."""
+    """Measure everything in turn, ``rounds`` times: drift shows in every spread."""
     found: dict[Key, list[float]] = {key: [] for key, _ in measures}
     for _ in range(rounds):
         for key, measure in measures:
@@ -123,9 +123,9 @@ class Step(StepFacts):
     """A step that is measured."""
 
     run: Callable[[int], float | None]
-    """What is timed; it may say itself how many seconds count."""
+    """The timed calls; it may say itself how many seconds count."""
     base: Callable[[int], float | None] | None = None
-    """Call whose time is subtracted, so that only what the step adds to it is measured."""
+    """Call whose time is subtracted: only the step's addition is measured."""
     stir: Callable[[int], None] | None = None
     """Runs before every call, untimed: it leaves the caches as other steps of a token do."""
 

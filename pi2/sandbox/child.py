@@ -1,4 +1,4 @@
-"""Starts such a process, limits what it may take, and hears what it has to say."""
+"""Starts such a process, limits its resources, and reads its answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 START_S = 60.0
 """For the interpreter to start and the processor to be free, at most."""
 _PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TZDIR", "SYSTEMROOT")
-"""Variables that the process sees: nobody's passwords are among them."""
+"""Variables that the process sees: passwords are not among them."""
 FAILED = 10
 """Exit status of a process that says itself, on standard output, what went wrong."""
 

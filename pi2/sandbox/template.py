@@ -26,7 +26,7 @@ _UNUSED = ("lipsum", "cycler", "joiner")
 
 
 class Generation(Extension):
-    """``{% generation %}``, which trainers use to find answers: what is inside, as it is."""
+    """``{% generation %}``, which trainers use to find answers: the contents, as they are."""
 
     tags = {"generation"}
 

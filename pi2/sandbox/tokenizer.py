@@ -29,7 +29,7 @@ _MEMORY_MIB, _MEMORY_FACTOR = 1024, 48
 
 
 class TokenizerRefused(Exception):
-    """Nobody should use the tokenizer; the text says why, and fits after a colon."""
+    """The tokenizer must not be used; the text says why, and fits after a colon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def decode_ids(tokenizer: Coder, ids: Sequence[int], *, special: bool = False) -
 
 
 def call_library(call: Callable[[], Result]) -> Result:
-    """Call the tokenizer library; raises `TokenizerRefused` for whatever goes wrong there."""
+    """Call the tokenizer library; raises `TokenizerRefused` for any error there."""
     try:
         return call()
     except UserError:

@@ -40,7 +40,7 @@ TEXTS = (
 
 
 class Refusal(Exception):
-    """Why nobody should use the tokenizer."""
+    """Why the tokenizer must not be used."""
 
 
 def try_tokenizer(content: bytes) -> dict[str, Any]:

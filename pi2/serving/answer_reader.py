@@ -31,7 +31,7 @@ class Format:
     """How calls are written, and the other ways in which they are read."""
     reasoning: Sequence[Pair] = ()
     content: Sequence[Pair] = ()
-    """Marks around what is said to the user."""
+    """Marks around the answer to the user."""
     skip: Sequence[str] = ()
     """What says nothing between the parts."""
     is_loose: bool = False
@@ -134,10 +134,10 @@ class AnswerReader(Protocol):
     """Takes text and gives fragments and calls as soon as they are certain."""
 
     def push(self, text: str) -> Items:
-        """Take text; return what is certain."""
+        """Take text; return the certain part."""
 
     def flush(self) -> Items:
-        """Return what is left at the end."""
+        """Return the rest at the end."""
 
 
 def find_overlap(text: str, marks: Sequence[str]) -> int:
@@ -169,7 +169,7 @@ _LONGEST_MARK = 64
 
 
 class MarkedReader:
-    """Reads what has marks around its parts."""
+    """Reads text with marks around its parts."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class MarkedReader:
                 self._end, self._is_first = pair[1], False
 
     def push(self, text: str) -> Items:
-        """Take text; return what is certain."""
+        """Take text; return the certain part."""
         self._held += text
         if self._state in ("call", "more") and len(self._held) > LONG:
             tail = self._held[-len(text) - _LONGEST_MARK :]

@@ -125,7 +125,7 @@ MAX_HEADER_BYTES = 32 << 10
 _PUBLIC = ("/", "/health", "/version")
 """What may be seen without a key."""
 _QUIET = ("/health", "/metrics", "/api/state")
-"""What is asked for again and again: the access log leaves it out."""
+"""Frequent requests: the access log leaves it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class CallForm:
     parameter: str = ""
     """The pattern of a parameter."""
     between: str = ""
-    """What is written between two calls."""
+    """Text between two calls."""
     is_shared: bool = False
     """Whether one begin and one end are around all calls."""
     is_list: bool = False

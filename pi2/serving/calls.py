@@ -1,4 +1,4 @@
-"""What the model is asked for, and what comes back: the same for every interface."""
+"""Requests to the model, and its answers: the same for every interface."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What has come of a sequence."""
+    """The answer of a sequence so far."""
 
     index: int
     items: Sequence[Fragment | ToolCall]
     scores: Sequence[TokenScore] = ()
     prompt_scores: Sequence[TokenScore] = ()
-    """Those of the prompt's tokens but the first one, where they are asked for."""
+    """Those of the prompt's tokens but the first one, if they are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class Answers:
         return self._going > 0
 
     async def take(self, wait_s: float | None = None) -> Delta | Finished | None:
-        """What comes next; None if nothing has come after ``wait_s`` seconds."""
+        """The next part; None if nothing has come after ``wait_s`` seconds."""
         try:
             async with asyncio.timeout(wait_s):
                 event = await self._events.get()

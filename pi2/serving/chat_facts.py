@@ -66,7 +66,7 @@ class ChannelReader:
             self._said, self._is_new = set(), True
 
     def push(self, text: str) -> Items:
-        """Take text; return what is certain."""
+        """Take text; return the certain part."""
         self._held += text
         if self._state == "call" and len(self._held) > LONG:
             tail = self._held[-len(text) - len(_ENDS[-1]) :]
@@ -188,7 +188,7 @@ class ChatFacts:
     reasoning: Sequence[Pair] = ()
     """Marks of reasoning."""
     content: Sequence[Pair] = ()
-    """Marks around what is said to the user."""
+    """Marks around the answer to the user."""
     marks: Mapping[str, int]
     """Tokens that marks are, of those that the tokenizer has beyond its text."""
     shown_ids: frozenset[int]

@@ -162,7 +162,7 @@ _FILL_BRACKETS = ("[SUFFIX]", "[PREFIX]")
 def list_prompts(
     host: Host, prompt: str | list[int] | list[str] | list[list[int]], *, whole: bool = False
 ) -> list[Any]:
-    """Token ids of each prompt, or of each ``whole`` text; ApiError 400 for what is none."""
+    """Token ids of each prompt, or of each ``whole`` text; ApiError 400 for anything else."""
     texts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     encode = partial(host.model.encode, whole=whole)
     try:

@@ -1,4 +1,4 @@
-"""A conversation as chat templates read it, whatever interface it came through."""
+"""A conversation as chat templates read it, from any interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ToolChoice = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What is said, and which tools there are."""
+    """Messages and tools."""
 
     messages: Sequence[Mapping[str, Any]]
     """With texts as contents; calls of tools have objects as arguments."""

@@ -143,7 +143,7 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 """A comment, which clients pass over."""
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Nobody on the way keeps events back."""
+"""Proxies must not keep events back."""
 
 
 def dump_json(value: Any) -> bytes:

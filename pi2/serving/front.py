@@ -32,7 +32,7 @@ class TimedConnection(H11Protocol):
     _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Somebody has connected."""
+        """A client has connected."""
         super().connection_made(transport)
         self._wait_for_headers()
 
@@ -49,7 +49,7 @@ class TimedConnection(H11Protocol):
                 timer.cancel()
 
     def pause_writing(self) -> None:
-        """The client does not take what was written: it is watched until it has."""
+        """The client does not read: it is watched until it has."""
         super().pause_writing()
         self._watch_reader()
 

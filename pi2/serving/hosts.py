@@ -1,5 +1,5 @@
-"""Served plans, their models, and turns in shared memory. Sampled tokens and calls are remembered,
-so that a next turn begins with the same tokens."""
+"""Served plans, their models, and turns in shared memory. Sampled tokens and calls are remembered:
+a next turn begins with the same tokens."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _MOST_TIMES = 8
 
 
 class Replay:
-    """Remembers what was sampled.  Any thread may ask."""
+    """Remembers sampled tokens.  Any thread may ask."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[str, array[int]] = OrderedDict()
-        """Tokens by the text of prompt and answer, those that were used longest ago first."""
+        """Tokens by the text of prompt and answer, least recently used first."""
         self._characters = 0
         self._calls: OrderedDict[str, list[str]] = OrderedDict()
-        """What the model wrote, by what it said and called: each time, the latest last."""
+        """The model's tokens, by its text and calls: each time, the latest last."""
         self._lock = Lock()
 
     def note(self, text: str, ids: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class Replay:
                 self._characters -= len(self._turns.popitem(last=False)[0])
 
     def note_answer(self, prompt: str, prompt_ids: Sequence[int], result: SequenceResult) -> None:
-        """Remember what was sampled after ``prompt``, if the model ended its answer itself."""
+        """Remember the tokens after ``prompt``, if the model ended its answer itself."""
         if result.finish_reason == "eos":
             self.note(prompt + result.text, [*prompt_ids, *result.token_ids[:-1]])
 
@@ -134,12 +134,12 @@ class Host:
         self.waiting = 0
         """Requests that are in line for it."""
         self.used_at = 0.0
-        """When somebody used it last, by the monotonic clock."""
+        """Time of the last use, by the monotonic clock."""
         self._model: LoadedModel | None = None
         self._driver: Driver | None = None
         self._thread: Thread | None = None
         self.replay = Replay()
-        """What was sampled in conversations."""
+        """Tokens of conversations."""
         self.embedding_turn = asyncio.Lock()
         """Held by the request whose text is embedded: generations go on beside one of them."""
         self.embedding_clients = 0
@@ -190,7 +190,7 @@ class Host:
         get_logger().info("model served", model=self.plan.name, load_s=round(self.model.load_s, 2))
 
     async def stop(self) -> None:
-        """Give the model's memory back; what is under way ends."""
+        """Give the model's memory back; running work ends."""
         if self._driver is None or self._thread is None:
             return
         driver, thread = self._driver, self._thread
@@ -272,9 +272,9 @@ class Hosts:
         self._memory_bytes = memory_bytes
         self._line: list[Turn] = []
         self._leaving: Sequence[Host] = ()
-        """Models that have to make room: nobody begins to use them."""
+        """Models that have to make room: they get no new users."""
         self._changed = asyncio.Event()
-        """Somebody has ended his use, or has left the line."""
+        """A use has ended, or a waiting one was given up."""
         self._mover: asyncio.Task[None] | None = None
         """What loads models and gives them back, as long as somebody is in line."""
         self._closing = False

@@ -193,7 +193,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
 
 
 def _guess_value(text: str) -> Any:
-    """A parameter whose type nobody states: JSON if it is other than a text, else the text."""
+    """A parameter without a stated type: JSON if it is other than a text, else the text."""
     value = load_json(text)
     return text if value is None and text.strip() != "null" or isinstance(value, str) else value
 

@@ -66,7 +66,7 @@ class Thinking(Tolerant):
 
 
 class OutputConfig(Tolerant):
-    """What is answered, and how much the model reasons."""
+    """The answer, and the amount of reasoning."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
@@ -101,7 +101,7 @@ class MessagesRequest(CountRequest):
 
 
 def _read_document(block: Mapping[str, Any]) -> str:
-    """The text of a document or of something found; ApiError 400 for what is no text."""
+    """The text of a document or of something found; ApiError 400 for anything but text."""
     source = block.get("source")
     content = block.get("content")
     if isinstance(source, Mapping):

@@ -130,7 +130,7 @@ class _ModelCollector(Collector):
             "pi2:neuron_cache_misses": ("Named neurons that were read.", "cache_misses"),
             "pi2:neuron_cache_evictions": ("Neurons that made room.", "cache_evictions"),
             "pi2:predicted_neurons": ("Neurons that predictors named.", "predicted_neurons"),
-            "pi2:active_neurons": ("Those of them that fired.", "active_neurons"),
+            "pi2:active_neurons": ("Predicted neurons that fired.", "active_neurons"),
         }
         yield from _count(counters, [(name, model.stats) for name, model, _ in models])
         yield from self._collect_speculation()
@@ -156,10 +156,10 @@ class _ModelCollector(Collector):
             if host.is_loaded and host.model.scheduler.speculation is not None
         ]
         counters = {
-            "vllm:spec_decode_num_drafts": ("Guesses of one token or more.", "drafts"),
+            "vllm:spec_decode_num_drafts": ("Drafts of one token or more.", "drafts"),
             "vllm:spec_decode_num_draft_tokens": ("Tokens guessed.", "draft_tokens"),
             "vllm:spec_decode_num_accepted_tokens": ("Those kept.", "accepted_tokens"),
-            "pi2:spec_decode_drafted_tokens": ("Tokens of steps with guesses.", "drafted_tokens"),
+            "pi2:spec_decode_drafted_tokens": ("Tokens of steps with drafts.", "drafted_tokens"),
             "pi2:spec_decode_drafted_bytes": ("Bytes these touched.", "drafted_bytes"),
             "pi2:spec_decode_plain_tokens": ("Tokens of other steps.", "plain_tokens"),
             "pi2:spec_decode_plain_bytes": ("Bytes these touched.", "plain_bytes"),
@@ -167,7 +167,7 @@ class _ModelCollector(Collector):
         yield from _count(counters, found)
         places = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Guessed tokens kept, by their place in the guess.",
+            "Accepted draft tokens, by their place in the draft.",
             labels=["model_name", "position"],
         )
         for name, counts in found:

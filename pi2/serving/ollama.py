@@ -38,7 +38,7 @@ VERSION = "0.13.0"
 
 
 class ModelRequest(Tolerant):
-    """A body; what is unknown is ignored, as Ollama does."""
+    """A body; unknown fields are ignored, as in Ollama."""
 
     fields: ClassVar[Fields] = openai_schema.OLLAMA
 

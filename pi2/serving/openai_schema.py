@@ -71,7 +71,7 @@ _ACCOUNTS = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     }
 )
-"""Who asks, what it costs, and what is kept."""
+"""The client, the cost, and storage."""
 _SERVERS = frozenset(
     {
         # llama.cpp
@@ -190,7 +190,7 @@ COUNTS = Fields(
     | {"compaction", "thread", "max_tokens", "stop_sequences", "stream"}
     | {"temperature", "top_p", "top_k"}
 )
-"""A count is that of the conversation, however it is answered."""
+"""A count is the conversation's, for any answer."""
 MESSAGES = Fields(
     ignored=_TURNS | _SERVERS,
     refused={**_OTHER_SAMPLERS, "compaction": (), "thread": ({"type": "create"},)},
@@ -234,13 +234,13 @@ class Body(Strict):
 
 
 class StreamOptions(Tolerant):
-    """What a stream tells besides."""
+    """Additional parts of a stream."""
 
     include_usage: bool | None = None
 
 
 class Sampled(Body):
-    """How tokens are drawn; what is not given is the plan's."""
+    """How tokens are drawn; missing values are the plan's."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -291,7 +291,7 @@ class CalledTool(Tolerant):
 
 
 class ChatMessage(BaseModel):
-    """A message; what is unknown in it is tolerated."""
+    """A message; unknown fields are tolerated."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -346,7 +346,7 @@ class ChatRequest(Sampled):
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("'top_logprobs' goes with 'logprobs' alone")
+            raise ValueError("'top_logprobs' needs 'logprobs'")
         return self
 
 

@@ -38,7 +38,7 @@ OPERATIONS: tuple[Operation[Any], ...] = (
 )
 """What clients can post."""
 _GETS = {
-    "/health": "Whether the server is there.",
+    "/health": "Whether the server is up.",
     "/metrics": "Numbers for Prometheus.",
     "/v1/models": "The served plans.",
     "/api/tags": "The served plans (Ollama).",
@@ -210,7 +210,7 @@ class Traces:
 
 
 def describe_request(span: Span, path: str, state: Mapping[str, Any]) -> None:
-    """Say what was asked for and used: ``state["asked"]`` and ``state["use"]``."""
+    """Report the request and its use: ``state["asked"]`` and ``state["use"]``."""
     operation = _KINDS.get(path)
     used = state.get("use", {})
     if operation is None:

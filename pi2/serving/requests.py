@@ -1,4 +1,4 @@
-"""What interfaces have in common: a body is read, the model is asked, and what comes is written."""
+"""What interfaces have in common: a body is read, the model is asked, and its answer is written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Service:
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client is gone."""
 
 
 class JsonResponse(Response):
@@ -88,7 +88,7 @@ async def read_body(request: Request, body_bytes: int, read_s: float = 30.0) -> 
 
 
 async def parse_body(request: Request, service: Service, kind: type[Parsed]) -> Parsed:
-    """The body as ``kind``; ApiError 400 for what is wrong with it."""
+    """The body as ``kind``; ApiError 400 for its faults."""
     data = await read_body(request, service.body_bytes, service.read_s)
     try:
         data.decode("utf-8")
@@ -151,7 +151,7 @@ async def use_model(
 
 
 def note_use(request: Request, **values: Any) -> None:
-    """Keep what the access log says of a request besides; no prompts."""
+    """Keep additional fields of a request's access log; no prompts."""
     request.state.use = {**getattr(request.state, "use", {}), **values}
 
 
@@ -190,7 +190,7 @@ def describe_ask(host: Host, body: BaseModel, client: str, most: int | None) -> 
 
 
 _LEAST_TOP_P = 1e-9
-"""Keeps the likeliest token alone, which is what 0 asks for."""
+"""Keeps only the likeliest token, as 0 demands."""
 
 
 def list_stops(stop: str | Sequence[str] | None) -> list[str]:
@@ -244,7 +244,7 @@ class Operation(Generic[Parsed]):
 
 
 class Writer:
-    """Writes what comes of a request as clients of an interface expect it."""
+    """Writes an answer as clients of an interface expect it."""
 
     media_type: ClassVar[str] = "text/event-stream"
 
@@ -273,7 +273,7 @@ class Writer:
         return PING
 
     def write_event(self, event: Delta | Finished) -> bytes:
-        """What has come; `ends` has it already if it is an end."""
+        """The answer so far; `ends` has it already if it is an end."""
         raise NotImplementedError
 
     def write_end(self) -> bytes:

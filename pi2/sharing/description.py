@@ -67,7 +67,7 @@ class Prepared:
     data: bytes
     sha256: str
     stripped: tuple[str, ...]
-    """What was taken out, in words that do not give it away."""
+    """The removed parts, in words that do not give them away."""
 
     @property
     def file_name(self) -> str:
@@ -76,7 +76,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Path of a prepared device, and what is left to do."""
+    """Path of a prepared device, and the next steps."""
 
     path: Path
     next_steps: tuple[str, ...]
@@ -107,7 +107,7 @@ def prepare_profile(path: Path) -> Prepared:
     if find_private(text) or not is_kept:
         raise UserError.of(
             "P740",
-            "what is private in it cannot be taken out by a program",
+            "its private parts cannot be removed by a program",
             file=name,
             help="take it out by hand: `pi2 validate` shows where it is",
         )

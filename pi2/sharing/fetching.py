@@ -169,7 +169,7 @@ class Cache:
 
 
 def report_tampering(path: Path, sha256: str) -> UserError:
-    """A file whose bytes are not those that were locked."""
+    """A file whose bytes differ from the locked ones."""
     return UserError.of(
         "P713",
         f"{path} is not the file that was locked: its SHA-256 is not {sha256[:12]}…",

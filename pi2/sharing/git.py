@@ -133,7 +133,7 @@ class _Repository:
         return path
 
     def run(self, *arguments: str) -> bytes:
-        """Run git and return what it writes; `UserError` where it fails."""
+        """Run git and return its output; `UserError` where it fails."""
         done = self.start(*arguments)
         if done.returncode != 0:
             self.explain(done.stderr.decode("utf-8", errors="replace"))
@@ -186,7 +186,7 @@ class _Repository:
         )
 
     def fetch(self, commit: str) -> None:
-        """Fetch one commit without history, and of its files only those that may be documents."""
+        """Fetch one commit without history, and only files that may be documents."""
         if len(commit) == _SHA256_DIGITS:
             # A repository has commits of one kind, and so has the one that they come from.
             shutil.rmtree(self.folder / "bare.git")

@@ -1,5 +1,5 @@
-"""``pi2.lock``: which bytes each reference means, written by `pi2 profile` and, for weights of
-the hub, `pi2 pull`; committed by people.
+"""``pi2.lock``: which bytes each reference means, written by `pi2 profile` and, for weights of the
+hub, `pi2 pull`; committed by people.
 
 ::
 
@@ -20,8 +20,8 @@ the hub, `pi2 pull`; committed by people.
     size_bytes = 4567
     sha256 = "…"
 
-Sources are sorted by reference, so that two branches that add different ones merge.  The lock is
-the nearest ``pi2.lock`` at or above a document's folder, as far as its repository reaches."""
+Sources are sorted by reference: two branches that add different ones merge.  The lock is the
+nearest ``pi2.lock`` at or above a document's folder, as far as its repository reaches."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Lock:
         return next((item for item in self.sources if item.reference == reference), None)
 
     def replace(self, *sources: Source) -> Lock:
-        """The lock with ``sources`` in place of those of the same reference."""
+        """The lock with ``sources`` instead of earlier ones of the same reference."""
         known = {item.reference: item for item in (*self.sources, *sources)}
         ordered = tuple(known[reference] for reference in sorted(known))
         return replace(self, sources=ordered)
@@ -261,7 +261,7 @@ def require_copy(source: Source, cache: Cache) -> Path:
         raise UserError.of(
             "P715",
             f"`{source.reference}` is locked, but its file is not here",
-            help="`pi2 profile add` fetches what is locked",
+            help="`pi2 profile add` fetches locked files",
         )
     return path
 

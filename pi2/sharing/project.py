@@ -238,7 +238,7 @@ def _choose(lock: Lock, references: Sequence[str], base: Path) -> list[Source]:
             raise UserError.of(
                 "P710",
                 f"`{text}` is not in {display_path(lock.path)}",
-                help="`pi2 profile list` shows what is",
+                help="`pi2 profile list` shows its profiles",
             )
         chosen.append(source)
     return chosen
@@ -297,6 +297,6 @@ def _report_moved(source: Source, commit: str) -> UserError:
 def _report_other_bytes(source: Source) -> UserError:
     return UserError.of(
         "P729",
-        f"`{source.reference}` is no longer what was locked: its contents have changed",
+        f"`{source.reference}` differs from the locked file: its contents have changed",
         help="if that is meant, `pi2 profile update` locks them",
     )

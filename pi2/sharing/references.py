@@ -1,4 +1,4 @@
-"""References to documents elsewhere: what they look like, and what they mean.
+"""References to documents elsewhere: form and meaning.
 
 ::
 
@@ -81,7 +81,7 @@ class Reference:
 
 
 def parse_reference(text: str) -> Reference:
-    """Take ``text`` apart; `UserError` P701 to P706 points at what is wrong with it."""
+    """Take ``text`` apart; `UserError` P701 to P706 points at its fault."""
     if len(text) > MAX_LENGTH:
         _refuse(text, "P701", f"a reference has at most {MAX_LENGTH} characters", MAX_LENGTH)
     found = _SCHEME.match(text)
@@ -218,7 +218,7 @@ def _check_url(text: str, scheme: str, start: int, end: int) -> None:
             "http: without encryption",
             where,
             where + len(host),
-            help=f"write https://{parts.netloc}{parts.path}; http: is for this machine alone",
+            help=f"write https://{parts.netloc}{parts.path}; http: is only for this machine",
         )
     if parts.query or parts.fragment:
         at = min(at for at in (text.find("?"), text.find("#")) if at >= 0)

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a plan on a device that nobody needs to have at hand."""
+"""Discrete-event simulation of a plan on a device that need not be at hand."""
 
 from __future__ import annotations
 

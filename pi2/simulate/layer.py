@@ -40,7 +40,7 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """What is the same for every token of a layer."""
+    """Values that are the same for every token of a layer."""
 
     terms: LayerTerms
     settings: Settings
@@ -51,7 +51,7 @@ class LayerPlan:
     possible: float
     """Neurons of the computing experts."""
     streamed: float = 0.0
-    """Neurons that pass by, where every neuron is computed: of a mixture, those of all experts."""
+    """Neurons that pass by, if every neuron is computed: of a mixture, those of all experts."""
     merged: MergedReads = ALONE
 
 

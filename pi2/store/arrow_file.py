@@ -61,7 +61,7 @@ def serialize(root: Table) -> bytes:
 
 
 def _put(out: bytearray, node: Node) -> int:
-    """Append ``node`` and what it refers to; return its position."""
+    """Append ``node`` and its references; return its position."""
     match node:
         case Table():
             return _put_table(out, node)

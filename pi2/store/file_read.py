@@ -120,8 +120,8 @@ class FileRead:
                 self._copies[number].append((slice(first - start, last - start), target))
 
     def list_pieces(self) -> Iterator[Piece]:
-        """The reads that fill what was placed; where the file has checks, those of its other bytes,
-        too, so that all are compared."""
+        """The reads that fill placed arrays; if the file has checks, those of its other bytes, too,
+        so that all are compared."""
         for number in range(-(-self._size // CHECKED_BYTES)):
             is_wanted = number in self._straight or number in self._copies
             if is_wanted or self._checks is not None:

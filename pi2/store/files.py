@@ -99,8 +99,8 @@ def check_pieces(
 
 
 def exchange_names(first: Path, second: Path) -> bool:
-    """Let two folders change names at once, so that nobody ever finds either missing; False where
-    the system or the file system cannot (renameat2 of Linux)."""
+    """Exchange the names of two folders at once: neither is ever missing; False where the system or
+    the file system cannot (renameat2 of Linux)."""
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2

@@ -45,7 +45,7 @@ _OLDEST = {
     "quantization": ("ffn", "attention", "embedding", "head", "predictor"),
 }
 """Options of the first stores that had a table, which are always described; others where they are
-used, so that stores stay readable."""
+used: stores stay readable."""
 
 
 def describe_weights(model: Model) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def compute_digest(parts: Mapping[str, Any]) -> str:
 def identify_weights(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256, in hex, of what tells a model from others of its shape: the float32 tensors of a
     store (norms, biases, routers), which neither rounding nor the order or distance of neurons
-    changes; those of predictors, which may be trained again, are left out."""
+    changes; predictors, which may be trained again, are left out."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -271,7 +271,7 @@ class Manifest(Table):
         return self
 
     def _check_model(self) -> None:
-        """Layers, bundles and tensors must be those of the model that the manifest describes."""
+        """Layers, bundles and tensors must match the model that the manifest describes."""
         model = self.describe_model()
         if self.layers != model.shape.layers:
             raise ValueError(f"{self.layers} layer files for {model.shape.layers} layers")
@@ -282,7 +282,7 @@ class Manifest(Table):
         if ranks is not None and len(ranks) != model.shape.layers:
             raise ValueError(f"{len(ranks)} predictors for {model.shape.layers} layers")
         if [tensor.dense for tensor in self.tensors] != list_tensors(model, ranks):
-            raise ValueError("the tensors are not those of the model")
+            raise ValueError("the tensors are not the model's")
         for layer in range(self.layers):
             entry = self.find_file(name_layer_file(layer))
             if entry is not None and entry.rows != model.layer_neurons:
@@ -327,7 +327,7 @@ def _check_tensor(tensor: StoredTensor, file_bytes: int) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read ``manifest.json``; `UserError` P501-P504 and P508 say what is wrong with the store."""
+    """Read ``manifest.json``; `UserError` P501-P504 and P508 name the store's fault."""
     file = folder / MANIFEST
     try:
         if not folder.exists():

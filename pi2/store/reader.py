@@ -45,7 +45,7 @@ class StoredLayer:
         layout: BundleLayout,
         scales: StoredFile | None = None,
     ) -> None:
-        """``scales``: the file of the scales, where bundles have none."""
+        """``scales``: the file of the scales, if bundles have none."""
         assert entry.rows is not None and entry.bundles_offset is not None
         self.path: Path = folder / entry.path
         self.bundles_offset: int = entry.bundles_offset
@@ -133,7 +133,7 @@ class StoredLayer:
 
 
 class NeuronStore:
-    """An open store.  Arrays stay valid as long as somebody refers to them."""
+    """An open store.  Arrays stay valid as long as they are referenced."""
 
     def __init__(self, path: Path, manifest: Manifest, tokenizer_file: str) -> None:
         """Use `NeuronStore.open`."""
@@ -181,7 +181,7 @@ class NeuronStore:
             raise UserError.of(
                 "P509",
                 f"the neuron store {self.path} was replaced while it was being opened",
-                help="run again when whatever writes it is done",
+                help="run again when the other program has written it",
             )
 
     @cached_property

@@ -25,7 +25,7 @@ JOURNAL = "journal.jsonl"
 
 
 class UnfinishedStore:
-    """The partial folder of ``target``, held by this process alone."""
+    """The partial folder of ``target``, held only by this process."""
 
     def __init__(self, target: Path, *, job: str, replace: bool) -> None:
         """Lock or make the folder; equal work shares the key ``job``.  `UserError` P521 to P523."""
@@ -383,11 +383,11 @@ def _compare_dense(file: Path, manifest: Manifest) -> str | None:
         )
         for tensor in manifest.tensors
     ]
-    return None if found == listed else "its tensors are not those of the manifest"
+    return None if found == listed else "its tensors are not the manifest's"
 
 
 def report_file(code: str, file: Path, problem: str) -> Diagnostic:
-    """Return the finding that a file of a store is not what it should be."""
+    """Return the finding that a file of a store is wrong."""
     return Diagnostic(
         code=code,
         message=f"{file.name}: {problem}",

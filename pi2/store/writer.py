@@ -187,8 +187,8 @@ class StoreWriter:
         return self.has_file(DENSE_FILE) or self.has_file(_name_aside(tensor))
 
     def set_tensor_aside(self, tensor: DenseTensor, pieces: TensorPieces) -> None:
-        """Write a dense tensor to a file of its own until `write_dense` takes it: whoever reads
-        weights need not read them in the order of ``dense.arrow``."""
+        """Write a dense tensor to a file of its own until `write_dense` takes it: weights need not
+        be read in the order of ``dense.arrow``."""
         scales = []
         with self._create(_name_aside(tensor)) as file:
             for weights, some in pieces:

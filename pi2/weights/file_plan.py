@@ -163,7 +163,7 @@ def derive_plan(
             state=nothing,
             predictor=nothing,
             hot=nothing,
-            cold=Need(min(ring, LEAST_RING) + min(slots, needs.slots), "what comes from disk"),
+            cold=Need(min(ring, LEAST_RING) + min(slots, needs.slots), "buffers of reads"),
             workspace=Need(needs.workspace, f"{prefill['chunk']} tokens of a prompt, and logits"),
         ),
         source=weights,
@@ -191,7 +191,7 @@ REASONS: Mapping[KeyPath, str] = {
     **{("memory", "segments", name): reason for name, reason in SEGMENT_REASONS.items()},
     ("memory", "segments", "attention"): "norms, biases and tables",
     ("memory", "segments", "hot"): "matrices that stay in memory",
-    ("memory", "segments", "cold"): "what comes from disk",
+    ("memory", "segments", "cold"): "buffers of reads",
 }
 
 

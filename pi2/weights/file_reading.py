@@ -147,7 +147,7 @@ def _write_pull(plan: Path) -> str:
 def _report_others(pin: PinnedWeights, plan: Path) -> UserError:
     return UserError.of(
         "P729",
-        f"`{pin.reference}` is no longer what was locked: its contents have changed",
+        f"`{pin.reference}` differs from the locked file: its contents have changed",
         help=f"if that is meant, delete its entry in pi2.lock and run `{_write_pull(plan)}`",
     )
 
@@ -210,7 +210,7 @@ class FileFiller:
         self._opened: dict[tuple[Path, Path | None], GgufWeights] = {}
 
     def names_file(self, weights: object, path: Path) -> bool:
-        """Whether the weights are a GGUF file, whatever its name is, or are called one."""
+        """Whether the weights are a GGUF file by contents or name."""
         if not isinstance(weights, str):
             return False
         return has_gguf_suffix(Path(weights)) or is_gguf(path) or is_gguf(path.parent / weights)

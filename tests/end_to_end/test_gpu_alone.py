@@ -154,7 +154,7 @@ def test_a_run_stays_within_its_budget_and_says_what_is_emulated(api: Api) -> No
     assert done.returncode == 0, done.stderr
     shown = "gpu" if api == "cuda" else "gpu (emulated)"
     assert f"all of the model on {shown}\n" in done.stderr
-    assert "(8 tokens, length)" in done.stderr
+    assert "(8 tokens, ended by --max-tokens)" in done.stderr
     assert ", within the budget of" in done.stderr
 
 

@@ -64,9 +64,9 @@ def test_processor_plays_only_what_is_said_to_be_emulated(monkeypatch: pytest.Mo
     assert str(choice.open_unit(emulated)) == "opened opencl"
     assert choice.find_unit_obstacles(emulated) == []
     real = Unit(kind="gpu", architecture="opencl")
-    with pytest.raises(UserError, match="only the processor"):
+    with pytest.raises(UserError, match="only the CPU"):
         choice.open_unit(real)
-    assert choice.find_unit_obstacles(real) == ["opencl: only the processor plays a GPU here"]
+    assert choice.find_unit_obstacles(real) == ["opencl: only the CPU emulates a GPU here"]
 
 
 def test_a_missing_driver_comes_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ SHARED = "[moe]\nshared_experts = 1\n"
 @pytest.mark.parametrize(
     ("name", "before", "after", "problem"),
     [
-        ("nemotron-h-latent", "[moe]\n", SHARED, "P253.*what is shared in a table"),
+        ("nemotron-h-latent", "[moe]\n", SHARED, "P253.*shared FFNs in a table"),
         ("nemotron-h-latent", "[moe]\n", '[moe]\nrouter = "none"\n', "P253.*a router"),
         ("nemotron-h-latent", "norms = false", "norms = true", "P253.*norms of outputs"),
         ("nemotron-h", "outputs = false", "outputs = true", r"P275.*norm\.outputs has another"),

@@ -107,7 +107,7 @@ def test_the_embedding_and_the_unused_context_make_room_for_neurons(planned: Pla
     assert (chosen.memory.embedding, chosen.kv.lend) == ("flash", True)
     text = write_planned(planned, device="d", model="m", store="s", name="A plan")
     assert "Rows of the embedding are read when their tokens come: 133 MiB more" in text
-    assert "in what the context does not use yet" in text
+    assert "the free part of the context" in text
     assert planned.full_tokens_s is not None and planned.full_tokens_s < planned.cost.tokens_s
     assert f"once the context of 4096 is full, {planned.full_tokens_s:.3g} tokens/s" in text
     rates, wish = read_rates(make_device()), planned.wish

@@ -133,7 +133,7 @@ def test_a_pulled_model_is_listed_run_and_removed(
     # A second pull fetches nothing, offline too; another model does not take the name.
     before = len(hub.asked)
     code, said = pull(environment, hub, "hf:org/tiny@v1", "--quantization=int8", HF_HUB_OFFLINE="1")
-    assert (code, "is there already" in said, len(hub.asked)) == (0, True, before)
+    assert (code, "was pulled already" in said, len(hub.asked)) == (0, True, before)
     code, said = pull(environment, hub, "hf:org/tiny", "--quantization", "fp16")
     assert (code, "P765" in said) == (2, True)
     assert (store / "default.plan.toml").exists()

@@ -238,7 +238,7 @@ def test_what_was_found_survives_an_interrupt(
         assert run(command) == 130
     partial = file.with_name(f"{file.name}.partial")
     assert partial.exists() and not file.exists()
-    assert f"{partial} has what was found" in capsys.readouterr().err
+    assert f"{partial} has the results so far" in capsys.readouterr().err
 
     def forbid(*arguments: object) -> None:
         raise AssertionError("counted again")

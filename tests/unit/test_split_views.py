@@ -86,9 +86,7 @@ def test_show_says_who_has_which_rows_of_projections(
 ) -> None:
     rows = {"projections": {"attention": {"second": 0.5, "cpu": 0.5}}}
     found = print_lines(capsys, "show", extend(plan, "rows", TWO, rows))
-    line = (
-        "# projections: second computes 64 rows to queries, keys and values and 32 of the output "
-    )
+    line = "# projections: second computes 64 rows to query, key and value and 32 of the output "
     assert f"{line}in each layer, 0 of the head; cpu the others" in found
 
 

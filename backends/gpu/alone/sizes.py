@@ -268,7 +268,7 @@ def list_kept(use: ModelUse, layer: int) -> dict[str, int]:
 
 
 def list_state(use: ModelUse) -> dict[str, int]:
-    """Bytes of what is computed with, by name."""
+    """Bytes of working arrays, by name."""
     model, shape = use.model, use.model.shape
     chunk, steps, hidden = use.chunk, use.sequences, shape.stored_hidden
     neurons, rows = model.layer_neurons, max(PARTIAL_ROWS, use.chunk)
@@ -357,7 +357,7 @@ def list_arrays(use: ModelUse) -> Iterator[int]:
 
 
 def count_host_bytes(use: ModelUse) -> int:
-    """Main memory beside them: logits, tables of positions, and pieces of weights on their way to
+    """Main memory in addition: logits, tables of positions, and pieces of weights on their way to
     the device and while they are rearranged."""
     shape = use.model.shape
     stretch = min(use.model.layer_neurons, STAGED_NEURONS)
@@ -402,12 +402,12 @@ def need_whole_memory(resolved: ResolvedPlan) -> Need:
 
 
 def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
-    """What the backend cannot compute alone, each as the end of a sentence."""
+    """Parts of a model that the backend cannot compute, each as the end of a sentence."""
     plan, model = resolved.plan, resolved.model
     limits = []
     if resolved.dense_units:
         limits.append(
-            f"has a whole model alone, and no unit beside it, such as `{resolved.dense_units[0]}`"
+            f"takes only whole models, without another unit such as `{resolved.dense_units[0]}`"
         )
     if plan.decode.predictor == "gate" and model.is_smooth:
         limits.append("knows no thresholds of smooth activations")

@@ -194,7 +194,7 @@ class WorkList:
         self._kernels = kernels
         self.arrays = arrays
         self.state = arrays.state
-        """What is computed with, by name."""
+        """Working arrays, by name."""
         self._bound: dict[tuple[str, tuple[int, ...]], Launch] = {}
         self._work: list[Work] = []
 

@@ -168,7 +168,7 @@ class ProductKernels:
     blocks: int = 1
     """Parts of the rows that have inputs of their own, such as the predictors of experts."""
     pitch: int | None = None
-    """Elements from a token's products to the next one's, where they are more than the rows."""
+    """Elements from a token's products to the next one's, if they are more than the rows."""
 
     def __post_init__(self) -> None:
         assert self.length % GROUP == 0, self
@@ -367,7 +367,7 @@ class GpuSpec:
 
     @property
     def program(self) -> str:
-        """The module that makes the kernels; all files beside it are their sources."""
+        """The module that makes the kernels; all files in its folder are their sources."""
         return "pi2.backends.gpu.kernels.compile"
 
     def to_json(self) -> str:

@@ -152,7 +152,7 @@ def score_scale(scope: Description, width: int) -> float | None:
 
 
 def grow(scope: Description) -> None:
-    """Queries that grow with the position, where positions are scaled so."""
+    """Queries that grow with the position, if positions are scaled so."""
     scaling = scope.config.read_table("rope_parameters")
     growth = scaling.read("llama_4_scaling_beta", float, 0.0)
     if growth:
@@ -173,7 +173,7 @@ def read_two_factors(scope: Description) -> None:
 
 
 def limit_context(scope: Description) -> None:
-    """Leave contexts out that have more blocks of keys than MiniMax M3's index chooses, where any
+    """Leave contexts out that have more blocks of keys than MiniMax M3's index chooses, if any
     layer has one."""
     config = scope.config
     names, older = config.read_list("layer_types"), config.read_table("sparse_attention_config")

@@ -99,7 +99,7 @@ def read_compressed(
 
 
 def _read_blocks(settings: Config) -> tuple[int, int] | None:
-    """Block of weights that share a scale, where a group of the configuration states one."""
+    """Block of weights that share a scale, if a group of the configuration states one."""
     groups = settings.read_table("config_groups")
     for key in ("group_0", "group_1", "FP8_BLOCK"):
         sizes = groups.read_table(key).read_table("weights").read_list("block_structure")

@@ -16,7 +16,7 @@ _OF_THE_MACHINE = ("architecture", "system")
 
 
 class Spec(Protocol):
-    """Everything that the code of a library depends on, besides its sources."""
+    """Everything but its sources that the code of a library depends on."""
 
     @property
     def program(self) -> str:

@@ -12,7 +12,7 @@ from pi2.phone.tokenizing.tokenizer import Tokenizer
 
 
 class TokenizerRefused(Exception):
-    """Nobody should use the tokenizer; the text says why, and fits after a colon."""
+    """The tokenizer must not be used; the text says why, and fits after a colon."""
 
 
 class Reader(Protocol):

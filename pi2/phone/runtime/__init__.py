@@ -1,1 +1,1 @@
-"""The command line of a bundle.  What it runs is pi2's own engine."""
+"""The command line of a bundle.  It runs pi2's own engine."""

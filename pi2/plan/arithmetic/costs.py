@@ -12,7 +12,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 
 _NAMED = {"none": "all of", "router": "those of the chosen experts among"}
-"""Which of the neurons that are left the sparse unit computes, where no neuron is predicted."""
+"""Which of the neurons that are left the sparse unit computes, if no neuron is predicted."""
 
 
 def describe_owners(resolved: ResolvedPlan, layer: ResolvedLayer) -> Iterator[str]:
@@ -152,7 +152,7 @@ def list_chunks(model: Model, context: int) -> tuple[int, ...]:
 
 
 USUAL_BYTES = 512 << 10
-"""Where nothing is known of the storage."""
+"""If nothing is known of the storage."""
 LEAST_BYTES, MOST_BYTES = 128 << 10, 1 << 20
 """Smaller ones cost more processor time; larger ones let the first neurons come late."""
 NEARLY = 0.95

@@ -131,7 +131,7 @@ class FilledPlan:
 
 
 class FillPlan(Protocol):
-    """What is known of this machine's files and memory."""
+    """The facts of this machine's files and memory."""
 
     def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
         """Complete the values of a plan that runs a GGUF file and lies at a path; `UserError`."""
@@ -158,9 +158,9 @@ class ResolvedPlan:
     thresholds: Thresholds | None = None
     """What ``[sparsity]`` names, if the plan has it."""
     file: FileFacts | None = None
-    """What is known of the GGUF file, if the plan runs one as it is."""
+    """The facts of the GGUF file, if the plan runs one as it is."""
     derived: Mapping[KeyPath, str] = field(default_factory=dict, compare=False)
-    """Values that the plan does not state, and why they are what they are."""
+    """Values that the plan does not state, with their reasons."""
     find_alone: Callable[[str], Alone | None] = field(compare=False, repr=False)
     """What comes out of units that have whole models, by the name of their backend; None of a
     backend that serves none."""
@@ -427,7 +427,7 @@ _COSMETIC = frozenset({"schema_version", "name", "description", "quality", "spee
 
 
 def write_canonical_json(value: Any) -> str:
-    """Sorted, compact, ASCII JSON; refuses what is no plain data."""
+    """Sorted, compact, ASCII JSON; refuses anything but plain data."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
@@ -439,7 +439,7 @@ def hash_json(value: Any) -> str:
 
 
 def dump_plain(document: BaseModel) -> dict[str, Any]:
-    """All keys, defaults filled in, quantities as exact texts; what is cosmetic left out."""
+    """All keys, defaults filled in, quantities as exact texts; without cosmetic keys."""
     values: dict[str, Any] = document.model_dump(mode="json")
     for unit in values.get("units", {}).values():
         # Devices without it have the digests that they had before there was such a key.
@@ -459,9 +459,9 @@ def _dump_layer(layer: ResolvedLayer) -> dict[str, Any]:
 def compute_digest(resolved: ResolvedPlan) -> str:
     """Digest of plan, device and model together.
 
-    Settings of layers count as resolved, so that two spellings of the same plan agree; where the
-    device and model files lie does not count, their content does.  Sizes of memory count only where
-    what lies there decides what is computed."""
+    Settings of layers count as resolved: two spellings of the same plan agree; if the device and
+    model files lie does not count, their content does.  Sizes of memory count only if they decide
+    the computation."""
     plan = dump_plain(resolved.plan)
     # What is kept between requests does not change what a run is.
     for key in ("device", "model", "layers", "serve"):

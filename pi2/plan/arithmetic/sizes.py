@@ -132,10 +132,9 @@ def need_predictor(resolved: ResolvedPlan) -> Need:
     low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice where those of
     an expert are not a multiple of 64 bytes); gate: weights and scales of all gate rows (of the up
     rows where neurons have no gate), and f floats where they have biases, of the layers with a
-    cutoff alone where gates are closed by one; both, where there are
-    experts, and router: e f integers, which say whose neurons are whose; router with thresholds:
-    also the gates of as many experts as compute a token in a layer, each in whole pages; none:
-    nothing."""
+    cutoff alone where gates are closed by one; both, if there are experts, and router: e f
+    integers, which say whose neurons are whose; router with thresholds: also the gates of as many
+    experts as compute a token in a layer, each in whole pages; none: nothing."""
     plan, model = resolved.plan, resolved.model
     shape, width = model.shape, model.stored_neuron_width
     if plan.decode.predictor == "gate":
@@ -218,9 +217,9 @@ def _expect_active(resolved: ResolvedPlan) -> float:
 
 
 def count_staged_neurons(resolved: ResolvedPlan) -> int:
-    """Neurons of one staging buffer: min(f, 512), or as many as some granules of an expert have,
-    where a router names whole experts; or of a layer, where gates with a cutoff name neurons and
-    what is in memory changes no bit."""
+    """Neurons of one staging buffer: min(f, 512), or as many as some granules of an expert have, if
+    a router names whole experts; or of a layer, if gates with a cutoff name neurons and what is in
+    memory changes no bit."""
     neurons = STAGED_NEURONS
     if resolved.names_by_cutoff:
         most = max(1, MOST_GRANULE_BYTES // resolved.bundle.stride)

@@ -89,7 +89,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known when a rule runs.  A rule names what it needs; asking for more is a bug."""
+    """The facts when a rule runs.  A rule names what it needs; asking for more is a bug."""
 
     known: Mapping[Fact, object]
     files: Mapping[Kind, Path] = field(default_factory=dict)
@@ -131,12 +131,12 @@ Check = Callable[[Facts], Iterator[Finding]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A function of ``pi2/plan/checking/rules``, and what it is about."""
+    """A function of ``pi2/plan/checking/rules``, and its subject."""
 
     code: str
     severity: Literal["error", "warning"]
     needs: tuple[Fact, ...]
-    """The facts that the rule reads; a rule without any looks at each document alone."""
+    """The facts that the rule reads; a rule without any looks at each single document."""
     check: Check
     documentation: str
 

@@ -112,14 +112,14 @@ class KernelFigure(Origin):
     """Time of one call from Python; for ``look-up``, the additional time for ``size`` missing
     neurons."""
     bytes: Bytes | None = None
-    """Bytes of weights, keys and values that the call reads; absent if reading does not dominate
-    the time."""
+    """Bytes of weights and KV cache that the call reads; absent if reading does not dominate the
+    time."""
     giga_ops: float | None = Field(default=None, gt=0.0, examples=[350.0])
-    """Operations per second, in units of 1e9, where arithmetic takes the time."""
+    """Operations per second, in units of 1e9, if arithmetic takes the time."""
     width: Annotated[int, Field(ge=32, le=2**20, examples=[4096])] | None = None
     """Hidden size of the model that was measured; default: 4096."""
     kv: Literal["fp16", "int8", "fp32"] = "fp16"
-    """Type of keys and values during the measurement."""
+    """Type of the KV cache during the measurement."""
     activations: Literal["int8", "int16", "fp32"] = "int16"
     """Precision of the inputs of projections during the measurement."""
 
@@ -157,7 +157,7 @@ class Hexagon(Table):
         None
     )
     """Version of the instruction set, ``v66`` or newer: programs are compiled for the newest that
-    compilers know and that is not above it; absent means the oldest, which newer ones run, too."""
+    compilers know and that is not above it; default: the oldest, which newer ones also run."""
     own_memory: Annotated[Bytes, Field(examples=["8 MiB"])] | None = None
     """The NPU's own fast memory (VTCM), which holds what a graph keeps while it runs; absent means
     that it is not known, and main memory holds it."""
@@ -183,8 +183,7 @@ class Unit(Table):
     hexagon: Annotated[Hexagon, Field(examples=[{"version": "v75"}])] | None = None
     """Of an NPU whose architecture is ``hexagon``: what programs are compiled for."""
     memory: Memory | None = None
-    """Dedicated memory, such as that of a graphics card; absent means that the unit uses main
-    memory."""
+    """Dedicated memory, such as a graphics card's; absent means that the unit uses main memory."""
     compute: tuple[ComputeFigure, ...] = ()
     """Arithmetic rates by operand type."""
     bandwidth_by_threads: tuple[ThreadsFigure, ...] = ()
@@ -219,8 +218,8 @@ class ReadFigure(Origin):
     """Reads that are asked for at once, the queue being empty before and after; absent means as
     many as it takes to keep the storage busy."""
     overlap: Share | None = None
-    """Part of the time of these reads that computing with all cores hides; absent means that of
-    the storage."""
+    """Part of the time of these reads that computing with all cores hides; default: the
+    storage's."""
     overlap_spread: float | None = Field(default=None, ge=0.0, examples=[0.05])
     """Standard deviation of the measurements of ``overlap``, as it is."""
 
@@ -250,7 +249,7 @@ class Storage(Table):
 
 
 class Device(Document):
-    """A kind of machine (``*.device.toml``): shareable, never somebody's serial number."""
+    """A kind of machine (``*.device.toml``): shareable, without serial numbers."""
 
     id: Identifier
     """Short name, the same as the file's."""

@@ -10,7 +10,7 @@ from pi2.plan.documents.common import Document, Table
 
 
 class Window(Table):
-    """A sliding window of some layers: of those of ``layer_types``, else of ``layers``."""
+    """A sliding window of some layers: of ``layer_types``, else of ``layers``."""
 
     width: int | None = Field(default=None, ge=1, examples=[4096])
     """Tokens, if the configuration states no `sliding_window`; absent means that there is no window
@@ -29,7 +29,7 @@ class Sections(Table):
     assume: dict[str, Any] = Field(default={}, examples=[{"rms_norm_eps": 1e-5}])
     """Values of keys that the configuration leaves out, or states as null."""
     fix: dict[str, Any] = Field(default={}, examples=[{"mlp_bias": False}])
-    """Values of keys of the configuration, whatever it states."""
+    """Values that replace keys of the configuration."""
     only: dict[str, Any] = Field(default={}, examples=[{"alibi": False}])
     """The one value of a key that pi2 computes; any other is refused (`P544`)."""
     require: dict[str, str] = Field(default={}, examples=[{"swiglu_limit": "swiglu_limit > 0"}])
@@ -60,7 +60,7 @@ class When(Sections):
 class Architecture(Table):
     """Models of the family in GGUF files, by ``general.architecture``.
 
-    A name that begins with ``_`` is that of names of tensors that several share."""
+    A name that begins with ``_`` stands for tensor names that several families share."""
 
     extends: tuple[str, ...] | None = Field(default=None, examples=[["_attention"]])
     """Architectures whose names of tensors count too, weakest first; absent means `_decoder`."""
@@ -70,7 +70,7 @@ class Architecture(Table):
     layer: str = Field(default="model.layers.{layer}", examples=["backbone.layers.{layer}"])
     """How names of a layer's tensors begin in the checkpoint."""
     model_type: str = Field(default="", examples=["granitemoeshared"])
-    """The family's name in the configuration, if it is not that of the file."""
+    """The family's name in the configuration; default: the file's."""
     activation: str = Field(default="silu", examples=["relu2"])
     """Activation of the models, which files do not state."""
     permutes: bool = False
@@ -90,7 +90,7 @@ class Architecture(Table):
 
 
 class Family(Document, Sections):
-    """A family of models (``*.family.toml``): its name is that of the file, ``model_type``.
+    """A family of models (``*.family.toml``): the file is named after ``model_type``.
 
     Expressions have numbers, texts, ``true``, ``false`` and ``none``, keys of the configuration by
     their names, keys of the model document with their dots (``shape.hidden``), and Python's
@@ -107,8 +107,8 @@ class Family(Document, Sections):
     layer: str = Field(default="model.layers.{layer}", examples=["model.layers.{layer}"])
     """How names of a layer's tensors begin."""
     rotated: float | None = Field(default=None, gt=0.0, le=1.0, examples=[0.5])
-    """Part of a head that turns where the configuration states none; absent means the whole head,
-    whatever the configuration states."""
+    """Part of a head that turns if the configuration states none; absent means always the whole
+    head."""
     when: dict[str, When] = Field(default={})
     """Conditions, by any name."""
     gguf: dict[str, Architecture] = Field(default={})

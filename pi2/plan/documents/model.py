@@ -77,9 +77,9 @@ class ModelKeys(Document):
     ffn: Ffn
     """Feed-forward network."""
     moe: Moe | None = None
-    """Mixture of experts; absent means one FFN per layer."""
+    """MoE; absent means one FFN per layer."""
     side_ffn: SideFfn | None = None
-    """A dense FFN beside the experts, if the model has it."""
+    """A dense FFN in addition to the experts."""
     layer_embedding: LayerEmbedding | None = None
     """Embeddings that every layer has of its own, if there are some."""
     altup: AltUp | None = None
@@ -98,7 +98,7 @@ class ModelKeys(Document):
     head_bias: bool = False
     """Whether the head has a bias."""
     pooling: Literal["mean", "last"] = "mean"
-    """Which tokens an embedding of a text is made of, if nobody says: all, or the last one."""
+    """Default tokens of a text's embedding: all, or the last one."""
     tokenizer: Tokenizer = Tokenizer.default()
     """Tokenizer."""
     quantization: Quantization = Quantization.default()
@@ -111,7 +111,7 @@ class ModelKeys(Document):
     """Activation statistics."""
     sampling: Sampling | None = None
     """How the model's authors recommend that tokens are drawn: the table ``sampling`` of new plans;
-    runs heed their plan's alone."""
+    runs use only their plan's."""
 
 
 class WrittenModel(ModelKeys):

@@ -17,8 +17,8 @@ class Rope(Table):
     """Rotary position embedding, rotating pairs of a head's elements."""
 
     kind: Literal["plain", "linear", "llama3", "yarn", "longrope", "proportional", "none"] = "plain"
-    """Scaling of positions or frequencies; ``proportional``: frequencies and pairs are those of the
-    whole head, and the first ``share`` of the pairs turn (Gemma 4); ``none`` rotates nothing."""
+    """Scaling of positions or frequencies; ``proportional``: frequencies and pairs are of the whole
+    head, and the first ``share`` of the pairs rotate (Gemma 4); ``none`` rotates nothing."""
     theta: float = Field(default=10000.0, gt=1.0)
     """Base of the frequencies."""
     share: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -60,14 +60,14 @@ class Rope(Table):
 
 
 class OtherRope(Rope):
-    """Rotary positions of some layers, where they are not those of ``rope``."""
+    """Rotary positions of some layers that differ from ``rope``."""
 
     layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[0, 2, 4]])]
     """The layers that have them."""
 
 
 class OtherHeads(Table):
-    """Heads of some layers of attention, where they are other than those of ``shape`` (Gemma 4)."""
+    """Heads of some layers of attention that differ from ``shape`` (Gemma 4)."""
 
     layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[5, 11]])]
     """The layers that have them."""
@@ -85,18 +85,18 @@ class Positions(Table):
     """Learned position vectors, added to the embeddings."""
 
     offset: int = Field(default=0, ge=0, le=2**16, examples=[2])
-    """Rows of the checkpoint's table before that of position 0: 2 for OPT."""
+    """Rows of the checkpoint's table before position 0: 2 for OPT."""
 
 
 class Latent(Table):
-    """Latent attention (DeepSeek V2): keys and values of all heads are made of one short vector,
-    which is all that the KV cache keeps of a token.
+    """Latent attention (DeepSeek V2): the KV cache keeps one short vector a token, from which every
+    head's key and value are projected.
 
-    A head's query and key have a part that is not rotated and one that is; the rotated part of the
-    key is the same for all heads.  ``shape.head_dim`` is the width of a head's value."""
+    A head's query and key have a part that is not rotated and a rotated one; the rotated part of
+    the key is the same for all heads.  ``shape.head_dim`` is the width of a head's value."""
 
     rank: Annotated[int, Field(ge=1, le=2**16, examples=[512])]
-    """Width of the vector that keys and values are made of."""
+    """Width of that vector."""
     query_rank: Annotated[int, Field(ge=1, le=2**16)] | None = Field(default=None, examples=[1536])
     """Width of the vector that queries are made of; absent means that they are projected at
     once."""
@@ -148,19 +148,19 @@ class Attention(Table):
     """Whether queries come with as many gates, which multiply what the heads have mixed
     (Qwen3-Next)."""
     output_gate_of: Literal["element", "head"] = "element"
-    """What has a gate of its own: every element of what a head mixes, or every head (LFM3), whose
-    row of ``tensors.query_gate`` stores repeat for its elements; latent attention has gates of
-    heads, whose rows are not repeated (Ling 3)."""
+    """Gated outputs: each element of a head's output, or each head (LFM3), whose row of
+    ``tensors.query_gate`` stores repeat for its elements. Latent attention gates heads, without
+    repeated rows (Ling 3)."""
     output_gate_function: Literal["sigmoid", "softplus"] = "sigmoid"
     """What becomes of a gate before it multiplies (``softplus``: Laguna)."""
     sub_norm: bool = False
     """Whether what the heads have mixed goes through an RMSNorm, all heads together, before the
     output projection (BitNet)."""
     clip: float | None = Field(default=None, gt=0.0, examples=[8.0])
-    """Queries, keys and values are cut to -clip..clip, where it is stated."""
+    """Query, key and value elements are cut to -clip..clip."""
     sinks: bool = False
-    """Whether every head has a score of its own beside those of the tokens, whose share of the
-    attention goes nowhere (gpt-oss)."""
+    """Whether every head has an additional score whose share of the attention is dropped
+    (gpt-oss)."""
     sink_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[1, 2, 3]])
     """Layers that have such scores; absent means all (MiMo V2 Flash)."""
     growth: float = Field(default=0.0, ge=0.0)
@@ -169,7 +169,7 @@ class Attention(Table):
     growth_interval: Count | None = Field(default=None, examples=[8192])
     """Tokens after which queries grow; default: ``rope.original_context``."""
     growth_offset: Annotated[int, Field(ge=0, le=1)] = 0
-    """What is added to positions before: 1 for Llama 4."""
+    """Added to positions first: 1 for Llama 4."""
     growth_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[3, 7]])
     """Layers whose queries grow; absent means all."""
     latent: Latent | None = None
@@ -181,13 +181,13 @@ class Attention(Table):
     sliding_window: Count | None = None
     """Sliding window in tokens, the query's own included; absent means the whole context."""
     window_kind: Literal["sliding", "chunked"] = "sliding"
-    """Whether a query sees that many tokens before it, or those of its own chunk of so many tokens,
-    counted from the first (``chunked``; Llama 4)."""
+    """Whether a query sees that many tokens before it, or its own chunk of so many tokens, counted
+    from the first (``chunked``; Llama 4)."""
     window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
     """Layers that have the sliding window; absent means all."""
     kv_shared_layers: Annotated[int, Field(ge=0, le=1024, examples=[20])] = 0
-    """Last layers that have no keys and values of their own: they read those of the last layer
-    before them with the same window and the same heads (Gemma 4 E2B)."""
+    """Last layers without a KV cache of their own: they read the cache of the last earlier layer
+    with the same window and heads (Gemma 4 E2B)."""
 
     @property
     def has_bias(self) -> bool:
@@ -213,11 +213,10 @@ class LayerKinds(Table):
         tuple[LayerKind, ...], Field(min_length=1, examples=[["delta", "delta", "attention"]])
     ]
     """One kind for every layer, the first first. ``delta``, ``mamba`` (Mamba-2), ``mamba1`` (the
-    first Mamba) and ``convolution`` keep a state of fixed size for each sequence instead of keys
-    and values; a model has at most one of them beside ``attention``. Layers of the kind
-    ``mamba+attention`` have both, Mamba-2 first; those of the kind ``mamba+mamba+mamba`` have three
-    of Mamba-2, each with its own weights and state; those of the kind ``none`` have an FFN alone.
-    No layer has attention twice."""
+    first Mamba) and ``convolution`` keep a state of fixed size for each sequence instead of a KV
+    cache; a model has at most one of them in addition to ``attention``. Layers of the kind
+    ``mamba+attention`` have both, Mamba-2 first; ``mamba+mamba+mamba`` means three of Mamba-2, each
+    with its own weights and state; ``none`` means only an FFN. No layer has attention twice."""
 
 
 class Recurrence(Table):
@@ -296,7 +295,7 @@ class LayerEmbedding(Table):
     width: Annotated[int, Field(ge=1, le=2**14, examples=[256])]
     """Elements of a token's embedding for one layer."""
     vocab: Count | None = Field(default=None, examples=[262144])
-    """Rows of the table, where there are fewer than tokens: the others have the first row."""
+    """Rows of the table, if fewer than tokens: other tokens have the first row."""
     factor: float = Field(default=1.0, gt=0.0, examples=[16.0])
     """Factor of the table's rows."""
     projection_factor: float = Field(default=1.0, gt=0.0, examples=[0.0255])
@@ -317,14 +316,14 @@ class AltUp(Table):
     2411.07501).
 
     A token has ``streams`` vectors h.  The first is its embedding; of that, projections make the
-    others, each with the root mean square of the first.  A layer begins with predictions
-    p = h + C h, whose coefficients C [streams, streams] are a projection of
-    m = tanh(R norm(h[0]) / hidden).  Attention and the FFN change the first alone, x, and after
-    attention LAuReL adds u + norm(output(input u)), where u is what attention reads, and all is
-    divided by sqrt(2).  After the FFN, m is made anew, of x, and all streams become
-    h = p + (1 + Q m) (x - p[0]).  A layer's own embedding is gated by the first of them, times a
-    vector where ``scaled``, and added to the others.  After the last layer, projections of the
-    others, each with the root mean square of the first, and the first are averaged."""
+    others, each with the root mean square of the first.  A layer begins with predictions p = h + C
+    h, whose coefficients C [streams, streams] are a projection of m = tanh(R norm(h[0]) / hidden).
+    Attention and the FFN change only the first, x, and after attention LAuReL adds u +
+    norm(output(input u)), with u the input of attention; the sum is divided by sqrt(2).  After the
+    FFN, m is made anew, of x, and all streams become h = p + (1 + Q m) (x - p[0]).  A layer's own
+    embedding is gated by the first of them, times a vector where ``scaled``, and added to the
+    others.  After the last layer, projections of the others, each with the root mean square of the
+    first, and the first are averaged."""
 
     streams: Annotated[int, Field(ge=2, le=16, examples=[4])]
     """Vectors of a token."""
@@ -346,8 +345,9 @@ Size = Annotated[int, Field(ge=1, le=2**14, examples=[4])]
 
 
 class BlockMixer(Table):
-    """What mixes the tokens of some layers.  Keys other than ``op`` belong to attention.  What all
-    layers share stands in the tables ``attention``, ``rope``, ``recurrence``, ``convolution``."""
+    """What mixes the tokens of some layers.  Keys other than ``op`` belong to attention.  Values
+    that all layers share are in the tables ``attention``, ``rope``, ``recurrence``,
+    ``convolution``."""
 
     op: LayerKind
     """The operator: ``attention``, ``delta``, ``mamba`` (Mamba-2), ``mamba1``, ``convolution``,
@@ -384,7 +384,7 @@ class BlockFfn(Table):
 
 
 class BlockEntry(Table):
-    """What some layers are.  Later entries replace what they state, operator by operator."""
+    """Kinds of some layers.  Later entries replace earlier ones, operator by operator."""
 
     layers: Annotated[str, Field(pattern=LAYER_CHOICE, max_length=4000)] = Field(
         default=":", examples=["3::4"]

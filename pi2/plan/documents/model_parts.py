@@ -19,7 +19,7 @@ class Shape(Table):
     hidden: Annotated[int, Field(ge=1, le=2**20, examples=[4096])]
     """Width of the residual stream."""
     ffn: Annotated[int, Field(ge=1, le=2**22, examples=[11008])]
-    """FFN neurons per layer; in a mixture of experts, of one expert."""
+    """FFN neurons per layer; MoE: of one expert."""
     heads: Annotated[int, Field(ge=1, le=2**14, examples=[32])]
     """Query heads."""
     kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[8])]
@@ -51,7 +51,8 @@ class Norm(Table):
     """Normalisation before attention, before the FFN, and at the end."""
 
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """``rmsnorm``: x / sqrt(mean(x^2) + epsilon) * weight; ``layernorm``: that of x - mean(x)."""
+    """``rmsnorm``: x / sqrt(mean(x^2) + epsilon) * weight; ``layernorm``: the same for x -
+    mean(x)."""
     epsilon: float = Field(default=1e-5, gt=0.0)
     """Added to the mean of squares."""
     bias: bool = False
@@ -63,7 +64,7 @@ class Norm(Table):
     """Constant added to the checkpoint's weights: 1 for Gemma, whose norms multiply by 1 +
     weight."""
     inputs: bool = True
-    """Whether the inputs of attention and FFN are normalised (not those of OLMo 2)."""
+    """Whether the inputs of attention and FFN are normalised (not in OLMo 2)."""
     embedding: bool = False
     """Whether embeddings go through an RMSNorm without weights before the first layer
     (nanochat)."""
@@ -84,7 +85,7 @@ class Multipliers(Table):
 
 
 class Moe(Table):
-    """A mixture of experts: for every token a router picks a few of a layer's FFNs."""
+    """MoE: for every token a router picks a few of a layer's FFNs."""
 
     experts: Annotated[int, Field(ge=1, le=4096, examples=[8])]
     """FFNs of a layer, each of ``shape.ffn`` neurons."""
@@ -92,29 +93,29 @@ class Moe(Table):
     """Number of experts that compute each token."""
     router: Literal["softmax", "sigmoid", "mixer", "none"] = "softmax"
     """Function that turns router scores into weights; ``mixer``: a softmax for each active expert
-    of the scores that are not far below its own (Phi-3.5-MoE); ``none``: there is no router, the
-    experts are equal parts of one FFN and compute every token, so that layers may have FFNs of
-    different widths (Gemma 4 E2B)."""
+    of the scores that are not far below its own (Phi-3.5-MoE); ``none``: no router: the experts are
+    equal parts of one FFN and compute every token; layers may have FFNs of different widths (Gemma
+    4 E2B)."""
     router_input: Literal["ffn", "layer", "stream"] = "ffn"
     """What the router reads: the normalised input of the FFN, the layer's input as it is, or what
     the FFN normalises, through an RMSNorm of the router's own (Gemma 4)."""
     input_scale: float = Field(default=1.0, gt=0.0, examples=[0.02])
     """Factor of what the router reads (``stream``)."""
     weighs: Literal["output", "input"] = "output"
-    """Whether the weight of an expert multiplies what it gives, or what it reads (Llama 4)."""
+    """Whether the weight of an expert multiplies its output, or its input (Llama 4)."""
     expert_scale: bool = False
     """Whether the weight of each active expert is multiplied by a number of the expert's own."""
     normalise_weights: bool = True
     """Whether the weights of the active experts are scaled to add up to 1."""
     shared_experts: Annotated[int, Field(ge=0, le=4096, examples=[4])] = 0
-    """FFNs beside them, of ``shape.ffn`` neurons each, that compute every token; one of four times
+    """Additional FFNs of ``shape.ffn`` neurons each, which compute every token; one of four times
     as many neurons is four."""
     shared_gate: bool = False
     """Whether a router of their own weights the shared experts, by the sigmoid of its score."""
     shared_factor: float = Field(default=1.0, gt=0.0, examples=[0.5])
     """Factor of what the shared experts give (Cohere 2 with experts)."""
     shared_ffn: Count | None = None
-    """Neurons of all shared experts together, where the last one has fewer than the others."""
+    """Neurons of all shared experts together, if the last one has fewer than the others."""
     router_bias: bool = False
     """Whether the router's scores have a bias."""
     choice_bias: bool = False
@@ -133,14 +134,14 @@ class Moe(Table):
     tolerance: float = Field(default=0.01, gt=0.0)
     """Scores that are lower by more than twice this share do not count (``mixer``)."""
     dense_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[0]])
-    """Layers that are no mixture but have one FFN.  Its neurons are stored as those of the first
-    experts, as many as it takes, which then compute every token."""
+    """Layers with one dense FFN.  Its neurons are stored as the first experts, which then compute
+    every token."""
     dense_ffn: Count | None = Field(default=None, examples=[10944])
     """Neurons of the FFN of ``dense_layers``."""
     latent: Annotated[int, Field(ge=1, le=2**20)] | None = Field(default=None, examples=[1024])
-    """Width of what experts read and give, where it is not that of the residual stream: a
-    projection makes it of the FFN's input, and another one brings what they give back (Nemotron
-    3).  What is shared is a ``side_ffn`` then."""
+    """Width of experts' inputs and outputs, if it differs from the residual stream's: one
+    projection leads to it, another one back (Nemotron 3).  Shared experts are then a
+    ``side_ffn``."""
 
     def count_shared(self, ffn: int) -> int:
         """Neurons of the shared experts, of ``ffn`` neurons each unless stated otherwise."""
@@ -154,16 +155,16 @@ class Moe(Table):
 
 
 class SideFfn(Table):
-    """A dense FFN beside the experts of every layer: what it and the experts give is added.
+    """A dense FFN in every layer; its output is added to the experts'.
 
-    It is kept with the weights of attention, in their precision, and computes every token.  The
-    activation is that of ``ffn``, and so is whether neurons have gates."""
+    It is stored with attention's weights, in their precision, and computes every token.  Activation
+    and gates are as in ``ffn``."""
 
     width: Annotated[int, Field(ge=1, le=2**22, examples=[2112])]
     """Neurons."""
     norms: bool = True
-    """Whether it has a norm of its own before it, and what it and the experts give is normalised
-    apart (Gemma 4); else it reads what the router reads (Nemotron 3)."""
+    """Whether it has its own norms before and after it (Gemma 4); else it reads the router's input
+    (Nemotron 3)."""
 
 
 Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh"]
@@ -218,15 +219,15 @@ class Predictor(Table):
 
 
 class Sparsity(Origin):
-    """What is known of the FFN's activations."""
+    """Statistics of the FFN's activations."""
 
     active: Share
-    """Mean share of neurons that a token activates; in a mixture, of its active experts'."""
+    """Mean share of neurons that a token activates; MoE: of its active experts' neurons."""
     skew: Share | None = None
     """Share of a layer's neurons that make 80 % of its activations."""
     gate_open: Share | None = None
-    """Mean share whose gate is open, which is what is computed where gates find active neurons;
-    absent means that it is not known."""
+    """Mean share of neurons with an open gate, which compute if gates find active neurons; absent
+    means unknown."""
 
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from pi2.plan.documents.common import Table
 
 
 class Tensors(Table):
-    """Names of the checkpoint's tensors; ``{layer}`` stands for the layer's number and, in a
-    mixture of experts, ``{expert}`` for the expert's in the FFN's and predictors' names.  An FFN's
-    name without ``{expert}`` is that of a tensor of all experts, [experts, ...]."""
+    """Names of the checkpoint's tensors; ``{layer}`` stands for the layer's number, and
+    ``{expert}`` for the expert's in the FFN's and predictors' names.  An FFN's name without
+    ``{expert}`` means one tensor of all experts, [experts, ...]."""
 
     embedding: str = "model.embed_tokens.weight"
     """Embedding table [vocab, hidden]."""
@@ -66,14 +66,14 @@ class Tensors(Table):
     latent_query_out: str = "model.layers.{layer}.self_attn.q_b_proj.weight"
     """Projection from that to queries [heads x (plain + rotated), query_rank]."""
     latent: str = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
-    """Projection to what keys and values are made of and to the rotated key
-    [rank + rotated, hidden]."""
+    """Projection to the latent vector and to the rotated key [rank + rotated, hidden]."""
     latent_bias: str = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.bias"
     """Its bias."""
     latent_norm: str = "model.layers.{layer}.self_attn.kv_a_layernorm.weight"
-    """Norm of what keys and values are made of [rank]."""
+    """Norm of the latent vector [rank]."""
     latent_out: str = "model.layers.{layer}.self_attn.kv_b_proj.weight"
-    """Projection from that to keys and values, head by head [heads x (plain + head_dim), rank]."""
+    """Projection of the latent vector to each head's key and value [heads x (plain + head_dim),
+    rank]."""
     inner_norm: str = "model.layers.{layer}.inner_layernorm.{mixer}.weight"
     """Norm before another mixer than the first in layers that have several [hidden];
     ``attention_norm`` is that before the first."""
@@ -84,9 +84,9 @@ class Tensors(Table):
     layer_embedding: str = "model.embed_tokens_per_layer.weight"
     """Table of the layers' own embeddings [layer_embedding.vocab, layers x width]."""
     layer_projection: str = "model.per_layer_model_projection.weight"
-    """Projection of the first layer's input to what is added to them [layers x width, hidden]."""
+    """Projection of the first layer's input, which is added to them [layers x width, hidden]."""
     layer_projection_norm: str = "model.per_layer_projection_norm.weight"
-    """Norm of what it gives for a layer [width]."""
+    """Norm of its output for a layer [width]."""
     layer_input_gate: str = "model.layers.{layer}.per_layer_input_gate.weight"
     """Projection to the gates of a layer's own embedding [width, hidden]."""
     layer_input_output: str = "model.layers.{layer}.per_layer_projection.weight"
@@ -101,7 +101,7 @@ class Tensors(Table):
     altup_router: str = "model.layers.{layer}.altup.modality_router.weight"
     """What makes the inputs of a layer's coefficients [streams, hidden]."""
     altup_router_norm: str = "model.layers.{layer}.altup.router_norm.weight"
-    """Norm of what it reads [hidden]."""
+    """Norm of its input [hidden]."""
     altup_predict: str = "model.layers.{layer}.altup.prediction_coefs.weight"
     """Projection to the coefficients that predict streams [streams x streams, streams]."""
     altup_correct: str = "model.layers.{layer}.altup.correction_coefs.weight"
@@ -163,7 +163,7 @@ class Tensors(Table):
     head_bias: str = "lm_head.bias"
     """Bias of the output head [vocab]."""
     router: str = "model.layers.{layer}.block_sparse_moe.gate.weight"
-    """Router of a mixture of experts [experts, hidden]."""
+    """Router [experts, hidden]."""
     router_bias: str = "model.layers.{layer}.mlp.router.bias"
     """Bias of its scores [experts]."""
     router_norm: str = "model.layers.{layer}.router.scale"
@@ -177,17 +177,17 @@ class Tensors(Table):
     experts_output_norm: str = "model.layers.{layer}.post_feedforward_layernorm_2.weight"
     """Norm of what the experts give [hidden], with ``side_ffn.norms``."""
     side_norm: str = "model.layers.{layer}.pre_feedforward_layernorm.weight"
-    """Norm before the FFN beside the experts [hidden]."""
+    """Norm before the dense FFN next to experts [hidden]."""
     side_gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
-    """Gate projection of the FFN beside the experts [width, hidden]."""
+    """Gate projection of the dense FFN next to experts [width, hidden]."""
     side_up: str = "model.layers.{layer}.mlp.up_proj.weight"
     """Up projection of it [width, hidden]."""
     side_down: str = "model.layers.{layer}.mlp.down_proj.weight"
     """Down projection of it [hidden, width]."""
     side_output_norm: str = "model.layers.{layer}.post_feedforward_layernorm_1.weight"
-    """Norm of what it gives [hidden]."""
+    """Norm of its output [hidden]."""
     choice_bias: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
-    """What is added to the experts' weights to choose by [experts]."""
+    """Bias of the experts' weights, only for the choice [experts]."""
     shared_gate: str = "model.layers.{layer}.mlp.shared_expert.gate_proj.weight"
     """Gate projection of the shared experts [shared experts x ffn, hidden]."""
     shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj.weight"
@@ -199,7 +199,7 @@ class Tensors(Table):
     )
     """Gate and up projections of the shared experts in one tensor, gates first."""
     dense_gate: str = "model.layers.{layer}.mlp.gate_proj.weight"
-    """Gate projection of the layers of a mixture that have one FFN [dense_ffn, hidden]."""
+    """Gate projection of an MoE model's dense layers [dense_ffn, hidden]."""
     dense_up: str = "model.layers.{layer}.mlp.up_proj.weight"
     """Up projection of those layers [dense_ffn, hidden]."""
     dense_down: str = "model.layers.{layer}.mlp.down_proj.weight"
@@ -207,22 +207,21 @@ class Tensors(Table):
     fused_dense: str | None = Field(
         default=None, examples=["model.layers.{layer}.mlp.gate_up_proj.weight"]
     )
-    """Gate and up projections of the layers of a mixture that have one FFN in one tensor, gates
-    first."""
+    """Gate and up projections of an MoE model's dense layers in one tensor, gates first."""
     shared_router: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
     """Router of the shared experts [1, hidden]."""
     state_in: str = "model.layers.{layer}.linear_attn.in_proj_qkv.weight"
-    """Projection into a layer with a state: ``state_order`` says what its rows are. In this name
-    and those that follow, ``{mixer}`` is the number of the mixer in its layer, from 0 on."""
+    """Projection into a layer with a state: ``state_order`` states its rows. In this and the
+    following names, ``{mixer}`` is the number of the mixer in its layer, from 0 on."""
     state_order: Literal["separate", "single", "grouped", "mamba", "mamba1", "convolution"] = (
         "separate"
     )
-    """``separate``: queries, keys and values in ``state_in``, their gates in ``state_gate``, and
-    input gates and decays in ``state_beta`` and ``state_alpha``; ``single``: that, but queries,
-    keys and values in tensors of their own, ``state_in``, ``state_key`` and ``state_value``, and so
-    are their convolutions; ``grouped``: for every key head its query, key, values and gates in
-    ``state_in``, its input gates and decays in ``state_beta``; ``mamba``: gates, x, B, C and step
-    sizes, all in ``state_in``; ``mamba1``: x and its gates; ``convolution``: b, c and x."""
+    """``separate``: query, key and value in ``state_in``, their gates in ``state_gate``, and input
+    gates and decays in ``state_beta`` and ``state_alpha``; ``single``: the same, but query, key and
+    value in tensors of their own, ``state_in``, ``state_key`` and ``state_value``, and so are their
+    convolutions; ``grouped``: for every key head its query, key, values and gates in ``state_in``,
+    its input gates and decays in ``state_beta``; ``mamba``: gates, x, B, C and step sizes, all in
+    ``state_in``; ``mamba1``: x and its gates; ``convolution``: b, c and x."""
     state_in_bias: str = "model.layers.{layer}.mamba.in_proj.bias"
     """Bias of ``state_in``."""
     state_key: str = "model.layers.{layer}.self_attn.k_proj.weight"
@@ -230,21 +229,21 @@ class Tensors(Table):
     state_value: str = "model.layers.{layer}.self_attn.v_proj.weight"
     """Projection to values [value_heads x value_dim, hidden] (``single``)."""
     state_gate: str = "model.layers.{layer}.linear_attn.in_proj_z.weight"
-    """Projection to gates of the output [value_heads x value_dim, hidden], or to what they are made
-    of [gate_rank, hidden]."""
+    """Projection to gates of the output [value_heads x value_dim, hidden], or its first factor
+    [gate_rank, hidden]."""
     state_output_gates: str = "model.layers.{layer}.self_attn.g_b_proj.weight"
     """Projection of what gates of the output are made of [value_heads x value_dim, gate_rank], with
     ``recurrence.gate_rank``."""
     state_beta: str = "model.layers.{layer}.linear_attn.in_proj_b.weight"
     """Projection to input gates [value_heads, hidden]."""
     state_alpha: str = "model.layers.{layer}.linear_attn.in_proj_a.weight"
-    """Projection to decays [value_heads, hidden], with ``decay_of = "key"``
-    [value_heads x key_dim, hidden], or to what they are made of [decay_rank, hidden]."""
+    """Projection to decays [value_heads, hidden], with ``decay_of = "key"`` [value_heads x key_dim,
+    hidden], or its first factor [decay_rank, hidden]."""
     state_decays: str = "model.layers.{layer}.self_attn.f_b_proj.weight"
     """Projection of what decays are made of [value_heads x key_dim, decay_rank], with
     ``recurrence.decay_rank``."""
     state_convolution: str = "model.layers.{layer}.linear_attn.conv1d.weight"
-    """Convolution over tokens [channels, 1, kernel]; of queries alone (``single``)."""
+    """Convolution over tokens [channels, 1, kernel]; only of queries (``single``)."""
     state_key_convolution: str = "model.layers.{layer}.self_attn.k_conv1d.weight"
     """Convolution of keys over tokens [key_heads x key_dim, 1, kernel] (``single``)."""
     state_value_convolution: str = "model.layers.{layer}.self_attn.v_conv1d.weight"
@@ -254,8 +253,8 @@ class Tensors(Table):
     state_decay: str = "model.layers.{layer}.linear_attn.A_log"
     """Logarithms of rates of decay [value_heads], or [value_dim, key_dim] (``mamba1``)."""
     state_parts: str = "model.layers.{layer}.mamba.x_proj.weight"
-    """Projection of what was convolved to what step sizes are made of, B and C
-    [step_rank + 2 x key_dim, value_dim] (``mamba1``)."""
+    """Projection of the convolution's output to the step sizes' factor, B and C [step_rank + 2 x
+    key_dim, value_dim] (``mamba1``)."""
     state_steps: str = "model.layers.{layer}.mamba.dt_proj.weight"
     """Projection to step sizes [value_dim, step_rank] (``mamba1``)."""
     state_step_norm: str = "model.layers.{layer}.mamba.dt_layernorm.weight"

@@ -29,8 +29,8 @@ class Segments(Table):
     kv: Bytes
     """KV cache of the context."""
     predictor: Bytes
-    """Activation predictors, or all gate rows with ``decode.predictor = "gate"``, those of layers
-    with a cutoff alone where some have one; in a mixture also which neurons are whose."""
+    """Activation predictors; with ``decode.predictor = "gate"``, the gate rows of all layers, or
+    only of layers with a cutoff. MoE: also the experts' neurons."""
     hot: Bytes
     """Hot neurons: loaded at start and kept."""
     cold: Bytes
@@ -38,17 +38,17 @@ class Segments(Table):
     workspace: Bytes
     """Activations, prefill staging buffers, logits."""
     state: Bytes = 0
-    """States of the layers that have one instead of keys and values, of every sequence."""
+    """States of recurrent layers, for every sequence."""
 
 
 class UnitMemory(Table):
-    """What a unit beside the sparse one keeps: its neurons, and what it works with."""
+    """Memory of a unit other than the sparse one: its neurons and working memory."""
 
     budget: Bytes
     """Most bytes that it may take."""
     shares_main_memory: Annotated[bool, Field(examples=[True])] | None = None
-    """Whether they are main memory, and so count against ``memory.budget`` beside the segments;
-    absent means as the device says: a unit without ``memory`` of its own uses main memory."""
+    """Whether they are main memory, and count against ``memory.budget``; default: the device's
+    statement: a unit without ``memory`` uses main memory."""
 
 
 class Memory(Table):
@@ -60,7 +60,7 @@ class Memory(Table):
     segments: Segments
     """What the budget is spent on."""
     weights: Literal["mapped", "loaded"] = "loaded"
-    """Where the resident weights of a GGUF file lie: ``mapped`` leaves them in the system's page
+    """Place of the resident weights of a GGUF file: ``mapped`` leaves them in the system's page
     cache, which starts at once, is shared by processes and counts as file memory; ``loaded`` reads
     them past the cache into memory of the process. Streamed weights are always read past it."""
     units: Annotated[
@@ -69,9 +69,9 @@ class Memory(Table):
     """Memory of each dense unit, by the unit's name. A unit without an entry that uses main memory
     counts in ``segments.hot``."""
     embedding: Literal["resident", "flash"] = "resident"
-    """Where embedding rows come from: ``flash`` reads a few KiB for each token and leaves the
-    memory to neurons. A tied embedding (shared with the head) is always resident, because every
-    token needs all of it."""
+    """Source of embedding rows: ``flash`` reads a few KiB for each token and leaves the memory to
+    neurons. A tied embedding (shared with the head) is always resident, because every token needs
+    all of it."""
     lock: Literal["none", "locked", "re-read"] = "none"
     """Reaction to memory pressure, as on phones: ``none`` lets the system compress or swap idle
     pages; ``locked`` locks all segments within ``ulimit -l`` and reports a refusal; ``re-read``
@@ -80,7 +80,7 @@ class Memory(Table):
 
 
 class Bundle(Table):
-    """How one neuron lies in the store."""
+    """Layout of a neuron in the store."""
 
     stride: Bytes
     """Distance between two neurons in a layer's file; a multiple of the device's block size."""
@@ -104,7 +104,7 @@ KvType = Literal["fp16", "int8", "fp32"]
 
 
 class Kv(Table):
-    """The cache of keys and values."""
+    """The KV cache."""
 
     type: KvType = "fp16"
     """Element type of the KV cache: ``int8`` halves it, with one scale per head and token;
@@ -166,11 +166,11 @@ PredictorMode = Literal["none", "gate", "low-rank", "router"]
 
 
 class Speculation(Table):
-    """Tokens that are guessed, and verified together: what all of them need is read once.
+    """Draft tokens that are verified together, with shared reads.
 
     Every token is still drawn from the model's own logits, with the random number that it has
-    without speculation; a guess is kept where it is the token that was drawn.  So the text is the
-    same, greedy or not, but for rounding."""
+    without speculation; a draft token is kept if the same token is drawn.  The text is the same,
+    except for rounding."""
 
     drafts: Literal["prompt", "resident", "plan"] = "prompt"
     """Source of drafts: ``prompt`` copies the continuation of an earlier occurrence of the last

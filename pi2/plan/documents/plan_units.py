@@ -78,12 +78,11 @@ class LayerSettings(Table):
     """Settings of a layer."""
 
     split: Split
-    """Share of the layer's neurons that each unit computes; adds up to 1.  Of the neurons in stored
-    order, hottest first, a dense unit (a GPU or an NPU beside a CPU) owns the first share, keeps it
-    in memory and computes all of it; the rest belongs to the unit that computes sparsely."""
+    """Share of the layer's neurons that each unit computes; adds up to 1.  Neurons are stored
+    hottest first. A dense unit (GPU or NPU) owns the first share, keeps it in memory and computes
+    all of it; the sparse unit owns the rest."""
     hot: Share
-    """Share of the layer's neurons that stay in memory, hottest first, those of a dense unit
-    included."""
+    """Share of the layer's neurons that stay in memory, hottest first, including a dense unit's."""
     batches: Annotated[tuple[BatchSplit, ...], Field(max_length=64)] = ()
     """Other splits for steps of several sequences, in ascending order.  A dense unit keeps the
     largest of its shares; the sparse unit keeps hot neurons from the smallest on."""
@@ -120,10 +119,10 @@ class Layers(LayerSettings):
 
 
 class Projections(Table):
-    """Which unit computes which rows of the matrices beside the FFN.
+    """Which unit computes which rows of the matrices outside of the FFN.
 
-    The unit beside the sparse one has the first rows of each, and computes them while the sparse
-    unit computes the others."""
+    The other unit has the first rows of each matrix and computes them while the sparse unit
+    computes the rest."""
 
     attention: Annotated[Split, Field(examples=[{"npu": 0.5, "cpu": 0.5}])] | None = None
     """Share of the rows of each layer's attention projections (query, key and value; output) that
@@ -157,28 +156,28 @@ class Graphs(Table):
         Annotated[tuple[Share, ...], Field(min_length=1, max_length=32, examples=[[0.3, 0.5]])]
         | None
     ) = None
-    """Shares of a layer's neurons; absent means those that the splits of layers give to the unit,
-    or parts of these that fit into its own memory."""
+    """Shares of a layer's neurons; default: the unit's shares in the layers' splits, as far as they
+    fit into its memory."""
 
 
 class UnitSettings(Table):
     """How a unit of the device is used."""
 
     backend: Annotated[BackendName, Field(examples=["reference"])] | None = None
-    """Backend of this unit; absent means that of its kind in ``backends``."""
+    """Backend of this unit; default: its kind's in ``backends``."""
     process: Literal["same", "own"] = "same"
-    """Whether a unit that the processor plays (backend ``reference``) works in pi2's process or in
-    one of its own, as the driver of an NPU does."""
+    """Whether an emulated unit (backend ``reference``) works in pi2's process, or in a separate one
+    like an NPU's driver."""
     graphs: Annotated[Graphs, Field(examples=[{"tokens": [1, 4, 64]}])] | None = None
     """Shapes of an NPU's programs (backend ``hexagon``); absent means defaults."""
     on_failure: Literal["stop", "cpu"] = "stop"
     """What happens when the unit is lost while tokens are generated, or has no memory left:
-    ``stop`` ends the run with an error; ``cpu`` goes on without it, its neurons being read from
-    flash like any others, and says so."""
+    ``stop`` ends the run with an error; ``cpu`` reads its neurons from the SSD like any others, and
+    reports it."""
 
 
 class ExpertLayers(Table):
-    """Other numbers of experts for some layers of a mixture."""
+    """Other numbers of experts for some layers."""
 
     select: Selector
     """Which layers, such as ``"0-7,28-31"``."""
@@ -187,11 +186,11 @@ class ExpertLayers(Table):
 
 
 class Experts(Table):
-    """How far generated tokens may deviate from a mixture's routing, so that less is read.
+    """How far generated tokens may deviate from an MoE model's routing to read less.
 
-    Nothing of it is done by default: every expert that the router chose computes, and what is in
-    memory changes no bit.  With ``decode.predictor = "router"``; a run's summary says how much of
-    the routing weight was replaced or left out, and `pi2 evaluate` what that costs."""
+    Default: no deviation. Every expert that the router chose computes, and the cache changes no
+    bit.  With ``decode.predictor = "router"``; a run's summary says how much of the routing weight
+    was replaced or left out, and `pi2 evaluate` what that costs."""
 
     prefer_cached: Annotated[float, Field(ge=0.0, le=1.0, examples=[0.1])] = 0.0
     """Bonus for experts in memory, as a fraction of the spread of a token's router scores. 0
@@ -204,9 +203,8 @@ class Experts(Table):
     """Maximum number of experts that a layer reads for a token; those with the smallest weights
     are left out. Absent reads all of them."""
     read_best: Annotated[int, Field(ge=0, examples=[4])] | None = None
-    """Number of a token's best experts that are read where they are not in memory; the others
-    compute where they are in memory, so that layers whose experts are cold have fewer. Absent
-    reads all of them."""
+    """Number of a token's best experts that are read if they are not in memory. Others compute only
+    if they are in memory. Absent reads all of them."""
     renormalise: bool = True
     """Whether the weights of the experts that compute are scaled to make up for those left out."""
     layers: Annotated[
@@ -247,9 +245,8 @@ class Sparsity(Table):
     thresholds.  Prompts are computed whole."""
 
     method: SparsityMethod
-    """``cats``: neurons whose act(gate) is small, so that up and down are not read; ``cats-teal``:
-    also those whose act(gate) * up is small, so that down is not read, divided where it costs
-    least."""
+    """``cats``: up and down of neurons with a small act(gate) are not read; ``cats-teal``: in
+    addition, down of neurons with a small act(gate) * up is not read; the split costs least."""
     target: Annotated[float, Field(gt=0.0, lt=1.0, examples=[0.5])] | None = None
     """Share of up and down projections that is skipped."""
     max_perplexity_increase: Annotated[float, Field(gt=0.0, examples=[0.02])] | None = None

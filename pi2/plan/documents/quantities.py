@@ -129,7 +129,7 @@ def _write_decimal(value: Fraction) -> str:
 def format_bytes(value: int) -> str:
     """Write a byte count exactly, preferring binary units (``"512 B"``, ``"1.5 GiB"``).
 
-    Where a decimal unit says it with fewer digits, it is written in that (``"19 GB"``, not
+    If a decimal unit says it with fewer digits, it is written in that (``"19 GB"``, not
     ``"18554687.5 KiB"``)."""
     binary = _format_in(value, _BINARY)
     decimal = _format_in(value, _DECIMAL)

@@ -190,7 +190,7 @@ class _Spread:
             place = ("blocks", number, "mix", *((key,) if key else ()))
             if found and value != next(iter(found.values())):
                 what = f"`{key}`" if key else "`heads`, `kv_heads` and `head_dim`"
-                message = f"{what} of blocks may have one value besides the model's own"
+                message = f"{what} of blocks may have one value in addition to the model's"
                 self.refuse(place, message, "let these blocks agree")
                 break
             first = first or place
@@ -264,7 +264,9 @@ class _Spread:
             width, place = next(iter(widths.items()))
             if len(widths) > 1 or width is None:
                 place = list(widths.values())[-1]
-                self.refuse(place, "dense FFNs of a mixture have one `width`", "for example 10944")
+                self.refuse(
+                    place, "dense FFNs of an MoE model have one `width`", "for example 10944"
+                )
             self.put(("moe", "dense_layers"), list(dense), next(iter(dense.values())))
             self.put(("moe", "dense_ffn"), width, place)
         shares = [

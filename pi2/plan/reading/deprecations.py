@@ -56,7 +56,7 @@ class Rename:
     path: tuple[str, ...]
     """The key's old path; its last part is the old name."""
     new: str | None = None
-    """The new name; None for a key that is gone, so that its value is ignored."""
+    """The new name; None for a removed key, whose value is ignored."""
     reason: str
     """The reason for the change, as the end of a sentence."""
     value: object = None
@@ -124,7 +124,7 @@ RENAMES = (
 def modernise(
     source: SourceFile, kind: Kind, renames: Sequence[Rename] = RENAMES
 ) -> tuple[SourceFile, list[Diagnostic]]:
-    """Return the file as it would be written now, with warnings about what is old."""
+    """Return the file as it would be written now, with warnings about old parts."""
     own = [item for item in renames if item.kind == kind and item.old in source.text]
     version = source.values.get("schema_version")
     if not is_old(version, kind) and not any(any(find_old_keys(source.values, r)) for r in own):

@@ -119,7 +119,7 @@ class Located:
     name: str
     """How findings name it."""
     reference: str | None = None
-    """The whole reference, where it has a scheme; other references in the file begin there."""
+    """The whole reference, if it has a scheme; other references in the file begin there."""
 
 
 class Resolver(Protocol):

@@ -35,8 +35,8 @@ D = TypeVar("D", bound=Document)
 def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[Diagnostic]]:
     """Validate ``source`` as a ``document``.
 
-    Where all that is wrong are unknown keys, the document is what remains without them, so that
-    the rules find their mistakes in the same run; after any other error it is None."""
+    If all that is wrong are unknown keys, the document is what remains without them, so that the
+    rules find their mistakes in the same run; after any other error it is None."""
     version = check_version(source, document)
     if version is not None and version.code == "P107":
         return None, [version]
@@ -224,7 +224,7 @@ _PATTERNS = {
 def explain_violation(
     source: SourceFile, document: type[BaseModel], path: KeyPath, violation: ErrorDetails
 ) -> Diagnostic:
-    """Put one pydantic error into words, with the span of what is to be changed."""
+    """Put one pydantic error into words, with the span to change."""
     kind = violation["type"]
     context: Mapping[str, Any] = violation.get("ctx") or {}
     value = violation["input"]

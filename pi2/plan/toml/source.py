@@ -43,7 +43,7 @@ _TOML_1_1_HINTS = re.compile(r",\s*\}|\\[ex]|\d\d:\d\d(?![\d:])|\{[^}]*\n")
 
 
 class Places(Protocol):
-    """Where keys and values stand."""
+    """If keys and values stand."""
 
     def has(self, path: KeyPath) -> bool:
         """Whether the key is written somewhere."""

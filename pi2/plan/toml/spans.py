@@ -302,7 +302,7 @@ _SLIPS = (
     (re.compile(r"=\s*(?P<value>[0-9]+,[0-9]+)\s*$"), "numbers have a decimal point"),
     (re.compile(r"=\s*(?P<value>[A-Za-z][\w./+-]*)\s*(?:#.*)?$"), "text needs quotes"),
 )
-"""Values that people write, and what is wrong with them."""
+"""Values that people write, and their faults."""
 
 
 def explain_syntax_error(name: str, text: str, error: tomli.TOMLDecodeError) -> list[Diagnostic]:

@@ -1,13 +1,13 @@
 """How neuron bundles of packed vectors (`pi2.formats.packing`) lie in bytes.
 
-The store's writer, its reader, the kernels and the plan's memory arithmetic share this layout.
-Pure arithmetic: no numpy, so that ``pi2 validate`` may use it.
+The store's writer, its reader, the kernels and the plan's memory arithmetic share this layout. Pure
+arithmetic: no numpy: ``pi2 validate`` uses it.
 
 A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
-neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's)
-come next, float32, at a multiple of 4 bytes; then, in models that normalise activations, the factor
-of its normalised activation, float32, at a multiple of 4 bytes; in a mixture of experts, the number
-of the neuron's expert comes last, int32, at a multiple of 4 bytes.
+neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's) come
+next, float32, at a multiple of 4 bytes; then, in models that normalise activations, the factor of
+its normalised activation, float32, at a multiple of 4 bytes; in a mixture of experts, the number of
+the neuron's expert comes last, int32, at a multiple of 4 bytes.
 
 With *resident* scales a bundle has none: those of all neurons lie beside the bundles, one row for a
 neuron with the scales of its vectors one after the other, and are in memory wherever bundles are.
@@ -69,7 +69,7 @@ class Part:
     weights_offset: int
     scales_offset: int
     resident: bool = False
-    """Whether its scales lie beside the bundle."""
+    """Whether its scales are outside of the bundle."""
     spread: bool = False
     """Whether every element has a scale."""
 
@@ -97,7 +97,7 @@ class BundleLayout:
     expert_offset: int | None = None
     """Byte of the expert's number; None without experts."""
     scales: ScalesPlace = "inline"
-    """Where scales lie: in the bundle, or beside it."""
+    """Where scales lie: inside or outside of the bundle."""
 
     @property
     def is_gated(self) -> bool:
@@ -106,7 +106,7 @@ class BundleLayout:
 
     @property
     def first_bytes(self) -> int:
-        """Bytes of the first vector: what has to be read for the gate, where there is one."""
+        """Bytes of the first vector: what has to be read for the gate, if there is one."""
         return self.parts[1].weights_offset
 
     @property

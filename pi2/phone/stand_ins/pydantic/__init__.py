@@ -37,7 +37,7 @@ class ValidationError(ValueError):
 
 @dataclass(frozen=True)
 class BeforeValidator:
-    """Makes a value of what is written."""
+    """Makes a value from text."""
 
     func: Convert
 

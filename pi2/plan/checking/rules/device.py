@@ -220,7 +220,7 @@ def _find_again(path: KeyPath, items: Sequence[Hashable], what: str) -> Iterator
                 document="device",
                 path=(*path, number),
                 message=f"{what} are stated twice",
-                help="remove one of them, or say what is different",
+                help="remove one of them, or state the difference",
                 origins=(origin,),
             )
         first.setdefault(item, number)
@@ -285,8 +285,8 @@ def check_threads_fit_cores(facts: Facts) -> Iterator[Finding]:
 
     Example: ``threads.compute = 8`` for a device with 6 cores.
 
-    Fix: lower the number, or leave it out: one thread per core.  Where a device states no cores,
-    the machine is asked when the plan runs."""
+    Fix: lower the number, or leave it out: one thread per core.  If a device states no cores, the
+    machine is asked when the plan runs."""
     threads = facts.plan.threads.compute
     clusters = {
         name: sum(cluster.cores for cluster in unit.clusters)

@@ -31,7 +31,7 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
     if model.attention.output_gate and model.tensors.fused_qkv is not None:
         yield _find_kind(
             ("attention", "output_gate"),
-            "queries with gates are not in one tensor with keys and values",
+            "gated queries cannot share a tensor with keys",
             "name query, key and value in [tensors]",
         )
     if model.attention.output_gate_of == "head" and model.tensors.query_gate is None:
@@ -53,7 +53,7 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
         yield _find_kind(
             ("layers", "kinds"),
             f"layers of the kinds {' and '.join(states)} are in one model",
-            "one kind beside attention can be computed",
+            "one kind in addition to attention can be computed",
         )
     for kind in states[:1]:
         needed = "convolution" if kind == "convolution" else "recurrence"
@@ -78,7 +78,7 @@ def _check_double(model: Model) -> Iterator[Finding]:
     if twice:
         yield _find_kind(
             ("layers", "kinds"),
-            f"layer {twice[0]} has attention twice, and room for one layer's keys and values",
+            f"layer {twice[0]} has attention twice, but a KV cache for one",
             "make two layers of it, the first of them without FFN (ffn.absent_layers)",
         )
     norm, moe = model.norm, model.moe

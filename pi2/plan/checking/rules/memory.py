@@ -22,7 +22,7 @@ def check_budget_fits_device(facts: Facts) -> Iterator[Finding]:
 
     Example: ``budget = "12 GiB"`` for a device with ``usable = "10 GiB"``.
 
-    Fix: lower ``memory.budget`` and its segments.  Where a device states no memory, the machine is
+    Fix: lower ``memory.budget`` and its segments.  If a device states no memory, the machine is
     asked when the plan runs."""
     budget, memory = facts.plan.memory.budget, facts.device.memory
     key = "usable" if memory.usable is not None else "capacity"
@@ -120,7 +120,7 @@ def check_stride_fits_blocks(facts: Facts) -> Iterator[Finding]:
 
     Example: ``stride = "448 B"`` for a device with blocks of 512 bytes.
 
-    Fix: round up to the next multiple.  Where a device states no block, it is 512 bytes."""
+    Fix: round up to the next multiple.  If a device states no block, it is 512 bytes."""
     stride, block = facts.plan.bundle.stride, find_block_bytes(facts.device)
     model = facts.model
     if not has_packable_shape(model):

@@ -378,5 +378,5 @@ def check_expressions(facts: Facts) -> Iterator[Finding]:
                     document="family",
                     path=path,
                     message=f"`{format_path(path)}` is no array of keys to read",
-                    help='write ["key"], or ["key", default]; a fixed value stands in [set]',
+                    help='write ["key"], or ["key", default]; a fixed value belongs in [set]',
                 )

@@ -43,7 +43,7 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             document="model",
             path=("ffn", "bias"),
-            message="shared experts and layers that are no mixture have no biases",
+            message="shared experts and dense layers have no biases",
             help="remove bias = true",
         )
     if model.moe is not None and model.moe.shared_gate and not model.moe.shared_experts:
@@ -122,7 +122,7 @@ def _check_scores(moe: Moe) -> Iterator[Finding]:
         yield Finding(
             document="model",
             path=("moe", "choice_bias_of"),
-            message="scores and a bias choose among sigmoids without groups alone",
+            message="scores and a bias choose only among sigmoids without groups",
             help='write router = "sigmoid" and choice_bias = true, or remove choice_bias_of',
         )
 
@@ -176,7 +176,7 @@ def _check_shared_keys(model: Model) -> Iterator[Finding]:
             document="model",
             path=path,
             message=f"no layer before the last {attention.kv_shared_layers} has the window and the "
-            f"heads of layer {alone[0]}, whose keys and values it could read",
+            f"heads of layer {alone[0]}, whose KV cache it could read",
             help="take the number from the checkpoint's configuration",
         )
 
@@ -204,7 +204,7 @@ def _check_altup(model: Model) -> Iterator[Finding]:
         "attention in every layer": not model.state_layers and model.attention.latent is None,
         "no learned positions": model.positions is None,
         "no layer_scale": not model.layer_scale,
-        "no FFN beside experts": model.side_ffn is None,
+        "no dense FFN next to experts": model.side_ffn is None,
     }
     yield from _list_missing(("altup",), "several residual streams need", reasons)
 
@@ -227,11 +227,10 @@ def _check_side_ffn(model: Model) -> Iterator[Finding]:
     if model.side_ffn is None:
         return
     reasons = {
-        "experts beside it, a table [moe]": model.moe is not None,
+        "experts next to it, a table [moe]": model.moe is not None,
         "norms of outputs, norm.outputs = true, or norms = false": model.norm.outputs
         or not model.side_ffn.norms,
-        "norms of its own, where norm.outputs = true": model.side_ffn.norms
-        or not model.norm.outputs,
+        "norms of its own, if norm.outputs = true": model.side_ffn.norms or not model.norm.outputs,
         "experts in every layer, no moe.dense_layers": model.moe is None
         or model.moe.latent is not None
         or not (model.moe.dense_layers or model.moe.router == "none"),
@@ -239,7 +238,7 @@ def _check_side_ffn(model: Model) -> Iterator[Finding]:
         "a sequential residual with the factor 1": model.residual == "sequential"
         and model.multipliers.residual == 1.0,
     }
-    yield from _list_missing(("side_ffn",), "an FFN beside experts needs", reasons)
+    yield from _list_missing(("side_ffn",), "a dense FFN next to experts needs", reasons)
 
 
 def _check_absent(model: Model) -> Iterator[Finding]:
@@ -262,9 +261,9 @@ def _check_latent_experts(model: Model) -> Iterator[Finding]:
         return
     reasons = {
         "a router": moe.router != "none",
-        "an FFN beside them in dense layers, a table [side_ffn]": model.side_ffn is not None
+        "an FFN next to them in dense layers, a table [side_ffn]": model.side_ffn is not None
         or not moe.dense_layers,
-        "what is shared in a table [side_ffn], no shared_experts": not moe.shared_experts,
+        "shared FFNs in a table [side_ffn], no shared_experts": not moe.shared_experts,
         "neurons without biases": not model.ffn.bias,
         "no norms of outputs": not model.norm.outputs,
         "no embeddings of layers": model.layer_embedding is None,
@@ -329,7 +328,7 @@ def _check_mixture(model: Model) -> Iterator[Finding]:
         yield Finding(
             document="model",
             path=("moe", "dense_layers" if moe.dense_layers else "dense_ffn"),
-            message="dense_layers and dense_ffn are stated together: which layers are no mixture, "
+            message="dense_layers and dense_ffn are stated together: which layers are dense, "
             "and how many neurons they have",
         )
     yield from _find_missing(model, ("moe", "dense_layers"), moe.dense_layers)

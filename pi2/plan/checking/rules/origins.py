@@ -141,7 +141,7 @@ def check_no_home_folders(facts: Facts) -> Iterator[Finding]:
     Example: ``weights = "/home/alice/stores/bamboo-7b"``.
 
     Fix: write the path relative to the plan, such as ``../stores/bamboo-7b``."""
-    yield from report_private(facts, "home", "somebody's home folder")
+    yield from report_private(facts, "home", "a home folder")
 
 
 @rule("P411", "warning")

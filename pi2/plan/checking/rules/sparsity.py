@@ -48,7 +48,7 @@ def explain_method(method: SparsityMethod, model: Model) -> str | None:
     if method == "cats":
         return None
     if model.moe is not None:
-        return f"{method} is not for mixtures of experts: not for `{model.id}`"
+        return f"{method} is not for MoE models: not for `{model.id}`"
     if not model.ffn.gated or model.ffn.bias:
         return f"{method} needs gates without biases: not `{model.id}`"
     return None
@@ -157,7 +157,7 @@ def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             path=("experts", dial),
             message=f"{dial} does nothing with predictor = "
-            f'"{facts.plan.decode.predictor}": no router names what is read',
+            f'"{facts.plan.decode.predictor}": no router chooses the reads',
             help='write decode.predictor = "router", or leave the table [experts] out',
             origins=(
                 Origin(
@@ -194,10 +194,10 @@ def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
     taken back; a unit that has the whole model in its own memory takes one token of each sequence
     at a time. Guesses of what is in memory (``drafts = "resident"``) leave out neurons that a
     predictor or a router names and that are missing; without one, every neuron computes, and so it
-    does in layers without a cutoff, where gates with cutoffs name those of others.
+    does in layers without a cutoff, if gates with cutoffs name those of others.
 
-    Example: ``decode.speculation = {}`` with ``layers.split = { gpu = 1.0 }``, or with
-    ``drafts = "resident"`` and ``decode.predictor = "none"``.
+    Example: ``decode.speculation = {}`` with ``layers.split = { gpu = 1.0 }``, or with ``drafts =
+    "resident"`` and ``decode.predictor = "none"``.
 
     Fix: remove ``decode.speculation``, give some of the neurons to a CPU, or take another kind of
     ``drafts``."""
@@ -208,7 +208,7 @@ def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
     if decode.speculation.drafts == "resident" and resolved.whole_layers:
         yield Finding(
             path=("decode", "speculation", "drafts"),
-            message="guesses leave nothing out: every neuron computes"
+            message="drafts leave nothing out: every neuron computes"
             + (f" in {len(resolved.whole_layers)} layers" if resolved.named_layers else ""),
             help='write drafts = "prompt", or choose another decode.predictor',
             origins=(
@@ -224,7 +224,7 @@ def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         path=("decode", "speculation"),
         at="key",
-        message=f"{resolved.sparse_unit!r} has the whole model, and verifies no guesses",
+        message=f"{resolved.sparse_unit!r} has the whole model, and verifies no drafts",
         help="remove speculation, or give some of the neurons to a CPU",
     )
 
@@ -249,7 +249,7 @@ def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
         is_unnamed = settings.plan is None
         yield Finding(
             path=("decode", "speculation", "drafts" if is_unnamed else "plan"),
-            message="no plan is named" if is_unnamed else "nobody guesses with this plan",
+            message="no plan is named" if is_unnamed else "no plan drafts with this one",
             help='write plan = "./draft.plan.toml" and drafts = "plan", or neither',
         )
         return
@@ -282,7 +282,7 @@ def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tup
     needed = draft.beside_bytes
     if needed > free:
         yield (
-            f"it needs {approximate_bytes(needed)} beside this plan's segments, and memory.budget "
-            f"leaves {approximate_bytes(max(0, free))}",
+            f"it needs {approximate_bytes(needed)} in addition to this plan's segments, and "
+            f"memory.budget leaves {approximate_bytes(max(0, free))}",
             "raise memory.budget, or make segments of one of both smaller",
         )

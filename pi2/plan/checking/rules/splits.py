@@ -39,7 +39,7 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
         if len(dense) > 1:
             yield Finding(
                 path=placed.path,
-                message=f"{placed.subject} have two units beside `{sparse}`: "
+                message=f"{placed.subject} have two units next to `{sparse}`: "
                 f"{', '.join(f'`{name}`' for name in dense)}",
                 help=f"give the share of `{dense[-1]}` to `{dense[0]}` or `{sparse}`",
             )
@@ -58,7 +58,7 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
                     path=path,
                     message=f"{subjects[path]} name `{dense[0]}`, and layer {layer} has "
                     f"`{first}` otherwise",
-                    help=f"name `{first}` here, too: a unit keeps its neurons whatever the batch",
+                    help=f"name `{first}` here as well: a unit keeps its neurons for every batch",
                 )
 
 
@@ -155,7 +155,7 @@ def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Ite
         return
     unit = max(split, key=lambda name: split[name])
     wanted = split[unit] - (total - 1.0)
-    help_text = "change the shares so that they add up to 1"
+    help_text = "change the shares to add up to 1"
     if 0.0 <= wanted <= 1.0:
         verb = "lower" if total > 1.0 else "raise"
         help_text = f"{verb} {unit} to {wanted:.6g}"
