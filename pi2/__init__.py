@@ -42,9 +42,17 @@ def __getattr__(name: str) -> Any:
 
         return version("pi2")
     if name in _HOMES:
+        import gc
         from importlib import import_module
 
-        return getattr(import_module(_HOMES[name]), name)
+        # What is imported stays: to look for garbage in it takes a tenth of a small model's load.
+        is_on = gc.isenabled()
+        gc.disable()
+        try:
+            return getattr(import_module(_HOMES[name]), name)
+        finally:
+            if is_on:
+                gc.enable()
     raise AttributeError(f"module 'pi2' has no attribute {name!r}")
 
 
