@@ -23,11 +23,14 @@ _LEAST = 1e-30
 _SIGNED_SHARES = (*_SHARES, 0.87, 1.09, -0.84, -0.875)
 
 
-def weigh(rows: F32, importance: F32 | None, length: int) -> F32:
-    """Return what squared errors of ``rows`` [n, width] count: more where a weight is large among
-    the ``length`` around it, times the ``importance`` [width] of its column, if that is known."""
+def weigh(rows: F32, importance: F32 | None, length: int, *, evenly: bool) -> F32:
+    """Return what squared errors of ``rows`` [n, width] count: the same (``evenly``) or more where
+    a weight is large among the ``length`` around it; or, where it is known, the ``importance``
+    [width] of their column, times more for large ones."""
     import numpy as np
 
+    if importance is None and evenly:
+        return np.ones_like(rows)
     groups = rows.reshape(len(rows), -1, length)
     if importance is None:
         spread = np.sqrt(np.square(groups).mean(axis=2, keepdims=True))

@@ -35,7 +35,9 @@ class _Group(Format):
         check_finite(rows)
         found = np.empty((len(rows), self.count_bytes(rows.shape[1])), np.uint8)
         for own in list_tiles(*rows.shape):
-            weights = turn_groups(weigh(rows[own], importance, _BLOCK), _BLOCK)
+            # Where 4 bits are all, models lose less if large weights err least.
+            weights = weigh(rows[own], importance, _BLOCK, evenly=self.bits > 4)
+            weights = turn_groups(weights, _BLOCK)
             halves, codes = self._round(turn_groups(rows[own], _BLOCK), weights)
             blocks = np.ascontiguousarray(codes.T.astype(np.int8)).view(np.uint8)
             parts = [np.stack(halves, axis=1).astype("<f2").view(np.uint8), *self._pack(blocks)]

@@ -38,7 +38,8 @@ class _KQuant(Format):
         check_finite(rows)
         found = np.empty((len(rows), self.count_bytes(rows.shape[1])), np.uint8)
         for own in list_tiles(*rows.shape):
-            weights = turn_groups(weigh(rows[own], importance, self.length), self.length)
+            weights = weigh(rows[own], importance, self.length, evenly=True)
+            weights = turn_groups(weights, self.length)
             columns = turn_groups(rows[own], self.length)
             settled = self.shared.settle(columns, weights, self._fit(columns, weights))
             step, down = settled.spread(self.shared.groups)
