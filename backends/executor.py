@@ -1,5 +1,5 @@
-"""What an executor is: a model built for a unit, which holds the keys and values of some sequences
-and computes a chunk of tokens of one of them, or a token each of several, layer by layer.
+"""What an executor is: a model built for a unit, which holds the KV cache of some sequences and
+computes a chunk of tokens of one of them, or a token each of several, layer by layer.
 
 Order of calls for a chunk of T tokens at ``position``::
 
@@ -134,11 +134,11 @@ class Executor(Protocol):
 
     def list_experts(self) -> I32:
         """Experts, ascending, that the router chose in the last ``begin_ffn`` (T = 1); none where
-        the model is no mixture."""
+        the model is no MoE model."""
 
     def list_chunk_experts(self) -> I32:
         """Experts, ascending, that the router chose in the last ``begin_ffn`` for any of the T
-        tokens; none where the model is no mixture."""
+        tokens; none where the model is no MoE model."""
 
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         """Stored indices, ascending, whose predictor score is >= ``threshold`` (T = 1).
@@ -147,14 +147,14 @@ class Executor(Protocol):
         the next call."""
 
     def read_scores(self) -> F32:
-        """Scores [neurons] of the last ``predict_low_rank``, in a mixture of those that it named
+        """Scores [neurons] of the last ``predict_low_rank``, in an MoE model of those that it named
         alone; valid until the next prediction."""
 
     def predict_gate(self, layer: int) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
         smooth activation, those that reach the first limit of the layer or of their expert.
 
-        In a mixture, of the chosen experts.  The array is valid until the next call."""
+        In an MoE model, of the chosen experts.  The array is valid until the next call."""
 
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         """Whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots, stride] is
@@ -199,9 +199,9 @@ class Executor(Protocol):
         the stored index of the first."""
 
     def share_input(self) -> tuple[F32, F32 | None]:
-        """What neurons read since the last ``begin_ffn``, in main memory: u [T, hidden], or what
-        is made of it for experts of another width [T, width], and in a mixture the weights
-        [T, experts] of its experts, else None; valid until ``end_ffn``."""
+        """What neurons read since the last ``begin_ffn``, in main memory: u [T, hidden], or what is
+        made of it for experts of another width [T, width], and in an MoE model the weights [T,
+        experts] of its experts, else None; valid until ``end_ffn``."""
 
     def add_sum(self, values: F32) -> None:
         """Add ``values`` [T, hidden], or as wide as what neurons read, which another unit has
@@ -231,8 +231,8 @@ class InputReader(Protocol):
     need not have it."""
 
     def read_router_input(self) -> F32:
-        """What a mixture's router read in the last ``begin_ffn`` [T, hidden];
-        valid until the next call."""
+        """What an MoE model's router read in the last ``begin_ffn`` [T, hidden]; valid until the
+        next call."""
 
     def read_routes(self) -> F32:
         """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do
@@ -358,8 +358,8 @@ class ContextKeeper(Protocol):
     """An executor that copies keys and values; a backend need not have it."""
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:
-        """A copy [n] of the keys and values of a sequence's tokens from ``first`` to ``end``,
-        multiples of ``CONTEXT_BLOCK``, in an order of the executor's own."""
+        """A copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``, multiples of
+        ``CONTEXT_BLOCK``, in an order of the executor's own."""
 
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `read_context` gave for these tokens, of this sequence or another one."""

@@ -84,7 +84,7 @@ class BuildRequest:
     it to the backend."""
     gate_rows: Mapping[int, tuple[U8, Scales | None]] | None
     """By layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
-    order, in a mixture expert by expert, resident; of the layers that ``predict_gate`` will be
+    order, in an MoE model expert by expert, resident; of the layers that ``predict_gate`` will be
     asked about."""
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
@@ -96,9 +96,10 @@ class BuildRequest:
     """Per layer of a model with a smooth activation, what counts as zero in ``predict_gate``:
     act(gate) smaller than the first, act(gate) * up smaller than the second; None stands for 0."""
     expert_limits: Sequence[Sequence[float]] | None = None
-    """Per layer of a mixture, the first limit of each expert [experts], instead of the layer's."""
+    """Per layer of an MoE model, the first limit of each expert [experts], instead of the
+    layer's."""
     expert_neurons: Sequence[I32] | None = None
-    """Per layer of a mixture, the stored indices [neurons] of its neurons, expert by expert,
+    """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each: of the rows of predictors and gates; needed to name neurons only."""
     rows: DividedRows | None = None
     """First rows of projections and of the head that another unit computes; the executor is a

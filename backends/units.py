@@ -166,7 +166,7 @@ class DenseUnit(Protocol):
         """Begin to compute the first ``neurons`` neurons that are kept of ``layer``, by default all
         of them, for ``inputs`` [T, hidden]; return the job's number.
 
-        ``routes`` [T, experts] are the weights of a mixture's experts, 0 for those that do not
+        ``routes`` [T, experts] are the weights of an MoE model's experts, 0 for those that do not
         compute a token."""
 
     def multiply(self, name: str, inputs: F32) -> int:
@@ -225,7 +225,7 @@ class WholeRequest:
     threshold: float
     """Score from which the predictor names a neuron."""
     expert_neurons: Sequence[I32] | None = None
-    """Per layer of a mixture, the stored indices [neurons] of its neurons, expert by expert,
+    """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each; needed to name neurons only."""
     count: Callable[[int], None]
     """Counts bytes of the unit's memory."""

@@ -121,7 +121,7 @@ class Weight:
 class FindWeight(Protocol):
     """Finds a tensor by the key that `pi2.plan.documents.model_tensors.Tensors` has for its name.
 
-    In a mixture, tensors of experts have all of them (`Weight.experts`)."""
+    In an MoE model, tensors of experts have all of them (`Weight.experts`)."""
 
     def __call__(self, key: str, layer: int, /) -> Weight | None:
         """Return the tensor ``key`` of a layer (0 for the model's own); None if there is none."""

@@ -145,7 +145,7 @@ class _Panel:
                 start = v.let(start + 4 * lanes)
 
     def _stage_chunks(self, value: v.Expr, chunks: Sequence[int], lane: v.Expr) -> None:
-        """Put 16 bytes each where their place in the block is: as many beside each other as a
+        """Put 16 bytes each where their place in the block is: as many next to each other as a
         square has."""
         together = self.machine.width // 16
         for place, chunk in enumerate(chunks):

@@ -200,12 +200,12 @@ class Attention:
         return self.states.kept[sequence][layer, number]
 
     def read(self, sequence: int, first: int, end: int) -> U8:
-        """Return a copy of the keys and values of a sequence's tokens."""
+        """Return a copy of the KV cache of a sequence's tokens."""
         blocks = slice(first // CONTEXT_BLOCK, end // CONTEXT_BLOCK)
         return np.concatenate([raw[:, blocks].reshape(-1) for raw in self._kept[sequence]])
 
     def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
-        """Set the keys and values of a sequence's tokens to what `read` gave."""
+        """Set the KV cache of a sequence's tokens to what `read` gave."""
         blocks, done = slice(first // CONTEXT_BLOCK, end // CONTEXT_BLOCK), 0
         for raw in self._kept[sequence]:
             place = raw[:, blocks]

@@ -155,7 +155,7 @@ class Bindings:
         self.signs = [_find_sign(model, layer) for layer in layers]
         """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
         self.is_routed = [spec.router is not None and own.weights is not None for own in routers]
-        """By layer of a mixture, whether the call that begins its FFN routes."""
+        """By layer of an MoE model, whether the call that begins its FFN routes."""
         self.begin_given = [(*self._tell_routed(layer), *self.signs[layer]) for layer in layers]
         """By layer, what a call that begins its FFN is given beside the number of tokens."""
         self._layers = [space.wrap_layer(layer) for layer in layers]

@@ -349,7 +349,7 @@ class CpuExecutor:
         return read[: self._now.tokens]
 
     def read_routes(self) -> F32:
-        """Return the weights of a mixture's experts."""
+        """Return the weights of an MoE model's experts."""
         return self._now.arrays.routes[: self._now.tokens]
 
     def read_cutoffs(self) -> F32 | None:

@@ -46,10 +46,10 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     Per token of a chunk, or of a step if it has more: 2 d floats (residual, FFN sum); the inputs of
     the projections, d and h w wide, each in two 8-bit planes (or four bytes, if a plan rounds
     nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of dense
-    FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and an
+    FFN; its id; d floats more for parallel residuals and MoE models, and a float per expert and an
     integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, again
     where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
-    head, eight numbers per neuron of a layer (in a mixture nine, with resident scales two more),
+    head, eight numbers per neuron of a layer (in an MoE model nine, with resident scales two more),
     and for every token of a step beyond the first two more and a predictor's inner vector, d floats
     and 33 KiB per thread (of experts that are never inactive up to 32 d floats in all, as far as
     those of the dense FFN are fewer); if a step has several tokens and activations are often zero,
@@ -57,7 +57,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX 72 (d + h w)
     bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a multiple of 16
     tokens. For layers with a state, an input as wide as what they mix, their projections, and some
-    factors. For an FFN beside experts, its input, gates and ups, and d floats; for experts of
+    factors. For an FFN next to experts, its input, gates and ups, and d floats; for experts of
     another width, what they read and give, and as many floats of each thread instead of d.  If
     activations are normalised, a float, and one for each thread.  For embeddings of layers, two
     floats for each element that all layers have of a token, and the input of an output.  For n

@@ -56,7 +56,7 @@ class NeighbourCalls:
     """Calls that add neurons of a layer that lie next to each other, with the arrays of a chunk."""
 
     one: BoundCall
-    """For one token: all of them, in a mixture those in slots that are named."""
+    """For one token: all of them, in an MoE model those in slots that are named."""
     several: BoundCall
     """For several tokens."""
     step: BoundCall
@@ -331,8 +331,8 @@ class Neurons:
         *,
         is_step: bool = False,
     ) -> None:
-        """Add contiguous neurons from stored index ``first`` for all tokens; in a mixture each to
-        the tokens that its expert computes by ``routes`` [tokens, experts]."""
+        """Add contiguous neurons from stored index ``first`` for all tokens; in an MoE model each
+        to the tokens that its expert computes by ``routes`` [tokens, experts]."""
         if routes is not None:
             self._add_experts(bundles, first, routes, calls, is_step)
             return

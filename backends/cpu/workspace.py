@@ -245,7 +245,7 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
 
 
 def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
-    """Return views of what an FFN beside experts works with; none without it."""
+    """Return views of what an FFN next to experts works with; none without it."""
     if not spec.side_ffn:
         return {}
     length = fill_groups(spec.side_ffn)

@@ -46,7 +46,7 @@ def count_tile_bytes(layout: BundleLayout) -> dict[str, int]:
 
 
 def count_experts(model: Model) -> int:
-    """Experts whose weights a job is given; 0 where the model is no mixture."""
+    """Experts whose weights a job is given; 0 where the model is no MoE model."""
     return 0 if model.moe is None else model.expert_count
 
 
@@ -57,7 +57,7 @@ class DenseSizes:
     layout: BundleLayout
     """Bundles with their scales in them."""
     experts: int
-    """Experts of a mixture; 0 for a model without experts."""
+    """Experts of an MoE model; 0 for a model without experts."""
     counts: Sequence[int]
     """Neurons that are kept of each layer."""
     chunk: int

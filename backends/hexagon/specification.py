@@ -54,7 +54,7 @@ class FfnShape:
     weights: Weights
     options: Ffn
     experts: int = 0
-    """Of a mixture, else 0."""
+    """Of an MoE model, else 0."""
     weighs_input: bool = False
     """Whether experts' weights multiply gates and ups, not what neurons compute of them."""
 

@@ -44,7 +44,7 @@ from pi2.backends.kernels.vocabulary import take_layer_input
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Normalise and quantise x; set y to zero; in a mixture, route."""
+    """Normalise and quantise x; set y to zero; in an MoE model, route."""
     _emit_begin(schedule, take, has_cutoff=False)
 
 
@@ -297,7 +297,8 @@ def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
-    """Add contiguous neurons to y of all tokens; in a mixture, those of an expert to its tokens."""
+    """Add contiguous neurons to y of all tokens; in an MoE model, those of an expert to its
+    tokens."""
     count = take.take_number("count")
     tokens = take.take_number("tokens")
     spec = schedule.spec

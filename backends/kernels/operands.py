@@ -13,8 +13,8 @@ from pi2.plan.weights.layout import Precision, round_up, split_lanes, weight_byt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Places of n neurons in ``bundles``, and of T tokens in a chunk, of one expert in a mixture;
-    None: all."""
+    """Places of n neurons in ``bundles``, and of T tokens in a chunk, of one expert in an MoE
+    model; None: all."""
 
     neurons: v.Buffer | None = None
     """int32 [n]."""

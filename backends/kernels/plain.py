@@ -3,7 +3,7 @@
 One pass over a neuron: its value from all vectors but the last, then the last one, where the value
 is not zero.  Bundles as `pi2.plan.weights.layout` says; biases are float32 in the bundle.
 
-The FFN of one token over stretches of neurons, all of which have an effect: a mixture's chosen
+The FFN of one token over stretches of neurons, all of which have an effect: an MoE model's chosen
 experts with a smooth activation, in whose memory one neuron follows another.
 
 Every thread takes neighbours, as many as the others, two at a time: gates and ups, then downs.  A
@@ -100,7 +100,7 @@ class Sums:
     total: v.Buffer
     """float32 [hidden] (lane order)."""
     routes: v.Buffer | None
-    """float32 [experts]: weights of a mixture's experts, None without."""
+    """float32 [experts]: weights of an MoE model's experts, None without."""
     token: v.Expr
     squares: Squares | None = None
     """Of activations, if they are normalised."""

@@ -18,15 +18,15 @@ For several sequences (`KernelSpec.sequences`) gathered neurons have the number 
 whose they are, predictions the ``first`` token and how many there are; ``attend`` is in three parts
 besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
 are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
-``begin_ffn`` and ``add_dense`` but for that, and so is ``end_step`` where a dense FFN is beside the
-experts, these have a width of their own, or layers have embeddings of their own, and
+``begin_ffn`` and ``add_dense`` but for that, and so is ``end_step`` where a dense FFN is next to
+the experts, these have a width of their own, or layers have embeddings of their own, and
 ``embed_layers_step``, which makes these. If activations are often zero, ``add_shared_neurons`` adds
 gathered neurons to all tokens that have ``named`` them.
 
 Where the plan looks ahead (`KernelSpec.foresees`), ``foresee`` predicts with the input that a later
 layer's norm makes of x, and then does what ``begin_ffn`` does for the present layer.
 
-Where a mixture's router is compiled, functions that begin FFNs are told whether the layer is
+Where an MoE model's router is compiled, functions that begin FFNs are told whether the layer is
 ``routed``, and set the weights of experts then.
 
 Layers whose gates have a cutoff begin with ``begin_cut_ffn``, or ``begin_cut_step``.

@@ -159,7 +159,7 @@ class Schedule:
             take_tiles(take, name, length, self.isa)
 
     def take_routes(self, take: Parameters) -> v.Buffer | None:
-        """Declare the weights of a mixture's experts."""
+        """Declare the weights of an MoE model's experts."""
         if not self.spec.experts:
             return None
         return take.take_array("routes", "float32", "tokens", self.spec.experts)

@@ -86,7 +86,7 @@ class KernelSpec:
     state: StateShape | None
     """Sizes of layers with a state, if there are some."""
     experts: int
-    """Experts of a mixture, shared ones included; 0 if the model is none."""
+    """Experts of an MoE model, shared ones included; 0 if the model is none."""
     side_ffn: int
     """Neurons of a dense FFN next to the experts; 0 without it."""
     sub_norm: int

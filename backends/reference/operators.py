@@ -120,7 +120,7 @@ def compute_activations(
     cutoffs: F32 | None = None,
 ) -> F32:
     """Activations [T, n] of ``bundles`` [n, stride] for ``inputs`` [T, hidden], times ``routes``
-    [T, experts] in a mixture; ``cutoffs`` [T, 1] of gates."""
+    [T, experts] in an MoE model; ``cutoffs`` [T, 1] of gates."""
     values = []
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T
@@ -324,7 +324,7 @@ class Prediction:
         """Scores [neurons] of the last prediction by predictors; -inf where none was asked."""
 
     def find_named(self, layer: int, threshold: float, u: F32, experts: I32) -> I32:
-        """Return the neurons, of ``experts`` in a mixture, whose score reaches ``threshold``."""
+        """Return the neurons, of ``experts`` in an MoE model, whose score reaches ``threshold``."""
         if self._model.moe is None:
             self.scores = self.score(layer, 0, u)[0]
         else:
@@ -350,8 +350,8 @@ class Prediction:
         return np.asarray(np.maximum(u @ inner.T, 0) @ outer.T + bias)
 
     def find_open(self, layer: int, u: F32, experts: I32, cutoffs: F32 | None) -> I32:
-        """Neurons whose gates are open by the gate rows, of ``experts`` in a mixture; ``cutoffs``
-        [1, 1]."""
+        """Neurons whose gates are open by the gate rows, of ``experts`` in an MoE model;
+        ``cutoffs`` [1, 1]."""
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
         layout = self._request.bundle
@@ -381,7 +381,7 @@ class Prediction:
         return (0.0, 0.0) if self._request.limits is None else self._request.limits[layer]
 
     def _find_gate_limits(self, layer: int) -> F32 | float:
-        """The first limit: of the layer, or in a mixture of every gate row [neurons]."""
+        """The first limit: of the layer, or in an MoE model of every gate row [neurons]."""
         if self._request.expert_limits is None:
             return self.get_limits(layer)[0]
         limits = np.array(self._request.expert_limits[layer], np.float32)

@@ -154,7 +154,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
 
 
 def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
-    """Write a GGUF file in a mixture of formats, and say so; click's UsageError for options of
+    """Write a GGUF file in several formats, and say so; click's UsageError for options of
     stores."""
     from pi2.importing.imatrix import read_imatrix
     from pi2.importing.quantize import quantize_checkpoint

@@ -84,8 +84,8 @@ _FINE_SHARE, _FEW = 0.04, 4
 
 
 def find_routing_law(experts: int, chosen: int) -> RoutingLaw:
-    """The law of a mixture whose tokens choose so many, from published hit rates of least recently
-    used caches; figures that follow from it are of synthetic routing."""
+    """The law of an MoE model whose tokens choose so many, from published hit rates of least
+    recently used caches; figures that follow from it are of synthetic routing."""
     if chosen >= _FINE_SHARE * experts:
         return COARSE
     return FEW if chosen <= _FEW else FINE

@@ -53,7 +53,7 @@ def list_dense_units(resolved: ResolvedPlan) -> list[str]:
 
 
 def list_used_units(resolved: ResolvedPlan) -> list[str]:
-    """Units beside the processor that compute anything: neurons, rows of projections, prompts."""
+    """Units next to the processor that compute anything: neurons, rows of projections, prompts."""
     rows, prompts = resolved.divided_rows, resolved.plan.prefill.unit
     others = [] if rows is None else [rows.unit]
     others += [] if prompts in (None, resolved.sparse_unit) else [str(prompts)]
@@ -222,7 +222,7 @@ class Description:
 
     @property
     def uses_dense(self) -> bool:
-        """Whether a unit computes neurons densely beside the processor."""
+        """Whether a unit computes neurons densely next to the processor."""
         return self.rates.dense is not None and any(
             self.find_dense(kind) > 0.0 for kind in self.kinds
         )

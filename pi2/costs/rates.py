@@ -67,7 +67,7 @@ class Rates:
     """Time to compute neurons whose gates are known."""
     norm_s: float
     route_s: float = 0.0
-    """Time to choose a mixture's experts."""
+    """Time to choose an MoE model's experts."""
     python_s: float = 0.0
     """What the engine does in a layer between the steps."""
     token_s: float = 0.0

@@ -83,7 +83,7 @@ class Sizes:
     predictor_weights: int
     neuron_weights: int
     projection_weights: int
-    """Number of weights of attention and of an FFN beside experts, for arithmetic."""
+    """Number of weights of attention and of an FFN next to experts, for arithmetic."""
     hidden: int
     is_gated: bool
 
@@ -318,7 +318,7 @@ def count_run(resolved: ResolvedPlan, store: Path | None) -> int:
 
 
 def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
-    """The plan's gap if a mixture's neurons lie by expert; else few neighbours are missing."""
+    """The plan's gap if an MoE model's neurons lie by expert; else few neighbours are missing."""
     plan = resolved.plan
     if resolved.model.moe is None or plan.pipeline.phases != 1:
         return None

@@ -43,7 +43,7 @@ class LayerTerms:
     position_s: float
     """What every further token of context adds."""
     norm_s: float
-    """What the FFN begins and ends with, and a mixture's router."""
+    """What the FFN begins and ends with, and an MoE model's router."""
     python_s: float
     predict: Work
     look_up_s: float

@@ -58,7 +58,7 @@ class Memory:
     embedding: EmbeddingRows | None
     layer_embedding: EmbeddingRows | None
     grouped: list[I32] | None
-    """A mixture's neurons, expert by expert."""
+    """An MoE model's neurons, expert by expert."""
     cache: NeuronCache
     reader: FlashReader | NullReader
     bulk: BulkLoad
@@ -133,7 +133,7 @@ def build_parts(
 
 
 def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts | None:
-    """Build the model that guesses tokens, if there is one."""
+    """Build the model that drafts tokens, if there is one."""
     if opened.draft is None:
         return None
     with ExitStack() as own:

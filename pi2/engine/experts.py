@@ -1,4 +1,4 @@
-"""Which neurons of a layer belong to which expert of a mixture.
+"""Which neurons of a layer belong to which expert of an MoE model.
 
 Less than exact routing, if the plan asks for it: fewer experts are read than were chosen.
 

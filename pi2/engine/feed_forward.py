@@ -49,13 +49,13 @@ class FeedForward(Waves):
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
-        ``decode``: the plan's predictor, its thresholds, and how it looks ahead.  In a mixture the
-        router looks ahead too; experts that it did not name are predicted when the layer's own
+        ``decode``: the plan's predictor, its thresholds, and how it looks ahead.  In an MoE model
+        the router looks ahead too; experts that it did not name are predicted when the layer's own
         routing is known.  ``token_neurons``: how many of each layer may compute a token, if not
         all. ``separate_scales``: scales are outside of bundles, by stored index.  ``shares``: the
         neurons of units next to the executor.  ``in_order``: dense layers are computed as a whole
-        and in stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
-        mixture.  ``keeps_bits``: the cache changes no bit of layers that are computed as a
+        and in stored order, for those who look at them.  ``experts``: whose neurons are whose, in
+        an MoE model.  ``keeps_bits``: the cache changes no bit of layers that are computed as a
         whole."""
         super().__init__(executor, cache, reader, decode=decode, separate_scales=separate_scales)
         self._neurons = self._single.neurons

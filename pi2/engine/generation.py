@@ -270,7 +270,7 @@ def embed_tokens(
 
 
 def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
-    """Counters since loading; those of guessed tokens are in ``speculation``, if there is one."""
+    """Counters since loading; those of draft tokens are in ``speculation``, if there is one."""
     reader = parts.reader
     guesses = SpeculationCounters() if speculation is None else speculation.counters
     if isinstance(parts.forward, WholeForward):

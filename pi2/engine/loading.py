@@ -334,8 +334,8 @@ def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
 def _build_whole(
     resolved: ResolvedPlan, grouped: Sequence[I32] | None, budget: Budget, progress: Progress
 ) -> WholeModel:
-    """Make room for the model on the unit that has it; ``grouped``: a mixture's neurons, expert by
-    expert."""
+    """Make room for the model on the unit that has it; ``grouped``: an MoE model's neurons, expert
+    by expert."""
     plan, name = resolved.plan, resolved.sparse_unit
     backend = find_whole_backend(resolved.name_backend(name))
     assert backend is not None, name

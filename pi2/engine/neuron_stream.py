@@ -9,7 +9,7 @@ even parts, so that the drive is busy all the time.
 
 Where the order of additions may not depend on what is in memory, the bounds of pieces depend on
 what is wanted alone, and their order does.  It is stored order for those who look at neurons.  For
-mixtures it is one that takes neighbours far apart (``spread``): caches are filled from the first
+MoE models it is one that takes neighbours far apart (``spread``): caches are filled from the first
 neurons on, and the drive would stand still while those are computed.  If experts are cached as a
 whole, a piece is such a granule (`pi2.memory.granules`), so that nothing is copied, and as many are
 on their way as the staging buffers have room for."""

@@ -88,7 +88,7 @@ def build_shares(
     *,
     alone: bool = False,
 ) -> DenseShares:
-    """Make the units that the plan names beside the executor, or none if it shall work ``alone``;
+    """Make the units that the plan names next to the executor, or none if it shall work ``alone``;
     UserError P320 where one cannot be had."""
     units: dict[str, BesideUnit] = {}
     try:
@@ -221,7 +221,7 @@ class OpenedModel:
     tokenizer: Tokenizer | None
     loops: HostLoops | None
     draft: OpenedModel | None
-    """The model that guesses tokens, if there is one."""
+    """The model that drafts tokens, if there is one."""
 
 
 def open_model(

@@ -474,7 +474,8 @@ class Scheduler:
         ticket.progress((done + (end - done) * share) / len(ticket.request.prompt_ids))
 
     def _step(self) -> None:
-        """Draw tokens of every sequence whose prompt is read: one, and those that were guessed."""
+        """Draw tokens of every sequence whose prompt is read: one, and those that were
+        predicted."""
         running = dict(self._running)
         start = time.perf_counter()
         try:
@@ -532,7 +533,7 @@ class Scheduler:
         return len(tokens)
 
     def _take_back(self, place: int, ticket: Ticket, count: int) -> None:
-        """Forget the last ``count`` tokens that were guessed, and not drawn."""
+        """Forget the last ``count`` tokens that were predicted, and not drawn."""
         try:
             self._forward.take_back(place, self._forward.positions[place] - count)
         except Exception as error:

@@ -408,7 +408,7 @@ class Speculation:
 
 
 def make_speculation(parts: Parts) -> Speculation | None:
-    """Make what guesses tokens; None where the plan wants none, or states cannot be copied."""
+    """Make what drafts tokens; None where the plan wants none, or states cannot be copied."""
     plan, forward = parts.resolved.plan, parts.forward
     settings = plan.decode.speculation
     if settings is None:

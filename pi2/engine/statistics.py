@@ -59,7 +59,7 @@ class SpeculationCounters(Counters):
     drafts: int = 0
     """Guesses of one token or more."""
     draft_tokens: int = 0
-    """Tokens that were guessed."""
+    """Tokens that were predicted."""
     accepted_tokens: int = 0
     """Accepted draft tokens."""
     accepted_by_position: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ class RunStatistics(Counters):
     active_neurons: int | None = 0
     """Neurons of these with a non-zero activation; None if they are not counted."""
     possible_neurons: int = 0
-    """Neurons of the layers that were computed sparsely, in a mixture of the tokens' experts."""
+    """Neurons of the layers that were computed sparsely, in an MoE model of the tokens' experts."""
     cache_hits: int = 0
     """Named neurons that were in memory."""
     cache_misses: int = 0
@@ -101,7 +101,7 @@ class RunStatistics(Counters):
     waited_s: float = 0.0
     """Seconds that computing waited for these reads."""
     dense_neurons: int = 0
-    """Neurons of sparse layers that units beside the sparse one have computed."""
+    """Neurons of sparse layers that units other than the sparse one have computed."""
     routed_experts: int = 0
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen_experts: int = 0
@@ -124,7 +124,7 @@ class RunStatistics(Counters):
     flash_saved_bytes: int = 0
     """Bytes of up and down that were not read, because gates were closed."""
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
-    """What guessing tokens has brought, if the plan says `decode.speculation`."""
+    """What drafting tokens has brought, if the plan says `decode.speculation`."""
 
     @property
     def predicted_share(self) -> float | None:

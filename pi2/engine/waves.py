@@ -41,7 +41,7 @@ class Foresight:
         self._needs_scores = needs_scores
         self._foreseer = executor if isinstance(executor, Foreseer) and executor.foresees else None
         self.experts: list[I32] = []
-        """Experts of each token, in a mixture, that the last prediction is about."""
+        """Experts of each token, in an MoE model, that the last prediction is about."""
         self._found: list[tuple[I32, F32 | None]] = []
         """What was predicted for each token, if no call does it at once."""
 
@@ -93,7 +93,7 @@ class Wave:
     by_token: I64 | None = None
     """Which of several tokens have named each neuron [neurons], a bit for each; None of one."""
     experts: list[I32] | None = None
-    """Experts that they belong to, of each token, where these were guessed ahead."""
+    """Experts that they belong to, of each token, where these were predicted ahead."""
     taken: int = 0
     """Clusters that have been waited for."""
     named: I32 | None = None

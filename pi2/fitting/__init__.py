@@ -48,7 +48,7 @@ def list_usual_backends() -> dict[UnitKind, str]:
 
 
 def find_unit_backend(name: str) -> UnitBackend | None:
-    """Import the module of a backend that serves units beside an executor; None if it does not."""
+    """Import the module of a backend that serves units next to an executor; None if it does not."""
     backend = find_backend(name)
     return cast("UnitBackend", backend) if hasattr(backend, "build_unit") else None
 

@@ -447,7 +447,7 @@ class Inspection:
             return None
 
     def locate_draft(self) -> Located | None:
-        """Find the plan of the model that guesses tokens, if the plan names one."""
+        """Find the plan of the model that drafts tokens, if the plan names one."""
         plan, file = self.documents.get("plan"), self.files.get("plan")
         if file is None or not isinstance(plan, Plan) or plan.decode.speculation is None:
             return None
@@ -469,7 +469,7 @@ class Inspection:
         return None
 
     def add_draft(self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> None:
-        """Take notice of the errors in the plan of the model that guesses tokens."""
+        """Take notice of the errors in the plan of the model that drafts tokens."""
         path, file = ("decode", "speculation", "plan"), self.files["plan"]
         self.sources.update(sources)
         for item in diagnostics:

@@ -109,7 +109,7 @@ def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
 
     Why: a cache that is smaller than what one token brings in has lost the first layers' neurons
     when the next token comes back to them, so that little of it is used twice.  One that keeps what
-    is used often (``cache.policy = "lfu"``) works with a quarter of it, but for a mixture whose
+    is used often (``cache.policy = "lfu"``) works with a quarter of it, but for an MoE model whose
     router names whole experts (``decode.predictor = "router"``).  The number of neurons is an
     estimate from the model's ``sparsity`` and ``predictor``, or what the router chooses in every
     layer.
@@ -248,9 +248,9 @@ def _count_attention_bytes(resolved: ResolvedPlan) -> int:
 def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
     """Backend cannot compute the plan.
 
-    Why: backends differ in what they compute: not every one serves a unit beside the sparse one, or
-    computes a whole model, and some know no mixtures, or not every activation or precision.  Asking
-    them first is better than failing when the model has been loaded.
+    Why: backends differ in what they compute: not every one serves a unit other than the sparse
+    one, or computes a whole model, and some know no MoE models, or not every activation or
+    precision.  Asking them first is better than failing when the model has been loaded.
 
     Example: ``units.second.backend = "cpu"`` for a dense share.
 

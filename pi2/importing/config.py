@@ -362,8 +362,8 @@ def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _list_kimi(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """FFNs of Kimi Linear's layers without experts: transformers writes them by the name of a
-    mixture."""
+    """FFNs of Kimi Linear's layers without experts: transformers writes them by the name of an MoE
+    model."""
     count = config.get("num_hidden_layers")
     layers = [f"model.layers.{n}" for n in range(min(count, 1024) if type(count) is int else 0)]
     return [(f"{layer}.block_sparse_moe.", f"{layer}.mlp.") for layer in layers]

@@ -244,8 +244,8 @@ def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
 
 
 def choose_order(model: Model, activations: Path | None) -> I32:
-    """Original neuron at every stored place, int32 [layers, neurons]; the neurons of a mixture are
-    numbered through its experts."""
+    """Original neuron at every stored place, int32 [layers, neurons]; the neurons of an MoE model
+    are numbered through its experts."""
     layers, neurons = model.shape.layers, model.layer_neurons
     if activations is None:
         return np.tile(np.arange(neurons, dtype=np.int32), (layers, 1))

@@ -75,14 +75,13 @@ def convert_checkpoint(
 
     ``tokenizer``: another one instead of the checkpoint's, as `use_tokenizer` takes it.
     ``predictors``: safetensors file of the predictors, or a folder of PowerInfer's, if they are not
-    in the checkpoint.
-    ``activations``: Parquet file of counts; neurons are then stored most active first, those of a
-    mixture without predictors by expert, and the file is kept in the store. ``extras``: further
-    files to keep, by their path in the store; ``notes``: contents of files that people may change
-    later, such as a plan, by their path; what a replaced store has there is kept with the ending
-    ``.old``. ``stride`` and ``scales``: how bundles lie (`pi2.plan.weights.layout`). ``quantizer``
-    rounds weights; by default to nearest.
-    ``progress`` is called with a label and the share of bytes read.
+    in the checkpoint. ``activations``: Parquet file of counts; neurons are then stored most active
+    first, those of an MoE model without predictors by expert, and the file is kept in the store.
+    ``extras``: further files to keep, by their path in the store; ``notes``: contents of files that
+    people may change later, such as a plan, by their path; what a replaced store has there is kept
+    with the ending ``.old``. ``stride`` and ``scales``: how bundles lie
+    (`pi2.plan.weights.layout`). ``quantizer`` rounds weights; by default to nearest. ``progress``
+    is called with a label and the share of bytes read.
 
     Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind; a job
     that was killed or interrupted goes on where it was when called again, and so does any whose

@@ -319,7 +319,7 @@ def complete_llama(config: dict[str, Any], tensors: Iterable[str]) -> None:
 
 
 def read_mixture(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Families all of whose layers are mixtures: the only size is that of experts."""
+    """Families all of whose layers are MoE models: the only size is that of experts."""
     found = read_decoder(metadata, config, activation)
     if "moe_intermediate_size" in found:
         found["intermediate_size"] = found["moe_intermediate_size"]

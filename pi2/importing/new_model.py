@@ -89,7 +89,7 @@ _LONGER = ("language_model.model.", "model.language_model.", "model.text_model."
 _SINGLE_EXPERT = (".{expert}.gate_proj.weight", ".{expert}.w1.weight")
 """Ends of the name of one expert's gates."""
 _BLOCK = ".block_sparse_moe."
-"""What mixtures are called in the checkpoints of some families; transformers calls all FFNs one
+"""What MoE models are called in the checkpoints of some families; transformers calls all FFNs one
 thing."""
 _FIRST = ("schema_version", "name", "description", "id", "licence")
 
@@ -149,7 +149,7 @@ def describe_checkpoint(
 
 
 def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether the checkpoint's neurons, but for layers that are no mixture, are MXFP4."""
+    """Whether the checkpoint's neurons, but for layers that are no MoE model, are MXFP4."""
     blocks = enumerate(model.blocks)
     layer = next((n for n, own in blocks if model.moe is None or own.ffn.has_router), None)
     if layer is None:
@@ -284,8 +284,8 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
 
 
 def _match_blocks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
-    """Name FFNs as transformers does in memory, if the checkpoint has them so: mixtures like other
-    FFNs, gates and ups of an FFN in one tensor."""
+    """Name FFNs as transformers does in memory, if the checkpoint has them so: MoE models like
+    other FFNs, gates and ups of an FFN in one tensor."""
     if "moe" not in tables:
         return
     names, layers = tables["tensors"], range(tables["shape"]["layers"])

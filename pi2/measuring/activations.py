@@ -137,7 +137,7 @@ class LayerStatistics:
     """Summary of a layer's activations."""
 
     active: float
-    """Mean share of neurons that a token activates; in a mixture, of those of its experts."""
+    """Mean share of neurons that a token activates; in an MoE model, of those of its experts."""
     skew: float
     """Smallest share of neurons that makes 80 % of the activations."""
     never: float

@@ -46,7 +46,7 @@ class NeuronPiece:
     biases: tuple[F32, ...]
     """Biases of ``rows`` [n] each; empty where the model has none."""
     experts: I32 | None
-    """Expert of every neuron [n], in a mixture."""
+    """Expert of every neuron [n], in an MoE model."""
 
 
 class Weights(Protocol):

@@ -45,7 +45,7 @@ class LayerSamples:
 
 
 class SampleRecorder:
-    """An observer of FFNs that keeps everything in ``folder``, per expert in a mixture."""
+    """An observer of FFNs that keeps everything in ``folder``, per expert in an MoE model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

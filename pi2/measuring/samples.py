@@ -169,7 +169,7 @@ class TokenBytes:
     neurons: float
     """Bundles of the active neurons, padding left out."""
     kv: float
-    """Bytes of the keys and values of the context."""
+    """Bytes of the KV cache of the context."""
 
     @property
     def total(self) -> float:

@@ -98,7 +98,7 @@ class ContextLoan:
         return min(absent, self._cold_slots + lent)
 
     def claim(self, tokens: int) -> None:
-        """Make room for the keys and values of ``tokens`` in all; nothing may be held."""
+        """Make room for the KV cache of ``tokens`` in all; nothing may be held."""
         if tokens > self._claimed:
             steps = -(-tokens // STEP_TOKENS) * STEP_TOKENS
             self._claimed = min(steps, self._memory.context)

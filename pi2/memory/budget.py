@@ -242,7 +242,7 @@ def _find_address(region: mmap.mmap) -> int:
 
 
 def make_budget(resolved: ResolvedPlan) -> Budget:
-    """Make the budget of the plan's segments and of the units beside the sparse one."""
+    """Make the budget of the plan's segments and of the units other than the sparse one."""
     memory = resolved.plan.memory
     units = {f"units.{name}": unit.budget for name, unit in memory.units.items()}
     return Budget({**dict(memory.segments), **units})

@@ -31,11 +31,11 @@ class Ffn:
     """Neurons of the FFN, or of one expert."""
     active: int
     """FFNs of the store that compute a token: experts with shared ones, those that hold a dense
-    FFN's neurons; 0 for a dense FFN that is kept beside experts."""
+    FFN's neurons; 0 for a dense FFN that is kept next to experts."""
     neurons: int
     """Neurons of these, without those that fill the last one up."""
     side: int = 0
-    """Neurons of a dense FFN that is kept and computed beside experts."""
+    """Neurons of a dense FFN that is kept and computed next to experts."""
     closed: float = 0.0
     """Share of the gates that a cutoff closes; 0 without one."""
 
@@ -216,7 +216,7 @@ def list_cutoff_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:
 
 
 def list_down_biases(at: Place, own: Ffn) -> Iterator[DenseTensor]:
-    """``down_bias`` [1, hidden], in a mixture [experts, hidden]."""
+    """``down_bias`` [1, hidden], in an MoE model [experts, hidden]."""
     if own.options.bias:
         experts = at.model.expert_count
         sources = [find_neurons(at, own, "down_bias", expert) for expert in range(experts)]
@@ -226,8 +226,8 @@ def list_down_biases(at: Place, own: Ffn) -> Iterator[DenseTensor]:
 
 
 def list_predictor_tensors(at: Place, rank: int) -> Iterator[DenseTensor]:
-    """``predictor_in`` [rank, width], ``predictor_out`` [neurons, rank] and ``predictor_bias``
-    [1, neurons] in stored order; in a mixture those of expert 0, then those of expert 1, ..."""
+    """``predictor_in`` [rank, width], ``predictor_out`` [neurons, rank] and ``predictor_bias`` [1,
+    neurons] in stored order; in an MoE model those of expert 0, then those of expert 1, ..."""
     model, precision = at.model, at.model.quantization.predictor
     rows, neurons = rank * model.expert_count, model.layer_neurons
     yield at.matrix("predictor_in", rows, model.stored_neuron_width, precision=precision)
@@ -258,7 +258,7 @@ def list_router_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:
 
 def list_side_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:
     """``side_in`` [2 width, hidden], gates and then ups, and ``side_down`` [hidden, width] of a
-    dense FFN beside experts, its norms; ``experts_in`` [latent, hidden] and ``experts_out``
+    dense FFN next to experts, its norms; ``experts_in`` [latent, hidden] and ``experts_out``
     [hidden, latent] around experts of another width.  Layers without experts have zeros."""
     model, moe, side = at.model, own.moe, at.model.side_ffn
     hidden, stored, width = model.shape.hidden, model.shape.stored_hidden, model.side_width
@@ -283,7 +283,7 @@ def list_side_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:
 
 
 def _list_side(at: Place, own: Ffn) -> Iterator[Source]:
-    """Gates and ups of the FFN beside experts, and zeros up to what stores keep."""
+    """Gates and ups of the FFN next to experts, and zeros up to what stores keep."""
     model, width, hidden = at.model, own.side, at.model.shape.hidden
     missing = model.side_width - width
     fused = None if own.has_router else model.tensors.fused_dense

@@ -21,7 +21,7 @@ ROOTS = ("pi2.phone.runtime.command", "pi2.orchestrator", "pi2.sandbox.template"
 SPARSE_BACKENDS = frozenset({"cpu", "blocks"})
 """Backends whose executors bundles can have."""
 DENSE_BACKENDS = frozenset({"hexagon"})
-"""Backends of units beside the executor that they can have."""
+"""Backends of units next to the executor that they can have."""
 
 REPLACEMENTS: Mapping[str, str] = {
     "pi2.backends.compiler.cache": "pi2.phone.replacements.libraries",

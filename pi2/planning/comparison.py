@@ -21,7 +21,7 @@ WITHOUT = "none"
 
 
 def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
-    """The faster of a mixture's plan and the same with the wish's thresholds, if they fit."""
+    """The faster of an MoE model's plan and the same with the wish's thresholds, if they fit."""
     wish, cost = planned.wish, planned.cost
     usable = wish.thresholds is not None and wish.model.moe is not None
     if not usable or cost.predictor != "router" or cost.whole_unit is not None:

@@ -122,7 +122,7 @@ class LayoutDecision:
     usual_scales: ScalesPlace = "inline"
     """Where a store has them that nothing else was asked of."""
     reads_experts: bool = False
-    """Whether neurons of a mixture are read one by one."""
+    """Whether neurons of an MoE model are read one by one."""
 
 
 def list_bundles(device: Device, model: Model, stored: StoredLayout | None) -> list[BundleLayout]:

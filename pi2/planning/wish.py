@@ -93,6 +93,6 @@ class Wish:
     store: Path | None = None
     """Neuron store whose activations count, if there is one."""
     thresholds: Thresholds | None = None
-    """Thresholds for a mixture's experts, which a plan may use where it is faster with them."""
+    """Thresholds for an MoE model's experts, which a plan may use where it is faster with them."""
     thresholds_file: str = ""
     """Their file, as the plan is to name it."""

@@ -99,7 +99,7 @@ class StoredBundle(Table):
     factor_offset: Offset | None = None
     """Byte of the factor of its normalised activation (float32)."""
     expert_offset: Offset | None = None
-    """Byte of its expert's number (int32), in a mixture of experts."""
+    """Byte of its expert's number (int32), in an MoE model."""
     scales: ScalesPlace = "inline"
     """Where scales lie: in the bundle, or in a file of their own."""
 

@@ -142,7 +142,7 @@ class ModelUse:
 
     @property
     def router(self) -> RouterKernels | None:
-        """Kernels of a mixture's router."""
+        """Kernels of an MoE model's router."""
         moe = self.model.moe
         if moe is None:
             return None

@@ -137,7 +137,7 @@ class ModelArrays:
             self._tail = (layer, first + size, bundles[size:].copy())
 
     def put_order(self, layer: int, order: I32) -> None:
-        """Tell the stored indices of a mixture's neurons, expert by expert."""
+        """Tell the stored indices of an MoE model's neurons, expert by expert."""
         self._send(self.state[f"order_{layer}"], np.ascontiguousarray(order, np.int32))
 
     def expect(self, end: int) -> None:

@@ -16,16 +16,16 @@ kernel                  parameters: arrays, then numbers
 
 ``found[first + t]`` is how many of token t's ``slots`` count: the device itself knows it
 (`pi2.backends.gpu.kernels.gathered`), work is started for ``most``.  ``gates`` multiplies with all
-gates, or with the up rows of neurons that have none; ``order`` says which slot each is in.
-``join`` of the dense FFN adds up the partial sums.
+gates, or with the up rows of neurons that have none; ``order`` says which slot each is in. ``join``
+of the dense FFN adds up the partial sums.
 
 The neurons that compute a token, selected on the device.
 
-``select``: [scores float32 [T, n]], [routes float32 [T, experts], order int32 [n]], slots int32
-[T, n], found int32 [first + T]; n, first, tokens, [threshold].
+``select``: [scores float32 [T, n]], [routes float32 [T, experts], order int32 [n]], slots int32 [T,
+n], found int32 [first + T]; n, first, tokens, [threshold].
 
 Number i of a token's n neurons is selected where its score is at least ``threshold``, if there are
-scores, and in a mixture where the router chose its expert: neurons come expert by expert, and
+scores, and in an MoE model where the router chose its expert: neurons come expert by expert, and
 ``order`` says in which slot each of them lies.  ``slots`` are those of the selected ones in this
 order, ``found[first + t]`` how many they are."""
 

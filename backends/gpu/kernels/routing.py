@@ -1,4 +1,4 @@
-"""Which experts of a mixture compute a token, and with which weights.
+"""Which experts of an MoE model compute a token, and with which weights.
 
 ======================  ==========================================================================
 kernel                  parameters: arrays, then numbers
@@ -12,7 +12,7 @@ kernel                  parameters: arrays, then numbers
 
 Rows of the router are those of the experts, and one more where a gate weights the shared experts,
 which follow the others.  `pi2.backends.arithmetic.route` says what is computed.  ``route_first`` is
-for layers that are no mixture: their neurons are stored as those of the first experts.
+for layers that are no MoE model: their neurons are stored as those of the first experts.
 
 Norms of the residual stream, and sums into it.
 

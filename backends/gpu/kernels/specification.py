@@ -134,7 +134,7 @@ class FfnKernels:
     precision: Precision
     options: Ffn
     experts: int = 0
-    """Experts of a mixture, shared ones included; 0 for a model without experts."""
+    """Experts of an MoE model, shared ones included; 0 for a model without experts."""
     weighs_input: bool = False
     """Whether experts' weights multiply gates and ups, not what neurons compute of them."""
     in_rows: bool = False
@@ -210,7 +210,8 @@ class NormKernels:
     spreads: bool = False
     """Whether the FFN's sum begins with biases."""
     experts: int = 0
-    """Experts of a mixture, each of which has biases of its own; 0 for a model without experts."""
+    """Experts of an MoE model, each of which has biases of its own; 0 for a model without
+    experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,13 +311,13 @@ class StateKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterKernels:
-    """The router of a mixture (`pi2.backends.gpu.kernels.routing`)."""
+    """The router of an MoE model (`pi2.backends.gpu.kernels.routing`)."""
 
     length: int
     """Of its inputs."""
     moe: Moe
     others: int = 0
-    """Experts behind all of these, which only layers that are no mixture need."""
+    """Experts behind all of these, which only layers that are no MoE model need."""
     some_dense: bool = False
     """Whether there are such layers."""
 
@@ -338,7 +339,7 @@ class SelectKernels:
     scored: bool = True
     """Whether neurons have scores."""
     experts: int = 0
-    """Of a mixture, shared ones too; 0 without."""
+    """Of an MoE model, shared ones too; 0 without."""
     expert_neurons: int = 0
 
     def __post_init__(self) -> None:

@@ -74,8 +74,8 @@ def cycles(scope: Completed, layer: int, length: int) -> bool:
 
 
 def dense_layers(scope: Description, first: int) -> list[int]:
-    """Layers that are no mixture: those of ``mlp_layer_types``, else of ``moe_layer_freq`` if that
-    is a list, as in older configurations, else the ``first`` ones."""
+    """Layers that are no MoE model: those of ``mlp_layer_types``, else of ``moe_layer_freq`` if
+    that is a list, as in older configurations, else the ``first`` ones."""
     config, layers = scope.config, scope.layers
     names, older = config.read_list("mlp_layer_types"), config.values.get("moe_layer_freq")
     if not names and isinstance(older, list):

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class DenseShare:
-    """What a unit beside the sparse one has of a layer: the first neurons in stored order."""
+    """What a unit other than the sparse one has of a layer: the first neurons in stored order."""
 
     unit: str
     """Name of the unit in the device."""
@@ -165,7 +165,7 @@ class ResolvedPlan:
     """What comes out of units that have whole models, by the name of their backend; None of a
     backend that serves none."""
     draft: ResolvedPlan | None = None
-    """The plan of the model that guesses tokens, if `decode.speculation` names one."""
+    """The plan of the model that drafts tokens, if `decode.speculation` names one."""
     _derived: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -234,7 +234,7 @@ class ResolvedPlan:
         return tuple(layer for layer in range(self.model.shape.layers) if layer not in named)
 
     def list_unit_kinds(self) -> list[UnitKind]:
-        """Kinds of the units that compute beside the processor, or in its place."""
+        """Kinds of the units that compute next to the processor, or in its place."""
         names = [*self.dense_units, *([self.sparse_unit] if self.has_whole_unit else [])]
         return [self.device.units[name].kind for name in names if name in self.device.units]
 
@@ -259,7 +259,7 @@ class ResolvedPlan:
 
     @cached_property
     def divided_rows(self) -> DividedRows | None:
-        """Rows of projections and of the head that a unit beside the sparse one computes."""
+        """Rows of projections and of the head that a unit other than the sparse one computes."""
         table, model = self.plan.projections, self.model
         splits = {"attention": table.attention or {}, "head": table.head or {}}
         units = [

@@ -34,7 +34,7 @@ ROW_STEP = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedRows:
-    """The first rows of some matrices, which belong to a unit beside the sparse one."""
+    """The first rows of some matrices, which belong to a unit other than the sparse one."""
 
     unit: str
     """The unit's name."""
@@ -72,7 +72,7 @@ def list_matrices(model: Model, rows: DividedRows) -> Mapping[str, tuple[int, in
 
 
 def list_step_matrices(model: Model) -> list[DenseTensor]:
-    """Matrices beside neurons that all layers together read for a token."""
+    """Matrices next to neurons that all layers together read for a token."""
     ends = (LAYER_PROJECTION, STREAM_IN, STREAM_OUT)
     return [
         tensor
@@ -173,8 +173,8 @@ def need_kv(plan: Plan, model: Model) -> Need:
 
 
 def need_state(plan: Plan, model: Model) -> Need:
-    """States: per state of a layer and sequence, the convolution's earlier tokens and the
-    recurrent state, float32; twice where tokens are guessed, which may have to be taken back."""
+    """States: per state of a layer and sequence, the convolution's earlier tokens and the recurrent
+    state, float32; twice where tokens are drafted, which may have to be taken back."""
     states, batch, each = len(model.states), plan.decode.batch, count_state_bytes(model)
     if not states:
         return Need(0, "nothing, every layer keeps keys and values")
@@ -195,7 +195,7 @@ class UnitFacts:
     unit: str
     """The unit's name."""
     neurons: tuple[int, ...] | None
-    """Neurons of each layer that it keeps beside an executor; None where it is the executor."""
+    """Neurons of each layer that it keeps next to an executor; None where it is the executor."""
     rows: DividedRows | None
     """Rows of projections and of the head that it has, if any."""
     streams: bool

@@ -24,15 +24,15 @@ class LayerThresholds(Table):
     gate: Magnitude
     """Neurons whose act(gate) is smaller count as zero."""
     experts: tuple[Magnitude, ...] = ()
-    """In a mixture, the thresholds of the gates of each expert's neurons, expert 0 first; ``gate``
-    is for all together then."""
+    """In an MoE model, the thresholds of the gates of each expert's neurons, expert 0 first;
+    ``gate`` is for all together then."""
     down: Magnitude = 0.0
     """Neurons that remain and whose act(gate) * up is smaller count as zero: their down is not
     read."""
     computed: Share
-    """Share of neurons (in a mixture, of those of a token's experts) whose up is read."""
+    """Share of neurons (in an MoE model, of those of a token's experts) whose up is read."""
     active: Share
-    """Share of neurons (in a mixture, of those of a token's experts) whose down is read."""
+    """Share of neurons (in an MoE model, of those of a token's experts) whose down is read."""
 
 
 class Thresholds(Document):
@@ -49,7 +49,7 @@ class Thresholds(Document):
     method: SparsityMethod
     """What is compared with a threshold."""
     target: Share
-    """Share of up and down (in a mixture, of those of a token's experts) that is not read."""
+    """Share of up and down (in an MoE model, of those of a token's experts) that is not read."""
     max_perplexity_increase: float | None = Field(default=None, gt=0.0)
     """The increase of perplexity that the target was searched for, if it was."""
     tokens: Count

@@ -22,10 +22,9 @@ def assemble_bundles(
 ) -> U8:
     """Lay packed vectors out as bundles uint8 [n, stride].
 
-    ``parts``: weights uint8 [n, weight bytes] and scales [n, .] of each of
-    ``layout.parts``; ``biases`` float32 [n, len(layout.biases)]; ``experts`` int32 [n] in a
-    mixture; ``factors`` float32 [n] where activations are normalised.  Bytes beyond ``used_bytes``
-    are zero."""
+    ``parts``: weights uint8 [n, weight bytes] and scales [n, .] of each of ``layout.parts``;
+    ``biases`` float32 [n, len(layout.biases)]; ``experts`` int32 [n] in an MoE model; ``factors``
+    float32 [n] where activations are normalised.  Bytes beyond ``used_bytes`` are zero."""
     bundles = np.zeros((len(parts[0][0]), layout.stride), np.uint8)
     for part, (weights, scales) in zip(layout.parts, parts, strict=True):
         end = part.weights_offset + weights.shape[1]

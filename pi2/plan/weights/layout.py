@@ -6,8 +6,8 @@ arithmetic: no numpy: ``pi2 validate`` uses it.
 A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
 neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's) come
 next, float32, at a multiple of 4 bytes; then, in models that normalise activations, the factor of
-its normalised activation, float32, at a multiple of 4 bytes; in a mixture of experts, the number of
-the neuron's expert comes last, int32, at a multiple of 4 bytes.
+its normalised activation, float32, at a multiple of 4 bytes; in an MoE model, the number of the
+neuron's expert comes last, int32, at a multiple of 4 bytes.
 
 With *resident* scales a bundle has none: those of all neurons lie beside the bundles, one row for a
 neuron with the scales of its vectors one after the other, and are in memory wherever bundles are.
@@ -111,7 +111,7 @@ class BundleLayout:
 
     @property
     def scales_stride(self) -> int:
-        """Bytes from one neuron's scales to the next, where they lie beside bundles, else 0."""
+        """Bytes from one neuron's scales to the next, where they lie next to bundles, else 0."""
         resident = sum(part.resident for part in self.parts)
         return resident * scale_bytes(self.hidden, self.precision)
 

@@ -17,7 +17,7 @@ def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
 
     Example: ``predictor = "low-rank"`` for a model file without ``[predictor]``.
 
-    Fix: ``"gate"``, which is exact for the ReLU family, ``"router"`` for a mixture of experts, or
+    Fix: ``"gate"``, which is exact for the ReLU family, ``"router"`` for an MoE model, or
     ``"none"``; or a model with predictors."""
     if facts.plan.decode.predictor != "low-rank" or facts.model.predictor is not None:
         return
@@ -36,7 +36,7 @@ def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
 def check_router_needs_experts(facts: Facts) -> Iterator[Finding]:
     """Router predictor for a model without experts.
 
-    Why: the router of a mixture says which experts compute a token; a model without experts has
+    Why: the router of an MoE model says which experts compute a token; a model without experts has
     none, and every token takes all of its FFN.  Experts that read what their weights have
     multiplied (``moe.weighs = "input"``) are computed as a whole: predictors and gates do not know
     the weights.
@@ -87,8 +87,8 @@ def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
 
     Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
 
-    Fix: ``predictor = "none"``, or ``"router"`` for a mixture of experts; or calibrate thresholds
-    with `pi2 sparsity calibrate`."""
+    Fix: ``predictor = "none"``, or ``"router"`` for an MoE model; or calibrate thresholds with `pi2
+    sparsity calibrate`."""
     plan, smooth = facts.plan, facts.model.is_smooth
     if plan.decode.predictor != "gate" or not smooth:
         return
@@ -129,7 +129,7 @@ def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
     Example: ``look_ahead = "attention"`` with ``predictor = "gate"``.
 
     Fix: ``look_ahead = "none"``; or ``predictor = "low-rank"`` for a model with predictors, or
-    ``"router"`` for a mixture of experts."""
+    ``"router"`` for an MoE model."""
     decode = facts.plan.decode
     if decode.look_ahead == "none" or decode.predictor in ("low-rank", "router"):
         return

@@ -1,4 +1,4 @@
-"""Rules about thresholds, dials of mixtures and drafts."""
+"""Rules about thresholds, settings of MoE models and drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_sparsity_fits_model(facts: Facts) -> Iterator[Finding]:
     Why: inactive neurons of the ReLU family are exactly zero, and ``predictor = "gate"`` leaves
     them out without loss; thresholds would only add an error. ``cats-teal`` skips down behind a
     gate: neurons without gates have nothing else to skip, the kernel for biases reads a neuron as a
-    whole, and the neurons of a mixture are computed together, for which its experts' second
+    whole, and the neurons of an MoE model are computed together, for which its experts' second
     thresholds would differ.
 
     Example: ``[sparsity]`` for a model with ``activation = "relu"``.
@@ -190,7 +190,7 @@ def find_other_choice(moe: Moe) -> str | None:
 def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
     """Drafts that the unit cannot verify cheaply.
 
-    Why: tokens that were guessed go through the model together, and those that are not kept are
+    Why: tokens that were predicted go through the model together, and those that are not kept are
     taken back; a unit that has the whole model in its own memory takes one token of each sequence
     at a time. Guesses of what is in memory (``drafts = "resident"``) leave out neurons that a
     predictor or a router names and that are missing; without one, every neuron computes, and so it

@@ -29,7 +29,7 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
 
     Example: ``split = { cpu = 0.4, gpu = 0.3, npu = 0.3 }``.
 
-    Fix: give each layer to one unit beside the sparse one; other layers may have another
+    Fix: give each layer to one unit other than the sparse one; other layers may have another
     (``layers.overrides``)."""
     sparse = find_sparse_unit(facts.plan, facts.device)
     subjects = {}
