@@ -73,7 +73,6 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is a GGUF file by its contents or its name."""
     if path.name.endswith(".toml"):
         return False
     try:
@@ -84,7 +83,6 @@ def is_gguf(path: Path) -> bool:
 
 
 def has_gguf_suffix(path: Path) -> bool:
-    """Whether a file is called a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -94,7 +92,6 @@ def show_path(path: Path) -> str:
 
 
 def read_regular(path: Path) -> bytes:
-    """The file's contents."""
     with open_stream(path) as file:
         return file.read()
 
@@ -147,7 +144,6 @@ def find_home(environment: Mapping[str, str]) -> Path:
 
 
 def find_state_folder(environment: Mapping[str, str]) -> Path:
-    """The folder for logs of crashes, absolute."""
     common = Path(environment.get("XDG_STATE_HOME", ""))
     return (common if common.is_absolute() else find_home(environment) / ".local/state") / "pi2"
 

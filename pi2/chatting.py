@@ -55,7 +55,6 @@ class Turn:
     finish_reason: str
 
     def describe(self) -> str:
-        """A line for people."""
         from pi2.plan.documents.quantities import approximate_bytes
 
         speed = "-" if self.decode_tokens_s is None else f"{self.decode_tokens_s:.1f}"

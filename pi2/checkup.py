@@ -71,7 +71,6 @@ class Checkup:
 
 
 def examine_machine() -> Checkup:
-    """Look at everything."""
     machine = detect_machine()
     folder = find_shipped_folder()
     backends = {name: find_obstacles(name, machine) for name in list_backend_names()}

@@ -61,19 +61,15 @@ class Logger:
         self._bound = bound
 
     def debug(self, event: str, **values: Any) -> None:
-        """Say a detail."""
         self._say("debug", event, values)
 
     def info(self, event: str, **values: Any) -> None:
-        """Say what happens."""
         self._say("info", event, values)
 
     def warning(self, event: str, **values: Any) -> None:
-        """Say what should not be so."""
         self._say("warning", event, values)
 
     def error(self, event: str, **values: Any) -> None:
-        """Say what failed."""
         self._say("error", event, values)
 
     def exception(self, event: str, **values: Any) -> None:

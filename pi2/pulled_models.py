@@ -41,11 +41,9 @@ class Source:
 
     @property
     def name(self) -> str:
-        """A description for people."""
         return f"{self.repository}@{self.commit[:12]}" + (f" {self.file}" if self.file else "")
 
     def write(self) -> bytes:
-        """The record's text."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
 
@@ -63,7 +61,6 @@ class LocalSource:
 
     @property
     def name(self) -> str:
-        """A description for people."""
         return self.path
 
     @classmethod
@@ -88,7 +85,6 @@ class LocalSource:
         return cls(path=str(place), files=tuple(described), tokenizer=given)
 
     def write(self) -> bytes:
-        """The record's text."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
 
@@ -115,7 +111,6 @@ class PulledModel:
         return self.folder / PLAN
 
     def measure_bytes(self) -> int:
-        """Bytes of all its files."""
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 

@@ -131,7 +131,6 @@ class Recorder:
         self.flows.append(Flow(source, ready_s + self.offset_s, target, start_s + self.offset_s))
 
     def add_counter(self, name: str, time_s: float, **values: float) -> None:
-        """Values of a counter changed."""
         self.counters.append(Counter(name, time_s + self.offset_s, values))
 
 

@@ -52,7 +52,6 @@ class _Heads:
         return v.let(sequence + head * self._head_stride)
 
     def clear(self, mixed: v.Buffer, place: v.Expr) -> None:
-        """Set the sum of a head to zeros."""
 
         def emit(element: v.Expr, lanes: int) -> None:
             v.store(mixed, place + element, v.constant(0.0, "float32", lanes), lanes)
@@ -82,7 +81,6 @@ class _Parts(_Heads):
         self._stride = v.let(self._width + PARTIAL)
 
     def look_at(self, token: v.Expr) -> None:
-        """Say of which token the following is."""
         zero, self._token = T.int64(0), token
         self._end = v.let(v.wide(self.positions[token]) + 1)
         self._first = v.let(
@@ -239,7 +237,6 @@ class _Parts(_Heads):
             done = v.let(begin + times * size)
 
     def emit_join(self, head: v.Expr) -> None:
-        """Join the parts of a head, if there are several."""
         with T.If(self.used > T.int64(1)), T.Then():
             self._join(head)
 

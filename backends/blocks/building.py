@@ -139,17 +139,14 @@ class Builder:
         self._steps: I32 = self.keep(np.arange(pairs, dtype=np.int32))
 
     def keep(self, array: A) -> A:
-        """Keep an array for as long as the program."""
         self._kept.append(array)
         return array
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the allocations."""
         return sum(array.nbytes for array in self._kept)
 
     def find(self, key: str, layer: int | None = None) -> Weight | None:
-        """Return a tensor of the model or of a layer."""
         return self._find(key, layer or 0)
 
     def take_area(self, name: str, width: int, each: int = 1, tokens: int | None = None) -> Area:
@@ -420,7 +417,6 @@ class Builder:
                 instruction.values |= {"scratch": scratch.ctypes.data, "scratch_stride": size}
 
     def add_rows(self, weight: Weight, y: Area, factor: float) -> None:
-        """Add the rows of an embedding that the tokens of a call have."""
         number = self.add(
             "take_rows",
             {
@@ -549,7 +545,6 @@ class Builder:
         return self.keep(allocate(4 * count)).ctypes.data
 
     def add_weighing(self, x: Area, length: int, scores: Area) -> None:
-        """Multiply vectors with the sigmoid of a score each."""
         self.add(
             "weigh",
             {
@@ -565,7 +560,6 @@ class Builder:
     def add_turn(
         self, x: Area, heads: int, own: Attention, key: str, *, neighbours: bool, waits: bool
     ) -> None:
-        """Turn queries or keys, with their norm."""
         attention = own.options
         weights, place = 0, "none"
         if own.head_norm and attention.head_norm_of == "head":
@@ -601,7 +595,6 @@ class Builder:
     def add_attention(
         self, queries: Area, keys: Area, values: Area, y: Area, shape: Attention, layer: int
     ) -> None:
-        """Keep keys and values of a layer, and mix them."""
         attention = shape.options
         source = layer if shape.key_layer is None else shape.key_layer
         key_cache, value_cache = self._cache.find(source)

@@ -38,11 +38,9 @@ class BlockSpec:
 
     @property
     def isa(self) -> Isa:
-        """Instructions that the code has."""
         return choose_isa(frozenset(self.features), self.architecture)
 
     def to_json(self) -> str:
-        """Return canonical JSON."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod

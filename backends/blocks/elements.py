@@ -62,7 +62,6 @@ class _Rest:
         self._stride = table.take("rest_stride")
 
     def begin(self, token: v.Expr, element: v.Expr) -> None:
-        """Say of which elements the following is."""
         self._start = v.let(token * self._stride + element)
 
     def put(
@@ -75,7 +74,6 @@ class _Rest:
 
 
 def _store_as(buffer: v.Buffer, byte: v.Expr, value: v.Expr, lanes: int, size: int) -> None:
-    """Store numbers of some type into bytes."""
     v.store(buffer, byte, v.reinterpret(value, "uint8", lanes * size), lanes * size)
 
 

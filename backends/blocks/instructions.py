@@ -108,11 +108,9 @@ class Weight:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all rows."""
         return self.row_bytes * self.rows * self.experts
 
     def read(self) -> F32:
-        """Return the elements of a vector, flat."""
         assert self.data is not None, "vectors are in memory"
         raw = np.asarray(self.data).reshape(-1)[: self.size_bytes]
         return self.kind.decode(raw).reshape(-1) + np.float32(self.added)
@@ -235,7 +233,6 @@ class Program:
         self.code[number, _FIRST], self.code[number, _ITEMS] = first, end
 
     def set_value(self, number: int, name: str, value: int) -> None:
-        """Change an argument of an instruction."""
         self.values[number][_PLACES[self.instructions[number].kernel][name]] = value
 
 
@@ -255,7 +252,6 @@ class _Part:
         rows = values[begin:end]
 
         def find(*wanted: str) -> list[tuple[I64, Instruction]]:
-            """If instructions have one of these arguments."""
             return [
                 (row[place:][:1], instruction)
                 for row, names, instruction in zip(rows, fields, own, strict=True)
@@ -283,7 +279,6 @@ class _Part:
 
     @property
     def takes_panels(self) -> bool:
-        """Whether rows are computed as panels."""
         return self._count >= MANY
 
     def set_planes(self, planes: int) -> None:

@@ -34,7 +34,6 @@ class Table:
         self._numbers = T.decl_buffer((len(fields),), "int64", data=handle)
 
     def take(self, name: str) -> v.Expr:
-        """Return a whole number."""
         return v.let(self._numbers[self._fields.index(name)])
 
     def take_float(self, name: str) -> v.Expr:
@@ -48,7 +47,6 @@ class Table:
 
 
 def view(address: v.Expr, dtype: str) -> v.Buffer:
-    """Return what lies at an address as a flat array."""
     pointer = T.bind(tirx.op.reinterpret(PointerType(PrimType(dtype)), address))
     return T.decl_buffer((_ANY,), dtype, data=pointer, align=1)
 
@@ -118,7 +116,6 @@ class Machine:
         return T.Select(weights < zero, zero - codes, codes)
 
     def measure(self, weights: v.Expr, size: int) -> v.Expr:
-        """Return the sizes of signed bytes as unsigned ones."""
         zero = v.constant(0, "int8", size)
         return as_bytes(T.Select(weights < zero, zero - weights, weights), "uint8", size)
 

@@ -54,12 +54,10 @@ class Layers:
         self.logits = builder.take_area("logits", model.shape.vocab, tokens=rows)
 
     def add_embedding(self) -> None:
-        """Begin the residual stream."""
         weight = self._need("embedding", None)
         self._builder.add_rows(weight, self.x, self._model.multipliers.embedding)
 
     def add_layer(self, layer: int) -> None:
-        """Add attention and the FFN."""
         builder, model = self._builder, self._model
         builder.layer = layer
         read = self._normalize("attention_norm", self.u)
@@ -395,12 +393,10 @@ class BlockModel:
 
     @property
     def head(self) -> int:
-        """Number of the first instruction of the head."""
         return self._head
 
     @property
     def end(self) -> int:
-        """Number of instructions."""
         return len(self._program.instructions)
 
     def run(self, begin: int, end: int) -> None:
@@ -534,7 +530,6 @@ class BlockModel:
 
 
 def list_formats(model: Model, find: FindWeight) -> list[str]:
-    """Return the formats of a model's matrices."""
     keys = ["query", "key", "value", "output", "gate", "up", "down", "fused_qkv", "fused_gate_up"]
     if model.moe is not None:
         keys += [f"{own}_{part}" for own in ("shared", "dense") for part in ("gate", "up", "down")]

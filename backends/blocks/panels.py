@@ -96,7 +96,6 @@ class _Panel:
 
     @property
     def weights(self) -> int:
-        """Registers of weights of a block."""
         return self.elements // 4
 
     @property
@@ -108,11 +107,9 @@ class _Panel:
 
     @property
     def size(self) -> int:
-        """Bytes of a block."""
         return (self.weights + self.extra) * self.machine.width
 
     def put(self, source: Source, lane: v.Expr) -> None:
-        """Unpack what a row has there."""
         machine = self.machine
         for piece, open_block in enumerate(self._unpacking.opens):
             block = open_block(source)
@@ -175,7 +172,6 @@ class _Panel:
         return columns + ([] if block.min_scale is None else [(block.min_scale, 1)])
 
     def turn(self, number: v.Expr) -> None:
-        """Move unpacked weights into the panel."""
         lanes, width = self.machine.lanes, self.machine.width
         if self.elements == 256:
             block = v.let(self.base + number * self.size)

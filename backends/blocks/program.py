@@ -97,7 +97,6 @@ def emit_route(table: Table) -> None:
 
 
 def _find_best(values: v.Buffer, first: v.Expr, count: v.Expr) -> v.Expr:
-    """Return the place of the largest of some values."""
     best, worth = v.Cell(T.int64(0)), v.Cell(values[first])
     with T.serial(T.int64(1), count) as place:
         value = v.let(values[first + place])
@@ -197,7 +196,6 @@ _PAUSES = {
 
 
 def read_program(text: str) -> Program:
-    """Return the program of a spec."""
     return Program(BlockSpec.from_json(text))
 
 
@@ -209,7 +207,6 @@ class Program:
 
     @property
     def target(self) -> tvm.target.Target:
-        """The processor that they are for."""
         return make_target(self._spec.isa)
 
     def write_objects(

@@ -48,7 +48,6 @@ def count_tile_tokens(group: int) -> int:
 
 
 def count_attention_bytes(group: int, head_dim: int, lanes: int) -> int:
-    """Return the bytes that a thread needs for a tile of attention."""
     queries = -(-count_tile_tokens(group) * group // QUERIES) * QUERIES
     tile = queries * (SCORES + head_dim + 2) + head_dim * lanes
     return 4 * max(tile, 4 * SCORES_ROW) + _LINE
@@ -245,7 +244,6 @@ _VECTORS = 4
 
 
 def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
-    """Return the bytes of keys and values."""
     context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
     return sum(
         4 * sequences * context * own.keys * layers
@@ -304,7 +302,6 @@ class KvCache:
             self._layers[layer] = first, second
 
     def find(self, layer: int) -> tuple[F16, F16]:
-        """Return a layer's keys and values."""
         return self._layers[layer]
 
     def read(self, sequence: int, first: int, end: int) -> U8:

@@ -75,7 +75,6 @@ class PairTables:
 
     @property
     def active(self) -> int:
-        """Experts of a token."""
         return self._active
 
     @property
@@ -126,14 +125,12 @@ class PairTables:
         self._run(own.begin, own.end)
 
     def _set_inputs(self, own: RoutedLayer, begin: int, end: int) -> int:
-        """Return the instruction after them."""
         first, last = own.begin, own.begin + len(own.matrices) - 1
         for number in range(first, last):
             self._set_table(number, self._inputs, begin, end)
         return last
 
     def _set_outputs(self, own: RoutedLayer, begin: int, end: int) -> int:
-        """Return the first instruction."""
         first, last = own.begin + len(own.matrices) - 1, own.end - 1
         for number in range(first, last):
             self._set_rows(number, begin, end)

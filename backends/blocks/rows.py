@@ -33,7 +33,6 @@ class _Token:
         self.length = length
 
     def load(self, place: v.Expr, size: int) -> v.Expr:
-        """Return codes from an element on."""
         return v.let(v.load_as(self.codes, self.base + place, "int8", size))
 
     def load_as(self, place: v.Expr, dtype: str, lanes: int = 1) -> v.Expr:
@@ -91,11 +90,9 @@ class _Rows:
         self.results = Results(table)
 
     def start(self, row: v.Expr) -> v.Expr:
-        """Return the place of a row in its matrix."""
         return v.let(row * self._blocks * self._unpacking.size)
 
     def sum(self, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
-        """Return the products of the row that begins at a byte with tokens."""
         machine, unpacking = self._machine, self._unpacking
         if unpacking.floats is not None:
             return _emit_floats(unpacking, self._weights, start, tokens, self.length)
@@ -120,7 +117,6 @@ class Pairs:
         return v.let(v.wide(self._places[expert]) * self._size)
 
     def find_x(self, pair: v.Expr) -> v.Expr:
-        """Return the row of x that a pair has."""
         return v.let(v.wide(self._x[pair]))
 
 
@@ -146,7 +142,6 @@ class Results:
         return v.let(v.wide(self._y_of[pair]) * self._stride), v.let(factor.get())
 
     def put(self, pair: v.Expr, expert: v.Expr, row: v.Expr, total: v.Expr) -> None:
-        """Store a sum."""
         cell = v.Cell(total)
         with T.If(self._has_bias != T.int64(0)), T.Then():
             cell.set(cell.get() + self._bias[expert * self._rows + row])

@@ -93,7 +93,6 @@ def _start_threads(count: int, cores: Sequence[int]) -> None:
 
 
 def refuse_library(path: Path, error: Exception) -> UserError:
-    """Return what to raise where a library cannot be loaded."""
     return UserError.of(
         "P655",
         f"compiled kernels cannot be loaded from {path.parent}",

@@ -162,7 +162,6 @@ class Library:
             call.observe(note)
 
     def close(self) -> None:
-        """Forget all calls, and the arrays in them."""
         self._calls.clear()
         self._functions.close()
 

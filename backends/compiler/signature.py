@@ -44,7 +44,6 @@ def arrange(declared: Sequence[Parameter]) -> Signature:
 
 
 def find_signatures(library: Path) -> Path:
-    """Return the file beside a library that has the signatures of its functions."""
     return library.with_suffix(".signatures.json")
 
 

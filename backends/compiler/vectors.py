@@ -34,13 +34,11 @@ def splat(value: Expr, lanes: int) -> Expr:
 
 
 def constant(value: float, dtype: str, lanes: int = 1) -> Expr:
-    """Return a literal in every lane."""
     literal = T.FloatImm(dtype, value) if dtype.startswith("float") else T.IntImm(dtype, int(value))
     return splat(literal, lanes)
 
 
 def list_constants(values: Sequence[float], dtype: str) -> Expr:
-    """Return a vector of literals."""
     return Shuffle([constant(value, dtype) for value in values], list(range(len(values))))
 
 
@@ -63,11 +61,9 @@ class Cell:
         self.set(start)
 
     def get(self) -> Expr:
-        """Return its value."""
         return self._cell[0]
 
     def set(self, value: Expr) -> None:
-        """Change its value."""
         T.buffer_store(self._cell, value, [0])
 
 
@@ -99,12 +95,10 @@ def reinterpret(value: Expr, dtype: str, lanes: int) -> Expr:
 
 
 def cast(value: Expr, dtype: str, lanes: int) -> Expr:
-    """Convert every lane."""
     return T.cast(value, name_vector(dtype, lanes))
 
 
 def take_lane(value: Expr, lane: int) -> Expr:
-    """Return one lane as a scalar."""
     return Shuffle([value], [lane])
 
 
@@ -218,7 +212,6 @@ def take_error_function(
 
 
 def take_cap(value: Expr, limit: float, lanes: int) -> Expr:
-    """Return limit * tanh(value / limit)."""
     inner = take_tanh(value * constant(1.0 / limit, "float32", lanes), lanes)
     return inner * constant(limit, "float32", lanes)
 
@@ -277,7 +270,6 @@ class Parameters:
         return T.match_buffer(handle, (size,), dtype, align=align)
 
     def take_number(self, name: str, dtype: str = "int32") -> Expr:
-        """Declare a scalar."""
         self.declared.append(Parameter(name, "number", dtype))
         return T.arg(name, T.int64() if dtype == "int64" else getattr(T, dtype)())
 

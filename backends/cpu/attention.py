@@ -67,7 +67,6 @@ class States:
                 self.room[name] = space.wrap(space.make("float32", tokens, length))
 
     def read(self, sequence: int) -> F32:
-        """Return a copy of all states of a sequence."""
         return np.concatenate(self._arrays[sequence])
 
     def put(self, sequence: int, state: F32) -> None:

@@ -26,7 +26,6 @@ PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
 
 
 def make_spec(request: BuildRequest) -> KernelSpec:
-    """Return what the kernels for a request depend on."""
     model, tensors, several = request.model, request.tensors, request.step_tokens > 1
     predictors = (name_layer_tensor(n, "predictor_in") for n in range(model.shape.layers))
     found = {tensors[name].rows // model.expert_count for name in predictors if name in tensors}

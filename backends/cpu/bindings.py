@@ -194,7 +194,6 @@ class Bindings:
         return room
 
     def bind_chunk(self, arrays: Arrays) -> ChunkState:
-        """Return the calls of all kernels for a chunk of a prompt."""
         bind, views, vocabulary = self._library.bind, arrays.views, self._vocabulary
         return ChunkState(
             arrays=arrays,

@@ -95,7 +95,6 @@ class CpuExecutor:
             self._observer.select_chunk(number)
 
     def select_sequence(self, number: int) -> None:
-        """Select the sequence of the next chunks."""
         self._sequence = number
 
     def select_token(self, number: int) -> None:
@@ -140,7 +139,6 @@ class CpuExecutor:
             embed_layers(count, self._now.arrays.layer_inputs.shape[1])
 
     def attend(self, layer: int, position: int) -> None:
-        """Add the attention block."""
         now = self._now
         if layer == 0 and now.positions is not None:
             now.positions(now.tokens, position)
@@ -222,7 +220,6 @@ class CpuExecutor:
             self._now.arrays.routes[: self._now.tokens] = routes
 
     def list_experts(self) -> I32:
-        """Return the experts that the router chose."""
         return list_chosen(self._now.arrays.routes[self._token]) if self._moe else _NONE
 
     def list_chunk_experts(self) -> I32:
@@ -237,16 +234,13 @@ class CpuExecutor:
         return self._prediction.find_named(layer, threshold, chosen)
 
     def read_scores(self) -> F32:
-        """Return the scores of the last prediction."""
         return self._prediction.read_scores()
 
     def predict_gate(self, layer: int) -> I32:
-        """Return the neurons whose gate is open."""
         assert self._prediction.has_gates, "gate rows were not given to build"
         return self._prediction.find_open(layer, self.list_experts())
 
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
-        """Return whether the gates of gathered neurons are open."""
         return self._neurons.find_open(layer, arena, slots, indices)
 
     def add_neurons(
@@ -258,7 +252,6 @@ class CpuExecutor:
         known: bool = False,
         stretch: int = 1,
     ) -> None:
-        """Add gathered neurons for one token."""
         self._neurons.add_gathered(layer, arena, slots, indices, known, stretch)
 
     @property
@@ -280,7 +273,6 @@ class CpuExecutor:
         known: bool = False,
         stretch: int = 1,
     ) -> None:
-        """Add gathered neurons to the tokens of a step that have named them."""
         tokens = self._now.tokens
         if not self._neurons.can_share(tokens, known):
             add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
@@ -290,7 +282,6 @@ class CpuExecutor:
             self._neurons.add_shared(layer, arena, own, numbers, named, tokens)
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
-        """Add contiguous neurons for all tokens."""
         now = self._now
         routes = None if self._moe is None else now.arrays.routes[: now.tokens]
         is_step = self._step is not None
@@ -306,7 +297,6 @@ class CpuExecutor:
         return read, None if self._moe is None else self.read_routes()
 
     def add_sum(self, values: F32) -> None:
-        """Add what another unit has computed."""
         if self._lanes is not None:
             values = values.take(self._lanes, axis=1)
         self._now.arrays.total[: len(values)] += values
@@ -353,7 +343,6 @@ class CpuExecutor:
         return self._now.arrays.routes[: self._now.tokens]
 
     def read_cutoffs(self) -> F32 | None:
-        """Return the cutoffs of the layer's gates."""
         now = self._now
         return now.arrays.cutoffs[: now.tokens, None] if self._has_cutoffs else None
 
@@ -374,7 +363,6 @@ class CpuExecutor:
         self._library.observe(None if observer is None else observer.note_kernel)
 
     def close(self) -> None:
-        """Forget every array."""
         self._library.close()
         self._neurons.close()
         self._chunks.clear()

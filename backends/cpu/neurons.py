@@ -255,7 +255,6 @@ class Neurons:
         )
 
     def select_token(self, number: int) -> None:
-        """Select the token of gathered neurons."""
         if self._token:
             self._token = (number,)
 
@@ -387,5 +386,4 @@ class Neurons:
         return tensor
 
     def close(self) -> None:
-        """Forget the arenas."""
         self._arenas.clear()

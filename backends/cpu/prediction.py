@@ -133,11 +133,9 @@ class Prediction:
         return bool(self._gates)
 
     def begin(self, tokens: int) -> None:
-        """Set the number of tokens of the next predictions."""
         self._tokens = tokens
 
     def select_token(self, number: int) -> None:
-        """Select the token of predictions."""
         self._token = number
 
     def get_second_limit(self, layer: int) -> tuple[float, ...]:
@@ -155,7 +153,6 @@ class Prediction:
         return self._collect(layer, experts, lambda size, n: calls[n](size, least, *one))
 
     def find_open(self, layer: int, experts: I32) -> I32:
-        """Return the neurons whose gate is open."""
         calls, limits = self._gates[layer], self._limits[layer][:1]
         if not self._is_mixture:
             if self._token == 0:
@@ -178,7 +175,6 @@ class Prediction:
         return self._indices[token, : self._found[token]]
 
     def read_scores(self) -> F32:
-        """Return the scores of the last prediction."""
         return self._named_scores if self._is_mixture else self._scores[self._token]
 
     def _collect(self, layer: int, experts: I32, find: Callable[[int, int], object]) -> I32:

@@ -46,14 +46,12 @@ class Workspace:
             self._names[layer][kind] = name
 
     def make(self, dtype: str, *shape: int, segment: str = "workspace") -> npt.NDArray[Any]:
-        """Return a zeroed array of the segment."""
         kind = np.dtype(dtype)
         size = int(np.prod(shape)) * kind.itemsize
         raw = self._request.allocate(segment, round_up(max(size, 1), 64))
         return raw[:size].view(kind).reshape(shape)
 
     def wrap(self, array: npt.NDArray[Any]) -> View:
-        """Return a kernel's view of an array and keep the array."""
         self._kept.append(array)
         return self._library.wrap(array)
 
@@ -91,7 +89,6 @@ class Workspace:
         return views
 
     def wrap_parts(self, part: int, parts: int, **tensors: str) -> Views:
-        """Return views of a part of the rows of tensors."""
         views: Views = {}
         for parameter, name in tensors.items():
             if name not in self._request.tensors:
@@ -293,7 +290,6 @@ def measure_arrays(request: BuildRequest) -> dict[str, int]:
 
 
 def count_tokens(request: BuildRequest) -> int:
-    """Return the tokens that a chunk has room for: a step is one."""
     return max(request.chunk, request.step_tokens)
 
 

@@ -104,7 +104,6 @@ class DenseRows:
 
     @property
     def device_bytes(self) -> int:
-        """What all arrays of the device take."""
         return self._arrays.total_bytes
 
     def start(self, name: str, inputs: F32) -> int:
@@ -251,7 +250,6 @@ class DenseFfn:
 
     @property
     def device_bytes(self) -> int:
-        """What all arrays of the device take."""
         return self._arrays.total_bytes
 
     def upload(self, layer: int, first: int, bundles: U8) -> None:

@@ -101,7 +101,6 @@ class GpuUnit:
 
     @property
     def facts(self) -> DeviceFacts:
-        """The device that was found."""
         assert self._launcher is not None, "it is closed"
         return self._launcher.facts
 
@@ -133,7 +132,6 @@ class GpuUnit:
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        """Begin a job with the neurons that are kept."""
         count = self._request.neurons[layer]
         start_s = time.perf_counter()
         with _explain():
@@ -143,7 +141,6 @@ class GpuUnit:
         return number
 
     def multiply(self, name: str, inputs: F32) -> int:
-        """Begin to multiply with the rows of a matrix."""
         assert self._rows is not None, f"it has no rows of {name}"
         start_s = time.perf_counter()
         with _explain():
@@ -212,7 +209,6 @@ class GpuUnit:
         return self._busy_s
 
     def close(self) -> None:
-        """Give the device back."""
         ffn, self._ffn = self._ffn, None
         rows, self._rows = self._rows, None
         launcher, self._launcher = self._launcher, None

@@ -73,7 +73,6 @@ class Survey:
 
 
 def survey_api(api: Api) -> Survey:
-    """Look for the devices of an API in this process."""
     if not _has_module(_MODULES[api]):
         return Survey(
             api=api,

@@ -51,11 +51,9 @@ class DeviceArrays:
 
     @property
     def total_bytes(self) -> int:
-        """What they take."""
         return sum(array.size for array in self._all)
 
     def release(self) -> None:
-        """Give their memory back."""
         arrays, self._all = self._all, []
         for array in arrays:
             self._launcher.release(array)

@@ -95,7 +95,6 @@ class DenseSizes:
         return {name: tiles * size for name, size in count_tile_bytes(self.layout).items()}
 
     def list_arrays(self) -> Iterator[int]:
-        """Bytes of every array on the device."""
         yield from self.list_common().values()
         for _ in range(self.jobs):
             yield from self.list_job().values()
@@ -106,7 +105,6 @@ class DenseSizes:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of all arrays on the device."""
         return sum(self.list_arrays())
 
     @property
@@ -158,7 +156,6 @@ class RowSizes:
         )
 
     def list_arrays(self) -> Iterator[int]:
-        """Bytes of every array on the device."""
         for name in self.matrices:
             yield from self.list_matrix(name).values()
         for _ in range(self.jobs):

@@ -53,7 +53,6 @@ def need_unit_memory(facts: UnitFacts) -> Need:
 
 
 def list_graphs(facts: UnitFacts) -> tuple[GraphFacts, ...]:
-    """Return the graphs of neurons that a unit of the plan has."""
     from pi2.backends.hexagon.sizes import lay_out_scratch, list_ffn_graphs
 
     sizes = describe_sizes(facts)
@@ -71,7 +70,6 @@ def list_graph_tokens(facts: UnitFacts) -> tuple[int, ...]:
 
 
 def describe_sizes(facts: UnitFacts) -> UnitSizes:
-    """Return what a unit of the plan has."""
     from pi2.backends.hexagon.sizes import UnitSizes, describe_graphs, describe_shape
     from pi2.plan.arithmetic.units import list_matrices
 

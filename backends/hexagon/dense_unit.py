@@ -169,7 +169,6 @@ class HexagonUnit:
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        """Begin a job with the neurons that are kept."""
         number, job = self._begin_job(layer, inputs, self._shape.weights, self._shape.hidden)
         place = self._places[job.place]
         job.has_routes = routes is not None
@@ -255,7 +254,6 @@ class HexagonUnit:
         self._names[number] = f"{name} ({graph.name}{self._note})"
 
     def multiply(self, name: str, inputs: F32) -> int:
-        """Begin to multiply with rows of a matrix."""
         rows, length, precision = self._sizes.matrices[name]
         weights, wide = choose_weights(precision), round_up(rows, LANES)
         number, job = self._begin_job(-1, inputs, weights, wide)
@@ -291,7 +289,6 @@ class HexagonUnit:
         """Return at once: all added values have been copied."""
 
     def finish(self, job: int) -> F32:
-        """Return the job's sum."""
         self._read_replies(self._session.asked)
         found = self._jobs.pop(job)
         pieces = [
@@ -331,7 +328,6 @@ class HexagonUnit:
         return self._busy_s
 
     def close(self) -> None:
-        """End the worker."""
         self._session.close(at_once=bool(self._jobs))
         self._jobs.clear()
         self._memory = np.zeros(0, np.uint8)

@@ -39,7 +39,6 @@ DEFAULT_VERSION: Version = "v66"
 
 
 def describe_library(sizes: UnitSizes, unit: Unit) -> HexagonSpec:
-    """Return what the library of a unit is compiled from."""
     return sizes.describe(choose_version(unit))
 
 

@@ -45,7 +45,6 @@ class Emulator:
     is_emulated = True
 
     def list_command(self, library: str) -> Sequence[str]:
-        """Run the program itself."""
         return [EMULATOR, "-cpu", _EMULATED_CPU, library]
 
     def open_memory(self, size: int) -> int:
@@ -69,7 +68,6 @@ class Driver:
         return [HOST_PROGRAM, library]
 
     def open_memory(self, size: int) -> int:
-        """Return memory that devices can map."""
         for heap in filter(os.path.exists, _HEAPS):
             try:
                 with open(heap, "rb", buffering=0) as opened:

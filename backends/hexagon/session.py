@@ -116,7 +116,6 @@ class Session:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The worker."""
         return self._process
 
     def ask(self, graph: int, operands: Sequence[int] = ()) -> int:
@@ -128,7 +127,6 @@ class Session:
         return self.asked
 
     def take_reply(self) -> Reply:
-        """Wait for the next reply."""
         reply = self._take_reply()
         self.answered = reply.number
         return reply

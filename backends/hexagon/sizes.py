@@ -341,7 +341,6 @@ class UnitSizes:
         return choose_neurons((*self.counts, *self.wanted, self.stretch), most)
 
     def describe(self, version: Version) -> HexagonSpec:
-        """Return what the library is compiled from."""
         tokens = self.graph_tokens
         return HexagonSpec(
             version=version,
@@ -351,22 +350,18 @@ class UnitSizes:
         )
 
     def lay_out_layer(self, layer: int) -> Room:
-        """Room of what is kept of a layer."""
         return lay_out_neurons(self.shape, find_room(self.counts[layer], self.graph_neurons))
 
     def lay_out_staging(self) -> Room:
-        """Room of a stretch of added neurons."""
         return lay_out_neurons(self.shape, find_room(self.stretch, self.graph_neurons))
 
     def lay_out_matrix(self, name: str) -> Room:
-        """Room of a matrix's rows."""
         rows, length, precision = self.matrices[name]
         return lay_out_matrix(
             choose_weights(precision), round_up(rows, LANES), round_up(length, LENGTH_STEP)
         )
 
     def lay_out_job(self) -> Room:
-        """Room of what a job reads and writes."""
         tokens = find_most_padded(self.chunk, self.graph_tokens)
         lengths = [self.shape.length]
         lengths += [round_up(length, LENGTH_STEP) for _, length, _ in self.matrices.values()]

@@ -79,7 +79,6 @@ class FfnGraph:
 
     @property
     def name(self) -> str:
-        """The graph's function."""
         return f"ffn_{self.tokens}x{self.neurons}"
 
 
@@ -96,7 +95,6 @@ class ProductGraph:
 
     @property
     def name(self) -> str:
-        """The graph's function."""
         return f"product_{self.weights}_{self.tokens}x{self.rows}x{self.length}"
 
 
@@ -114,7 +112,6 @@ class HexagonSpec:
 
     @property
     def program(self) -> str:
-        """The module that makes the functions."""
         return PROGRAM
 
     @property
@@ -123,7 +120,6 @@ class HexagonSpec:
         return (*self.graphs, *self.products)
 
     def to_json(self) -> str:
-        """Return canonical JSON."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, default=Table.model_dump)
 
     @classmethod

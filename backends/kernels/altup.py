@@ -23,7 +23,6 @@ _LANES = 16
 
 
 def take_streams(schedule: Schedule, take: Parameters) -> v.Buffer:
-    """Declare the streams beside x."""
     altup = schedule.spec.model.altup
     assert altup is not None
     return take.take_array("streams", "float32", "tokens", altup.others, schedule.spec.hidden)
@@ -60,7 +59,6 @@ class Routing:
 
 
 def take_routing(schedule: Schedule, take: Parameters) -> Routing:
-    """Declare the parameters."""
     spec, altup = schedule.spec, schedule.spec.model.altup
     assert altup is not None
     return Routing(

@@ -214,7 +214,6 @@ class _Block(MixingBlock):
         self.emit_end(token)
 
     def emit_mix_chunk(self) -> None:
-        """Attention of several tokens of a sequence."""
         assert self.room is not None
         chunk = Chunk(
             schedule=self.schedule,

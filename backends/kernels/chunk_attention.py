@@ -85,7 +85,6 @@ class _Task:
         return spec.attention.heads // spec.attention.kv_heads
 
     def emit(self) -> None:
-        """Mix for all of its queries."""
         chunk, room, spec = self.chunk, self.room, self.chunk.schedule.spec
         kind = IntegerArithmetic if room.layout.rounds else FloatArithmetic
         arithmetic = kind(spec, chunk.cache, room, chunk.qkv, chunk.output, chunk.codes)
@@ -130,7 +129,6 @@ class _Task:
             self._emit_result(slot)
 
     def sees_all(self, tile: Tile, block: Block) -> v.Expr:
-        """Return whether all queries of a tile see all of a block."""
         spec, layout = self.chunk.schedule.spec, self.room.layout
         lowest = v.let(tile.start + T.floordiv(tile.first, self.group))
         sees = block.token + layout.block - 1 <= lowest

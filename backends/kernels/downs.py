@@ -68,7 +68,6 @@ def find_value(
 
 
 def load_route(bundles: Bundles, neuron: Neuron, routes: v.Buffer, token: v.Expr) -> v.Expr:
-    """Weight of the expert of a neuron for a token."""
     expert = bundles.load_expert(neuron)
     return v.let(routes[token * bundles.spec.experts + expert])
 

@@ -122,7 +122,6 @@ def _take_router(schedule: Schedule, take: Parameters, hidden: Activations) -> R
 
 
 def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
-    """Compute the gates of gathered neurons."""
     count, token = take.take_number("count"), schedule.take_token(take)
     bundles = _take_bundles(schedule, take, "arena")
     gathered = Gathered(*_take_slots(schedule, take), count)
@@ -165,7 +164,6 @@ def _take_slots(schedule: Schedule, take: Parameters) -> tuple[v.Buffer, v.Buffe
 
 
 def emit_add_neurons(schedule: Schedule, take: Parameters) -> None:
-    """Add gathered neurons to y of one token."""
     _emit_gathered(schedule, take, known=False)
 
 

@@ -60,7 +60,6 @@ class PlaceList:
     """Neurons that stand there from the list's first on, where others follow it."""
 
     def read(self, place: v.Expr) -> Place:
-        """Return the neuron at a place of the list."""
         index = self.locate(place)
         slot = v.let(self.slots[index])
         return Place(slot, None if self.rows is None else v.let(self.rows[index]))
@@ -99,7 +98,6 @@ class Gathered:
     count: v.Expr
 
     def find(self, bundles: Bundles, place: v.Expr) -> Neuron:
-        """Return the neuron at a place of the list."""
         return bundles.find(self.slots[place], None if self.rows is None else self.rows[place])
 
 
@@ -167,7 +165,6 @@ class Run:
     cutoffs: v.Buffer | None = None
 
     def activate(self, gate: v.Expr, up: v.Expr) -> v.Expr:
-        """Return the activation of a neuron."""
         cutoff = None if self.cutoffs is None else v.let(self.cutoffs[self.token])
         return activate(self.spec, gate, up, cutoff)
 

@@ -104,7 +104,6 @@ def place_steps(activations: Activations, token: v.Expr, plane: int, group: v.Ex
 
 
 def place_scale(activations: Activations, token: v.Expr, group: v.Expr) -> v.Expr:
-    """Return where a token's scale of a group stands."""
     pair = T.floordiv(token, 2) * (activations.length // GROUP)
     return (pair + group) * 2 + T.floormod(token, 2)
 

@@ -52,7 +52,6 @@ def emit_latent_project(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_latent_mix(schedule: Schedule, take: Parameters) -> None:
-    """Keep what one of them keeps, and mix what its sequence has kept."""
     block = _take_block(schedule, take, "token")
     block.emit_keep(block.tokens, T.int32(0))
     block.emit_mix(block.tokens)
@@ -220,7 +219,6 @@ class _Block(MixingBlock):
             v.store(target, result + half + offset, second * cosine + first * sine, lanes)
 
     def emit_keep_and_mix(self) -> None:
-        """Keep the rows of all tokens, which are of one sequence, and mix for each."""
         tokens = self.tokens
         emit_each_token(tokens, lambda token: self.emit_keep(token, token))
         with T.If(tokens == 1):

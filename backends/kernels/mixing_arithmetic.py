@@ -77,7 +77,6 @@ def _divide(buffer: v.Buffer, thread: v.Expr, sizes: Mapping[str, int]) -> dict[
 
 
 def take_room(take: Parameters, spec: KernelSpec) -> Room:
-    """Declare the arrays."""
     layout = lay_out_mixing(spec)
 
     def take_array(name: str, dtype: str, sizes: Mapping[str, int]) -> v.Buffer:
@@ -150,7 +149,6 @@ class BaseArithmetic:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a vector of values."""
         return count_lanes(self.spec.attention.head_dim)
 
     def clear_sum(self, slot: v.Expr) -> None:
@@ -171,7 +169,6 @@ class BaseArithmetic:
             emit(T.int32(whole * columns), rest)
 
     def emit_scales(self, block: Block) -> None:
-        """Keep the scales of a block."""
         scales = (self.cache.key_scales, self.cache.value_scales)
         for source, name in zip(scales, ("key_scales", "value_scales"), strict=True):
             if source is not None:
@@ -218,15 +215,12 @@ class FloatArithmetic(BaseArithmetic):
     """float32: keys and values are converted as they are loaded."""
 
     def emit_query(self, slot: v.Expr) -> None:
-        """Take it as it is."""
         self.clear_sum(slot)
 
     def emit_block(self, block: Block) -> None:
-        """Take keys and values as they are."""
         self.emit_scales(block)
 
     def emit_scores(self, tile: Tile, block: Block) -> None:
-        """Multiply queries with keys."""
         room, layout, cache = self.room, self.room.layout, self.cache
         size = self.spec.attention.head_dim
 
@@ -271,7 +265,6 @@ class FloatArithmetic(BaseArithmetic):
         """Nothing is left to do."""
 
     def emit_sums(self, tile: Tile, block: Block) -> None:
-        """Multiply shares with values."""
         room, layout, cache = self.room, self.room.layout, self.cache
         size, lanes = self.spec.attention.head_dim, self.lanes
         start = v.let(self._find_part(block, T.int32(0)) * size)
@@ -310,7 +303,6 @@ def find_most(values: list[v.Expr]) -> v.Expr:
 
 
 def make_cells(rows: int, columns: int, dtype: str, lanes: int) -> list[list[v.Cell]]:
-    """Return sums of nothing."""
     return [[v.Cell(v.constant(0, dtype, lanes)) for _ in range(columns)] for _ in range(rows)]
 
 
@@ -323,7 +315,6 @@ class IntegerArithmetic(BaseArithmetic):
     """Codes of int8 keys and values; see the module."""
 
     def emit_query(self, slot: v.Expr) -> None:
-        """Round it."""
         self.clear_sum(slot)
         qkv, place = self.qkv, v.let(self.room.integers["query_places"].load(slot, 1))
         target = self._find_codes(slot)
@@ -385,7 +376,6 @@ class IntegerArithmetic(BaseArithmetic):
                 _store_word(room.codes["values"], at, word)
 
     def emit_scores(self, tile: Tile, block: Block) -> None:
-        """Multiply queries with keys."""
         room, layout, cache = self.room, self.room.layout, self.cache
         rows, width = layout.rows, layout.width
 
@@ -448,7 +438,6 @@ class IntegerArithmetic(BaseArithmetic):
                     room.codes["shares"].store(at, v.cast(byte, "int8", LANES), LANES)
 
     def emit_sums(self, tile: Tile, block: Block) -> None:
-        """Multiply shares with values."""
         room, layout, cache = self.room, self.room.layout, self.cache
         rows, width = layout.rows, layout.width
         shares = room.codes["shares"]

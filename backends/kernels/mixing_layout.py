@@ -73,7 +73,6 @@ class MixingLayout:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that a thread needs."""
         numbers = count(self.float_sizes) + count(self.integer_sizes)
         return 4 * numbers + count(self.byte_sizes)
 

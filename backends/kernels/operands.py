@@ -83,7 +83,6 @@ class Activations:
 
     @property
     def used_planes(self) -> int:
-        """Planes that weights are multiplied by."""
         return 1 if self.upper else self.planes
 
     def for_chunk(self) -> Activations:
@@ -108,7 +107,6 @@ class Activations:
         )
 
     def for_one(self) -> Activations:
-        """Return the same arrays as one token has them."""
         return replace(self, several=None, paired=False)
 
 

@@ -81,11 +81,9 @@ class Panel:
         return find_neighbour(self.bundles, place, self.first)
 
     def load(self, token: v.Expr, number: v.Expr) -> v.Expr:
-        """Return what is kept of a neuron for a token."""
         return self.values[token * PANEL + number]
 
     def store(self, token: v.Expr, number: v.Expr, value: v.Expr) -> None:
-        """Keep it."""
         v.store(self.values, token * PANEL + number, value, 1)
 
 
@@ -135,7 +133,6 @@ def _emit_products(
     share: Share,
     keep: Keep,
 ) -> None:
-    """Multiply parts of neurons with all tokens."""
     spec, parts = panel.bundles.spec, len(names)
 
     def take_vectors(number: v.Expr) -> list[Vector]:
@@ -210,7 +207,6 @@ class Opened:
     start: v.Expr
 
     def read(self, place: v.Expr) -> v.Expr:
-        """Return the number in the panel of the neuron at a place of the list."""
         return v.let(self.start + v.cast(self.numbers[place], "int32", 1))
 
 

@@ -69,7 +69,6 @@ class Stretches:
         return replace(neuron, expert_base=v.let(v.wide(first) * bundles.spec.stride))
 
     def find_row(self, place: v.Expr) -> v.Expr:
-        """Return the row of resident scales of the neuron at a place."""
         assert self.rows is not None
         number, index = self._divide(place)
         return v.let(self.rows[number] * self.size + index)
@@ -208,7 +207,6 @@ class _LinesAhead:
             self._ask(byte, size, 0, self._with_inputs)
 
     def ask_with_downs(self, index: int, byte: v.Expr, size: int) -> None:
-        """Ask for the others, at the pace at which downs are read."""
         if index == 0:
             self._ask(byte, size, self._with_inputs, self._with_downs)
 

@@ -73,11 +73,9 @@ class DotPrimitive:
         return v.constant(0, "int16", self.width * (2 if self.dot == "maddubs" else 4))
 
     def take_low(self, raw: v.Expr) -> v.Expr:
-        """Return the low nibbles of bytes."""
         return raw & v.constant(15, "uint8", 4 * self.width)
 
     def take_high(self, raw: v.Expr) -> v.Expr:
-        """Return the high nibbles of bytes."""
         # 16-bit shifts: x86 has none for bytes.
         lanes = 2 * self.width
         shifted = v.reinterpret(raw, "uint16", lanes) >> v.constant(4, "uint16", lanes)

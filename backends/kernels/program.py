@@ -139,7 +139,6 @@ class Program:
 
     @property
     def target(self) -> tvm.target.Target:
-        """The machine that the functions run on."""
         return make_target(self.isa)
 
     def list_functions(self) -> dict[str, Callable[[Parameters], None]]:

@@ -56,7 +56,6 @@ class ScanArrays:
         return v.let(v.wide(token) * (self.shape.width + 2 * self.shape.key_dim))
 
     def find_result(self, token: v.Expr) -> v.Expr:
-        """Return where what a token has mixed begins."""
         return v.let(v.wide(token) * self.shape.stored_width)
 
 

@@ -139,7 +139,6 @@ class Schedule:
         return hidden.for_chunk()
 
     def take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
-        """Declare the activations of one token or a chunk."""
         spec = self.spec
         chunk = take_activations(
             take,

@@ -170,7 +170,6 @@ class Cutoffs:
 
 
 def take_finding(schedule: Schedule, take: Parameters) -> Cutoffs:
-    """Declare the parameters of what finds cutoffs."""
     spec = schedule.spec
     precision = "fp16" if find_packing(spec.precision.attention).is_plain else "int8"
     return Cutoffs(

@@ -153,7 +153,6 @@ def _emit_products(
 
 
 def _emit_weights(spec: KernelSpec, router: Moe, arrays: RouterArrays, token: v.Expr) -> None:
-    """Turn a token's scores into weights."""
     routes, base = arrays.routes, v.let(token * spec.experts)
     if router.choice_bias_of != "score":
         _emit_shares(router, routes, base)

@@ -136,7 +136,6 @@ class KernelSpec:
 
     @property
     def attention(self) -> Attention:
-        """The attention that functions are made for."""
         return self.attentions[0]
 
     @property
@@ -149,7 +148,6 @@ class KernelSpec:
 
     @property
     def precision(self) -> Quantization:
-        """Precision of the weights by class of tensor."""
         return self.model.quantization
 
     @property
@@ -186,7 +184,6 @@ class KernelSpec:
 
     @property
     def neuron_width(self) -> int:
-        """Length of what neurons read and add to."""
         return self.model.stored_neuron_width
 
     def describe_neurons(self) -> KernelSpec:
@@ -195,7 +192,6 @@ class KernelSpec:
 
     @property
     def bundle(self) -> BundleLayout:
-        """Layout of a neuron."""
         ffn = self.ffn
         return lay_out_bundle(
             self.neuron_width,
@@ -264,7 +260,6 @@ class KernelSpec:
 
     @property
     def multiplies_at_end(self) -> bool:
-        """Whether an FFN ends with projections."""
         return bool(self.side_ffn or self.latent_experts) or self.model.layer_embedding is not None
 
     @property
@@ -317,7 +312,6 @@ class KernelSpec:
         return self.sequences and self.closes_gates
 
     def to_json(self) -> str:
-        """Return canonical JSON."""
         values = dataclasses.asdict(self)
         values["model"] = self.model.model_dump(mode="json", exclude_defaults=True)
         for own in values["attentions"]:

@@ -35,7 +35,6 @@ def emit_state_project(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_state_token(schedule: Schedule, take: Parameters) -> None:
-    """Mix one of them with the state of its sequence."""
     block = _take_block(schedule, take, "token")
     block.emit_mix(block.tokens, None)
 

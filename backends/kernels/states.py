@@ -72,15 +72,12 @@ class StateArrays:
         return self.mixed.once
 
     def find_row(self, token: v.Expr) -> v.Expr:
-        """Return where the projections of a token begin."""
         return v.let(v.wide(token) * self.shape.entries)
 
     def find_result(self, token: v.Expr) -> v.Expr:
-        """Return where what a token has mixed begins."""
         return v.let(v.wide(token) * self.shape.stored_width)
 
     def find_factors(self, token: v.Expr) -> v.Expr:
-        """Return where b and a of a token begin."""
         return v.let(token * self.shape.factors)
 
 

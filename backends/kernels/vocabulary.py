@@ -224,7 +224,6 @@ def emit_embed(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_add_positions(schedule: Schedule, take: Parameters) -> None:
-    """Add the learned vectors of the positions to x."""
     spec = schedule.spec
     tokens = take.take_number("tokens")
     position = take.take_number("position")

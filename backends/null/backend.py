@@ -34,7 +34,6 @@ ONLY_EMULATED = False
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
-    """Return nothing: it runs everywhere."""
     return []
 
 
@@ -66,14 +65,12 @@ def build(request: BuildRequest) -> Executor:
 
 
 def build_unit(request: UnitRequest) -> DenseUnit:
-    """Make a unit that computes nothing."""
     from pi2.backends.null.executor import NullUnit
 
     return NullUnit(request)
 
 
 def build_whole(request: WholeRequest) -> WholeModel:
-    """Make a model that computes nothing."""
     from pi2.backends.null.executor import NullModel
 
     return NullModel(request)

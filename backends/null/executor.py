@@ -88,7 +88,6 @@ class NullModel:
         return np.zeros((len(tokens), self._vocab), np.float32)
 
     def count_named(self) -> int:
-        """Return none: nothing is predicted."""
         return 0
 
     def observe(self, observer: ExecutorObserver | None) -> None:

@@ -329,7 +329,6 @@ class Mixing:
             self._products += self._tensors.read_layer(layer, "qkv_bias")[0]
 
     def _project_state(self, layer: int) -> None:
-        """Multiply with the projections into a layer with a state."""
         assert self._shape is not None
         self._products = self.read @ self._read_state(layer, "state_in").T
         if self._shape.projection_bias:

@@ -59,7 +59,6 @@ class ThreadUnit:
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        """Begin a job with the neurons that are kept."""
         assert len(self._jobs) < self._request.jobs, "more jobs than were asked for"
         number, self._next = self._next, self._next + 1
         job = _Job(
@@ -75,7 +74,6 @@ class ThreadUnit:
         return number
 
     def multiply(self, name: str, inputs: F32) -> int:
-        """Begin to multiply with rows of a matrix."""
         number, self._next = self._next, self._next + 1
         total = np.zeros((len(inputs), self._matrices[name].rows), np.float32)
         job = _Job(-1, inputs.copy(), None, total)
@@ -89,7 +87,6 @@ class ThreadUnit:
         return f"{name}: {job.total.shape[1]} rows", start_s, time.perf_counter()
 
     def add(self, job: int, bundles: U8, first: int) -> None:
-        """Add a stretch of neurons to the job."""
         known = self._jobs[job]
         self._submit(known, bundles, first, f"layer {known.layer}: {len(bundles)} added neurons")
 
@@ -109,7 +106,6 @@ class ThreadUnit:
         wait(self._jobs[job].pieces)
 
     def finish(self, job: int) -> F32:
-        """Return the job's sum."""
         found = self._jobs[job]
         wait(found.pieces)
         del self._jobs[job]
@@ -140,11 +136,9 @@ class ThreadUnit:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of computing."""
         return self._busy_s
 
     def close(self) -> None:
-        """End the thread."""
         self._jobs.clear()
         self._pool.shutdown(cancel_futures=True)
         self._kept = []

@@ -102,7 +102,6 @@ def take_sigmoid(x: F32) -> F32:
 
 
 def take_silu(x: F32) -> F32:
-    """x sigmoid(x)."""
     return np.asarray(x * take_sigmoid(x), np.float32)
 
 
@@ -209,7 +208,6 @@ class LayerInputs:
         self._read = read
 
     def make_none(self) -> F32:
-        """What layers have of no token."""
         return np.zeros((self._model.shape.layers, 0, 0), np.float32)
 
     def make(self, rows: F32, x: F32) -> F32:
@@ -298,14 +296,12 @@ class AltUp:
         return np.asarray((x + read + output) * np.float32(math.sqrt(0.5)))
 
     def scale_gate_input(self, layer: int, x: F32) -> F32:
-        """What gates the layer's own embedding."""
         altup = self._model.altup
         if altup is None or not altup.scaled:
             return x
         return x * self._read(name_layer_tensor(layer, "altup_scale"))
 
     def join(self, x: F32, others: F32) -> F32:
-        """What the last norm reads."""
         weights = self._read(STREAM_OUT).reshape(self._count, x.shape[1], -1)
         projected = np.einsum("nth,nkh->ntk", others, weights)
         streams = np.concatenate([x[None], self._scale_like(x, projected)])

@@ -142,7 +142,6 @@ class ProcessUnit:
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        """Begin a job with the neurons that are kept."""
         number, job = self._begin_job(layer, inputs, self._hidden)
         job.has_routes = routes is not None
         at = self._places[job.place]
@@ -167,7 +166,6 @@ class ProcessUnit:
         return number, job
 
     def multiply(self, name: str, inputs: F32) -> int:
-        """Begin to multiply with rows of a matrix."""
         tensor = self._request.matrices[name]
         assert tensor.precision is not None, name
         number, job = self._begin_job(-1, inputs, tensor.rows)
@@ -217,7 +215,6 @@ class ProcessUnit:
         """Return at once: all added values have been copied."""
 
     def finish(self, job: int) -> F32:
-        """Return the job's sum."""
         self._read_replies(self._asked)
         found = self._jobs.pop(job)
         return self._view_floats(self._places[found.place].total, found.tokens, found.width)
@@ -272,11 +269,9 @@ class ProcessUnit:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of computing in the other process."""
         return self._busy_s
 
     def close(self) -> None:
-        """End the process."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

@@ -81,7 +81,6 @@ class States:
         return widen(self._request.tensors[name_state_tensor(layer, mixer, kind)])
 
     def read(self, sequence: int) -> F32:
-        """A copy of all states of a sequence, one after the other."""
         return np.concatenate([array.reshape(-1) for array in self._list_arrays(sequence)])
 
     def put(self, sequence: int, state: F32) -> None:

@@ -138,7 +138,6 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
 
 
 def _take_wishes(path: Path, given: PlanOptions) -> PlanOptions:
-    """The options, with the wishes of a plan where they say nothing."""
     from pi2.cli.named_plans import find_plan_path
     from pi2.plan.documents.quantities import format_bytes
     from pi2.plan.reading.references import is_path

@@ -269,7 +269,6 @@ def _cut(line: str, span: Span) -> tuple[str, int, int]:
 
 
 def render_concise(diagnostics: Sequence[Diagnostic], *, colour: bool = False) -> str:
-    """Write one line per diagnostic."""
     lines = []
     for item in diagnostics:
         place = f"{paint(escape_controls(str(item.span)), 'place', colour)}: " if item.span else ""

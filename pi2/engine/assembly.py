@@ -133,7 +133,6 @@ def build_parts(
 
 
 def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts | None:
-    """Build the model that drafts tokens, if there is one."""
     if opened.draft is None:
         return None
     with ExitStack() as own:

@@ -205,7 +205,6 @@ class DenseShares:
             self._on_lost(unit)
 
     def close(self) -> None:
-        """Give back what the units have."""
         for unit in self.units.values():
             unit.unit.close()
 

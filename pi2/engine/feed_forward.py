@@ -292,7 +292,6 @@ class FeedForward(Waves):
             raise
 
     def end_token(self) -> None:
-        """Count what a token activated in all layers."""
         self.counters.active += self._executor.count_active()
         if self.sieve is not None and not self._only_resident:
             self.sieve.end_step()

@@ -193,7 +193,6 @@ def open_slots(
 
 
 def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
-    """Compute threads of a plan."""
     return resolved.plan.threads.compute or machine.cores
 
 

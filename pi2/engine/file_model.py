@@ -209,14 +209,12 @@ class FileModel:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that steps and prompts have read."""
         rows = 0 if self._rows is None else self._row_reads * self._rows.row_bytes
         experts = 0 if self._slots is None else self._slots.read_bytes
         return rows + experts + self._layers.read_bytes + self._head.read_bytes
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which computing has waited for reads."""
         experts = 0.0 if self._slots is None else self._slots.waited_s
         return experts + self._layers.waited_s + self._head.waited_s
 
@@ -297,7 +295,6 @@ class _Course:
 
     @property
     def is_resident(self) -> bool:
-        """Whether nothing is streamed."""
         return self._stream is None and all(item.action is None for item in self._work)
 
     @property
@@ -309,7 +306,6 @@ class _Course:
         return 0.0 if self._stream is None else self._stream.waited_s
 
     def run(self) -> None:
-        """Run the whole part."""
         stream = self._stream
         try:
             for work in self._work:
@@ -399,7 +395,6 @@ class ExpertCourse:
         self._find(own, self._next[2])
 
     def compute(self, own: RoutedLayer) -> None:
-        """Compute the layer's experts."""
         try:
             if self._by_expert:
                 self._compute_many(own)

@@ -73,7 +73,6 @@ class Sequences(ABC):
         self.positions[sequence] = position
 
     def reset_all(self) -> None:
-        """Begin all sequences anew."""
         for sequence in range(len(self.positions)):
             self.reset(sequence)
 
@@ -108,11 +107,9 @@ class Sequences(ABC):
 
     @property
     def copies(self) -> bool:
-        """Whether what a sequence has can be copied to another one."""
         return False
 
     def copy(self, source: int, target: int) -> None:
-        """Let a sequence go on where another one is."""
         raise AssertionError("nothing can be copied")
 
     def mark(self, sequence: int) -> None:

@@ -125,7 +125,6 @@ class LoadedModel:
 
     @property
     def load_s(self) -> float:
-        """Seconds that loading took."""
         return self._parts.load_s
 
     @property
@@ -141,7 +140,6 @@ class LoadedModel:
 
     @property
     def compute_threads(self) -> int:
-        """Threads that kernels run on."""
         return self._parts.compute_threads
 
     @property
@@ -185,7 +183,6 @@ class LoadedModel:
 
     @property
     def stats(self) -> RunStatistics:
-        """Counters since loading."""
         return count_run(self._parts, self._scheduler.speculation)
 
     @property
@@ -402,7 +399,6 @@ class LoadedModel:
 
     @property
     def scheduler(self) -> Scheduler:
-        """What gives the places of sequences to requests."""
         return self._scheduler
 
     def describe_request(

@@ -152,12 +152,10 @@ def open_file(resolved: ResolvedPlan, store: NeuronStore, path: str, batch: Batc
 
 
 def begin_file(file: FileRead, batch: Batch) -> None:
-    """Begin to read placed tensors."""
     batch.add([Job(piece.run, piece.bytes, piece.target) for piece in file.list_pieces()])
 
 
 def count_tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of weights and scales."""
     return tensor.weights.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
 
 
@@ -191,7 +189,6 @@ def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, Scal
 def open_reader(
     resolved: ResolvedPlan, store: NeuronStore | None, cache: NeuronCache
 ) -> FlashReader | NullReader:
-    """Open the store's neuron files for reading."""
     stride = resolved.bundle.stride
     if store is None:
         return NullReader(stride * cache.granule, count_gate_read_bytes(resolved))

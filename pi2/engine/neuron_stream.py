@@ -66,7 +66,6 @@ class Piece:
         return slice(start, start + count) if alike else None
 
     def is_same(self, other: Piece) -> bool:
-        """Whether both are the same neurons."""
         mine, theirs = ((item.layer, item.first, len(item.slots)) for item in (self, other))
         return mine == theirs
 

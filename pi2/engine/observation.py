@@ -69,7 +69,6 @@ class DenseObserver(ExecutorObserver):
         self._chunk = 0
 
     def select_chunk(self, number: int) -> None:
-        """Turn to another chunk."""
         self._chunk = number
 
     def begin_ffn(self, layer: int) -> None:
@@ -77,7 +76,6 @@ class DenseObserver(ExecutorObserver):
         self._owners.pop(self._chunk, None)
 
     def add_dense(self, layer: int, bundles: U8, first: int) -> None:
-        """Compute the activations of neurons."""
         whole, request = bundles, self._request
         if request.scales is not None:
             rows = slice(first, first + len(bundles))

@@ -110,7 +110,6 @@ def build_shares(
 
 
 def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> WholeRows:
-    """Return what computes projections and the head."""
     rows = resolved.divided_rows
     if rows is None or rows.unit not in shares.units or not isinstance(executor, RowDivider):
         return WholeRows(executor)

@@ -62,17 +62,14 @@ class Parts:
 
     @property
     def executor(self) -> Executor:
-        """What computes layer by layer."""
         return self._get_layers().executor
 
     @property
     def cache(self) -> NeuronCache:
-        """The neuron cache of what is computed layer by layer."""
         return self._get_layers().cache
 
     @property
     def feed_forward(self) -> FeedForward:
-        """The FFNs of what is computed layer by layer."""
         return self._get_layers().feed_forward
 
     def _get_layers(self) -> LayerParts:

@@ -407,7 +407,6 @@ class NoPrefixes:
         return self.choose_empty(free), 0
 
     def choose_empty(self, free: Sequence[int]) -> int:
-        """The first place."""
         self._forward.reset(free[0])
         return free[0]
 

@@ -44,7 +44,6 @@ class ReadAhead:
         """Tokens that have not looked ahead because it did not pay."""
 
     def end_token(self, seconds: float) -> None:
-        """Take note of what a token took."""
         if not self._is_measured:
             return
         if self._is_trial:

@@ -66,7 +66,6 @@ def summarise_units(units: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def name_unit(name: str, *, emulated: bool) -> str:
-    """A unit's name as summaries show it."""
     return f"{name} (emulated)" if emulated else name
 
 
@@ -96,7 +95,6 @@ def describe_speculation(
 
 
 def summarise_speculation(found: dict[str, Any]) -> str:
-    """A line for people."""
     drafted, plain = found["drafted_bytes_per_token"], found["plain_bytes_per_token"]
     if not found["draft_tokens"]:
         return "speculation: nothing was drafted"
@@ -128,7 +126,6 @@ and these count, too."""
 
 
 def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]:
-    """Everything that is known of a run, for machines."""
     tokens = result.prompt_tokens + len(result.token_ids)
     seconds = result.ttft_s
     if result.decode_tokens_s:
@@ -207,7 +204,6 @@ def list_deviations(model: LoadedModel, statistics: RunStatistics) -> list[str]:
 
 
 def describe_sequence(result: SequenceResult) -> dict[str, Any]:
-    """The facts of one sequence."""
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -221,7 +217,6 @@ def describe_sequence(result: SequenceResult) -> dict[str, Any]:
 
 
 def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, Any]:
-    """The facts of the model and of its run."""
     pressure = model.pressure
     return {
         "dry_run": model.is_dry,

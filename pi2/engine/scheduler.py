@@ -57,7 +57,6 @@ class Line:
         return ticket
 
     def drop_cancelled(self) -> list[Ticket]:
-        """Take out cancelled requests."""
         dropped = [ticket for ticket in self if ticket.cancelled]
         for ticket in dropped:
             own = self._clients[ticket.client]
@@ -95,27 +94,22 @@ class Rounds:
 
     @property
     def stepped_sequences(self) -> int:
-        """Sequences of each step, summed up."""
         return sum(sequences * phase.steps for sequences, phase in self.phases.items())
 
     @property
     def stepped_tokens(self) -> int:
-        """Tokens that steps made."""
         return sum(phase.tokens for phase in self.phases.values())
 
     @property
     def steps_s(self) -> float:
-        """Seconds in steps."""
         return sum(phase.seconds for phase in self.phases.values())
 
     def add_step(self, sequences: int, tokens: int, seconds: float) -> Rounds:
-        """The same and a step more."""
         before = self.phases.get(sequences, Phase())
         phase = Phase(before.steps + 1, before.tokens + tokens, before.seconds + seconds)
         return replace(self, phases=MappingProxyType({**self.phases, sequences: phase}))
 
     def add_prompt(self, tokens: int, seconds: float) -> Rounds:
-        """The same and a piece of a prompt more."""
         return replace(
             self, prompt_tokens=self.prompt_tokens + tokens, prefill_s=self.prefill_s + seconds
         )
@@ -132,7 +126,6 @@ class Rounds:
         )
 
     def describe(self) -> dict[str, float]:
-        """Everything as numbers."""
         return {
             "steps": self.steps,
             "stepped_sequences": self.stepped_sequences,
@@ -192,7 +185,6 @@ class Ticket:
         """Tokens of the prompt that were read for another request at the same time."""
 
     def cancel(self) -> None:
-        """Cancel it."""
         self.cancelled = True
 
 
@@ -243,7 +235,6 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Requests that have a place."""
         following = sum(map(len, list(self._following.values())))
         return len(self._reading) + len(self._running) + following
 
@@ -556,7 +547,6 @@ class Scheduler:
             self._give_back(place, self._running.pop(place))
 
     def _give_back(self, place: int, ticket: Ticket) -> None:
-        """Free the place of an ended request."""
         if self.speculation is not None:
             self.speculation.forget(place)
         if ticket.error is None:

@@ -182,7 +182,6 @@ class Touched(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """What steps are compared by."""
         return self.memory + FLASH_WEIGHT * self.flash
 
 
@@ -342,7 +341,6 @@ class Speculation:
 
     @property
     def counters(self) -> SpeculationCounters:
-        """The work so far."""
         return replace(self._counters)
 
     def propose(self, answers: Mapping[int, Answer]) -> dict[int, list[int]]:

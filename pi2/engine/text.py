@@ -33,7 +33,6 @@ _STAYING_MIB = 1
 
 
 def make_staying_child() -> StayingChild:
-    """A process for templates that stays."""
     return StayingChild(
         "template",
         Limits(_CPU_S + _CPU_S_PER_MIB * _STAYING_MIB, _MEMORY_MIB + _MEMORY_FACTOR * _STAYING_MIB),
@@ -221,7 +220,6 @@ class TokenDecoder:
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        """Take a token and return the text that it completes."""
         self._held.append(token)
         text = self._read_held()
         if text.endswith(_CUT) and len(self._held) < MAX_HELD:

@@ -146,7 +146,6 @@ class WholeForward(Sequences):
 
 
 def make_whole_forward(model: WholeModel, resolved: ResolvedPlan) -> WholeForward:
-    """Return what takes sequences through the model."""
     plan = resolved.plan
     neurons = resolved.model.token_neurons
     return WholeForward(

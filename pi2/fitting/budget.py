@@ -356,7 +356,6 @@ def _scale_splits(
 def _set_memory(
     resolved: ResolvedPlan, budget_bytes: int, sizes: Mapping[str, int]
 ) -> ResolvedPlan:
-    """The plan with a budget, and sizes of segments and units."""
     memory = resolved.plan.memory
     names = Segments.model_fields
     segments = memory.segments.model_copy(update={name: sizes[name] for name in names})
@@ -374,7 +373,6 @@ def _set_memory(
 def _find_shortage(
     resolved: ResolvedPlan, fixed: Mapping[str, int], counts_runtime: bool
 ) -> Shortage:
-    """What the least of a plan takes."""
     least = _scale_units(resolved, Fraction(0))
     neurons = {name: size for name, size in _size_neurons(least, MIB).items() if size}
     sizes = {**fixed, **neurons, "cold": find_needs(least).cold.bytes}

@@ -72,11 +72,9 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        """Whether there are no errors."""
         return all(item.severity != "error" for item in self.diagnostics)
 
     def make_error(self) -> UserError:
-        """The exception for a report with errors."""
         unread = any(item.code in CANNOT_READ for item in self.diagnostics)
         return UserError(self.diagnostics, exit_code=2 if unread else 1, sources=self.sources)
 

@@ -75,7 +75,6 @@ class Completion:
         return found
 
     def derive(self, path: KeyPath, value: object, reason: str) -> None:
-        """State a value that is not stated."""
         if self.read(*map(str, path)) is not None:
             return
         table = self.values

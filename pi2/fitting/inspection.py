@@ -523,7 +523,6 @@ class Inspection:
         return self.reuse.findings[key]
 
     def locate(self, rule: Rule, finding: Finding) -> Diagnostic:
-        """Find the places of a finding and of its origins."""
         notes = []
         for origin in finding.origins:
             spans = self.files[origin.document].spans

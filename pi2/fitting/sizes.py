@@ -150,7 +150,6 @@ def count_chunks(resolved: ResolvedPlan) -> int:
 
 
 def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
-    """What a unit of the plan has to do."""
     kept, rows = None, resolved.divided_rows
     if name != resolved.sparse_unit:
         kept = tuple(

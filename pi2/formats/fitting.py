@@ -127,7 +127,6 @@ def fit_lines(columns: F32, weights: F32, top: int, *, is_free: bool = False) ->
 
 
 def round_lines(columns: F32, lines: Lines, top: int) -> F32:
-    """Return the nearest codes."""
     import numpy as np
 
     codes = columns + lines.minima
@@ -184,7 +183,6 @@ class Settled:
     down: F32
 
     def spread(self, groups: int) -> tuple[F32, F32]:
-        """Return the scales of each group."""
         return self.step.repeat(groups), self.down.repeat(groups)
 
 
@@ -320,7 +318,6 @@ class SuperBlock:
         return _sum_groups(np.einsum("en,en,en->n", wrong, wrong, weights), self.groups)
 
     def round(self, columns: F32, scales: F32, minima: F32) -> F32:
-        """Return the nearest codes."""
         import numpy as np
 
         codes = columns + minima

@@ -108,7 +108,6 @@ class Packing:
         return next(self.list_planes())
 
     def list_planes(self) -> Iterator[int]:
-        """Yield the bits of each plane."""
         return (size for size in (16, 8, 4, 2, 1) if self.bits & size)
 
     def count_weight_bytes(self, length: int) -> int:
@@ -140,7 +139,6 @@ class Packing:
         return codes.astype(np.float32)
 
     def take_scales(self, scales: Scales) -> F32:
-        """Return what stored scales stand for."""
         import numpy as np
 
         return scales.astype(np.float32)

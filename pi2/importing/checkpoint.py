@@ -376,7 +376,6 @@ def list_tensors(file: Path) -> Mapping[str, SourceTensor]:
 
 
 def find_index(folder: Path) -> Path | None:
-    """The index of a checkpoint in several files."""
     for single, index in zip(SINGLES, INDEXES, strict=True):
         if (folder / single).exists():
             return None

@@ -61,7 +61,6 @@ class Config:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The values as they are stated."""
         return self._values
 
     def change(self, values: Mapping[str, Any]) -> Config:
@@ -116,7 +115,6 @@ class Config:
         return value if isinstance(value, list) else [] if value is None else [value]
 
     def read_numbers(self, key: str) -> list[float]:
-        """A list of positive numbers."""
         numbers = self.read_list(key)
         if not all(type(item) in (int, float) and 0 < item < _HUGE for item in numbers):
             raise self.refuse(f"{key} is not a list of positive numbers")

@@ -266,7 +266,6 @@ def name_order(model: Model, activations: Path | None) -> Order:
 
 
 def describe_files(source: Checkpoint) -> list[list[str | int]]:
-    """What is equal where the weight files are."""
     describe = describe_file if source.shards is None else source.shards.describe
     return [describe(file) for file in source.files]
 

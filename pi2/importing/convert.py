@@ -212,7 +212,6 @@ class _Conversion:
             del raw, pieces
 
     def read_dense(self, tensor: DenseTensor, pool: ThreadPoolExecutor) -> TensorPieces:
-        """Rows of a dense tensor of the store, quantised."""
         layer, kind = split_name(tensor.name)
         if layer is not None and kind.startswith("predictor_"):
             return self._quantize_predictors(tensor, layer, kind)
@@ -446,7 +445,6 @@ def map_in_order(
 
 
 def _count_bytes(sources: list[list[Rows]]) -> int:
-    """Bytes of matrices in the checkpoint."""
     return sum(source.size_bytes for group in sources for source in group)
 
 

@@ -120,7 +120,6 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The metadata of the file, of several that of the first."""
         return self.statements.values
 
     @property
@@ -149,7 +148,6 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def has_lists(self) -> bool:
-        """Whether the tokenizer is made from lists in the metadata."""
         return self.given_tokenizer is None
 
     @property

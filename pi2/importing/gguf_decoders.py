@@ -355,7 +355,6 @@ def read_olmo2(metadata: Metadata, config: dict[str, Any], activation: str) -> d
 
 
 def read_falcon(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Falcon, whose configurations have names of their own."""
     found = read_decoder(metadata, config, activation)
     kv_heads = found["num_key_value_heads"]
     return found | {

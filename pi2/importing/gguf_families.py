@@ -178,7 +178,6 @@ def scale_gemma4(config: dict[str, Any], divisors: F32) -> bool:
 
 
 def read_granite(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """A decoder with factors."""
     read = metadata.read
     return read_decoder(metadata, config, activation) | {
         "attention_multiplier": read("{arch}.attention.scale", float, 1.0),

@@ -165,7 +165,6 @@ def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
 
 
 def read_qwen_hybrid(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Qwen's models that have layers with a state."""
     found = read_decoder(metadata, config, activation)
     return found | (_read_states(metadata) if metadata.has("{arch}.ssm.group_count") else {})
 
@@ -190,7 +189,6 @@ def read_lfm2(metadata: Metadata, config: dict[str, Any], activation: str) -> di
 
 
 def complete_kinds(config: dict[str, Any], tensors: Container[str]) -> None:
-    """State the kinds of layers, by the tensors that they have."""
     config["layer_types"] = [
         "full_attention"
         if f"model.layers.{layer}.self_attn.k_proj.weight" in tensors

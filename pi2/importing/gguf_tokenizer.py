@@ -173,7 +173,6 @@ def _make_steps(told: GgufTokens) -> Tokenizer:
 
 
 def _make_model(told: GgufTokens) -> Any:
-    """The library's model."""
     from tokenizers import models
 
     tokens = told.tokens
@@ -293,7 +292,6 @@ def _find_scores(told: GgufTokens) -> Any:
 def _find_merges(
     tokens: Sequence[str], numbers: Mapping[str, int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Pairs of tokens by the score of both together, and of a token by their numbers."""
     merges: list[tuple[str, str]] = []
     for number in sorted(numbers.values(), key=lambda number: (-scores[number], number)):
         token = tokens[number]

@@ -138,7 +138,6 @@ class GgufTokens:
 
     @property
     def kind(self) -> object:
-        """Kind of tokenizer."""
         return self.metadata.get("tokenizer.ggml.model")
 
     def find_cut(self) -> Cut:
@@ -147,7 +146,6 @@ class GgufTokens:
         return _find_cut(self.file, "gemma4" if self.kind == "gemma4" else name)
 
     def list_kinds(self, *kinds: int) -> list[str]:
-        """Texts of the tokens of some kinds."""
         found = np.flatnonzero(np.isin(self.marks.kinds, kinds))
         return [self.tokens[number] for number in found.tolist()]
 
@@ -250,7 +248,6 @@ def _list_texts(listed: object) -> list[str]:
 
 
 def read_named_templates(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """Further chat templates by their names."""
     names = metadata.get("tokenizer.chat_templates")
     listed = list(names) if isinstance(names, Texts) else _list_texts(names)
     found = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in listed}

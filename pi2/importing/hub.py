@@ -143,7 +143,6 @@ def _choose_gguf(reference: HubReference, files: Mapping[str, int], file: str) -
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file of a repository has weights."""
     return name.endswith(_WEIGHTS)
 
 
@@ -306,7 +305,6 @@ def _make_bar(report: Any) -> Any:
 
 
 def find_endpoint() -> str:
-    """The hub's address."""
     from huggingface_hub import constants
 
     return str(constants.ENDPOINT)

@@ -80,7 +80,6 @@ def read_imatrix(file: Path) -> Importance:
 
 
 def refuse_imatrix(file: Path, problem: str) -> UserError:
-    """What to raise for a file that cannot be used."""
     return UserError.of(
         "P548",
         f"{file} is not an importance matrix of this model: {problem}",

@@ -146,7 +146,6 @@ class LayerPredictor:
 
     @property
     def rank(self) -> int:
-        """Rank of all predictors of the layer in the store: that of the largest."""
         return max(expert.rank for expert in self.experts)
 
 

@@ -155,7 +155,6 @@ def raise_findings(findings: list[Diagnostic]) -> None:
 def find_tensor_problem(
     checkpoint: Checkpoint, need: Requirement, says: str = _DOCUMENT
 ) -> Diagnostic | None:
-    """Say that a tensor is missing or of the wrong shape."""
     tensor = checkpoint.tensors.get(need.name)
     if tensor is None:
         place = checkpoint.files[0] if len(checkpoint.files) == 1 else checkpoint.folder

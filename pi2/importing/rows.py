@@ -195,7 +195,6 @@ class SameTensor(SourceTensor):
 
 
 def make_same(length: int, number: float) -> SourceTensor:
-    """A vector of one number."""
     file, shape = Path(), (length,)
     return SameTensor(
         file=file, name="same", dtype="F32", shape=shape, offset=0, size_bytes=0, number=number
@@ -203,7 +202,6 @@ def make_same(length: int, number: float) -> SourceTensor:
 
 
 def make_zeros(*shape: int) -> SourceTensor:
-    """Zeros of a shape."""
     return ZeroTensor(file=Path(), name="zeros", dtype="F16", shape=shape, offset=0, size_bytes=0)
 
 
@@ -223,7 +221,6 @@ class Rows:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that they take in the checkpoint."""
         return self.tensor.size_bytes * self.count // max(1, self.tensor.shape[0])
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:

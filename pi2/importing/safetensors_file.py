@@ -237,7 +237,6 @@ class TorchTensor(SourceTensor):
 
 
 def has_torch() -> bool:
-    """Whether torch is installed."""
     return importlib.util.find_spec("torch") is not None
 
 

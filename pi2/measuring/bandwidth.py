@@ -46,7 +46,6 @@ class BandwidthMeter:
         return speeds
 
     def close(self) -> None:
-        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()
 

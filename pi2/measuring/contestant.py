@@ -44,7 +44,6 @@ class Profile:
 
     @property
     def python_s(self) -> float:
-        """Everything else: orchestration."""
         return self.total_s - self.kernels_s - self.io_wait_s - self.unit_wait_s
 
 

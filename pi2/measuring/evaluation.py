@@ -42,7 +42,6 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity: exp of the mean loss."""
         return float(np.exp(self.losses.mean()))
 
 

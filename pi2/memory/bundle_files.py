@@ -100,7 +100,6 @@ class WatchedRun(Future[None]):
         read.add_done_callback(self._take)
 
     def cancel(self) -> bool:
-        """Give the read up if it has not begun."""
         return self._read.cancel()
 
     def _take(self, read: Future[None]) -> None:
@@ -115,7 +114,6 @@ class WatchedRun(Future[None]):
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the read."""
         start_s = time.perf_counter()
         super().result(timeout)
         self._observer.note_run_wait(self, start_s, time.perf_counter())

@@ -131,12 +131,10 @@ class NeuronCache:
             tables.slot_of, tables.owner, tables.held = self._keys, self._owner, self._held
 
     def hot_range(self, layer: int) -> slice:
-        """Stored indices of the layer's hot neurons."""
         first = self._first[layer]
         return slice(first, first + len(self.hot_slots[layer]))
 
     def is_whole(self, layer: int) -> bool:
-        """Whether all of the layer's neurons are hot."""
         return len(self.hot_slots[layer]) == self.neurons
 
     def is_all_hot(self, layer: int, indices: I32) -> bool:
@@ -179,7 +177,6 @@ class NeuronCache:
 
     @property
     def free_capacity(self) -> int:
-        """Cold slots that are not held."""
         return self.cold_capacity - self._held_count
 
     def leave_out(self, layer: int, indices: I32, scores: F32, sieve: ReadSieve) -> I32:

@@ -64,7 +64,6 @@ class Held:
 
     @property
     def waits(self) -> bool:
-        """Whether some are missing."""
         return len(self.found.missing) > 0
 
 
@@ -167,7 +166,6 @@ class ExpertSlots:
         return [(address, places, unit) for places, unit in zip(own.places, own.units, strict=True)]
 
     def count_slots(self, layer: int) -> int:
-        """Slots that a layer's experts share with others."""
         return self._layers[layer].group.cache.cold_capacity
 
     def find(self, layer: int, experts: I32) -> Held:
@@ -243,11 +241,9 @@ class ExpertSlots:
         return np.isin(experts, held.found.missing)
 
     def release(self, held: Held) -> None:
-        """Let the slots be given to others."""
         self._layers[held.layer].group.cache.release(held.found)
 
     def abandon(self, held: Held) -> None:
-        """Give up experts that have not arrived, and release all."""
         own = self._layers[held.layer]
         for batch in (*held.inputs, *held.outputs):
             self._engine.abandon(batch)

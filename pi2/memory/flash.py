@@ -409,7 +409,6 @@ class NullReader:
         self.saved_bytes = 0
 
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
-        """Count the reads."""
         gates = np.ones(len(indices), bool) if self._gate_bytes else None
         size = self._gate_bytes or self._stride
         self.read_bytes += len(indices) * size
@@ -417,7 +416,6 @@ class NullReader:
         return PendingRead(layer, indices, slots, (slice(0, len(indices)),), None, gates)
 
     def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
-        """Count the reads of up and down."""
         self.saved_bytes += int(np.count_nonzero(~opened)) * self.rest_bytes
         self.read_bytes += int(np.count_nonzero(opened)) * self.rest_bytes
         return None
@@ -430,11 +428,9 @@ class NullReader:
         """Nothing is under way."""
 
     def is_idle(self) -> bool:
-        """Nothing is under way."""
         return True
 
     def finish(self, pending: PendingRead, number: int, count: int = 1) -> I32:
-        """Nothing is waited for."""
         return pending.slots
 
     def abandon(self, pending: PendingRead) -> None:

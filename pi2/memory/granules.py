@@ -61,12 +61,10 @@ class SingleNeurons:
 
     @property
     def hot_slots(self) -> list[range]:
-        """Slots of the hot neurons of every layer."""
         size = self.granule
         return [range(slots.start * size, slots.stop * size) for slots in self._cache.hot_slots]
 
     def hot_range(self, layer: int) -> slice:
-        """Stored indices of the layer's hot neurons."""
         hot = self._cache.hot_range(layer)
         return slice(hot.start * self.granule, hot.stop * self.granule)
 

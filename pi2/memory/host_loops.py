@@ -40,7 +40,6 @@ class HostSpec:
 
     @property
     def mcpu(self) -> str | None:
-        """The least processor of the architecture."""
         return None
 
     @property
@@ -51,7 +50,6 @@ class HostSpec:
         return ("+pclmul",) if self.checks == "pclmulqdq" else ("+crc",)
 
     def to_json(self) -> str:
-        """Return canonical JSON."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod

@@ -116,7 +116,6 @@ class LeastRecentlyUsed:
         self._tail += count
 
     def replace(self, keys: I64, held: Bits) -> I32:
-        """Return the least recently used slots and make them the most recently used."""
         count = len(keys)
         taken = np.empty(0, np.int32)
         kept: list[I32] = []
@@ -256,7 +255,6 @@ class LeastFrequentlyUsed:
             self.tables.weight = 1.0
 
     def replace(self, keys: I64, held: Bits) -> I32:
-        """Return the slots with the lowest counts."""
         count, counts = len(keys), self._count(keys)
         taken = self._take(count, held)
         self.tables.scores[taken] = counts[: len(taken)]

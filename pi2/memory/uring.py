@@ -236,7 +236,6 @@ class Ring:
         return result
 
     def close(self) -> None:
-        """Let go of the ring."""
         os.close(self._fd)
 
 

@@ -72,7 +72,6 @@ class DirectFiles:
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """Of the open files."""
         return self._open
 
     def _open_file(self, path: Path) -> int:
@@ -186,7 +185,6 @@ class FileReads:
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which computing has waited for reads."""
         return self._counts.waited_s
 
     @property
@@ -279,7 +277,6 @@ class WeightStream:
         return self._begun
 
     def close(self) -> None:
-        """End the reads."""
         self.rewind()
         self._engine.close()
 

@@ -48,7 +48,6 @@ class Attention:
 
     @property
     def has_keys(self) -> bool:
-        """Whether it has keys and values of its own."""
         return self.key_layer is None
 
     @property
@@ -58,7 +57,6 @@ class Attention:
 
     @property
     def keys(self) -> int:
-        """Width of all key heads together."""
         return self.kv_heads * self.head_dim
 
     @property

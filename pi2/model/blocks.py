@@ -34,12 +34,10 @@ class Block:
 
     @property
     def states(self) -> tuple[int, ...]:
-        """Numbers of the mixers that keep a state."""
         return tuple(n for n, mixer in enumerate(self.mixers) if isinstance(mixer, State))
 
 
 def find_attention(model: Model, layer: int) -> Attention:
-    """The attention of a layer that has one."""
     found = model.blocks[layer].attention
     assert found is not None, layer
     return found

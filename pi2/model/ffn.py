@@ -91,7 +91,6 @@ def make_ffn(model: Model, layer: int) -> Ffn:
 
 
 def list_neuron_sources(at: Place, own: Ffn) -> Iterator[Source]:
-    """All that neurons of the store are made of."""
     options, moe = own.options, own.moe
     parts = ("gate", "up", "down") if options.gated else ("up", "down")
     biases = [f"{part}_bias" for part in parts[:-1] if options.bias]
@@ -192,7 +191,6 @@ def count_cutoff_rows(model: Model) -> int:
 
 
 def count_stored_cutoff_rows(model: Model) -> int:
-    """Rows of the tensor that tells them."""
     is_plain = find_packing(find_cutoff_precision(model)).is_plain
     return count_cutoff_rows(model) * (2 if is_plain else 1)
 

@@ -67,7 +67,6 @@ class Source:
     """Heads that zeros fill up: how many, to what size, and whether they are columns."""
 
     def name(self, names: Tensors) -> str:
-        """What the checkpoint calls it."""
         # Operators that are added say themselves what checkpoints call their tensors.
         pattern = self.key if "{" in self.key else getattr(names, self.key)
         return fill_name(pattern, self.layer, self.expert, self.stream, self.mixer)
@@ -155,7 +154,6 @@ class Place:
         precision: StoredPrecision | None = None,
         transform: Transform = "rows",
     ) -> DenseTensor:
-        """A matrix, in the precision of projections if none is given."""
         if self.mixer and kind.startswith("state_"):
             kind = _name_inner(self.mixer) + kind
         return DenseTensor(
@@ -183,7 +181,6 @@ class Place:
 
 
 def fill(*shape: int, value: float = 0.0) -> Source:
-    """A constant, which no checkpoint has."""
     return Source(key="", shape=shape, value=value)
 
 

@@ -165,7 +165,6 @@ class Problem:
 
     @property
     def unit_kinds(self) -> list[UnitKind]:
-        """The kind of the dense unit, if there is one."""
         dense = self.rates.dense
         return [] if dense is None else [self.wish.device.units[dense.name].kind]
 

@@ -90,7 +90,6 @@ def find_pairs(template: str, vocabulary: Iterable[str]) -> list[Pair]:
 
 
 def list_call_forms(format: Format) -> list[tuple[CallForm, bool]]:
-    """Forms of calls that begin with the format's marks, and whether each is the format's own."""
     own = [(form, True) for form in format.calls]
     begins = {form.begin for form in format.calls if form.begin}
     others = [

@@ -213,7 +213,6 @@ class ChatFacts:
 def describe_family(
     template: str, marks: Mapping[str, int], special: frozenset[int], ends: frozenset[int]
 ) -> ChatFacts:
-    """Facts of a template and its tokens: marks, special marks, and ends."""
     found = find_format(template, marks)
     wraps = [
         pair for pair in found.content if all(mark in template or mark in marks for mark in pair)

@@ -254,7 +254,6 @@ class ChunkWriter(Writer):
         return write_event({**chunk, "usage": None} if self._includes_usage else chunk)
 
     def write_end(self) -> bytes:
-        """The last chunk, if it is asked for, and the mark of the end."""
         if not self._includes_usage:
             return DONE
         last = {**self._head, "object": self.kind, "choices": [], "usage": self.describe_usage()}

@@ -32,7 +32,6 @@ class TimedConnection(H11Protocol):
     _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
         super().connection_made(transport)
         self._wait_for_headers()
 
@@ -54,7 +53,6 @@ class TimedConnection(H11Protocol):
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """The client has taken most of it."""
         super().resume_writing()
         if self._reading is not None and not self.transport.is_closing():
             self._reading.cancel()

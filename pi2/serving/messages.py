@@ -113,7 +113,6 @@ def _read_document(block: Mapping[str, Any]) -> str:
 
 
 def read_messages(body: CountRequest) -> list[dict[str, Any]]:
-    """The messages as templates read them: results of tools are messages of their own."""
     found: list[dict[str, Any]] = []
     if body.system:
         found.append({"role": "system", "content": join_text(body.system, param="system")})
@@ -262,7 +261,6 @@ class _MessageWriter(Writer):
         }
 
     def write_start(self) -> bytes:
-        """The message, of which there is nothing yet."""
         message = self._make_message([], None)
         return write_typed_events([{"type": "message_start", "message": message}]) + (
             self.write_ping()

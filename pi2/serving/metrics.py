@@ -52,7 +52,6 @@ class Metrics:
         self._answers = divide("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
 
     def note_first_token(self, model: str, first_s: float, ticket: Ticket) -> None:
-        """A request's first token has come."""
         self._first.labels(model).observe(first_s)
         assert ticket.answer is not None
         self._queue.labels(model).observe(max(0.0, first_s - ticket.answer.first_token_s))

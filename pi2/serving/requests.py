@@ -62,7 +62,6 @@ def make_id(prefix: str) -> str:
 
 
 def find_client(request: Request) -> str:
-    """Whose request it is: clients take turns."""
     key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
     host = request.client.host if request.client else ""
     return f"{host} {key}"

@@ -220,7 +220,6 @@ class _ResponseWriter(Writer):
         }
 
     def write_start(self) -> bytes:
-        """The response, of which there is nothing yet."""
         found: list[dict[str, Any]] = []
         for kind in ("created", "in_progress"):
             self._add(found, f"response.{kind}", response=self._write_response(None))

@@ -68,7 +68,6 @@ class Project:
 
     @property
     def lock_path(self) -> Path:
-        """Path of the lock, which need not exist yet."""
         return choose_lock(self.folder)
 
     def read_lock(self) -> Lock:

@@ -249,7 +249,6 @@ def place_scales(file: FileRead, layer: StoredLayer, allocate: Callable[[int, in
 
 
 def count_bytes(tensor: StoredTensor) -> tuple[int, int]:
-    """Bytes of a tensor's weights, and of its scales."""
     return tensor.rows * tensor.dense.row_weight_bytes, tensor.rows * tensor.dense.row_scale_bytes
 
 
@@ -329,5 +328,4 @@ class EmbeddingRows:
         return self._numbers[: len(tokens)]
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)

@@ -133,7 +133,6 @@ class StoredBundle(Table):
 
     @property
     def layout(self) -> BundleLayout:
-        """The layout as kernels and plans take it."""
         return lay_out_bundle(
             self.hidden,
             self.precision,
@@ -233,7 +232,6 @@ class Manifest(Table):
     """Dense tensors."""
 
     def find_file(self, path: str) -> StoredFile | None:
-        """Return the entry of a file by its path inside the store."""
         return next((entry for entry in self.files if entry.path == path), None)
 
     def describe_model(self) -> Model:
@@ -243,7 +241,6 @@ class Manifest(Table):
 
     @property
     def layers(self) -> int:
-        """Number of layer files."""
         return sum(entry.bundles_offset is not None for entry in self.files)
 
     @model_validator(mode="after")

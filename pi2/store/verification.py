@@ -56,7 +56,6 @@ class UnfinishedStore:
             raise
 
     def record(self, entry: StoredFile) -> None:
-        """Note that a file is complete and on the disk."""
         self.finished[entry.path] = entry
         self._append(entry.model_dump(mode="json"))
 
@@ -241,7 +240,6 @@ class HashCheck:
         self.close()
 
     def close(self) -> None:
-        """Stop where it is."""
         self._stopped.set()
         self._thread.shutdown()
 
@@ -387,7 +385,6 @@ def _compare_dense(file: Path, manifest: Manifest) -> str | None:
 
 
 def report_file(code: str, file: Path, problem: str) -> Diagnostic:
-    """Return the finding that a file of a store is wrong."""
     return Diagnostic(
         code=code,
         message=f"{file.name}: {problem}",

@@ -56,7 +56,6 @@ class Pairs:
         self._letters: dict[str, int | None] = {}
 
     def encode(self, word: str) -> Sequence[int]:
-        """Tokens of a word."""
         found = self._known.get(word)
         if found is None:
             whole = self.vocabulary.get(word) if self._takes_whole else None
@@ -148,7 +147,6 @@ class _Ids:
 
 
 def take_library(coder: Coder) -> Tokenizer:
-    """The same as the tokenizers library has it."""
     return coder.library if isinstance(coder, TableTokenizer) else cast("Tokenizer", coder)
 
 
@@ -184,7 +182,6 @@ class TableTokenizer:
         return self._texts == other._texts
 
     def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoded:
-        """Tokens of a text."""
         tokens: list[int] = []
         found = self._marks.encode(sequence, add_special_tokens=False)
         for token, (start, stop) in zip(found.ids, found.offsets, strict=True):
@@ -203,7 +200,6 @@ class TableTokenizer:
         return _Ids([*before, *tokens, *after])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of tokens."""
         hidden = self._special if skip_special_tokens else ()
         known = range(len(self._texts))
         texts = [self._texts[id] for id in ids if id in known and id not in hidden]
@@ -218,5 +214,4 @@ class TableTokenizer:
         return self._texts.numbers.get(token)
 
     def get_added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Marks by their tokens."""
         return self._marks.get_added_tokens_decoder()

@@ -52,7 +52,6 @@ class Texts(Sequence[str]):
 
     @classmethod
     def join(cls, texts: Iterable[str]) -> Texts:
-        """Make it of texts."""
         encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
         sizes = np.array([len(text) for text in encoded], np.int64)
         return cls(np.frombuffer(b"".join(encoded), np.uint8), np.cumsum(sizes) - sizes, sizes)
@@ -99,7 +98,6 @@ class Texts(Sequence[str]):
 
     @cached_property
     def numbers(self) -> TextNumbers:
-        """Numbers of the texts."""
         return TextNumbers(self)
 
 

@@ -221,7 +221,6 @@ def count_needs(
     prefill: Mapping[str, Any],
     decode: Mapping[str, Any],
 ) -> FileNeeds:
-    """Bytes that a run needs."""
     from pi2.backends.blocks.contract import PLANES
     from pi2.backends.blocks.room import count_kv_bytes, count_workspace_bytes
 

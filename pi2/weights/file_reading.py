@@ -210,7 +210,6 @@ class FileFiller:
         self._opened: dict[tuple[Path, Path | None], GgufWeights] = {}
 
     def names_file(self, weights: object, path: Path) -> bool:
-        """Whether the weights are a GGUF file by contents or name."""
         if not isinstance(weights, str):
             return False
         return has_gguf_suffix(Path(weights)) or is_gguf(path) or is_gguf(path.parent / weights)
@@ -232,7 +231,6 @@ class FileFiller:
         return named if named in list_shipped("model") else None
 
     def find_memory(self) -> tuple[int, int]:
-        """Installed and free memory, in bytes."""
         from pi2.machine.memory import detect_memory
 
         memory = detect_memory()

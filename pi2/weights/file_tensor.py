@@ -45,12 +45,10 @@ class FileTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all rows."""
         return self.rows * self.row_bytes
 
 
 def describe_experts(tensors: Sequence[FileTensor]) -> list[ExpertMatrix]:
-    """Where the experts of a layer lie."""
     return [
         ExpertMatrix(tensor.file, tensor.offset, tensor.size_bytes // tensor.experts)
         for tensor in tensors
@@ -105,7 +103,6 @@ class TensorFiles(ABC):
         self.close()
 
     def close(self) -> None:
-        """Give the files back."""
         self._maps.clear()
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])

@@ -51,7 +51,6 @@ class GgufWeights(TensorFiles):
 
     @property
     def path(self) -> Path:
-        """The file that was opened."""
         return self.checkpoint.folder
 
     @cached_property
@@ -183,7 +182,6 @@ class GgufWeights(TensorFiles):
                 yield key, layer, found
 
     def count_bytes(self) -> int:
-        """Bytes of all matrices."""
         return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())
 
 

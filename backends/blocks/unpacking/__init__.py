@@ -14,7 +14,6 @@ __all__ = ["Unpacking", "find_unpacking", "list_unpackings"]
 
 @cache
 def list_unpackings() -> dict[str, Unpacking]:
-    """Return all of them by the format's name."""
     found: dict[str, Unpacking] = {}
     for module in sorted(item.name for item in pkgutil.iter_modules(__path__)):
         found |= getattr(importlib.import_module(f"{__name__}.{module}"), "UNPACKINGS", {})
@@ -22,5 +21,4 @@ def list_unpackings() -> dict[str, Unpacking]:
 
 
 def find_unpacking(own: Format) -> Unpacking:
-    """Return how a format is unpacked."""
     return list_unpackings()[own.name]

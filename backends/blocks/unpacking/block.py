@@ -89,11 +89,9 @@ class Source:
         """Tables of the format (`pi2.backends.blocks.room`)."""
 
     def load(self, place: int, size: int) -> v.Expr:
-        """Return bytes of the block."""
         return v.let(v.load(self.weights, self.base + place, size))
 
     def load_as(self, place: int, dtype: str, lanes: int = 1) -> v.Expr:
-        """Return numbers of the block."""
         return v.let(v.load_as(self.weights, self.base + place, dtype, lanes))
 
     def load_half(self, place: int) -> v.Expr:
@@ -102,7 +100,6 @@ class Source:
 
 
 def fill(values: Sequence[int], dtype: str = "uint8") -> v.Expr:
-    """Return a vector of literals, repeated where they are one."""
     return v.list_constants(values, dtype)
 
 
@@ -118,7 +115,6 @@ def shift_right(value: v.Expr, places: int | Sequence[int], size: int) -> v.Expr
 
 
 def shift_left(value: v.Expr, places: int | Sequence[int], size: int) -> v.Expr:
-    """Shift bytes the other way."""
     if places == 0:
         return value
     words = v.reinterpret(value, "uint32", size // 4)
@@ -128,7 +124,6 @@ def shift_left(value: v.Expr, places: int | Sequence[int], size: int) -> v.Expr:
 
 
 def mask(value: v.Expr, bits: int, size: int) -> v.Expr:
-    """Return some bits of bytes."""
     return value & v.constant(bits, "uint8", size)
 
 
@@ -140,12 +135,10 @@ def find_flags(value: v.Expr, bits: Sequence[int], worth: int, size: int) -> v.E
 
 
 def low(value: v.Expr, size: int) -> v.Expr:
-    """Return the low nibbles."""
     return v.let(mask(value, 15, size))
 
 
 def high(value: v.Expr, size: int) -> v.Expr:
-    """Return the high nibbles."""
     return v.let(mask(shift_right(value, 4, size), 15, size))
 
 

@@ -69,7 +69,6 @@ class GpuModel:
 
     @property
     def facts(self) -> DeviceFacts:
-        """The device that was found."""
         assert self._launcher is not None, "it is closed"
         return self._launcher.facts
 
@@ -93,7 +92,6 @@ class GpuModel:
         self._enter().expect(end)
 
     def prefill(self, tokens: I32, sequence: int, position: int) -> None:
-        """Begin a chunk of a prompt."""
         count = len(tokens)
         assert 0 < count <= self._use.chunk and position + count <= self._use.context
         self._begin()
@@ -105,7 +103,6 @@ class GpuModel:
         self._tokens = count
 
     def logits(self, first: int) -> F32:
-        """Wait for the logits of the last chunk."""
         vocab = self._use.model.shape.vocab
         count = min(self._tokens - first, count_logit_rows(self._use))
         self._begin()
@@ -116,7 +113,6 @@ class GpuModel:
         return self._finish(count)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
-        """Compute a step, and wait for its logits."""
         count = len(tokens)
         self._begin()
         self._send(tokens, np.asarray(sequences), np.asarray(positions))
@@ -189,7 +185,6 @@ class GpuModel:
         return self._busy_s
 
     def close(self) -> None:
-        """Give the device back."""
         arrays, self._arrays = self._arrays, None
         launcher, self._launcher = self._launcher, None
         # A device that is lost has nothing to give back.

@@ -64,22 +64,18 @@ class ModelUse:
 
     @property
     def adds_to_stream(self) -> bool:
-        """Whether what attention gives is added to the residual stream as it is."""
         return self.model.multipliers.residual == 1.0 and not self.model.norm.outputs
 
     @property
     def ffn_adds_to_stream(self) -> bool:
-        """The same of the FFN."""
         return self.adds_to_stream and not self.model.ffn.bias
 
     @property
     def ffn(self) -> FfnKernels:
-        """Kernels of all neurons."""
         found = describe_model_ffn(self.layout, self.model)
         return dataclasses.replace(found, in_rows=self.is_sparse)
 
     def list_tensors(self) -> list[DenseTensor]:
-        """Dense tensors of the store that the device has."""
         ranks = None
         if self.predictor == "low-rank" and self.model.predictor is not None:
             ranks = [self.model.predictor.rank] * self.model.shape.layers
@@ -109,7 +105,6 @@ class ModelUse:
 
     @property
     def state(self) -> StateKernels | None:
-        """Kernels of layers that keep a state."""
         shape = describe_state(self.model)
         return None if shape is None else StateKernels(shape=shape, epsilon=self.model.norm.epsilon)
 
@@ -142,7 +137,6 @@ class ModelUse:
 
     @property
     def router(self) -> RouterKernels | None:
-        """Kernels of an MoE model's router."""
         moe = self.model.moe
         if moe is None:
             return None
@@ -154,7 +148,6 @@ class ModelUse:
         )
 
     def describe_kernels(self, target: Target) -> GpuSpec:
-        """Everything that is compiled for the model."""
         model, shape, norm = self.model, self.model.shape, self.model.norm
         ffn, experts = self.ffn, count_experts(model)
         return GpuSpec(
@@ -336,7 +329,6 @@ def list_state(use: ModelUse) -> dict[str, int]:
 
 
 def count_ropes(use: ModelUse) -> int:
-    """Tables of positions."""
     return 1 if use.model.other_rope is None else 2
 
 
@@ -346,7 +338,6 @@ def count_logit_rows(use: ModelUse) -> int:
 
 
 def list_arrays(use: ModelUse) -> Iterator[int]:
-    """Bytes of every array on the device."""
     for tensor in use.list_tensors():
         if tensor.name.rpartition(".")[2] not in JOINED:
             yield from list_tensor_arrays(tensor).values()
@@ -375,7 +366,6 @@ def _round(size: int) -> int:
 
 
 def describe_use(resolved: ResolvedPlan) -> ModelUse:
-    """What the plan wants of the model."""
     plan, bundle = resolved.plan, resolved.bundle
     return ModelUse(
         model=resolved.model,

@@ -80,7 +80,6 @@ class ModelArrays:
 
     @property
     def device_bytes(self) -> int:
-        """What all arrays of the device take."""
         return self._own.total_bytes
 
     def put(self, tensor: Tensor, first: int) -> None:
@@ -166,7 +165,6 @@ class ModelArrays:
         self._uploaded = self._queue.submit()
 
     def finish_loading(self) -> None:
-        """Return when everything has arrived."""
         if self._uploaded is not None:
             self._uploaded.wait()
             self._uploaded = None
@@ -199,7 +197,6 @@ class WorkList:
         self._work: list[Work] = []
 
     def take(self) -> list[Work]:
-        """Return the list, and begin another."""
         work, self._work = self._work, []
         return work
 

@@ -44,11 +44,9 @@ class Cell:
         self.set(start)
 
     def get(self) -> Expr:
-        """Return its value."""
         return self._cell[0]
 
     def set(self, value: Expr) -> None:
-        """Change its value."""
         T.buffer_store(self._cell, value, [0])
 
     def add(self, value: Expr) -> None:
@@ -75,7 +73,6 @@ def make_zeros(count: int) -> list[Cell]:
 
 
 def take_lane(vector: Expr, lane: int) -> Expr:
-    """Return one element of a vector."""
     return Shuffle([vector], [lane])
 
 
@@ -111,7 +108,6 @@ def add_in_group(shared: Buffer, thread: Expr, value: Expr, threads: int) -> Exp
 
 
 def store(buffer: Buffer, index: Expr, value: Expr) -> None:
-    """Write one element."""
     T.buffer_store(buffer, value, [index])
 
 
@@ -154,13 +150,11 @@ class Kernel:
         self.function = builder.get()
 
     def take_array(self, name: str, dtype: str) -> Buffer:
-        """Declare a flat array."""
         self.arrays[name] = dtype
         handle = T.arg(f"{name}_handle", T.handle())
         return IRBuilder.name(name, T.match_buffer(handle, (T.int32(),), dtype, align=16))
 
     def take_number(self, name: str, dtype: NumberType = "int32") -> Expr:
-        """Declare a scalar."""
         self.numbers[name] = dtype
         self._expressions[name] = T.arg(name, getattr(T, dtype)())
         return self._expressions[name]
@@ -283,7 +277,6 @@ class Scales:
 
     @classmethod
     def take(cls, kernel: Kernel, name: str, fp16: bool) -> Scales:
-        """Declare the array."""
         return cls(kernel.take_array(name, "float16" if fp16 else "uint32"), fp16)
 
     def load(self, index: Expr) -> Expr:
@@ -316,7 +309,6 @@ class Weights:
         return cls(precision, buffer, lanes, scales)
 
     def load(self, index: Expr) -> list[Expr]:
-        """Return the words of a vector."""
         vector = let(self.buffer[index])
         if self.lanes == 1:
             return [vector]

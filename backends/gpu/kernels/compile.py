@@ -160,7 +160,6 @@ Report = Callable[[str, float], None]
 
 
 def make_target(target: Target) -> tvm.target.Target:
-    """Return the compiler's target."""
     options: dict[str, object] = {"kind": target.api, "max_num_threads": 256}
     if target.arch is not None:
         options["arch"] = target.arch

@@ -42,7 +42,6 @@ class KeptVectors:
 
     @classmethod
     def take(cls, kernel: c.Kernel, attention: AttentionKernels, name: str) -> KeptVectors:
-        """Declare the array, and its scales."""
         buffer = kernel.take_array(name, "uint32")
         int8 = attention.kv == "int8"
         return cls(
@@ -82,7 +81,6 @@ def find_kept_scale(attention: AttentionKernels, elements: c.Buffer) -> c.Expr:
 def pack_word(
     attention: AttentionKernels, elements: c.Buffer, word: c.Expr, scale: c.Expr | None
 ) -> c.Expr:
-    """Return a word of what is kept of a vector."""
     each = attention.elements_per_word
     values = [c.let(elements[word * each + index]) for index in range(each)]
     if attention.kv == "fp32":
@@ -107,7 +105,6 @@ _THREADS = 64
 
 
 def list_latent_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
-    """Make both."""
     latent = attention.latent
     assert latent is not None
     if latent.query_rank is not None:

@@ -44,11 +44,9 @@ class Tiles:
 
     @property
     def groups(self) -> int:
-        """Groups of a row."""
         return self.length // GROUP
 
     def load_group(self, tile: c.Expr, part: int, group: c.Expr, row: c.Expr) -> list[c.Expr]:
-        """Return the words of a group."""
         vectors = count_words(self.weights.precision) // VECTOR
         first = c.let(((tile * self.parts + part) * self.groups + group) * vectors)
         words: list[c.Expr] = []
@@ -170,7 +168,6 @@ class Panels:
 
 
 def count_thread(place: c.Place) -> c.Expr:
-    """Return the number of a thread in its group."""
     return c.let(place.thread[1] * SIDE + place.thread[0])
 
 

@@ -36,7 +36,6 @@ class Axis:
     per: int = 1
 
     def count(self, numbers: Mapping[str, Number]) -> int:
-        """Work groups for these numbers."""
         if self.number is None:
             return self.times
         return self.times * -(-int(numbers[self.number]) // self.per)
@@ -63,7 +62,6 @@ class Signature:
     """Which of the image's codes holds it."""
 
     def count_groups(self, numbers: Mapping[str, Number]) -> tuple[int, int]:
-        """Work groups by axis for these numbers."""
         first, second = self.grid
         return first.count(numbers), second.count(numbers)
 
@@ -78,7 +76,6 @@ class KernelImage:
     kernels: Mapping[str, Signature]
 
     def to_json(self) -> str:
-        """Return the document."""
         return json.dumps(
             {
                 "api": self.api,
@@ -175,7 +172,6 @@ class ProductKernels:
 
     @property
     def name(self) -> str:
-        """What its kernels' names begin with."""
         parts = [f"product_{self.precision}_{self.length}"]
         parts += [name for name in ("bias", "relu", "adds") if getattr(self, name)]
         parts += [f"blocks_{self.blocks}"] if self.blocks > 1 else []
@@ -271,7 +267,6 @@ class AttentionKernels:
 
     @property
     def value_width(self) -> int:
-        """Elements of a value."""
         return self.head_dim if self.latent is None else self.latent.rank
 
     @property
@@ -291,12 +286,10 @@ class AttentionKernels:
 
     @property
     def row_words(self) -> int:
-        """Words of a key or value, as it is kept."""
         return self.head_dim // self.elements_per_word
 
     @property
     def value_words(self) -> int:
-        """Words that have elements of a value."""
         return -(-self.value_width // self.elements_per_word)
 
 
@@ -323,12 +316,10 @@ class RouterKernels:
 
     @property
     def rows(self) -> int:
-        """Scores of a token."""
         return self.moe.experts + self.moe.shared_gate
 
     @property
     def pitch(self) -> int:
-        """Weights of a token."""
         return self.moe.experts + self.moe.shared_experts + self.others
 
 
@@ -372,7 +363,6 @@ class GpuSpec:
         return "pi2.backends.gpu.kernels.compile"
 
     def to_json(self) -> str:
-        """Return canonical JSON."""
         values = dataclasses.asdict(self)
         return json.dumps(values, sort_keys=True, separators=(",", ":"), default=Table.model_dump)
 
@@ -401,7 +391,6 @@ def _read_state(shape: dict[str, Any], epsilon: float) -> StateKernels:
 
 
 def _read_with(family: Any, key: str, table: type[Table]) -> Callable[..., Any]:
-    """What reads kernels that have a table of a model document."""
 
     def read(**values: Any) -> Any:
         found = table.model_validate_json(json.dumps(values.pop(key)))

@@ -186,7 +186,6 @@ class _Reads:
         self._step: c.Expr = None
 
     def find_head(self, head: c.Expr) -> None:
-        """Choose the value head."""
         self._head = head
         self._rate, self._step = c.let(self._rates[head]), c.let(self._steps[head])
 
@@ -205,7 +204,6 @@ class _Reads:
         return found[0], found[1]
 
     def read_value(self, token: c.Expr, column: c.Expr) -> c.Expr:
-        """Return an element of the head's value."""
         shape = self._shape
         first = token * shape.channels + 2 * shape.key_heads * shape.key_dim
         return c.let(self._convolved[first + self._head * shape.value_dim + column])
@@ -225,7 +223,6 @@ class _Reads:
         return entry, c.let(T.exp(self._rate * entry))
 
     def find_skip(self) -> c.Expr:
-        """Return the factor of the value that is added to what the state gives."""
         assert self._skips is not None
         return self._skips[self._head]
 

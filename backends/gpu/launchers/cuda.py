@@ -213,7 +213,6 @@ class CudaQueue:
         return CudaEvent(self._context, event, kept)
 
     def close(self) -> None:
-        """Give the stream back."""
         _call(driver.cuStreamDestroy(self._stream))
 
 

@@ -65,7 +65,6 @@ class DeviceFacts:
 
     @property
     def target(self) -> Target:
-        """What kernels are compiled for."""
         return Target(api=self.api, fp16=self.fp16, arch=self.arch)
 
 

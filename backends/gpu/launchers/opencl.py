@@ -100,7 +100,6 @@ class OpenClLaunch:
         ]
 
     def copy(self) -> OpenClLaunch:
-        """The same with numbers of its own."""
         return OpenClLaunch(self.kernel, self._arrays)
 
     def set_numbers(self, numbers: Mapping[str, Number]) -> None:

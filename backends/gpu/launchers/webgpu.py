@@ -69,7 +69,6 @@ def _name_runtime_folder() -> Iterator[None]:
 
 
 def list_devices() -> list[DeviceFacts]:
-    """Describe all devices."""
     return [_describe(number, adapter) for number, adapter in enumerate(_find_adapters())]
 
 

@@ -21,7 +21,6 @@ _SIZE = 2**30
 
 
 def make_target(version: Version) -> tvm.target.Target:
-    """Return the compiler's target."""
     return tvm.target.Target(
         {
             "kind": "llvm",
@@ -82,7 +81,6 @@ def store(words: Buffer, vector: Expr, value: Expr) -> None:
 
 
 def write(buffer: Buffer, index: Expr, value: Expr) -> None:
-    """Write an element."""
     T.buffer_store(buffer, value, [index])
 
 
@@ -97,7 +95,6 @@ def call_hvx(name: str, *operands: Expr) -> Expr:
 
 
 def call(name: str, *operands: Expr) -> None:
-    """Call another function of the library."""
     T.evaluate(T.call_extern("int32", name, *operands))
 
 

@@ -204,7 +204,6 @@ def count_tile_bytes(weights: Weights, length: int) -> tuple[int, int]:
 
 
 def count_block_bytes(weights: Weights, length: int, together: int) -> tuple[int, int]:
-    """Bytes of the inputs and of the offsets of a block of tokens."""
     groups = length // GROUP if weights == "int4" else 1
     return together * length, together * 4 * groups
 

@@ -119,7 +119,6 @@ def _emit_write(reply: c.Buffer) -> None:
 
 
 def _emit_clock(reply: c.Buffer, word: int) -> None:
-    """Write seconds and nanoseconds."""
     place = _find_address(reply, T.int32(word))
     T.evaluate(_call_system(_CLOCK, T.int32(_MONOTONIC), place))
 
@@ -148,12 +147,10 @@ class Function:
     emit: Callable[..., None]
 
     def make(self) -> tvm.tirx.PrimFunc:
-        """Return its TensorIR."""
         return c.make_function(self.name, self.parameters, self.emit)
 
 
 def read_program(text: str) -> Program:
-    """Return the program of a spec."""
     return Program(HexagonSpec.from_json(text))
 
 
@@ -165,7 +162,6 @@ class Program:
 
     @property
     def target(self) -> tvm.target.Target:
-        """The NPU."""
         return c.make_target(self.spec.version)
 
     def list_functions(self) -> Iterator[Function]:

@@ -14,7 +14,6 @@ __all__ = ["Block", "Chunk", "Unpacking", "find_unpacking", "list_unpackings"]
 
 @cache
 def list_unpackings() -> Mapping[str, Unpacking]:
-    """Return all of them by the format's name."""
     found: dict[str, Unpacking] = {}
     for module in sorted(item.name for item in pkgutil.iter_modules(__path__)):
         found |= getattr(importlib.import_module(f"{__name__}.{module}"), "UNPACKINGS", {})

@@ -37,7 +37,6 @@ class Chunk:
 
     @property
     def byte(self) -> Place:
-        """The first one's byte in the block."""
         return self.number * (4 * self.lanes)
 
 
@@ -78,7 +77,6 @@ class Unpacking:
         return [(lanes, first, count * self.tiles) for lanes, first, count in list_runs(hidden)]
 
     def count_groups(self, lanes: int) -> int:
-        """Return the groups of a block."""
         return lanes
 
     def count_tile_bytes(self, lanes: int) -> int:
@@ -86,11 +84,9 @@ class Unpacking:
         return 4 * lanes * self.chunks // self.tiles
 
     def find_chunk(self, tile: Place) -> Place:
-        """Return the chunk that a tile is of."""
         return tile
 
     def list_elements(self, tile: Place) -> list[v.Expr]:
-        """Return which elements of each group are in a tile."""
         raise NotImplementedError
 
     def list_places(self, lanes: int, first: v.Expr, tile: Place) -> list[v.Expr]:
@@ -178,7 +174,6 @@ class Unpacking:
         return self.split(dot, v.let(chunk.load(chunk.byte, 4 * dot.width)))
 
     def split(self, dot: DotPrimitive, raw: v.Expr) -> list[v.Expr]:
-        """Return the fields of bytes."""
         raise NotImplementedError
 
     def has_offset(self, dot: DotPrimitive) -> bool:

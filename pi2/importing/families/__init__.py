@@ -58,7 +58,6 @@ class Listing:
 
 @cache
 def list_families() -> Listing:
-    """The shipped families."""
     found = Listing()
     for name, file in list_shipped("family").items():
         values = tomli.loads(file.read_text("utf-8"))

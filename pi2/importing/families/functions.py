@@ -12,7 +12,6 @@ from pi2.importing.families.interpreter import Completed, Description
 
 
 def has(scope: Completed, key: str) -> bool:
-    """Whether a key of the configuration is stated and not null."""
     return scope.raw.has(key)
 
 
@@ -41,7 +40,6 @@ def listed(scope: Completed, key: str) -> list[Any]:
 
 
 def activation(scope: Completed, name: str | None) -> str:
-    """The model document's name of an activation."""
     if name not in ACTIVATIONS:
         raise scope.config.refuse(f"the activation {name!r} is unknown")
     return ACTIVATIONS[name]
@@ -64,7 +62,6 @@ def most(scope: Completed, *numbers: float) -> float:
 
 
 def has_window(scope: Description, layer: int) -> bool:
-    """Whether a layer has a sliding window."""
     return layer in scope.windowed
 
 
@@ -334,7 +331,6 @@ def _list_full(scope: Description) -> list[int]:
 
 
 def turn_granite(scope: Description) -> None:
-    """Bases of positions, of which Granite has one for each layer."""
     config, layers = scope.config, scope.layers
     bases = config.read_list("layer_rope_theta")
     if not bases:
@@ -390,7 +386,6 @@ def shares(scope: Description, key: str) -> list[float] | None:
 
 
 def windowed(scope: Description) -> list[int]:
-    """Layers with a sliding window."""
     return scope.windowed
 
 
@@ -488,7 +483,6 @@ def _list_blocks(config: Config) -> list[Layer]:
 
 
 def count_blocks(scope: Completed) -> int:
-    """Layers that Nemotron's blocks are."""
     return len(_list_blocks(scope.raw))
 
 

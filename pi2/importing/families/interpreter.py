@@ -189,7 +189,6 @@ class Description(Completed):
             self.tables[name] = value
 
     def replace(self, name: str, table: Mapping[str, Any]) -> None:
-        """Put a table in the place of what there is of it."""
         for key in [key for key in self.tables if key.startswith(f"{name}.")]:
             del self.tables[key]
         self.put(name, table)

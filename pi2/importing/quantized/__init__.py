@@ -22,7 +22,6 @@ Read = Callable[[Config, Mapping[str, SourceTensor]], Tensors]
 
 
 def load_methods() -> dict[str, Read]:
-    """Readers by method, of all modules of this folder."""
     found: dict[str, Read] = {}
     for entry in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{entry.name}")

@@ -30,7 +30,6 @@ _WORDS = 8
 
 
 def refuse_library(path: Path, error: Exception) -> UserError:
-    """What to raise where a library cannot be loaded."""
     return UserError.of(
         "P655",
         f"compiled kernels cannot be loaded from {path.parent}",
@@ -95,7 +94,6 @@ class CompiledFunctions:
         return words
 
     def close(self) -> None:
-        """End the threads."""
         if self._workers:
             self._library.pi2_stop()
             for worker in self._workers:

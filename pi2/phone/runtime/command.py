@@ -139,7 +139,6 @@ def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
 
 
 def take_files(resolved: ResolvedPlan) -> Sequence[Path]:
-    """GGUF files of the bundle."""
     assert resolved.file is not None
     source: Any = resolved.file.source
     files: Sequence[Path] = source.files

@@ -170,12 +170,10 @@ class ResolvedPlan:
 
     @property
     def store_path(self) -> Path:
-        """The neuron store's folder."""
         return self.path.parent / self.plan.weights
 
     @cached_property
     def layers(self) -> tuple[ResolvedLayer, ...]:
-        """Settings of every layer, the first one first."""
         return resolve_layers(self.plan, self.model, self.device)
 
     @cached_property
@@ -229,7 +227,6 @@ class ResolvedPlan:
 
     @cached_property
     def whole_layers(self) -> tuple[int, ...]:
-        """Layers of which a token computes all neurons."""
         named = frozenset(self.named_layers)
         return tuple(layer for layer in range(self.model.shape.layers) if layer not in named)
 
@@ -279,14 +276,12 @@ class ResolvedPlan:
         )
 
     def name_backend(self, unit: str) -> str:
-        """Name of the backend that serves a unit of the device."""
         settings = self.plan.units.get(unit)
         if settings is not None and settings.backend is not None:
             return settings.backend
         return self.plan.backends[self.device.units[unit].kind]
 
     def has_backend(self, unit: str) -> bool:
-        """Whether the device has a unit, and the plan names a backend for it."""
         if unit not in self.device.units:
             return False
         settings = self.plan.units.get(unit)
@@ -308,7 +303,6 @@ class ResolvedPlan:
         return settings is not None and settings.on_failure == "cpu"
 
     def list_backends(self) -> frozenset[str]:
-        """Backends of the units that the plan gives layers to."""
         return frozenset(map(self.name_backend, (self.sparse_unit, *self.dense_units)))
 
     def derive(self, compute: Callable[[ResolvedPlan], _T]) -> _T:
@@ -332,7 +326,6 @@ def has_packable_shape(model: Model) -> bool:
 
 
 def uses_main_memory(plan: Plan, device: Device, unit: str) -> bool:
-    """Whether a unit of the device keeps what it keeps in main memory."""
     memory = plan.memory.units.get(unit)
     if memory is not None and memory.shares_main_memory is not None:
         return memory.shares_main_memory
@@ -348,7 +341,6 @@ def find_sparse_unit(plan: Plan, device: Device) -> str:
 
 
 def list_splits(plan: Plan) -> list[Mapping[str, float]]:
-    """All splits of a plan: of all layers, and of exceptions."""
     layers = plan.layers
     splits: list[Mapping[str, float]] = [layers.split, *(batch.split for batch in layers.batches)]
     for override in layers.overrides:

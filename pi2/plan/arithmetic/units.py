@@ -57,7 +57,6 @@ def count_qkv_rows(model: Model) -> int:
 
 
 def name_head(model: Model) -> str:
-    """Name of the tensor that the head multiplies with."""
     return EMBEDDING if model.tied_head else HEAD
 
 
@@ -252,7 +251,6 @@ def list_unknown_formats(model: Model) -> list[str]:
 
 
 def list_unknown_weights(model: Model) -> list[str]:
-    """The same, and options of an FFN."""
     unknown = [key for key in find_unknown(model, NEURONS) if key.startswith("ffn.")]
     return list_unknown_formats(model) + [f"computes no neurons with {key}" for key in unknown]
 

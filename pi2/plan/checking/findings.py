@@ -44,7 +44,6 @@ def list_placed_splits(plan: Plan) -> Iterator[PlacedSplit]:
 
 
 def list_row_splits(plan: Plan) -> Iterator[PlacedSplit]:
-    """Every split of rows of matrices."""
     table = plan.projections
     for name, split in (("attention", table.attention), ("head", table.head)):
         if split is not None:

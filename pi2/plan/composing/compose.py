@@ -124,7 +124,6 @@ class _Composer:
     def assemble(
         self, source: SourceFile, chain: Chain, stack: tuple[str, ...], origin: str | None
     ) -> Node:
-        """The tree of a file with all that it extends below it."""
         own = build_tree(
             source, {key: v for key, v in source.values.items() if key not in COMPOSITION}
         )

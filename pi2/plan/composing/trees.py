@@ -238,7 +238,6 @@ def build_tree(file: SourceFile, values: Any, path: KeyPath = ()) -> Node:
 
 
 def extract_values(node: Node) -> Any:
-    """The plain values of a tree."""
     if node.table is not None:
         return {key: extract_values(child) for key, child in node.table.items()}
     if node.items is not None:

@@ -126,7 +126,6 @@ class Model(ModelKeys):
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """What each layer is, the first layer first."""
         return make_blocks(self)
 
     @cached_property
@@ -188,7 +187,6 @@ class Model(ModelKeys):
 
     @property
     def cut_layers(self) -> tuple[int, ...]:
-        """Layers whose gates have a cutoff."""
         return tuple(layer for layer, block in enumerate(self.blocks) if block.ffn.closed > 0.0)
 
     @property

@@ -191,7 +191,6 @@ class Attention(Table):
 
     @property
     def has_bias(self) -> bool:
-        """Whether the projection of what attention reads has a bias."""
         return self.qkv_bias or (self.latent is not None and self.latent.bias)
 
 

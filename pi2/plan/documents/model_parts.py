@@ -33,7 +33,6 @@ class Shape(Table):
 
     @property
     def query(self) -> int:
-        """Width of all query heads together."""
         return self.heads * self.head_dim
 
     @property

@@ -229,7 +229,6 @@ class Experts(Table):
 
     @property
     def leaves_out(self) -> bool:
-        """Whether experts that are not in memory may be left out."""
         limited = (self.most_reads, self.read_best) != (None, None) or bool(self.layers)
         return bool(self.least_weight) or limited
 

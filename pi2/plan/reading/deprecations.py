@@ -66,7 +66,6 @@ class Rename:
 
     @property
     def old(self) -> str:
-        """The old name."""
         return self.path[-1]
 
 

@@ -69,7 +69,6 @@ def check_suffix(file_name: str, name: str, kind: Kind) -> Diagnostic | None:
 
 
 def report_kind(span: Span, wanted: Kind, found: Kind) -> Diagnostic:
-    """The finding that a document is of another kind."""
     return Diagnostic(
         code="P014",
         message=f"this is a {found}, expected a {wanted}",

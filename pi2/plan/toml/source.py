@@ -45,9 +45,7 @@ _TOML_1_1_HINTS = re.compile(r",\s*\}|\\[ex]|\d\d:\d\d(?![\d:])|\{[^}]*\n")
 class Places(Protocol):
     """If keys and values stand."""
 
-    def has(self, path: KeyPath) -> bool:
-        """Whether the key is written somewhere."""
-        ...
+    def has(self, path: KeyPath) -> bool: ...
 
     def has_header(self, path: KeyPath) -> bool:
         """Whether the table begins with a [header] or [[header]]."""
@@ -86,7 +84,6 @@ class SourceFile:
         return self.index()
 
     def index(self) -> SpanIndex:
-        """Parse the text for places."""
         from pi2.plan.toml.spans import index_spans
 
         index = index_spans(self.name, self.text)

@@ -306,7 +306,6 @@ _SLIPS = (
 
 
 def explain_syntax_error(name: str, text: str, error: tomli.TOMLDecodeError) -> list[Diagnostic]:
-    """Findings for a text that tomli refused."""
     if str(error).startswith(_DUPLICATE_MESSAGES):
         duplicates = _report_duplicates(name, text)
         if duplicates:
@@ -364,7 +363,6 @@ def _correct(value: str) -> str:
 
 
 def locate(name: str, text: str, offset: int) -> Span:
-    """Span of one character."""
     line = text.count("\n", 0, offset) + 1
     column = offset - (text.rfind("\n", 0, offset) + 1) + 1
     return Span(name, line, column, line, column + 1)

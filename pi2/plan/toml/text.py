@@ -32,7 +32,6 @@ def name_path(path: KeyPath) -> str | None:
 
 
 def write_value(value: object) -> str:
-    """Write a plain value as TOML on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -55,7 +54,6 @@ _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def write_text(value: str) -> str:
-    """Write a TOML basic string."""
     written = (
         _ESCAPES.get(char) or (char if char.isprintable() else f"\\U{ord(char):08x}")
         for char in value
@@ -64,6 +62,5 @@ def write_text(value: str) -> str:
 
 
 def write_key(key: str) -> str:
-    """Write a TOML key, quoted where it has to be."""
     plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
     return key if plain else write_text(key)

@@ -46,12 +46,10 @@ def weight_bytes(length: int, precision: Precision) -> int:
 
 
 def scale_bytes(length: int, precision: Precision) -> int:
-    """Bytes of the scales of one packed vector."""
     return find_packing(precision).count_scale_bytes(length)
 
 
 def vector_bytes(length: int, precision: Precision) -> int:
-    """Bytes of one packed vector: weights and scales."""
     return weight_bytes(length, precision) + scale_bytes(length, precision)
 
 
@@ -101,7 +99,6 @@ class BundleLayout:
 
     @property
     def is_gated(self) -> bool:
-        """Whether neurons have a gate."""
         return self.parts[0].name == "gate"
 
     @property
