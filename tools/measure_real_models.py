@@ -3,10 +3,11 @@
     python tools/measure_real_models.py FILE.gguf... --peer PYTHON
     python tools/measure_real_models.py --docs [--check]
 
-PYTHON is an interpreter that imports `llama_cpp`.  Results go to tools/results/real-models.json;
-``--docs`` writes the table of docs/reference/performance.md from that file.  Models that the file
-has of the same machine and versions are kept.  Rows below 100 % of a file run in a memory group of
-that size (Linux, root), which counts the page cache.
+PYTHON is an interpreter that imports `llama_cpp`.  Results go to tools/results/real-models.json,
+with ``--random`` to random-shapes.json; ``--docs`` writes the tables of performance.md from both.
+Models, rows and quality that a file has of the same machine and versions are kept.  ``--shares``
+without a value measures quality only.  Rows below 100 % of a file run in a memory group of that
+size (Linux, root), which counts the page cache.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from limited.memory_group import GroupUnavailable, MemoryGroup
-from real.documents import write_documents
+from real.documents import TABLES, write_documents
 from real.engines import LlamaCpp, Pi2, Workload, measure_quality
 from real.results import (
-    RESULTS,
     Machine,
     ModelResult,
     Results,
     Row,
     keep_others,
     measure_disk,
-    read_results,
+    write_command,
     write_results,
 )
 
@@ -46,8 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.8, 0.6, 0.4])
+    parser.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.8, 0.6, 0.4])
     parser.add_argument("--no-quality", action="store_true")
+    parser.add_argument("--random", action="store_true", help="files of random weights: speed only")
     parser.add_argument("--docs", action="store_true", help="write documents from the results")
     parser.add_argument("--check", action="store_true", help="fail if documents differ")
     parser.add_argument("--note", default="", help="a remark about the machine's state")
@@ -57,7 +58,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     if options.docs:
-        return write_documents(read_results(), check=options.check)
+        return max(write_documents(table, check=options.check) for table in TABLES.values())
+    table = TABLES["random shapes" if options.random else "real models"]
     engines = (Pi2(sys.executable), LlamaCpp(options.peer))
     work = Workload(options.prompts, options.tokens)
     models = []
@@ -67,7 +69,8 @@ def main() -> int:
             for engine_row in measure_share(file, share, engines, work, options.turns):
                 print(engine_row.describe(), flush=True)
                 rows.append(engine_row)
-        quality = None if options.no_quality else measure_quality(file, engines)
+        skipped = options.no_quality or options.random
+        quality = None if skipped else measure_quality(file, engines)
         models.append(ModelResult(file.name, file.stat().st_size, rows, quality))
     machine = Machine(
         processor=find_processor(),
@@ -76,12 +79,11 @@ def main() -> int:
         note=options.note,
     )
     versions = {engine.name: engine.find_version() for engine in engines}
-    command = "python tools/measure_real_models.py " + " ".join(file.name for file in options.files)
+    command = write_command(models, table.results)
     results = Results(datetime.now(UTC).date().isoformat(), machine, versions, command, models)
-    results = keep_others(results)
-    write_results(results)
-    print(f"wrote {RESULTS}")
-    return write_documents(results)
+    write_results(keep_others(results, table.results), table.results)
+    print(f"wrote {table.results}")
+    return write_documents(table)
 
 
 def measure_share(

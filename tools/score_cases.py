@@ -145,8 +145,8 @@ AREAS = (
     ),
     Area(
         "gsm8k",
-        256,
-        lambda case: f"{case['prompt']}\n\nEnd with the number of the answer.",
+        128,
+        lambda case: f"{case['prompt']}\n\nReply with one line of arithmetic, then the number.",
         lambda case: f"{float(case['expected'].replace(',', '')):g}",
         read_number,
     ),

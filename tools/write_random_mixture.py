@@ -1,6 +1,7 @@
 """Write a GGUF file of random weights in the shape of a known model.
 
     python tools/write_random_mixture.py qwen3-30b-a3b --layers 12 FILE.gguf
+    python tools/write_random_mixture.py llama-2-7b --format q8_0 FILE.gguf
 
 For measuring speed in shapes that nobody has at hand: the text means nothing, and routers choose
 experts about evenly, which is the worst case for a cache.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,20 @@ class Shape:
 
 
 SHAPES = {
+    "llama-2-7b": Shape(
+        architecture="llama",
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=32,
+        head_dim=128,
+        experts=0,
+        active=0,
+        width=11008,
+        vocab=32000,
+        theta=1e4,
+        norms="none",
+    ),
     "qwen3-8b": Shape(
         architecture="qwen3",
         layers=36,
@@ -230,8 +245,11 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("file", type=Path)
     parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--format", help="one for all matrices, such as q4_0 (those of Q4_K_M)")
     options = parser.parse_args()
     own = SHAPES[options.shape]
+    if one := options.format:
+        own = replace(own, dense=one, inputs=one, outputs=(one,), head=one)
     layers = options.layers or own.layers
     writer = GGUFWriter(options.file, own.architecture)
     writer.add_name(f"{options.shape}, {layers} layers, random weights")

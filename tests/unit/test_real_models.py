@@ -4,13 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from real.documents import BEGIN, END, write_documents
-from real.results import Machine, ModelResult, Quality, Results, Row, Steps, read_results
+from real.documents import TABLES, Table, write_documents
+from real.results import Machine, ModelResult, Quality, Results, Row, Steps, write_results
 
 
-def test_the_table_of_real_models_is_written_from_the_results() -> None:
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_a_table_of_the_documents_is_written_from_its_results(table: Table) -> None:
     """Run `tools/measure_real_models.py --docs` after a change."""
-    assert write_documents(read_results(), check=True) == 0
+    assert write_documents(table, check=True) == 0
+
+
+def make_table(folder: Path, decode: float) -> Table:
+    write_results(make_results(decode), folder / "results.json")
+    return Table("real models", folder / "results.json", folder / "page.md")
 
 
 def make_results(decode: float) -> Results:
@@ -35,20 +41,20 @@ def make_results(decode: float) -> Results:
 
 
 def test_another_figure_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
-    write_documents(make_results(10.0), page=page)
-    assert write_documents(make_results(10.0), check=True, page=page) == 0
-    assert write_documents(make_results(10.1), check=True, page=page) == 1
-    text = page.read_text()
+    table = make_table(tmp_path, 10.0)
+    table.page.write_text("before\n<!-- real models: begin -->\n<!-- real models: end -->\nafter\n")
+    write_documents(table)
+    assert write_documents(table, check=True) == 0
+    assert write_documents(make_table(tmp_path, 10.1), check=True) == 1
+    text = table.page.read_text()
     assert text.startswith("before") and text.endswith("after\n")
     assert "10.0 tok/s" in text and "killed for memory" in text
     assert "3.400 (3.600) | 0.0010 (0.0020) | 99.0% (98.0%) | 1 of 2 (2)" in text
 
 
 def test_a_page_without_markers_is_left_as_it_is(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("nothing\n")
+    table = make_table(tmp_path, 10.0)
+    table.page.write_text("nothing\n")
     with pytest.raises(SystemExit, match="no markers"):
-        write_documents(make_results(10.0), page=page)
-    assert page.read_text() == "nothing\n"
+        write_documents(table)
+    assert table.page.read_text() == "nothing\n"

@@ -1,31 +1,46 @@
-"""The table of real models in docs/reference/performance.md, written from the results file."""
+"""Tables of docs/reference/performance.md, written from results files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from real.results import ModelResult, Results, Row
+from real.results import RANDOM, RESULTS, ModelResult, Results, Row, read_results
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "performance.md"
-BEGIN, END = "<!-- real models: begin -->", "<!-- real models: end -->"
 _HEAD = (
     "| file, memory | engine | decode | ratio | prompts | load | peak |\n"
     "|---|---|--:|--:|--:|--:|--:|"
 )
 
 
-def write_documents(results: Results, *, check: bool = False, page: Path = PAGE) -> int:
-    """Put the table between the page's markers; with ``check`` 1 if that would change it."""
-    text = page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"{page}: no markers {BEGIN} and {END}")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = f"{before}{BEGIN}\n\n{render_results(results)}\n\n{END}{after}"
+@dataclass(frozen=True)
+class Table:
+    """A table of a page, between two markers, and the results that it shows."""
+
+    name: str
+    results: Path
+    page: Path = PAGE
+
+
+TABLES = {
+    name: Table(name, path) for name, path in (("real models", RESULTS), ("random shapes", RANDOM))
+}
+
+
+def write_documents(table: Table, *, check: bool = False) -> int:
+    """Put the table between its page's markers; with ``check`` 1 if that would change the page."""
+    text = table.page.read_text(encoding="utf-8")
+    begin, end = (f"<!-- {table.name}: {place} -->" for place in ("begin", "end"))
+    if begin not in text or end not in text:
+        raise SystemExit(f"{table.page}: no markers {begin} and {end}")
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    made = f"{before}{begin}\n\n{render_results(read_results(table.results))}\n\n{end}{after}"
     if check:
         return int(made != text)
-    page.write_text(made, encoding="utf-8")
+    table.page.write_text(made, encoding="utf-8")
     return 0
 
 
@@ -45,15 +60,16 @@ def render_results(results: Results) -> str:
         lines += render_rows(model)
     if drafts := render_drafts(results.models):
         lines += ["", *drafts]
-    lines += [
-        "",
-        "In brackets: the distance of llama.cpp from itself when it computes the same tokens "
-        "one by one.",
-        "",
-        "| file | perplexity | llama.cpp | KL divergence, nats | same top token | same answers |",
-    ]
-    lines.append("|---|--:|--:|--:|--:|--:|")
-    lines += [render_quality(model) for model in results.models if model.quality is not None]
+    if measured := [model for model in results.models if model.quality is not None]:
+        lines += [
+            "",
+            "In brackets: the distance of llama.cpp from itself when it computes the same tokens "
+            "one by one.",
+            "",
+            "| file | perplexity | llama.cpp | KL divergence, nats | same top token | answers |",
+            "|---|--:|--:|--:|--:|--:|",
+            *map(render_quality, measured),
+        ]
     lines += ["", f"```sh\n{results.command}\n```"]
     return "\n".join(lines)
 

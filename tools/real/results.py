@@ -12,6 +12,8 @@ from statistics import median
 from typing import Any, Self
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "real-models.json"
+RANDOM = RESULTS.with_name("random-shapes.json")
+"""Results of files with random weights, in the shapes of known models."""
 _PIECE = 4 << 20
 _DISK_BYTES = 512 << 20
 
@@ -153,18 +155,27 @@ def read_results(path: Path = RESULTS) -> Results:
 
 
 def keep_others(results: Results, path: Path = RESULTS) -> Results:
-    """Add models of an earlier run of the same processor and versions that were not run now."""
+    """Add rows and models that an earlier run of the same processor and versions measured."""
     if not path.exists():
         return results
     earlier = read_results(path)
     same = earlier.machine.processor == results.machine.processor
     if not same or earlier.versions != results.versions:
         return results
-    now = {model.file for model in results.models}
-    others = [model for model in earlier.models if model.file not in now]
-    models = sorted([*others, *results.models], key=lambda model: model.size_bytes)
-    command = "python tools/measure_real_models.py " + " ".join(model.file for model in models)
-    return replace(results, models=models, command=command)
+    before = {model.file: model for model in earlier.models}
+    models = []
+    for model in results.models:
+        kept = before.pop(model.file, model)
+        quality = model.quality or kept.quality
+        models.append(ModelResult(model.file, model.size_bytes, model.rows or kept.rows, quality))
+    models = sorted([*before.values(), *models], key=lambda model: model.size_bytes)
+    return replace(results, models=models, command=write_command(models, path))
+
+
+def write_command(models: Sequence[ModelResult], path: Path) -> str:
+    """The command that measures ``models`` again, whose results stand in ``path``."""
+    parts = ["python tools/measure_real_models.py", *(model.file for model in models)]
+    return " ".join([*parts, "--random"] if path == RANDOM else parts)
 
 
 def measure_disk(files: Sequence[Path]) -> float:
