@@ -367,8 +367,8 @@ class Constants:
         "share",
         "estimated",
         "part of the processor's rates that stays in such a run on a device on which nobody saw "
-        "one, 0.45 to 0.7: a router's choice stops all threads, reads and the system take time of "
-        "the cores, phones are hot (114 ms of a token instead of 57 on a laptop of BigMoeOnEdge)",
+        "one, 0.45 to 0.7: a router's choice stops all threads; reads and the system take time of "
+        "the cores; phones are hot (114 ms of a token instead of 57 on a laptop of BigMoeOnEdge)",
     )
     unseen_overlap: float = _constant(
         0.5,

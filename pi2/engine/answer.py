@@ -157,6 +157,7 @@ class SequenceResult:
 
     @property
     def prefill_tokens_s(self) -> float | None:
+        """Prompt tokens per second."""
         return divide(self.prompt_tokens, self.ttft_s)
 
     @property
@@ -244,10 +245,12 @@ class Answer:
 
     @property
     def stop_text(self) -> str | None:
+        """The stop string that has ended it."""
         return self._stop_filter.found
 
     @property
     def first_token_s(self) -> float:
+        """Seconds from its beginning to the first token."""
         return self._first - self._start
 
     @property
@@ -321,6 +324,7 @@ class Answer:
         return last if self._stop_filter.stopped else last + self._stop_filter.flush()
 
     def describe(self) -> SequenceResult:
+        """The result of an ended generation."""
         assert self.reason is not None, "it goes on"
         return SequenceResult(
             text="".join(self._text),

@@ -35,6 +35,7 @@ class Driver:
         scheduler.wake = self._wake.set
 
     def start(self) -> None:
+        """Do it in a thread of its own."""
         self._thread = Thread(target=self.run, name="pi2-driver", daemon=True)
         self._thread.start()
 
@@ -52,6 +53,7 @@ class Driver:
         self._scheduler.submit(*tickets)
 
     def cancel(self, ticket: Ticket) -> None:
+        """Cancel a request."""
         ticket.cancel()
         self._wake.set()
 
@@ -116,6 +118,7 @@ class BatchResult:
 
     @property
     def prefill_tokens_s(self) -> float | None:
+        """Prompt tokens per second."""
         return divide(self.rounds.prompt_tokens, self.rounds.prefill_s)
 
     @property
@@ -125,6 +128,7 @@ class BatchResult:
 
     @property
     def mean_sequences(self) -> float | None:
+        """Sequences in a step, on average."""
         return divide(self.rounds.stepped_sequences, self.rounds.steps)
 
     @property
@@ -414,6 +418,7 @@ class AsyncGeneration(AsyncIterator[str]):
 
     @property
     def result(self) -> SequenceResult:
+        """The result of an ended generation."""
         assert self._ticket.result is not None, "it goes on, or was given up"
         return self._ticket.result
 

@@ -125,6 +125,7 @@ class LoadedModel:
 
     @property
     def load_s(self) -> float:
+        """Seconds that loading took."""
         return self._parts.load_s
 
     @property
@@ -140,6 +141,7 @@ class LoadedModel:
 
     @property
     def compute_threads(self) -> int:
+        """Threads that kernels run on."""
         return self._parts.compute_threads
 
     @property
@@ -183,6 +185,7 @@ class LoadedModel:
 
     @property
     def stats(self) -> RunStatistics:
+        """Counters since loading."""
         return count_run(self._parts, self._scheduler.speculation)
 
     @property
@@ -399,6 +402,7 @@ class LoadedModel:
 
     @property
     def scheduler(self) -> Scheduler:
+        """What gives the places of sequences to requests."""
         return self._scheduler
 
     def describe_request(
