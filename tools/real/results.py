@@ -166,8 +166,10 @@ def keep_others(results: Results, path: Path = RESULTS) -> Results:
     models = []
     for model in results.models:
         kept = before.pop(model.file, model)
+        rows = {(-row.share, row.engine != "pi2"): row for row in (*kept.rows, *model.rows)}
         quality = model.quality or kept.quality
-        models.append(ModelResult(model.file, model.size_bytes, model.rows or kept.rows, quality))
+        merged = [rows[key] for key in sorted(rows)]
+        models.append(ModelResult(model.file, model.size_bytes, merged, quality))
     models = sorted([*before.values(), *models], key=lambda model: model.size_bytes)
     return replace(results, models=models, command=write_command(models, path))
 
