@@ -174,7 +174,7 @@ class SimulateOptions:
 @in_help("More commands", "Predict what a plan does on its device, without the device.")
 @click.command("simulate")
 @take_options(SimulateOptions)
-@take_plan()
+@take_plan(has_files=True)
 def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     """Simulate PLAN on the device that it names.
 
