@@ -1,6 +1,7 @@
 """A GGUF file as a source of weights: what is resident, what streams, what a plan derives."""
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -64,6 +65,17 @@ def test_streamed_weights_draft_by_themselves_and_the_text_stays(file: Path) -> 
     # What streams is measured before the run.
     assert expected[0] is None
     assert expected[1] is not None and expected[1].tokens_s > 0
+
+
+def test_a_simulated_token_reads_what_streams(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["--memory", "105 MiB", "--set", "kv.context=256"]
+    assert run(["simulate", str(file), *changes, "--tokens", "4", "--prompt", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["decode"]["read_bytes_per_token"]
+    with pi2.load(file, memory="105 MiB", set={"kv.context": 256}) as model:
+        assert model.plan.file is not None
+        assert found == pytest.approx(model.plan.file.streamed_bytes, rel=0.01)
 
 
 def test_another_file_that_is_resident_drafts_and_the_text_stays(file: Path) -> None:

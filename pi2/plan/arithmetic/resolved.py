@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -178,8 +178,13 @@ class ResolvedPlan:
 
     @cached_property
     def bundle(self) -> BundleLayout:
-        """How the weights of a neuron lie in the store."""
-        return lay_out_plan_bundle(self.plan, self.model)
+        """How the weights of a neuron lie in the store; of a GGUF file that streams, an equal part
+        of what each step reads."""
+        layout = lay_out_plan_bundle(self.plan, self.model)
+        absent = sum(self.model.layer_neurons - layer.hot_neurons for layer in self.layers)
+        if self.file is None or not self.file.streamed_bytes or not absent:
+            return layout
+        return replace(layout, stride=max(1, self.file.streamed_bytes // absent))
 
     @cached_property
     def sparse_unit(self) -> str:
