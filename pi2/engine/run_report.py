@@ -340,9 +340,10 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
         *_list_reads(model, run),
         "exact: " + ("yes" if run["exact"] else f"no, {'; '.join(run['deviations'])}"),
     ]
-    if run["bound_by"] is not None:
+    if (bound := run["bound_by"]) is not None:
+        shown = _name_whole_unit(model) if model.plan.has_whole_unit else bound
         wait = run["read_wait_share"]
-        lines.append(f"bound by: {run['bound_by']} ({wait:.0%} of the time waited for reads)")
+        lines.append(f"bound by: {shown} ({wait:.0%} of the time waited for reads)")
     if whole:
         lines.append(
             f"neurons: {_describe_neurons(model, run)}"
@@ -399,12 +400,15 @@ def _list_reads(model: LoadedModel, run: dict[str, Any]) -> list[str]:
     ]
 
 
+def _name_whole_unit(model: LoadedModel) -> str:
+    unit = model.plan.sparse_unit
+    return name_unit(unit, emulated=bool(model.plan.device.units[unit].emulated))
+
+
 def _describe_neurons(model: LoadedModel, run: dict[str, Any]) -> str:
     computed = f"{_percent(run['predicted_share'])} computed"
     if model.plan.has_whole_unit:
-        unit = model.plan.sparse_unit
-        shown = name_unit(unit, emulated=bool(model.plan.device.units[unit].emulated))
-        return f"{computed}, all of the model on {shown}"
+        return f"{computed}, all of the model on {_name_whole_unit(model)}"
     if model.plan.plan.decode.predictor != "none":
         return f"{computed}, {_percent(run['active_share'])} active"
     count = model.plan.model.layer_neurons * len(model.plan.layers)

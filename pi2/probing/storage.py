@@ -100,7 +100,7 @@ def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:
 
 
 @contextmanager
-def open_sample(place: Path, most_bytes: int = FILE_BYTES) -> Iterator[tuple[Path, int]]:
+def open_sample(place: Path, most_bytes: int | None = None) -> Iterator[tuple[Path, int]]:
     """A file to read and its bytes: a store's largest, or a temporary one; UserError P341."""
     layers = sorted(place.glob("layers/*"), key=lambda item: -item.stat().st_size)
     if layers and layers[0].stat().st_size >= SAMPLE_BYTES:
@@ -110,7 +110,7 @@ def open_sample(place: Path, most_bytes: int = FILE_BYTES) -> Iterator[tuple[Pat
     name = place / f".pi2-probe-{os.getpid()}"
     try:
         room = os.statvfs(place)
-        size = min(most_bytes, room.f_bavail * room.f_frsize // 2 // MIB * MIB)
+        size = min(most_bytes or FILE_BYTES, room.f_bavail * room.f_frsize // 2 // MIB * MIB)
         if size < LEAST_BYTES:
             raise UserError.of(
                 "P341",

@@ -99,7 +99,7 @@ def test_guessed_tokens_change_nothing_but_the_speed() -> None:
     given = ["run", "demo", "--prompt", "def add(a, b):", "--max-tokens", "32"]
     # Kernels are compiled here: those of other tests are taken, which the program would not find.
     pi2.load(PLAN, set={"decode.speculation.tokens": 4}).close()
-    guessing = start_pi2(*given, "--set", "decode.speculation.tokens=4")
+    guessing = start_pi2(*given, "-v", "--set", "decode.speculation.tokens=4")
     assert guessing.returncode == 0, guessing.stderr
     assert guessing.stdout == start_pi2(*given).stdout
     assert "\nspeculation: " in guessing.stderr

@@ -153,7 +153,7 @@ def test_a_run_stays_within_its_budget_and_says_what_is_emulated(api: Api) -> No
     done = start_pi2(*arguments)
     assert done.returncode == 0, done.stderr
     shown = "gpu" if api == "cuda" else "gpu (emulated)"
-    assert f"all of the model on {shown}\n" in done.stderr
+    assert f"bound by: {shown} (" in done.stderr
     assert "(8 tokens, ended by --max-tokens)" in done.stderr
     assert ", within the budget of" in done.stderr
 

@@ -289,5 +289,5 @@ def test_the_planner_lets_reads_of_experts_begin_early(
     decode = whole["decode"]
     assert (decode["predictor"], decode["look_ahead"]) == ("router", "layer")
     assert whole["layers"]["hot"] == 0.0, "all of it is a cache, of a token's demand and more"
-    assert "those of the chosen experts" in capsys.readouterr().out
+    assert "all neurons of the chosen experts" in capsys.readouterr().out
     assert not check_file(tmp_path / "found.plan.toml").diagnostics
