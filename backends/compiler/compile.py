@@ -21,7 +21,7 @@ import signal
 import subprocess
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -300,14 +300,19 @@ def _start_worker(
         os._exit(status)
 
 
+def _tell(message: Mapping[str, object]) -> None:
+    # One write a line: several processes share the pipe, and `print` may write its end apart.
+    os.write(1, f"{json.dumps(message)}\n".encode())
+
+
 def _make_library(module: Any, spec_path: str, output: str, *, triple: str | None) -> int:
     """Make a library; return the exit status."""
 
     def report(label: str, share: float) -> None:
-        print(json.dumps({"output": output, "share": share}), flush=True)
+        _tell({"output": output, "share": share})
 
     program: Program | OwnProgram = module.read_program(Path(spec_path).read_text())
     failures = compile_library(program, Path(output), report, triple)
     if failures:
-        print(json.dumps({"linker": failures}), flush=True)
+        _tell({"linker": failures})
     return NO_LINKER if failures else 0
