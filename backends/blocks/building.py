@@ -435,7 +435,7 @@ class Builder:
         self.matrices.append(Matrix("embedding", None, weight, (number,)))
 
     def add_cap(self, x: Area, length: int, limit: float, factor: float) -> None:
-        """Multiply vectors, and cap them where the limit is not 0: see the kernel."""
+        """Multiply vectors; then cap them with tanh, or cut them at a negative limit."""
         self.add(
             "cap",
             {

@@ -126,7 +126,7 @@ def _leave_groups(
         with T.If(best_two != T.int64(0)), T.Then():
             first.set(first.get() + second.get())
         T.buffer_store(scratch, first.get(), [worths + group])
-    # Neurons that were found are marked with a value above every worth.
+    # Groups that were found are marked with a value above every worth.
     marked = T.float32(3.0e38)
     with T.serial(active_groups):
         best, worth = v.Cell(T.int64(-1)), v.Cell(T.float32(_LEAST))

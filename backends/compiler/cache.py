@@ -24,9 +24,8 @@ from pi2.backends.compiler.signature import LIBRARIES, Compiler, find_signatures
 from pi2.caches import VARIABLE, find_cache_folder, find_problem
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
-from pi2.progress import Progress
+from pi2.progress import COMPILING, Progress
 
-LABEL = "compiling kernels"
 _DIGITS = 32
 _SHARED = (
     *("plan/weights/layout.py", "formats/packing.py"),
@@ -259,7 +258,7 @@ def _compile(
     compiler: Compiler,
     triple: str | None,
 ) -> None:
-    progress(LABEL, 0.0)
+    progress(COMPILING, 0.0)
     paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     # The compiler's own files lie beside its output: there is room, or it is said of that folder.
     room = outputs[0].parent
@@ -285,7 +284,7 @@ def _compile(
                         message = json.loads(line)
                         if "share" in message:
                             shares[message.get("output", "")] = float(message["share"])
-                            progress(LABEL, sum(shares.values()) / len(specs))
+                            progress(COMPILING, sum(shares.values()) / len(specs))
                         failures = message.get("linker", failures)
                         missing = message.get("missing", missing)
                 except BaseException:

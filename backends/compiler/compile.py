@@ -301,7 +301,7 @@ def _start_worker(
 
 
 def _tell(message: Mapping[str, object]) -> None:
-    # One write a line: several processes share the pipe, and `print` may write its end apart.
+    # Several processes share the pipe: each line is one write.
     os.write(1, f"{json.dumps(message)}\n".encode())
 
 

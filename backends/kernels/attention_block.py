@@ -151,7 +151,7 @@ class _Block(MixingBlock):
     mixed_norm: v.Buffer | None
     spans: tuple[v.Buffer, v.Buffer, v.Buffer]
     room: Room | None
-    """If several tokens of a sequence are mixed, in functions that do so."""
+    """The room in which several tokens of a sequence are mixed, in functions that do so."""
 
     def emit_project(self) -> None:
         """Normalise x; queries, keys and values of all tokens."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 import click
 
 from pi2.diagnostics import UserError
+from pi2.progress import COMPILING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -144,7 +145,7 @@ class ProgressBar:
             )
             self._bar.start()
         name = label.partition(",")[0]
-        if name == "compiling kernels":
+        if name == COMPILING:
             self._compiled_s = time.monotonic() - self._start
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(label, total=1.0)

@@ -123,7 +123,7 @@ class FileModel:
         make: Callable[[FindWeight], BlockModel],
         slots: ExpertSlots | None = None,
     ) -> None:
-        """``addresses``: if resident matrices lie, by name; ``ring``: what the others pass through,
+        """``addresses`` of resident matrices, by name; ``ring``: what the others pass through,
         experts excepted, which go to ``slots``; ``make`` builds the program."""
         self._weights = weights
         self._model = model = make(partial(_find_weight, weights))

@@ -42,11 +42,10 @@ MEMORY_SHARE = 0.8
 def draft_first_plan(
     model: Model, device: Device, available_bytes: int, store: str, scales: ScalesPlace = "inline"
 ) -> str:
-    """Text of a plan for ``model``, whose file and ``store`` lie beside it.
+    """Text of a plan for ``model``, whose file and ``store`` are in its folder.
 
-    ``scales``: if the store has them.  ``available_bytes`` is the memory that is free, 0 if that is
-    not known.  If the usual context does not fit into `MEMORY_SHARE` of it, a shorter one is taken,
-    of no less than `LEAST_CONTEXT` tokens.  Raises `UserError` P026 if not even that fits."""
+    ``scales``: their place in the store.  ``available_bytes``: free memory, 0 if that is not known;
+    the context fits into `MEMORY_SHARE` of it.  `UserError` P026: not even `LEAST_CONTEXT` does."""
 
     def draft(budget_bytes: int | None, context: int | None = None) -> str:
         wish = Wish(

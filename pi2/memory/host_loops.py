@@ -163,7 +163,7 @@ class CacheTables:
 
 
 class FoundNeurons(NamedTuple):
-    """If neurons are that a layer needs, by four lists of the same room."""
+    """Places of the neurons that a layer needs, by four lists of the same room."""
 
     lists: I32
     """[4, n], flat: slots of those in memory, hot ones first; indices of missing ones; slots that

@@ -24,7 +24,7 @@ SPACES: Ranges = (
 """Unicode's White_Space."""
 _LAST = 0x10FFFF
 _PLANES = (range(0x40000), range(0xE0000, 0xE1000))
-"""If there are letters, marks, numbers, punctuation, symbols and separators."""
+"""Places of letters, marks, numbers, punctuation, symbols and separators."""
 _PLAIN_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b"}
 
 

@@ -178,13 +178,13 @@ class ResolvedPlan:
 
     @cached_property
     def bundle(self) -> BundleLayout:
-        """How the weights of a neuron lie in the store; of a GGUF file that streams, an equal part
-        of what each step reads."""
+        """Layout of a neuron in the store; of a dense file that streams, its part of a step."""
         layout = lay_out_plan_bundle(self.plan, self.model)
         absent = sum(self.model.layer_neurons - layer.hot_neurons for layer in self.layers)
-        if self.file is None or not self.file.streamed_bytes or not absent:
+        streamed = 0 if self.file is None or self.model.moe else self.file.streamed_bytes
+        if not streamed or not absent:
             return layout
-        return replace(layout, stride=max(1, self.file.streamed_bytes // absent))
+        return replace(layout, stride=max(1, streamed // absent))
 
     @cached_property
     def sparse_unit(self) -> str:
@@ -456,9 +456,8 @@ def _dump_layer(layer: ResolvedLayer) -> dict[str, Any]:
 def compute_digest(resolved: ResolvedPlan) -> str:
     """Digest of plan, device and model together.
 
-    Settings of layers count as resolved: two spellings of the same plan agree; if the device and
-    model files lie does not count, their content does.  Sizes of memory count only if they decide
-    the computation."""
+    Settings of layers count as resolved: two spellings of the same plan agree.  Contents of the
+    device and model files count, their places do not; sizes of memory if they decide the result."""
     plan = dump_plain(resolved.plan)
     # What is kept between requests does not change what a run is.
     for key in ("device", "model", "layers", "serve"):

@@ -43,7 +43,7 @@ _TOML_1_1_HINTS = re.compile(r",\s*\}|\\[ex]|\d\d:\d\d(?![\d:])|\{[^}]*\n")
 
 
 class Places(Protocol):
-    """If keys and values stand."""
+    """Places of keys and values."""
 
     def has(self, path: KeyPath) -> bool: ...
 
