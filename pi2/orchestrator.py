@@ -55,12 +55,6 @@ def load(
         found = path
     if found.changes:
         get_logger().info("plan fitted", changes=found.changes)
-    facts = found.resolved.file
-    # Of a file beyond memory every byte would come from the disk; `pi2 validate` checks it.
-    if facts is not None and facts.missing_bytes == 0:
-        from pi2.weights.gguf_weights import check_numbers
-
-        check_numbers(facts)
     report = progress or ignore_progress
     model = build(found.resolved, progress=report, start=start, make_observer=make_observer)
     model.changes = found.changes

@@ -40,6 +40,9 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         cleanup.callback(weights.close)
         machine = detect_machine()
         check_fit(resolved, machine)
+        # Of a file beyond memory every byte would come from the disk; `pi2 validate` checks it.
+        if not resolved.file.missing_bytes:
+            weights.check_once()
         store = FileTexts(weights, cleanup)
         tokenizer = store.open_tokenizer()
         draft = None

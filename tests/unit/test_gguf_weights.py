@@ -28,6 +28,7 @@ from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import write_random_gguf
 
 Ring = tuple[WeightStream, U8]
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +68,7 @@ def test_streamed_weights_draft_by_themselves_and_the_text_stays(file: Path) -> 
     assert expected[1] is not None and expected[1].tokens_s > 0
 
 
-def test_a_simulated_token_reads_what_streams(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_simulated_token_reads_what_streams(file: Path, capsys: Capture) -> None:
     changes = ["--memory", "105 MiB", "--set", "kv.context=256"]
     assert run(["simulate", str(file), *changes, "--tokens", "4", "--prompt", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["decode"]["read_bytes_per_token"]
@@ -297,7 +296,7 @@ def test_a_file_that_is_cut_while_it_streams_is_an_error_that_names_it(
 
 @pytest.mark.parametrize("name", ["blk.1.ffn_gate.weight", "output_norm.weight"])
 def test_numbers_that_are_not_finite_are_refused_with_the_tensors_name(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: Capture
 ) -> None:
     spoilt = write_random_gguf(tmp_path, {"layers": 2})
     entry = read_gguf(spoilt).entries[name]
@@ -308,6 +307,8 @@ def test_numbers_that_are_not_finite_are_refused_with_the_tensors_name(
     with pytest.raises(UserError, match=re.escape(f"tensor '{name}'")) as caught:
         pi2.load(spoilt)
     assert [item.code for item in caught.value.diagnostics] == ["P539"]
+    assert run(["run", str(spoilt), "--prompt", "a", "-n", "1"]) != 0
+    assert f"tensor '{name}'" in capsys.readouterr().err
     assert run(["validate", str(spoilt)]) == 1
     assert f"tensor '{name}'" in capsys.readouterr().out
     spoilt.write_bytes(content)
