@@ -368,10 +368,12 @@ def _check_weights(report: Report) -> list[Diagnostic]:
     if report.resolved is None or not report.resolved.store_path.exists():
         return []  # nothing to import for
     if report.resolved.file is not None:
-        from pi2.weights.gguf_weights import check_numbers
+        from pi2.weights.gguf_weights import GgufWeights
 
+        source = report.resolved.file.source
         try:
-            check_numbers(report.resolved.file)
+            if isinstance(source, GgufWeights):
+                source.check_once()
         except UserError as error:
             return list(error.diagnostics)
         return []

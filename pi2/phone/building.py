@@ -105,6 +105,7 @@ def describe_weights(facts: FileFacts, weights: GgufWeights) -> tuple[dict[str, 
 def write_weights(room: Path, resolved: ResolvedPlan) -> None:
     """Write all but the file itself into the folder of weights."""
     weights, folder = take_weights(resolved), room / STORE
+    weights.check_once()
     folder.mkdir(exist_ok=True)
     assert resolved.file is not None
     table, numbers = describe_weights(resolved.file, weights)

@@ -21,7 +21,6 @@ from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.new_model import describe_checkpoint
 from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
-from pi2.plan.arithmetic.resolved import FileFacts
 from pi2.plan.documents.model import Model
 from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, TensorFiles
@@ -183,12 +182,6 @@ class GgufWeights(TensorFiles):
 
     def count_bytes(self) -> int:
         return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())
-
-
-def check_numbers(facts: FileFacts) -> None:
-    """Check a plan's file as `GgufWeights.check_once`, if it is open."""
-    if isinstance(facts.source, GgufWeights):
-        facts.source.check_once()
 
 
 class FileTexts:

@@ -43,6 +43,9 @@ class GgufWeights(TensorFiles):
         found = self._vectors.get((key, layer))
         return None if found is None else self._numbers[found]
 
+    def check_once(self) -> None:
+        """The numbers were checked where the bundle was built."""
+
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
         return ((key, layer, self._tensors[key, layer]) for key, layer in self._matrices)
 
