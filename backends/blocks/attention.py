@@ -376,7 +376,7 @@ class _Tile(_Heads):
                 )
                 for lane in range(lanes)
             ]
-            for place, column in enumerate(turn_square(rows)):
+            for place, column in enumerate(turn_square(rows, len(rows))):
                 v.store(
                     self._scratch, self._turned + (square * lanes + place) * lanes, column, lanes
                 )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import Machine, Table, as_bytes, pick
+from pi2.backends.blocks.machine import Machine, Table, as_bytes, join, pick
 from pi2.backends.blocks.room import STAGE_BYTES
 from pi2.backends.blocks.rows import Pairs, Results
 from pi2.backends.blocks.unpacking import Unpacking
@@ -41,12 +41,27 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
             first = v.let(item * lanes)
             matrix = pairs.find_matrix(expert)
             panel = _Panel(machine, unpacking, scratch, base)
-            with T.serial(blocks) as number:
-                with T.serial(T.int64(lanes)) as lane:
-                    row = v.let(T.min(first + lane, rows - 1))
-                    place = v.let(matrix + (row * blocks + number) * unpacking.size)
-                    panel.put(Source(machine, weights, place, grid), lane)
-                panel.turn(number)
+            after = v.let(matrix + (first + lanes) * blocks * unpacking.size)
+            # The last rows may be the last one again.
+            if panel.takes_bundles:
+                begins = [
+                    v.let(matrix + T.min(first + lane, rows - 1) * blocks * unpacking.size)
+                    for lane in range(lanes)
+                ]
+                with T.serial(blocks) as number:
+                    _ask_ahead(weights, after, number, lanes * unpacking.size)
+                    places = [v.let(own + number * unpacking.size) for own in begins]
+                    panel.put_bundles(
+                        [Source(machine, weights, place, grid) for place in places], number
+                    )
+            else:
+                with T.serial(blocks) as number:
+                    _ask_ahead(weights, after, number, lanes * unpacking.size)
+                    with T.serial(T.int64(lanes)) as lane:
+                        row = v.let(T.min(first + lane, rows - 1))
+                        place = v.let(matrix + (row * blocks + number) * unpacking.size)
+                        panel.put(Source(machine, weights, place, grid), number, lane)
+                    panel.turn(number)
             with T.serial((end - begin + together - 1) // together) as tile:
                 now = v.let(begin + tile * together)
                 taken = [
@@ -72,6 +87,12 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                     pair = v.let(v.wide(listed[now + place]))
                     own = v.let(base + place * machine.width)
                     results.put_lanes(pair, expert, first, scratch, own, lanes)
+
+
+def _ask_ahead(weights: v.Buffer, after: v.Expr, number: v.Expr, size: int) -> None:
+    """Ask for a part of the next panel, whose rows are many streams of few bytes."""
+    for line in range(0, size, 64):
+        v.prefetch(weights, after + number * size + line)
 
 
 class _Panel:
@@ -109,8 +130,44 @@ class _Panel:
     def size(self) -> int:
         return (self.weights + self.extra) * self.machine.width
 
-    def put(self, source: Source, lane: v.Expr) -> None:
-        machine = self.machine
+    @property
+    def takes_bundles(self) -> bool:
+        return self._unpacking.bundle is not None and self.machine.width >= 32
+
+    def put_bundles(self, rows: Sequence[Source], number: v.Expr) -> None:
+        """Unpack a block of each of ``lanes`` rows, of which a register takes every fourth."""
+        machine, open_bundle = self.machine, self._unpacking.bundle
+        assert open_bundle is not None
+        lanes, width, count = machine.lanes, machine.width, machine.lanes // 4
+        found = [open_bundle(rows[first::4]) for first in range(4)]
+        own = found[0]
+        shifts = own.is_signed and machine.dot == "vnni"
+        self.flips, self.offset = own.is_signed and not shifts, 128 if shifts else own.offset
+        self.pieces, self.has_min = 1, own.mins is not None
+        block = v.let(self.base + number * self.size)
+        owners = [owner for part in own.owners for owner in part]
+        halves = [[k for k, owner in enumerate(owners) if owner == row] for row in range(count)]
+        for half in range(2):
+            places = [16 * chunks[half] + k for chunks in halves for k in range(16)]
+            values = []
+            for bundle in found:
+                raw = as_bytes(v.let(Shuffle(list(bundle.parts), places)), "uint8", width)
+                if shifts:
+                    raw = raw ^ v.constant(0x80, "uint8", width)
+                values.append(v.let(v.reinterpret(raw, "int32", lanes)))
+            for place, column in enumerate(turn_square(values, lanes)):
+                raw = v.reinterpret(column, "uint8", width)
+                v.store(self.scratch, block + (4 * half + place) * width, raw, width)
+        order = [row % 4 * count + row // 4 for row in range(lanes)]
+        numbers = [[bundle.scales for bundle in found]]
+        if own.mins is not None:
+            numbers.append([bundle.mins for bundle in found])
+        for place, parts in enumerate(numbers):
+            raw = v.reinterpret(v.let(Shuffle(parts, order)), "uint8", width)
+            v.store(self.scratch, block + (self.weights + place) * width, raw, width)
+
+    def put(self, source: Source, number: v.Expr, lane: v.Expr) -> None:
+        machine, pieces = self.machine, len(self._unpacking.opens)
         for piece, open_block in enumerate(self._unpacking.opens):
             block = open_block(source)
             # Where scales are of 16 weights, nobody has sums of as many codes.
@@ -128,18 +185,19 @@ class _Panel:
                 if self.elements == 256:
                     self._stage_chunks(own, part.chunks, lane)
                     continue
-                number = piece * len(block.parts) + place
-                at = self._stage + (number * machine.lanes + lane) * size
+                part_number = piece * len(block.parts) + place
+                at = self._stage + (part_number * machine.lanes + lane) * size
                 v.store(self.scratch, at, own, size)
-            columns = (
-                self._list_wide(block, offset)
-                if self.elements == 256
-                else self._list_narrow(block, offset)
-            )
-            start = v.let(self._stage + _EXTRA + (piece * machine.lanes + lane) * 128)
+            is_wide = self.elements == 256
+            columns = (self._list_wide if is_wide else self._list_narrow)(block, offset)
+            start, step = self._stage + _EXTRA + lane * 128, 4
+            if not is_wide:
+                # Single numbers need no square to be turned in.
+                start, step = self.base + (number * pieces + piece) * self.size, machine.width
+                start += self.weights * step + lane * 4
             for value, lanes in columns:
                 v.store(self.scratch, start, v.reinterpret(value, "uint8", 4 * lanes), 4 * lanes)
-                start = v.let(start + 4 * lanes)
+                start += step * lanes
 
     def _stage_chunks(self, value: v.Expr, chunks: Sequence[int], lane: v.Expr) -> None:
         """Put 16 bytes each where their place in the block is: as many next to each other as a
@@ -198,26 +256,18 @@ class _Panel:
                         for k in range(min(lanes, size // 4))
                     ]
                     self._turn_square(start + 4 * group, size, targets)
-            start = v.let(self._stage + _EXTRA + piece * lanes * 128)
-            targets = [target + (self.weights + k) * width for k in range(self.extra)]
-            self._turn_square(start, 128, targets)
 
     def _turn_square(self, start: v.Expr, stride: int, targets: Sequence[v.Expr]) -> None:
-        """Turn ``lanes`` rows of 32-bit words, and store the first columns."""
-        lanes = self.machine.lanes
-        count = 1
-        while count < len(targets):
-            count *= 2
+        """Store the columns, ``lanes`` words of 32 bits each, of as many rows."""
+        lanes, count = self.machine.lanes, len(targets)
         rows = [
             v.let(v.load_as(self.scratch, start + lane * stride, "int32", count))
             for lane in range(lanes)
         ]
-        if count < lanes:
-            spread = [column % count for column in range(lanes)]
-            rows = [v.let(pick(row, count, spread)) for row in rows]
-        for place, value in enumerate(turn_square(rows)[: len(targets)]):
-            raw = v.reinterpret(value, "uint8", 4 * lanes)
-            v.store(self.scratch, targets[place], raw, 4 * lanes)
+        # Narrower rows share a register with those that follow after ``count``.
+        rows = [v.let(join(rows[first::count], count)) for first in range(count)]
+        for target, value in zip(targets, turn_square(rows, lanes), strict=True):
+            v.store(self.scratch, target, v.reinterpret(value, "uint8", 4 * lanes), 4 * lanes)
 
     def load(self, block: v.Expr, register: v.Expr | int, dtype: str) -> v.Expr:
         """Return a register of a block as 32-bit numbers, or as bytes."""
@@ -228,8 +278,8 @@ class _Panel:
         return v.let(v.load_as(self.scratch, place, dtype, lanes))
 
 
-def turn_square(rows: Sequence[v.Expr]) -> list[v.Expr]:
-    """Return the columns of a square of numbers, whose rows are vectors."""
+def turn_square(rows: Sequence[v.Expr], lanes: int) -> list[v.Expr]:
+    """Return the columns of squares of numbers that lie next to each other in rows of ``lanes``."""
     count, step, now = len(rows), 1, list(rows)
     while step < count:
         turned = list(now)
@@ -237,8 +287,8 @@ def turn_square(rows: Sequence[v.Expr]) -> list[v.Expr]:
             if place & step:
                 continue
             pair = [now[place], now[place + step]]
-            first = [k if not k & step else count + k - step for k in range(count)]
-            second = [k + step if not k & step else count + k for k in range(count)]
+            first = [k if not k & step else lanes + k - step for k in range(lanes)]
+            second = [k + step if not k & step else lanes + k for k in range(lanes)]
             turned[place] = v.let(Shuffle(pair, first))
             turned[place + step] = v.let(Shuffle(pair, second))
         now, step = turned, 2 * step

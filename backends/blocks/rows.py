@@ -251,9 +251,8 @@ def _emit_super_blocks(
 
 def _ask_ahead(weights: v.Buffer, base: v.Expr, size: int, tokens: int) -> None:
     """Ask for what comes soon: weights are read once, faster than the processor foresees."""
-    if tokens == 1:
-        for line in range(0, size, 64):
-            v.prefetch(weights, base + _AHEAD + line)
+    for line in range(0, size, 64):
+        v.prefetch(weights, base + _AHEAD + line)
 
 
 def _add_mins(
