@@ -7,7 +7,9 @@ CASES.json is ``fixtures/agent_recorded/multi_turn_cases.json`` of the package l
 (Apache-2.0): cases with ``messages``.  Every user message is a turn: the conversation up to it is
 sent, and the recorded answer follows it.  Printed are the tokens of each prompt, those that the
 prefix cache spared, and the seconds to the first token; ``--peer`` has an interpreter with
-llama-cpp-python answer the same turns, whose own prefix matching is on.
+llama-cpp-python answer the same turns, whose own prefix matching is on; ``--restart`` keeps
+prefixes in files, asks the last turn of another server, and compares its answer with that of a
+server without prefixes.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def main() -> int:
     parser.add_argument("--most-tokens", type=int, default=8192, help="of a conversation (8192)")
     parser.add_argument("--most-turns", type=int, default=8, help="of a conversation (8)")
     parser.add_argument("--peer", help="Python that imports llama_cpp")
+    parser.add_argument("--restart", action="store_true", help="before the last turn")
     options = parser.parse_args()
     cases = list(choose_cases(options))
     if options.peer is not None:
@@ -64,14 +67,29 @@ def main() -> int:
         found = [[Turn(**turn) for turn in case] for case in json.loads(run.stdout)]
         report("llama.cpp", found)
         return 0
-    settings = {"kv.context": options.most_tokens + 2048}
     command = [sys.executable, "-m", "pi2", "serve", str(options.file), "--port", "0"]
     command += [] if options.memory is None else ["--memory", options.memory]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
+    command += ["--set", f"kv.context={options.most_tokens + 2048}"]
+    if options.restart:
+        report("pi2", [converse_twice(command, case) for case in cases])
+        return 0
     with start_server(command, 0) as address:
         report("pi2", [converse(address, case) for case in cases])
     return 0
+
+
+def converse_twice(command: list[str], messages: list[Message]) -> list[Turn]:
+    """Have another server answer the last turn, and compare with one that keeps no prefixes."""
+    ends = [n for n, message in enumerate(messages) if message["role"] == "user"]
+    kept = [*command, "--set", "serve.prefix_cache=4 GiB"]
+    with start_server(kept, 0) as address:
+        turns = converse(address, messages[: ends[-2] + 1])
+    with start_server(kept, 0) as address:
+        turns += converse(address, messages, last=1)
+    with start_server([*command, "--set", "serve.prefixes=none"], 0) as address:
+        plain = converse(address, messages, last=1)
+    print(f"after a restart the same answer as without prefixes: {plain[0].text == turns[-1].text}")
+    return turns
 
 
 def choose_cases(options: argparse.Namespace) -> Iterator[list[Message]]:
@@ -88,11 +106,11 @@ def choose_cases(options: argparse.Namespace) -> Iterator[list[Message]]:
         yield messages[: ends[: options.most_turns][-1] + 1]
 
 
-def converse(address: str, messages: list[Message]) -> list[Turn]:
-    """Ask for an answer after every user message."""
+def converse(address: str, messages: list[Message], last: int = 0) -> list[Turn]:
+    """Ask for an answer after every user message, or after the ``last`` ones."""
     model = httpx2.get(f"{address}/v1/models", timeout=PATIENCE_S).json()["data"][0]["id"]
     ends = [n + 1 for n, message in enumerate(messages) if message["role"] == "user"]
-    return [ask(address, model, messages[:end]) for end in ends]
+    return [ask(address, model, messages[:end]) for end in ends[-last:]]
 
 
 def ask(address: str, model: str, messages: list[Message]) -> Turn:
