@@ -118,7 +118,8 @@ class BenchOptions:
     )
     """Context depths: tokens in the KV cache before the test starts."""
     sequences: tuple[int, ...] | None = option(callback=parse_counts, metavar="N,...")
-    """Generate for so many sequences at a time, in turns."""
+    """Generate for so many sequences at a time, in turns, with the context that tests need unless
+    the plan states kv.context."""
     repetitions: int = option("-r", "--repetitions", type=click.IntRange(min=1), default=5)
     """Measured repetitions after a warm-up."""
     form: Literal["md", "json", "csv"] = option("--format", default="md")
@@ -184,7 +185,8 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     if given.sequences is not None and given.against is not None:
         raise click.UsageError("--against measures one sequence: leave --sequences out")
     if given.sequences is not None:
-        chosen = [plan.change({"decode.batch": max(given.sequences)}) for plan in chosen]
+        longest = max(own.depth + own.tokens for own in workloads)
+        chosen = [change_sequences(plan, max(given.sequences), longest) for plan in chosen]
     conditions = describe_conditions(name)
     outcomes: list[Outcome] = []
     lost: list[UserError] = []
@@ -203,6 +205,13 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     if lost:
         # What was measured has been written.
         raise lost[0]
+
+
+def change_sequences(plan: ChosenPlan, count: int, context: int) -> ChosenPlan:
+    """Let the plan run ``count`` sequences, with as much context as tests need if it states none:
+    memory that nothing uses would be taken from the weights."""
+    is_free = ("kv", "context") in plan.resolved.derived
+    return plan.change({"decode.batch": count} | ({"kv.context": context} if is_free else {}))
 
 
 def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str:
