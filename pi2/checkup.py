@@ -18,6 +18,7 @@ from pi2.fitting import find_alone_backend, find_backend, find_text_backend, fin
 from pi2.fitting.misfits import find_plan_misfits
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage, list_hints
 from pi2.machine.storage import EMULATORS, LINKERS, Tvm, detect_tvm, find_programs
+from pi2.memory.uring import find_refusal
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import list_backend_names
 from pi2.plan.documents.device import Unit
@@ -66,7 +67,9 @@ class Checkup:
     hints: tuple[str, ...] = ()
     """What keeps runs slower than they could be here, and what changes it."""
     only_emulated: frozenset[str] = frozenset()
-    """Backends whose devices have been emulated so far, wherever pi2 ran."""
+    """Backends that pi2 was tested with on emulated devices only."""
+    emulated: frozenset[str] = frozenset()
+    """Backends that find only devices here that the CPU emulates."""
     plans: tuple[PlanVerdict, ...]
 
 
@@ -74,18 +77,31 @@ def examine_machine() -> Checkup:
     machine = detect_machine()
     folder = find_shipped_folder()
     backends = {name: find_obstacles(name, machine) for name in list_backend_names()}
+    uring = find_refusal()
+    hints = list_hints(machine) if uring is None else (*list_hints(machine), uring)
+    without = {
+        emulated: {
+            name: find_device_obstacles(name, emulated=emulated)
+            for name, found in backends.items()
+            if not found
+        }
+        for emulated in (False, True)
+    }
     return Checkup(
         pi2_version=_read_version(),
         python_version=platform.python_version(),
         machine=machine,
-        hints=tuple(list_hints(machine)),
+        hints=tuple(hints),
         storage=inspect_storage(folder / "stores"),
         tvm=detect_tvm(),
         linkers=find_programs(LINKERS),
         emulators=find_programs(EMULATORS),
         gpus=survey_devices(),
         kernel_cache=inspect_folder(find_cache_folder("kernels")),
-        backends={name: found or find_device_obstacles(name) for name, found in backends.items()},
+        backends={name: found or without[True][name] for name, found in backends.items()},
+        emulated=frozenset(
+            name for name, found in without[False].items() if found and not without[True][name]
+        ),
         only_emulated=frozenset(
             name
             for name, obstacles in backends.items()
@@ -108,12 +124,13 @@ def find_obstacles(name: str, machine: Machine) -> list[str]:
     return backend.find_obstacles(frozenset[str](machine.features), machine.architecture)
 
 
-def find_device_obstacles(name: str) -> list[str]:
-    """What keeps every unit from a backend that computes on other devices than the processor."""
+def find_device_obstacles(name: str, *, emulated: bool) -> list[str]:
+    """What keeps a backend for other devices than the processor from one, which may be
+    ``emulated``."""
     backend = find_backend(name)
     if not hasattr(backend, "find_unit_obstacles") or len(backend.KINDS) != 1:
         return []
-    unit = Unit.model_construct(kind=backend.KINDS[0], emulated=True)
+    unit = Unit.model_construct(kind=backend.KINDS[0], emulated=emulated)
     found: list[str] = backend.find_unit_obstacles(unit)
     reasons = "; ".join(reason.partition(" (")[0] for reason in found)  # without what to install
     return [f"no device here: {reasons}"] if found else []

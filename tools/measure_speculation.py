@@ -18,7 +18,6 @@ from typing import Any
 
 import pi2
 from pi2.arrays import I64
-from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.speculation import Speculation, StepBytes
 
@@ -59,10 +58,8 @@ class Silent:
 
 def silence(model: LoadedModel) -> None:
     """Let bytes of steps be counted, and nothing be guessed."""
-    forward = model._parts.forward
-    assert isinstance(forward, Forward)
     model.scheduler.speculation = Speculation(
-        Silent(), tokens=4, step_tokens=5, count_bytes=StepBytes(model._parts, forward).count
+        Silent(), tokens=4, step_tokens=5, count_bytes=StepBytes(model._parts).count
     )
 
 

@@ -8,11 +8,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import in_help
+from pi2.cli.commands import in_help, is_verbose
 from pi2.cli.main import wants_colour
 from pi2.cli.options import add_json_option, print_found
 
@@ -33,14 +34,17 @@ VERDICT_COLOURS = {"runs": "green", "dry run": "yellow", "cannot run": "red"}
 @click.command("doctor")
 @add_json_option
 def doctor_command(as_json: bool) -> int:
-    """Check what this machine has and which shipped plans can run on it.
+    """Check what this machine has, what would make runs faster, and which shipped plans can run.
 
-    Plans marked "dry run" can be counted through but compute nothing.  Exits with 1 if no plan can
-    run."""
+    -v lists drivers, tools and every plan with what keeps it from running.  Exits with 1 if no plan
+    can run."""
     from pi2.checkup import examine_machine
 
     checkup = examine_machine()
-    text = "\n".join(write_checkup(checkup))
+    columns = None
+    if sys.stdout.isatty():
+        columns = min(shutil.get_terminal_size((MAX_COLUMNS, 24)).columns, MAX_COLUMNS)
+    text = "\n".join(write_checkup(checkup, whole=is_verbose(), columns=columns))
     print_found(
         describe_checkup(checkup),
         text if wants_colour(sys.stdout) else click.unstyle(text),
@@ -57,38 +61,101 @@ def describe_checkup(checkup: Checkup) -> dict[str, Any]:
     return found
 
 
-def write_checkup(checkup: Checkup) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A label and lines next to it; without a label, a heading."""
+
+    label: str
+    lines: tuple[str, ...]
+    colour: str = "cyan"
+    indent: int = 12
+
+    def write(self, columns: int | None) -> Iterator[str]:
+        """Lines of at most ``columns``, if they are limited."""
+        for number, line in enumerate(self.lines):
+            wrapped = [self.indent * " " + line]
+            if columns is not None:
+                wrapped = wrap_line(line, self.indent, columns)
+            if number == 0 and self.label:
+                head = click.style(self.label.ljust(self.indent), fg=self.colour)
+                wrapped[0] = head + wrapped[0][self.indent :]
+            yield from wrapped
+
+
+def write_checkup(
+    checkup: Checkup, *, whole: bool = False, columns: int | None = None
+) -> Iterator[str]:
+    """The report: a screen of it, or the ``whole``."""
     machine = checkup.machine
     yield click.style(
         f"pi2 {checkup.pi2_version}, Python {checkup.python_version}, {machine.system}", bold=True
     )
     yield ""
-    yield from _write("Processor", *describe_cpu(machine))
-    yield from _write("Memory", describe_memory(machine))
-    yield from _write("Storage", describe_storage(checkup.storage))
-    yield from _write("TVM", *describe_tvm(checkup.tvm))
-    yield from _write("Linkers", describe_programs(checkup.linkers))
-    yield from _write("Emulators", describe_programs(checkup.emulators))
-    yield from _write("GPUs", *describe_gpus(checkup.gpus))
     cache = checkup.kernel_cache
-    yield from _write(
-        "Kernels", f"kept in {cache.path}" + ("" if cache.writable else ", which is not writable")
-    )
-    yield from _write("Faster", *(checkup.hints or ["nothing that pi2 knows of"]))
-    yield ""
-    yield click.style("Backends", bold=True)
-    for name, obstacles in checkup.backends.items():
-        said = "; ".join(obstacles) or "can run here"
-        if name in checkup.only_emulated:
-            said += "; its units have been emulated so far, and no real one has run it"
-        yield from _write(f"  {name}", said, indent=14)
-    yield ""
-    yield click.style("Plans that come with pi2", bold=True)
-    yield from write_verdicts(checkup.plans)
+    kernels = f"kept in {cache.path}" + ("" if cache.writable else ", which is not writable")
+    entries = [
+        Entry("Processor", tuple(describe_cpu(machine))),
+        Entry("Memory", (describe_memory(machine),)),
+        Entry("Storage", (describe_storage(checkup.storage),)),
+        Entry("TVM", tuple(describe_tvm(checkup.tvm))),
+    ]
+    if whole:
+        entries.append(Entry("Linkers", (describe_programs(checkup.linkers),)))
+        entries.append(Entry("Emulators", (describe_programs(checkup.emulators),)))
+    entries.append(Entry("GPUs", tuple(describe_gpus(checkup.gpus, whole=whole))))
+    entries.append(Entry("Kernels", (kernels,)))
+    entries.append(Entry("Faster", checkup.hints or ("nothing that pi2 knows of",), "yellow"))
+    if whole:
+        entries += list_backends(checkup)
+        entries += list_verdicts(checkup.plans)
+    else:
+        entries.append(Entry("Backends", tuple(summarise_backends(checkup))))
+        entries.append(Entry("Plans", tuple(summarise_plans(checkup.plans))))
+    for entry in entries:
+        yield from entry.write(columns)
 
 
-def write_verdicts(plans: Sequence[PlanVerdict]) -> Iterator[str]:
-    """Plans of which the same is to be said, together; what helps comes once, at the end."""
+def list_backends(checkup: Checkup) -> Iterator[Entry]:
+    yield Entry("", ("", click.style("Backends", bold=True)), indent=0)
+    for name in checkup.backends:
+        yield Entry(f"  {name}", (describe_backend(checkup, name),), indent=14)
+
+
+def describe_backend(checkup: Checkup, name: str) -> str:
+    if checkup.backends[name]:
+        return "; ".join(checkup.backends[name])
+    if name in checkup.emulated:
+        return "emulated only: the CPU computes for it here, and its times say nothing"
+    if name in checkup.only_emulated:
+        return "can run here; pi2 has been tested on emulated devices only"
+    return "can run here"
+
+
+def summarise_backends(checkup: Checkup) -> Iterator[str]:
+    """Backends that run here in a line, and one for each other with the first reason."""
+    real = [name for name in checkup.backends if not _is_limited(checkup, name)]
+    yield f"can run here: {', '.join(real) or 'none'}"
+    for name in checkup.backends:
+        if name not in real:
+            yield f"{name}: {describe_backend(checkup, name).partition(';')[0]}"
+
+
+def _is_limited(checkup: Checkup, name: str) -> bool:
+    return bool(checkup.backends[name]) or name in checkup.emulated
+
+
+def summarise_plans(plans: Sequence[PlanVerdict]) -> Iterator[str]:
+    for verdict in VERDICT_COLOURS:
+        names = [plan.name.removesuffix(".plan.toml") for plan in plans if plan.verdict == verdict]
+        if names:
+            shown = ", ".join(names) if verdict == "runs" else f"{len(names)} of {len(plans)}"
+            yield f"{verdict}: {shown}"
+    yield "`pi2 doctor -v` says what keeps a plan from running"
+
+
+def list_verdicts(plans: Sequence[PlanVerdict]) -> Iterator[Entry]:
+    """Plans with the same findings together; each help once, at the end."""
+    yield Entry("", ("", click.style("Plans that come with pi2", bold=True)), indent=0)
     groups: dict[tuple[str, ...], list[PlanVerdict]] = {}
     helps: dict[str, str] = {}
     for plan in plans:
@@ -100,11 +167,11 @@ def write_verdicts(plans: Sequence[PlanVerdict]) -> Iterator[str]:
     order = list(VERDICT_COLOURS)
     for (verdict, *said), group in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
         names = [plan.name.removesuffix(".plan.toml") for plan in group]
-        yield from _write(f"  {verdict}", *names, *said, indent=14, colour=VERDICT_COLOURS[verdict])
+        yield Entry(f"  {verdict}", (*names, *said), VERDICT_COLOURS[verdict], indent=14)
     if helps:
-        yield ""
+        yield Entry("", ("",), indent=0)
     for code, text in sorted(helps.items()):
-        yield from _write(f"  help {code}", text, indent=14)
+        yield Entry(f"  help {code}", (text,), indent=14)
 
 
 def describe_cpu(machine: Machine) -> Iterator[str]:
@@ -176,38 +243,30 @@ def describe_programs(programs: Mapping[str, str | None]) -> str:
     return "; ".join(parts)
 
 
-def describe_gpus(surveys: Sequence[Survey]) -> Iterator[str]:
+def describe_gpus(surveys: Sequence[Survey], *, whole: bool) -> Iterator[str]:
+    """A line for each device; for APIs without one a line together, or the ``whole`` of it."""
     from pi2.plan.documents.quantities import approximate_bytes
 
     for survey in surveys:
         for device in survey.devices:
             parts = [f"{survey.api}: {device.name} ({device.driver})"]
             if device.is_emulated:
-                parts.append("emulated by the processor")
+                parts.append("emulated by the CPU")
             if device.memory_bytes is not None:
                 parts.append(f"{approximate_bytes(device.memory_bytes)} of its own")
             if device.compute_units is not None:
                 parts.append(f"{device.compute_units} compute units")
             parts.append("fp16" if device.fp16 else "no fp16")
             yield ", ".join(parts)
-        if survey.obstacle is not None:
+        if survey.obstacle is not None and whole:
             advice = "" if survey.help is None else f": {survey.help}"
             yield f"{survey.api}: {survey.obstacle}{advice}"
+    missing = [survey.api for survey in surveys if survey.obstacle is not None]
+    if missing and not whole:
+        yield f"no device of {', '.join(missing)}; -v says what to install"
 
 
-def _write(label: str, *lines: str, indent: int = 12, colour: str = "cyan") -> Iterator[str]:
-    for number, line in enumerate(lines):
-        wrapped = _wrap(line, indent)
-        if number == 0:
-            head = click.style(label.ljust(indent), fg=colour)
-            wrapped[0] = head + wrapped[0][indent:]
-        yield from wrapped
-
-
-def _wrap(text: str, indent: int) -> list[str]:
-    columns = min(shutil.get_terminal_size((MAX_COLUMNS, 24)).columns, MAX_COLUMNS)
-    if not sys.stdout.isatty():
-        columns = 10_000
+def wrap_line(text: str, indent: int, columns: int) -> list[str]:
     pad = " " * indent
     return textwrap.wrap(
         text,
@@ -216,4 +275,4 @@ def _wrap(text: str, indent: int) -> list[str]:
         subsequent_indent=pad,
         break_long_words=False,
         break_on_hyphens=False,
-    )
+    ) or [""]

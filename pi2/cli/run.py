@@ -31,17 +31,38 @@ MORE = 1.1
 
 
 def find_hint(model: LoadedModel, bound: str | None) -> str | None:
-    """What to try next; None if nothing is known that helps."""
+    """The one setting that would help most; None if nothing is known that helps."""
     from pi2.engine.statistics import read_peak_rss_bytes
     from pi2.machine import detect_machine
 
-    resolved, machine = model.plan, detect_machine()
-    if bound == "disk":
-        room = machine.memory.available_bytes + read_peak_rss_bytes()
-        return hint_reads(resolved, room)
-    threads = resolved.plan.threads.compute
-    if bound is not None and threads is not None and threads < machine.cores:
-        return f"--set threads.compute={machine.cores} uses all {machine.cores} cores"
+    if bound is None or model.plan.has_whole_unit:
+        return None
+    machine = detect_machine()
+    room = machine.memory.available_bytes + read_peak_rss_bytes()
+    return choose_hint(model.plan, bound, room_bytes=room, cores=machine.cores)
+
+
+def choose_hint(resolved: ResolvedPlan, bound: str, *, room_bytes: int, cores: int) -> str | None:
+    """What shortens the time that ``bound`` takes, on a machine that has ``room_bytes`` for the
+    process and so many cores."""
+    plan = resolved.plan
+    if bound in ("disk", "waiting for reads"):
+        return (bound != "disk" and hint_waits(resolved)) or hint_reads(resolved, room_bytes)
+    if plan.threads.compute is not None and plan.threads.compute < cores:
+        return f"--set threads.compute={cores} uses all {cores} cores"
+    can_draft = plan.decode.speculation is None and not resolved.model.state_layers
+    if bound == "memory bandwidth" and can_draft:
+        return "--set decode.speculation.tokens=4 reads weights once for several tokens of repeats"
+    return None
+
+
+def hint_waits(resolved: ResolvedPlan) -> str | None:
+    """What begins reads earlier, or has more of them in flight."""
+    plan = resolved.plan
+    if plan.decode.predictor in ("low-rank", "router") and plan.decode.look_ahead == "none":
+        return "--set decode.look_ahead=layer reads before the layer is computed"
+    if plan.io.engine == "pread":
+        return "--set io.engine=io_uring keeps more reads in flight than threads do"
     return None
 
 

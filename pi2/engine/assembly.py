@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from pi2.arrays import I32
+from pi2.arrays import I32, U8
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.engine.dense_shares import DenseShares
@@ -126,10 +126,19 @@ def build_parts(
         draft=_build_draft(opened, start, cleanup),
         load_s=time.perf_counter() - start,
         loaded_bytes=memory.bulk.total_bytes,
+        resident=_find_largest(memory),
         compute_threads=request.threads,
         lock_fallback=lock_fallback,
         release=cleanup.pop_all(),
     )
+
+
+def _find_largest(memory: Memory) -> U8 | None:
+    """The hot neurons, or the largest dense tensor."""
+    hot = memory.cache.arena[: sum(map(len, memory.cache.hot_slots))]
+    tensors = [tensor.weights for tensor in memory.request.tensors.values()]
+    found = max([hot, *tensors], key=lambda array: array.nbytes)
+    return found.reshape(-1).view(np.uint8) if found.size else None
 
 
 def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts | None:

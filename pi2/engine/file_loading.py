@@ -57,7 +57,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
         plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
         division = divide(resolved, weights, tensors)
-        addresses, ranges = place_resident(tensors, division, weights, budget, is_mapped)
+        placed, ranges = place_resident(tensors, division, weights, budget, is_mapped)
         loaded = sum(piece.size for piece, _ in ranges)
         loops = None
         if division.streamed or resolved.file.expert_bytes:
@@ -84,7 +84,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         model = FileModel(
             weights,
             division,
-            addresses,
+            {name: rows.ctypes.data for name, rows in placed.items()},
             ring,
             make_stream,
             partial(_make_program, resolved, machine, progress),
@@ -103,7 +103,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             "model loaded",
             plan=str(resolved.path),
             weights=plan.memory.weights,
-            resident_bytes=sum(t.size_bytes for t in tensors if t.name in addresses),
+            resident_bytes=sum(t.size_bytes for t in tensors if t.name in placed),
             streamed_bytes=sum(piece.size for piece in division.pieces),
             expert_bytes=resolved.file.expert_bytes,
             reads_through_cache=files.fallback,
@@ -129,6 +129,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             draft=draft,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,
+            resident=max(placed.values(), key=len, default=None),
             compute_threads=count_threads(resolved, machine),
             release=cleanup.pop_all(),
         )
@@ -156,22 +157,22 @@ def place_resident(
     weights: GgufWeights,
     budget: Budget,
     is_mapped: bool,
-) -> tuple[Mapping[str, int], list[tuple[Piece, U8]]]:
-    """Addresses of the resident matrices by name, and which ranges are read to where."""
+) -> tuple[Mapping[str, U8], list[tuple[Piece, U8]]]:
+    """Bytes of the resident matrices by name, and the ranges that are read into them."""
     names = set(division.resident)
     chosen = [tensor for tensor in tensors if tensor.name in names]
     if is_mapped:
         budget.charge("hot", sum(tensor.size_bytes for tensor in chosen))
-        return {t.name: weights.map_rows(t).ctypes.data for t in chosen}, []
+        return {t.name: weights.map_rows(t).reshape(-1) for t in chosen}, []
     region = budget.allocate("hot", sum(tensor.size_bytes for tensor in chosen))
     ranges: list[tuple[Piece, U8]] = []
-    addresses, place = {}, 0
+    placed, place = {}, 0
     for tensor in chosen:
         target = region[place : place + tensor.size_bytes]
         ranges.append((Piece(tensor.file, tensor.offset, tensor.size_bytes), target))
-        addresses[tensor.name] = target.ctypes.data
+        placed[tensor.name] = target
         place += tensor.size_bytes
-    return addresses, ranges
+    return placed, ranges
 
 
 def open_slots(

@@ -45,6 +45,9 @@ class Sequences(ABC):
         self._has_states = has_states
         self._interrupted: set[int] = set()
         """Sequences whose states some layers have taken further than others."""
+        self.attended_tokens = 0
+        """Sum over all tokens of steps: the tokens that each attended to."""
+        self.steps = 0
 
     @property
     def position(self) -> int:
@@ -234,10 +237,6 @@ class Forward(Sequences):
         """Whether every step is a token of the only sequence."""
         self._marks: dict[int, _Mark] = {}
         """Where sequences with states may be taken back to."""
-        self.attended_tokens = 0
-        """Tokens that those of steps have attended to, summed up."""
-        self.steps = 0
-        """Steps so far."""
 
     def abandon(self) -> None:
         """Forget work in progress; the neuron cache keeps its content."""

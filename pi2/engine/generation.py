@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event, Thread
 from typing import Literal
 
@@ -16,7 +16,7 @@ from pi2.engine.answer import GenerationRequest, Piece, SequenceResult
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts
 from pi2.engine.scheduler import Rounds, Scheduler, Ticket, tell_nobody
-from pi2.engine.speculation import Speculation
+from pi2.engine.speculation import StepBytes
 from pi2.engine.statistics import RunStatistics, SpeculationCounters, UnitUse, divide
 from pi2.engine.whole_forward import WholeForward
 
@@ -269,30 +269,48 @@ def embed_tokens(
     return (total / length if length else total).astype(np.float32)
 
 
-def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
-    """Counters since loading; those of draft tokens are in ``speculation``, if there is one."""
-    reader = parts.reader
-    guesses = SpeculationCounters() if speculation is None else speculation.counters
+def count_reads(parts: Parts) -> tuple[int, float]:
+    """Bytes of neurons and streamed weights read so far, and seconds that computing waited."""
+    if parts.layers is None:
+        return parts.reader.read_bytes, getattr(parts.whole, "waited_s", 0.0)
+    return parts.reader.read_bytes, parts.reader.waited_s + parts.feed_forward.waited_s
+
+
+def count_run(
+    parts: Parts, scheduler: Scheduler, bytes_of_steps: StepBytes | None
+) -> RunStatistics:
+    """Counters since loading."""
+    reader, rounds, speculation = parts.reader, scheduler.rounds, scheduler.speculation
+    read_bytes, waited_s = count_reads(parts)
+    found = RunStatistics(
+        flash_read_bytes=read_bytes,
+        waited_s=waited_s,
+        prefill_s=rounds.prefill_s,
+        steps_s=rounds.whole.seconds,
+        steps_waited_s=rounds.whole.waited_s,
+        steps_read_bytes=rounds.whole.read_bytes,
+        step_bytes=0 if bytes_of_steps is None else bytes_of_steps.count().memory,
+        speculation=SpeculationCounters() if speculation is None else speculation.counters,
+    )
     if isinstance(parts.forward, WholeForward):
         # A model that is computed as a whole does not say which neurons were active; the cache of a
         # GGUF file is one of experts.
         hits, misses, evictions = getattr(reader, "experts", (0, 0, 0))
-        return RunStatistics(
+        return replace(
+            found,
             predicted_neurons=parts.forward.counters.predicted,
             active_neurons=None,
             possible_neurons=parts.forward.counters.possible,
             cache_hits=hits,
             cache_misses=misses,
             cache_evictions=evictions,
-            flash_read_bytes=reader.read_bytes,
-            waited_s=getattr(parts.whole, "waited_s", 0.0),
-            speculation=guesses,
         )
     counters, size = parts.cache.counters, parts.cache.granule
     feed_forward = parts.feed_forward
     neurons, weights = feed_forward.counters, feed_forward.dial_counters
     sieve = feed_forward.sieve
-    return RunStatistics(
+    return replace(
+        found,
         predicted_neurons=neurons.predicted,
         active_neurons=neurons.active,
         possible_neurons=neurons.possible,
@@ -301,8 +319,6 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         cache_misses=size * sum(layer.misses for layer in counters),
         cache_skips=size * sum(layer.skips for layer in counters),
         cache_evictions=size * sum(layer.evictions for layer in counters),
-        flash_read_bytes=reader.read_bytes,
-        waited_s=reader.waited_s + feed_forward.waited_s,
         routed_experts=neurons.routed,
         foreseen_experts=neurons.foreseen,
         tokens_without_ahead=neurons.without_ahead,
@@ -313,7 +329,6 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         left_out_mass=0.0 if sieve is None else sieve.left_out,
         gate_reads=reader.gate_reads,
         flash_saved_bytes=reader.saved_bytes,
-        speculation=guesses,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -19,6 +20,7 @@ from pi2.engine.generation import (
     BatchGeneration,
     Driver,
     Generation,
+    count_reads,
     count_run,
     embed_tokens,
     find_hidden_reader,
@@ -31,7 +33,7 @@ from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
 from pi2.engine.parts import Parts
 from pi2.engine.prefixes import make_kept_prefixes
 from pi2.engine.scheduler import Scheduler, Ticket
-from pi2.engine.speculation import make_speculation
+from pi2.engine.speculation import find_step_bytes, make_speculation
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import (
     ChatTemplate,
@@ -41,6 +43,7 @@ from pi2.engine.text import (
     read_chat_template,
 )
 from pi2.fitting.sizes import count_chunks
+from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, read_pressure
 from pi2.memory.weight_stream import Expected
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -67,13 +70,15 @@ class LoadedModel:
         self.changes: tuple[str, ...] = ()
         """What was made smaller or larger to fit the plan to another budget, a line each."""
         plan = parts.resolved.plan
+        self._bytes_of_steps = find_step_bytes(parts)
         own = weakref.proxy(self)  # no circle: a closed model that is dropped gives its memory back
         self._scheduler = Scheduler(
             parts.forward,
             context=plan.kv.context,
             piece_tokens=plan.prefill.chunk * count_chunks(parts.resolved),
             make_decoder=lambda request: own._make_decoder(request),
-            speculation=make_speculation(parts),
+            speculation=make_speculation(parts, self._bytes_of_steps),
+            count_reads=partial(count_reads, parts),
         )
         self._driver: Driver | None = None
         self._template_child: StayingChild | None = None
@@ -139,6 +144,13 @@ class LoadedModel:
         """What was measured of a model whose weights stream, and is to be expected of its runs."""
         return self._parts.expected
 
+    @cached_property
+    def memory_bytes_s(self) -> float | None:
+        """Rate at which the compute threads can read weights, measured when it is first asked for;
+        None if another unit has the whole model."""
+        weights = self._parts.resident
+        return None if weights is None else measure_reads(weights, self.compute_threads)
+
     @property
     def compute_threads(self) -> int:
         """Threads that kernels run on."""
@@ -186,7 +198,7 @@ class LoadedModel:
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
-        return count_run(self._parts, self._scheduler.speculation)
+        return count_run(self._parts, self._scheduler, self._bytes_of_steps)
 
     @property
     def is_dry(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
+    from pi2.arrays import U8
     from pi2.backends.protocol import Executor
     from pi2.backends.units import SequenceModel
     from pi2.engine.feed_forward import FeedForward
@@ -53,6 +54,8 @@ class Parts:
     expected: Expected | None = None
     """None where nothing streams."""
     compute_threads: int
+    resident: U8 | None = None
+    """The largest array of resident weights."""
     lock_fallback: str | None = None
     """Why memory is not locked, if the plan wants it."""
     draft: Parts | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import BatchResult, GenerationResult
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.statistics import RunStatistics, SpeculationCounters, divide, read_peak_rss_bytes
+from pi2.plan.arithmetic.costs import find_read_rate
 from pi2.plan.documents.plan import Decode
 from pi2.plan.documents.quantities import approximate_bytes
 
@@ -118,8 +119,6 @@ def _int(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-DISK_SHARE = 0.25
-"""Share of a run's time that waits for reads from which on the disk bounds it."""
 MANY_FAULTS = 256
 """Pages (1 MiB) that are worth a word: a run itself touches pages of libraries for the first time,
 and these count, too."""
@@ -127,13 +126,10 @@ and these count, too."""
 
 def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]:
     tokens = result.prompt_tokens + len(result.token_ids)
-    seconds = result.ttft_s
-    if result.decode_tokens_s:
-        seconds += max(0, len(result.token_ids) - 1) / result.decode_tokens_s
     return {
         **describe_sequence(result),
         **describe_model(model, result.statistics),
-        **_describe_bound(model, result.statistics, tokens, seconds),
+        **_describe_bound(model, result.statistics, tokens),
     }
 
 
@@ -160,23 +156,57 @@ def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
             model,
             result.statistics,
             result.rounds.prompt_tokens + sum(len(item.token_ids) for item in result.sequences),
-            result.rounds.prefill_s + result.rounds.steps_s,
         ),
     }
 
 
-def _describe_bound(
-    model: LoadedModel, statistics: RunStatistics, tokens: int, seconds: float
-) -> dict[str, Any]:
-    """What reads cost a run of so many tokens and seconds, and what took its time."""
-    share = 0.0 if model.is_dry else min(1.0, divide(statistics.waited_s, seconds) or 0.0)
-    bound = "disk" if share >= DISK_SHARE else "processor and memory"
+Cause = Literal["disk", "waiting for reads", "memory bandwidth", "compute"]
+
+
+def split_time(
+    statistics: RunStatistics, memory_bytes_s: float | None, disk_bytes_s: float | None
+) -> dict[Cause, float]:
+    """Shares of the time of a run's steps, or of its prompt if it made none; empty without either.
+
+    Waiting is measured.  It counts as the disk's for as long as the read bytes take at
+    ``disk_bytes_s``; all of it does if the rate is unknown.  Memory has the time of the counted
+    bytes at its rate, and computing has the rest."""
+    steps_s = statistics.steps_s
+    total_s = steps_s or statistics.prefill_s
+    if not total_s:
+        return {}
+    read_bytes, waited_s = statistics.steps_read_bytes, statistics.steps_waited_s
+    if not steps_s:
+        read_bytes, waited_s = statistics.flash_read_bytes, statistics.waited_s
+    waited_s = min(waited_s, total_s)
+    disk_s = waited_s if disk_bytes_s is None else min(waited_s, read_bytes / disk_bytes_s)
+    memory_s = 0.0
+    if steps_s and memory_bytes_s is not None:
+        memory_s = min(total_s - waited_s, statistics.step_bytes / memory_bytes_s)
+    return {
+        "disk": disk_s / total_s,
+        "waiting for reads": (waited_s - disk_s) / total_s,
+        "memory bandwidth": memory_s / total_s,
+        "compute": (total_s - waited_s - memory_s) / total_s,
+    }
+
+
+def _describe_bound(model: LoadedModel, statistics: RunStatistics, tokens: int) -> dict[str, Any]:
+    """What a run of so many tokens read, and what took its time."""
+    bound, shares = None, dict[Cause, float]()
     if model.plan.has_whole_unit:
         bound = model.plan.sparse_unit
+    elif not model.is_dry:
+        disk_bytes_s = find_read_rate(model.plan.device)
+        if model.expected is not None:
+            disk_bytes_s = model.expected.disk_bytes_s
+        shares = split_time(statistics, model.memory_bytes_s, disk_bytes_s)
+        bound = max(shares, key=lambda cause: shares[cause], default=None)
     return {
         "read_bytes_per_token": round(divide(statistics.flash_read_bytes, tokens) or 0.0),
-        "read_wait_share": round(share, 4),
         "bound_by": None if model.is_dry else bound,
+        "time_shares": {cause: round(share, 4) for cause, share in shares.items()},
+        "memory_bytes_s": model.memory_bytes_s and round(model.memory_bytes_s) if shares else None,
     }
 
 
@@ -341,9 +371,7 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
         "exact: " + ("yes" if run["exact"] else f"no, {'; '.join(run['deviations'])}"),
     ]
     if (bound := run["bound_by"]) is not None:
-        shown = _name_whole_unit(model) if model.plan.has_whole_unit else bound
-        wait = run["read_wait_share"]
-        lines.append(f"bound by: {shown} ({wait:.0%} of the time waited for reads)")
+        lines.append(f"bound by: {_describe_shares(model, run, bound)}")
     if whole:
         lines.append(
             f"neurons: {_describe_neurons(model, run)}"
@@ -377,6 +405,16 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
     if run["direct_reads_refused"]:
         lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
     return "\n".join(lines)
+
+
+def _describe_shares(model: LoadedModel, run: dict[str, Any], bound: str) -> str:
+    if model.plan.has_whole_unit:
+        return f"{_name_whole_unit(model)} (it has all of the model)"
+    shares = sorted(run["time_shares"].items(), key=lambda item: -item[1])
+    parts = [f"{share:.0%} {cause}" for cause, share in shares if share >= 0.005]
+    rate = run["memory_bytes_s"]
+    measured = "" if rate is None else f"; memory gives {rate / 1e9:.1f} GB/s"
+    return f"{bound} ({', '.join(parts)} of the time{measured})"
 
 
 def _describe_weights(model: LoadedModel) -> str:

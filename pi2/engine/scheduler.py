@@ -9,7 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from threading import Condition, RLock, get_ident
 from types import MappingProxyType
 from typing import Any
@@ -74,6 +75,9 @@ class Phase(Counters):
     tokens: int = 0
     """Tokens that they made."""
     seconds: float = 0.0
+    read_bytes: int = 0
+    waited_s: float = 0.0
+    """Seconds in which computing waited for reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +92,14 @@ class Rounds:
     """Seconds in them."""
 
     @property
+    def whole(self) -> Phase:
+        """All steps, of any number of sequences."""
+        return reduce(add, self.phases.values(), Phase())
+
+    @property
     def steps(self) -> int:
         """Steps, each of the sequences that were under way."""
-        return sum(phase.steps for phase in self.phases.values())
+        return self.whole.steps
 
     @property
     def stepped_sequences(self) -> int:
@@ -98,15 +107,14 @@ class Rounds:
 
     @property
     def stepped_tokens(self) -> int:
-        return sum(phase.tokens for phase in self.phases.values())
+        return self.whole.tokens
 
     @property
     def steps_s(self) -> float:
-        return sum(phase.seconds for phase in self.phases.values())
+        return self.whole.seconds
 
-    def add_step(self, sequences: int, tokens: int, seconds: float) -> Rounds:
-        before = self.phases.get(sequences, Phase())
-        phase = Phase(before.steps + 1, before.tokens + tokens, before.seconds + seconds)
+    def add_step(self, sequences: int, step: Phase) -> Rounds:
+        phase = self.phases.get(sequences, Phase()) + step
         return replace(self, phases=MappingProxyType({**self.phases, sequences: phase}))
 
     def add_prompt(self, tokens: int, seconds: float) -> Rounds:
@@ -200,15 +208,18 @@ class Scheduler:
         make_decoder: Callable[[GenerationRequest], TokenDecoder],
         prefixes: Prefixes | None = None,
         speculation: Speculation | None = None,
+        count_reads: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
     ) -> None:
         """``context``: tokens of a sequence; ``piece_tokens``: prompt tokens of a round;
-        ``speculation``: drafts, if any."""
+        ``speculation``: drafts, if any; ``count_reads``: bytes that were read so far, and seconds
+        that computing has waited for them."""
         self._forward = forward
         self._context = context
         self._piece_tokens = piece_tokens
         self._make_decoder = make_decoder
         self.prefixes: Prefixes = prefixes or NoPrefixes(forward)
         self.speculation = speculation
+        self._count_reads = count_reads
         self._lock = RLock()
         self._given_back = Condition(self._lock)
         self._borrowers: dict[int, int] = {}
@@ -468,6 +479,7 @@ class Scheduler:
         """Draw tokens of every sequence whose prompt is read: one, and those that were
         predicted."""
         running = dict(self._running)
+        read_bytes, waited_s = self._count_reads()
         start = time.perf_counter()
         try:
             guesses = self._guess(running)
@@ -496,7 +508,9 @@ class Scheduler:
         taken_s = time.perf_counter() - start
         if self.speculation is not None:
             self.speculation.note_step(len(running), guesses, kept, taken_s)
-        self.rounds = self.rounds.add_step(len(running), sum(kept.values()), taken_s)
+        after_bytes, after_s = self._count_reads()
+        step = Phase(1, sum(kept.values()), taken_s, after_bytes - read_bytes, after_s - waited_s)
+        self.rounds = self.rounds.add_step(len(running), step)
         self._free_ended()
 
     def _guess(self, running: Mapping[int, Ticket]) -> dict[int, list[int]]:

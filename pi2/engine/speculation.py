@@ -17,7 +17,6 @@ from pi2.engine.answer import Answer
 from pi2.engine.forward import Forward, Sequences
 from pi2.engine.parts import Parts
 from pi2.engine.statistics import SpeculationCounters
-from pi2.engine.whole_forward import WholeForward
 from pi2.model.tensor import EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -257,43 +256,26 @@ class Payback:
 
 
 class StepBytes:
-    """Bytes that steps touch: dense weights and predictors once a step, used neurons once, KV per
-    token."""
+    """Bytes that steps touch: dense weights and predictors once a step, neurons that any token of
+    it used once, the KV cache for each token.  A step of a GGUF file reads its dense matrices and
+    one token's experts."""
 
-    def __init__(self, parts: Parts, forward: Forward) -> None:
-        self._forward = forward
-        self._counters = parts.feed_forward.counters
-        self._reader = parts.reader
-        self._neuron_bytes = parts.resolved.bundle.neuron_bytes
-        self._dense_bytes = count_dense_bytes(parts.resolved)
-        model, kind = parts.resolved.model, parts.resolved.plan.kv.type
-        self._context_bytes = model.shape.layers * count_kv_token_bytes(model, kind)
-
-    def count(self) -> Touched:
-        """Bytes of all steps so far; also of prompts, what was read from flash."""
-        forward = self._forward
-        memory = forward.steps * self._dense_bytes
-        memory += forward.attended_tokens * self._context_bytes
-        memory += self._counters.touched * self._neuron_bytes
-        return Touched(memory, self._reader.read_bytes)
-
-
-class FileStepBytes:
-    """The same of a GGUF file that is run as it is: a step reads dense matrices once, and a token's
-    experts."""
-
-    def __init__(self, parts: Parts, forward: WholeForward) -> None:
-        assert parts.resolved.file is not None
-        self._forward = forward
-        self._reader = parts.reader
-        self._weight_bytes = parts.resolved.file.token_bytes
-        model = parts.resolved.model
-        self._context_bytes = model.shape.layers * count_kv_token_bytes(model, "fp16")
+    def __init__(self, parts: Parts) -> None:
+        resolved, file = parts.resolved, parts.resolved.file
+        self._forward, self._reader = parts.forward, parts.reader
+        self._counters = None if parts.layers is None else parts.feed_forward.counters
+        self._neuron_bytes = resolved.bundle.neuron_bytes
+        self._dense_bytes = count_dense_bytes(resolved) if file is None else file.token_bytes
+        kind = resolved.plan.kv.type if file is None else "fp16"
+        layers = resolved.model.shape.layers
+        self._context_bytes = layers * count_kv_token_bytes(resolved.model, kind)
 
     def count(self) -> Touched:
-        """Bytes of all steps so far; also of prompts, what was read."""
-        memory = self._forward.steps * self._weight_bytes
+        """Bytes of all steps so far; the reads of prompts count as well."""
+        memory = self._forward.steps * self._dense_bytes
         memory += self._forward.attended_tokens * self._context_bytes
+        if self._counters is not None:
+            memory += self._counters.touched * self._neuron_bytes
         return Touched(memory, self._reader.read_bytes)
 
 
@@ -405,15 +387,13 @@ class Speculation:
         self._drafter.forget(place)
 
 
-def make_speculation(parts: Parts) -> Speculation | None:
-    """Make what drafts tokens; None where the plan wants none, or states cannot be copied."""
+def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculation | None:
+    """Make what drafts tokens; None if the plan wants none, or states cannot be copied."""
     plan, forward = parts.resolved.plan, parts.forward
     settings = plan.decode.speculation
-    if settings is None:
+    if settings is None or bytes_of_steps is None:
         return None
-    count = _find_count(parts)
-    if count is None:
-        return None
+    count = bytes_of_steps.count
     drafter: Drafter = PromptLookup(settings.match)
     if isinstance(forward, Forward):
         if parts.resolved.model.state_layers and not isinstance(parts.executor, StateKeeper):
@@ -421,11 +401,11 @@ def make_speculation(parts: Parts) -> Speculation | None:
         if settings.drafts == "resident":
             drafter = ResidentDrafts(forward, parts.feed_forward)
     if settings.drafts == "plan":
-        other = None if parts.draft is None else _find_count(parts.draft)
+        other = None if parts.draft is None else find_step_bytes(parts.draft)
         if parts.draft is None or other is None:
             return None
         drafter = PlanDrafts(parts.draft.forward, parts.draft.resolved.plan.kv.context)
-        count = partial(_add_counts, count, other)
+        count = partial(_add_counts, count, other.count)
     return Speculation(
         drafter,
         tokens=settings.tokens,
@@ -435,12 +415,10 @@ def make_speculation(parts: Parts) -> Speculation | None:
     )
 
 
-def _find_count(parts: Parts) -> Callable[[], Touched] | None:
-    """What counts the bytes that a model's steps touch; None where nothing does."""
-    forward = parts.forward
-    if isinstance(forward, WholeForward) and parts.resolved.file is not None:
-        return FileStepBytes(parts, forward).count
-    return StepBytes(parts, forward).count if isinstance(forward, Forward) else None
+def find_step_bytes(parts: Parts) -> StepBytes | None:
+    """The counter of the bytes that steps touch; None if another unit has the whole model."""
+    is_counted = parts.layers is not None or parts.resolved.file is not None
+    return StepBytes(parts) if is_counted else None
 
 
 def _add_counts(own: Callable[[], Touched], other: Callable[[], Touched]) -> Touched:

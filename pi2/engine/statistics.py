@@ -100,6 +100,16 @@ class RunStatistics(Counters):
     """Bytes of neurons read from flash, prefill and loading included."""
     waited_s: float = 0.0
     """Seconds that computing waited for these reads."""
+    prefill_s: float = 0.0
+    """Seconds of prompts."""
+    steps_s: float = 0.0
+    """Seconds of steps."""
+    steps_waited_s: float = 0.0
+    """Seconds of these in which computing waited for reads."""
+    steps_read_bytes: int = 0
+    """Bytes that steps read from flash."""
+    step_bytes: int = 0
+    """Bytes of weights and KV cache that steps read from memory."""
     dense_neurons: int = 0
     """Neurons of sparse layers that units other than the sparse one have computed."""
     routed_experts: int = 0

@@ -49,10 +49,6 @@ class WholeForward(Sequences):
         self._chunk = chunk
         self._step_neurons = step_neurons
         self.counters = NeuronCounters()
-        self.attended_tokens = 0
-        """Tokens that those of steps have attended to, summed up."""
-        self.steps = 0
-        """Steps so far."""
 
     @property
     def copies(self) -> bool:

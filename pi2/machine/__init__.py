@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.machine.cpu import Cpu, CpuCores, bind_calling_thread, detect_cpu, list_allowed_cores
-from pi2.machine.memory import Memory, detect_memory, read_int, read_meminfo, read_text
+from pi2.machine.memory import Memory, detect_memory, read_meminfo, read_text
 from pi2.machine.storage import Storage, inspect_storage
 
 if TYPE_CHECKING:
@@ -54,9 +54,6 @@ def list_hints(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
     huge = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     if "[never]" in huge:
         yield "huge pages are off: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    forbidden = read_int(root / "proc/sys/kernel/io_uring_disabled")
-    if forbidden:
-        yield "io_uring is forbidden, reads use threads: sysctl kernel.io_uring_disabled=0"
     if swap := read_meminfo(root).get("SwapTotal"):
         yield f'{swap >> 20} MiB of swap may take idle weights: state memory.lock = "locked"'
     if memory.limit_bytes < memory.installed_bytes:
@@ -64,8 +61,14 @@ def list_hints(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
             f"a control group allows {memory.limit_bytes >> 20} of "
             f"{memory.installed_bytes >> 20} MiB: raise memory.max for larger budgets"
         )
-    if machine.architecture == "x86-64" and "avx512vnni" not in machine.features:
-        yield "the CPU has no AVX-512 VNNI: products of 8-bit weights take more instructions"
+    quota = machine.cpu.quota_cores
+    if quota is not None and quota < machine.cpu.cores_online:
+        yield (
+            f"a control group allows {quota:g} of {machine.cpu.cores_online} cores: raise cpu.max"
+        )
+    fast = {"x86-64": "avx512vnni", "aarch64": "i8mm"}.get(machine.architecture)
+    if fast is not None and fast not in machine.features:
+        yield f"the CPU has no {fast}: products of 8-bit weights take more instructions"
 
 
 __all__ = [

@@ -6,10 +6,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pi2.arrays import U8
 
 _UNLIMITED_BYTES = 1 << 60
 """Version 1 writes "no limit" as a number near 2**63."""
@@ -154,6 +159,28 @@ def _ask_sysconf(name: str) -> int:
         return max(0, os.sysconf(name)) * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 0
+
+
+MEASURED_BYTES = 128 << 20
+"""More than most caches."""
+
+
+def measure_reads(region: U8, threads: int) -> float:
+    """Bytes per second at which so many threads read the first `MEASURED_BYTES` of ``region``: the
+    best of three times."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    read = region[:MEASURED_BYTES].view(np.int8)
+    parts = np.array_split(read, threads)
+    taken_s = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            start = time.perf_counter()
+            list(pool.map(np.max, parts))  # numpy lets other threads run while it reduces
+            taken_s.append(time.perf_counter() - start)
+    return read.nbytes / min(taken_s)
 
 
 def release_free_memory() -> None:

@@ -239,12 +239,21 @@ class Ring:
         os.close(self._fd)
 
 
+def find_refusal() -> str | None:
+    """Why reads use threads here instead of io_uring; None if a ring can be made."""
+    try:
+        Ring(1).close()
+    except RingUnavailable as reason:
+        return f"reads use threads: {reason}"
+    return None
+
+
 def _explain_refusal(error: OSError) -> str:
     match error.errno:
         case errno.ENOSYS:
             return "the kernel has no io_uring"
         case errno.EPERM | errno.EACCES:
-            return "the system forbids io_uring (kernel.io_uring_disabled, or a container's rules)"
+            return "io_uring is forbidden (kernel.io_uring_disabled, or a container's seccomp)"
         case errno.ENOMEM:
             return "there is no memory for io_uring's rings (limit on locked memory)"
     return f"io_uring cannot be set up: {error.strerror}"

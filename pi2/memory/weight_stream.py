@@ -133,7 +133,7 @@ class Rates:
     def expect(self, streamed: int, whole: int) -> Expected:
         """The speed of tokens that read ``streamed`` of ``whole`` bytes from disk."""
         reads, computing = streamed / self.disk, whole / self.computing
-        return Expected(1 / max(reads, computing), reads >= computing)
+        return Expected(1 / max(reads, computing), reads >= computing, self.disk)
 
 
 class Expected(NamedTuple):
@@ -143,6 +143,7 @@ class Expected(NamedTuple):
     """Tokens per second without drafts."""
     is_disk: bool
     """Whether the disk bounds them, not computing."""
+    disk_bytes_s: float
 
 
 class Counts(Protocol):

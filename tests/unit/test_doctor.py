@@ -20,7 +20,7 @@ from pi2.machine.storage import DirectReads, Tvm, detect_tvm, find_programs
 from pi2.plan.reading.references import find_shipped_folder
 
 GIB = 1 << 30
-GOLDEN = Path(__file__).resolve().parents[1] / "golden/doctor.txt"
+GOLDENS = Path(__file__).resolve().parents[1] / "golden"
 PHONE = Machine(
     system="Linux 5.15",
     cpu=Cpu(
@@ -92,31 +92,61 @@ CHECKUP = Checkup(
 )
 
 
-def read(checkup: Checkup) -> str:
+def read(checkup: Checkup, *, whole: bool = False, columns: int | None = None) -> str:
     """The report without colours."""
-    return click.unstyle("\n".join(write_checkup(checkup)))
+    return click.unstyle("\n".join(write_checkup(checkup, whole=whole, columns=columns)))
 
 
-def test_report_for_people() -> None:
-    assert read(CHECKUP) + "\n" == GOLDEN.read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "whole"), [("doctor", True), ("doctor-short", False)])
+def test_report_for_people(name: str, whole: bool) -> None:
+    columns = None if whole else 80
+    golden = (GOLDENS / f"{name}.txt").read_text(encoding="utf-8")
+    assert read(CHECKUP, whole=whole, columns=columns) + "\n" == golden
+
+
+def test_a_device_that_the_cpu_emulates_is_called_that() -> None:
+    emulated = DeviceFacts(
+        api="webgpu",
+        number=0,
+        name="llvmpipe",
+        driver="Mesa",
+        kind="processor",
+        memory_bytes=None,
+        fp16=False,
+        compute_units=None,
+        max_array_bytes=GIB,
+        shared_bytes=32768,
+    )
+    surveys = (Survey(api="webgpu", devices=(emulated,)), *CHECKUP.gpus[1:])
+    found = dataclasses.replace(
+        CHECKUP, gpus=surveys, backends={"cpu": (), "gpu": ()}, emulated=frozenset({"gpu"})
+    )
+    for whole in (False, True):
+        text = read(found, whole=whole)
+        assert "webgpu: llvmpipe (Mesa), emulated by the CPU" in text
+        assert "emulated only: the CPU computes for it here" in text
+    assert "can run here: cpu\n" in read(found)
 
 
 def test_hints_name_what_is_slow_and_what_changes_it(tmp_path: Path) -> None:
     for name, text in {
         "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
-        "proc/sys/kernel/io_uring_disabled": "2\n",
         "proc/meminfo": "SwapTotal:  2048 kB\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    huge, uring, swap, group = list_hints(PHONE, tmp_path)
-    assert "madvise" in huge and "io_uring_disabled=0" in uring
-    assert swap.startswith("2 MiB of swap") and "8192 of 12288 MiB" in group
+    cpu = dataclasses.replace(PHONE.cpu, quota_cores=1.5)
+    machine = dataclasses.replace(PHONE, cpu=cpu)
+    huge, swap, group, quota, features = list_hints(machine, tmp_path)
+    assert "madvise" in huge and swap.startswith("2 MiB of swap")
+    assert "8192 of 12288 MiB" in group and "1.5 of 8 cores: raise cpu.max" in quota
+    assert "the CPU has no i8mm" in features
 
 
 def test_report_of_this_machine() -> None:
     checkup = examine_machine()
     assert checkup.machine.cpu.name in read(checkup)
+    assert len(read(checkup, columns=80).splitlines()) <= 40
     assert "demo.plan.toml" in [plan.name for plan in checkup.plans]
     assert checkup.tvm.version is not None
     assert checkup.tvm.ffi_version == checkup.tvm.ffi_wanted

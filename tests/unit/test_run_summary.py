@@ -9,8 +9,10 @@ import pytest
 
 from pi2.cli.commands import ProgressBar
 from pi2.cli.main import run
-from pi2.cli.run import hint_reads
+from pi2.cli.run import choose_hint, hint_reads
 from pi2.diagnostics import UserError
+from pi2.engine.run_report import split_time
+from pi2.engine.statistics import RunStatistics
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
@@ -42,7 +44,11 @@ def test_every_line_has_a_label(capsys: pytest.CaptureFixture[str]) -> None:
         r"peak memory [\d.,]+ (MiB|GiB), (within|ABOVE) the budget of 128 MiB", found["memory"]
     )
     assert re.search(r"a token · cache hits [\d.]+% of the neurons needed", found["reads"])
-    assert re.search(r"\(\d+% of the time waited for reads\)", found["bound by"])
+    share = r"\d+% (disk|waiting for reads|memory bandwidth|compute)"
+    assert re.fullmatch(
+        rf"\w[\w ]+ \({share}(, {share})* of the time; memory gives [\d.]+ GB/s\)",
+        found["bound by"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,8 +68,69 @@ def test_a_run_says_whether_it_is_exact(
     assert run(["run", "demo", *given, "--prompt", "def ", *QUICK, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["exact"] == (exact == "yes") == (document["deviations"] == [])
-    assert document["bound_by"] in ("disk", "processor and memory")
-    assert 0 <= document["read_wait_share"] <= 1
+    shares = document["time_shares"]
+    assert document["bound_by"] == max(shares, key=shares.get)
+    assert sum(shares.values()) == pytest.approx(1, abs=0.001)
+    assert document["memory_bytes_s"] > 0
+
+
+STEPS = RunStatistics(steps_s=10.0, step_bytes=20 * 10**9, steps_read_bytes=10**9)
+"""Ten seconds of steps, and no prompt."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "rates", "expected"),
+    [
+        # 20 GB of weights at 2.5 GB/s take 8 of 10 seconds.
+        ({}, (2.5e9, None), {"memory bandwidth": 0.8, "compute": 0.2}),
+        ({}, (10e9, None), {"memory bandwidth": 0.2, "compute": 0.8}),
+        # Memory was faster than measured: it cannot take more time than there is.
+        ({}, (1e9, None), {"memory bandwidth": 1.0}),
+        ({"steps_waited_s": 6.0}, (10e9, None), {"disk": 0.6, "memory bandwidth": 0.2}),
+        # The disk reads 1 GB in a second; for five more nobody had asked it.
+        ({"steps_waited_s": 6.0}, (10e9, 1e9), {"disk": 0.1, "waiting for reads": 0.5}),
+        ({"steps_waited_s": 6.0}, (10e9, 1e8), {"disk": 0.6, "waiting for reads": 0.0}),
+        # A run of one token made no step: its prompt counts.
+        (
+            {"steps_s": 0.0, "prefill_s": 4.0, "waited_s": 1.0, "flash_read_bytes": 10**9},
+            (10e9, 2e9),
+            {"disk": 0.125, "waiting for reads": 0.125, "memory bandwidth": 0, "compute": 0.75},
+        ),
+    ],
+)
+def test_time_is_split_between_what_was_measured_and_counted(
+    changes: dict[str, float], rates: tuple[float, float | None], expected: dict[str, float]
+) -> None:
+    shares = split_time(replace(STEPS, **changes), *rates)
+    assert {name: shares[name] for name in expected} == pytest.approx(expected)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_a_run_without_steps_and_prompt_has_no_shares() -> None:
+    assert split_time(RunStatistics(), 1e9, 1e9) == {}
+
+
+def test_the_hint_fits_what_bounds_the_run() -> None:
+    resolved = small()
+    room = {"room_bytes": 1 << 30, "cores": 8}
+    threads = set_keys(resolved, "threads", compute=2)
+    assert (choose_hint(threads, "compute", **room) or "").startswith("--set threads.compute=8")
+    assert choose_hint(resolved, "compute", **room) is None
+    memory = choose_hint(resolved, "memory bandwidth", **room)
+    assert (memory or "").startswith("--set decode.speculation.tokens=")
+    assert find_memory(choose_hint(resolved, "disk", **room)) > resolved.plan.memory.budget
+    late = set_keys(resolved, "decode", predictor="low-rank", look_ahead="none")
+    waits = choose_hint(late, "waiting for reads", **room)
+    assert (waits or "").startswith("--set decode.look_ahead=layer")
+    threaded = set_keys(set_keys(late, "decode", look_ahead="layer"), "io", engine="pread")
+    waits = choose_hint(threaded, "waiting for reads", **room)
+    assert (waits or "").startswith("--set io.engine=io_uring")
+
+
+def set_keys(resolved: ResolvedPlan, table: str, **values: object) -> ResolvedPlan:
+    """The plan with other values of a table."""
+    own = getattr(resolved.plan, table).model_copy(update=values)
+    return replace(resolved, plan=resolved.plan.model_copy(update={table: own}))
 
 
 def test_a_mixture_that_leaves_nothing_out_is_exact(
@@ -107,12 +174,7 @@ def test_a_machine_without_so_much_memory_gets_another_hint() -> None:
     hint = hint_reads(resolved, room)
     if hint is not None and "keeps all" not in hint:
         assert find_memory(hint) <= room
-    router = replace(
-        resolved,
-        plan=resolved.plan.model_copy(
-            update={"decode": resolved.plan.decode.model_copy(update={"predictor": "router"})}
-        ),
-    )
+    router = set_keys(resolved, "decode", predictor="router")
     told = hint_reads(router, resolved.plan.memory.budget)
     assert told == "--set decode.look_ahead=layer reads experts before they are needed"
 
