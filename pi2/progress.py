@@ -14,18 +14,19 @@ def ignore_progress(label: str, share: float) -> None:
 
 
 class ByteProgress:
-    """Reports bytes that are read or fetched: how many of all, and their rate since the first
-    report."""
+    """Reports how many of ``total_bytes`` are done, and their rate since the first report."""
 
-    def __init__(self, progress: Progress, label: str, total_bytes: int) -> None:
+    def __init__(self, progress: Progress, label: str, total_bytes: int = 0) -> None:
         self._progress = progress
         self._label = label
-        self._total = max(1, total_bytes)
+        self.total_bytes = total_bytes
+        """May grow while work is under way."""
         self._first: tuple[float, int] | None = None
 
     def __call__(self, done_bytes: int) -> None:
-        now, done = time.monotonic(), min(done_bytes, self._total)
+        total = max(1, self.total_bytes)
+        now, done = time.monotonic(), min(done_bytes, total)
         since, before = self._first = self._first or (now, done)
-        size = f"{done / 2**20:,.0f} of {self._total / 2**20:,.0f} MiB"
+        size = f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB"
         rate = f", {(done - before) / (now - since) / 2**20:,.0f} MiB/s" if now > since else ""
-        self._progress(f"{self._label}, {size}{rate}", done / self._total)
+        self._progress(f"{self._label}, {size}{rate}", done / total)

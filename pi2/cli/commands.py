@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 import click
@@ -104,59 +105,71 @@ PATIENCE_S = 1.0
 
 
 class ProgressBar:
-    """Call it with a label and the share done; use it as a context manager."""
+    """Shows labels and shares of what takes long, if standard error is a terminal.  A context
+    manager; any thread may call it."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._shown = sys.stderr.isatty()
-        self._said = False
+        self._lock = Lock()
+        self._shares: dict[str, tuple[str, float]] = {}
+        """The last label and share, by what comes before the label's first comma."""
+        self._timer: Timer | None = None
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._compiled_s = 0.0
 
     def __call__(self, label: str, share: float) -> None:
-        if time.monotonic() - self._start < PATIENCE_S and not self._bar:
-            return
         if not self._shown:
-            # Whoever waits for a pipe, or reads a log, is told once what for.
-            if not self._said and share < 1.0:
-                self._said = True
-                print(f"{label.partition(',')[0]}...", file=sys.stderr, flush=True)
             return
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
+        name, passed_s = label.partition(",")[0], time.monotonic() - self._start
+        if name == COMPILING and passed_s >= PATIENCE_S:
+            self._compiled_s = passed_s
+        with self._lock:
+            self._shares[name] = label, share
+            if self._timer is None:
+                self._timer = Timer(max(0.0, PATIENCE_S - passed_s), self._open)
+                self._timer.daemon = True
+                self._timer.start()
+            if self._bar is not None:
+                self._update(self._bar)
 
+    def _open(self) -> None:
+        """Show what goes on, which may report nothing for long."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        with self._lock:
+            if not self._shown:
+                return
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=10),
                 TextColumn("{task.percentage:>3.0f}%"),
-                TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,
             )
+            self._update(self._bar)
             self._bar.start()
-        name = label.partition(",")[0]
-        if name == COMPILING:
-            self._compiled_s = time.monotonic() - self._start
-        if name not in self._tasks:
-            self._tasks[name] = self._bar.add_task(label, total=1.0)
-        self._bar.update(self._tasks[name], completed=share, description=label)
+
+    def _update(self, bar: Progress) -> None:
+        for name, (label, share) in self._shares.items():
+            if name not in self._tasks:
+                self._tasks[name] = bar.add_task(label, total=1.0)
+            bar.update(self._tasks[name], completed=share, description=label)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        with self._lock:
+            self._shown = False
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._bar is not None:
+                self._bar.stop()
         if self._compiled_s:
             text = f"note: kernels were compiled for {self._compiled_s:.0f} s and are cached"
             print(f"{text}: `pi2 cache`", file=sys.stderr)

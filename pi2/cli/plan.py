@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import in_help
+from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     COUNT,
     FILE,
@@ -127,7 +127,8 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
     from pi2.planning.planner import plan
     from pi2.planning.text import describe_choices, write_batches
 
-    found = [choose_thresholds(plan(replace(wish, batch=number))) for number in batches]
+    with ProgressBar() as progress:
+        found = [choose_thresholds(plan(replace(wish, batch=n), progress)) for n in batches]
     for planned in found:
         click.echo("\n".join(describe_choices(planned)))
         path = outputs[planned.wish.batch]
@@ -291,7 +292,9 @@ def _show_pareto(wish: Wish, plot: Path | None) -> None:
     from pi2.planning.planner import trace_pareto
     from pi2.planning.speed import find_device_memory
 
-    found = trace_pareto(wish, POINTS, most_bytes=find_device_memory(wish.device))
+    with ProgressBar() as progress:
+        most = find_device_memory(wish.device)
+        found = trace_pareto(wish, POINTS, most_bytes=most, progress=progress)
     click.echo("\n".join(write_table(found)))
     if plot is not None:
         write_file(plot, draw_curve(found, find_form(plot)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import in_help
+from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.main import print_diagnostics, wants_colour
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import (
@@ -373,7 +373,8 @@ def _check_weights(report: Report) -> list[Diagnostic]:
         source = report.resolved.file.source
         try:
             if isinstance(source, GgufWeights):
-                source.check_once()
+                with ProgressBar() as progress:
+                    source.check_once(progress)
         except UserError as error:
             return list(error.diagnostics)
         return []

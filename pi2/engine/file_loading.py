@@ -42,7 +42,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         check_fit(resolved, machine)
         # Of a file beyond memory every byte would come from the disk; `pi2 validate` checks it.
         if not resolved.file.missing_bytes:
-            weights.check_once()
+            weights.check_once(progress)
         store = FileTexts(weights, cleanup)
         tokenizer = store.open_tokenizer()
         draft = None
@@ -92,7 +92,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         )
         cleanup.callback(model.close)
         # Kernels that had to be compiled had the memory until now.
-        load_ranges(files, ranges)
+        load_ranges(files, ranges, progress)
         rates, facts = model.measure() if slots is None else None, resolved.file
         expected = None
         if rates is not None:

@@ -37,7 +37,7 @@ from pi2.importing.quantizers import ErrorReport
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensors import MIXTURES, choose_formats, fit_width
 from pi2.plan.documents.model import Model
-from pi2.progress import Progress, ignore_progress
+from pi2.progress import ByteProgress, Progress, ignore_progress
 
 _ALIGNMENT = 32
 _UINT32, _TEXT = 4, 8
@@ -160,7 +160,9 @@ def quantize_checkpoint(
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
     formats = choose_formats(shapes, model, wanted)
     with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
-        work = _Work(source, importance, errors, pool, progress)
+        whole = sum(file.stat().st_size for file in source.files)
+        report = ByteProgress(progress, "quantising", whole)
+        work = _Work(source, importance, errors, pool, report)
         if isinstance(source, GgufCheckpoint):
             keys, tensors = work.take_file(source, formats)
         else:
@@ -182,7 +184,7 @@ class _Work:
     importance: Importance | None
     errors: ErrorReport | None
     pool: ThreadPoolExecutor
-    progress: Progress
+    progress: ByteProgress
     weighed: int = 0
     quantized: int = 0
     done_bytes: int = 0
@@ -292,8 +294,7 @@ class _Work:
 
     def _advance(self, tensor: SourceTensor) -> None:
         self.done_bytes += tensor.size_bytes
-        whole = sum(file.stat().st_size for file in self.source.files)
-        self.progress("quantising", min(1.0, self.done_bytes / max(1, whole)))
+        self.progress(self.done_bytes)
 
 
 def _copy_keys(file: GgufFile) -> dict[str, bytes]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pi2.arrays import U8
 from pi2.memory.io_engine import make_readers
-from pi2.progress import Progress
+from pi2.progress import ByteProgress, Progress
 
 PIECE_BYTES = 1 << 20
 """About so many bytes are one read: fewer cost more processor time, more are not quicker."""
@@ -77,8 +76,8 @@ class BulkLoad:
     """Reads of a load; one caller at a time."""
 
     def __init__(self, progress: Progress) -> None:
-        """``progress`` is told the share and the rate of all reads, in the caller's thread."""
-        self._progress = progress
+        """``progress`` is told the bytes and the rate of all reads, in the caller's thread."""
+        self._progress = ByteProgress(progress, "loading weights")
         self._threads = make_readers(READERS, "pi2-load")
         self._touchers = make_readers(count_touchers(), "pi2-touch")
         self._change = threading.Condition()
@@ -90,7 +89,6 @@ class BulkLoad:
         """By number: those that are being touched, or have been."""
         self._untouched: deque[_Window] = deque()
         self._kept = ExitStack()
-        self._start_s = time.perf_counter()
         self.total_bytes = 0
         """Bytes of all reads so far."""
         self._done_bytes = 0
@@ -123,10 +121,8 @@ class BulkLoad:
                 return
 
     def _report(self) -> None:
-        seconds = time.perf_counter() - self._start_s
-        rate = self._done_bytes / max(seconds, 1e-9) / 1e9
-        share = self._done_bytes / max(1, self.total_bytes)
-        self._progress(f"loading weights, {rate:.1f} GB/s", share)
+        self._progress.total_bytes = self.total_bytes
+        self._progress(self._done_bytes)
 
     def _work(self) -> None:
         while True:

@@ -23,6 +23,7 @@ from pi2.memory.bundle_files import ReadObserver
 from pi2.memory.io_engine import PENDING, EngineName, IoEngine, ReadBatch, make_single
 from pi2.memory.uring import EngineSettings, open_engine
 from pi2.plan.weights.layout import round_up
+from pi2.progress import ByteProgress, Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops
@@ -283,9 +284,14 @@ class WeightStream:
 
 
 def load_ranges(
-    files: DirectFiles, ranges: Sequence[tuple[Piece, U8]], piece_bytes: int = 4 << 20
+    files: DirectFiles,
+    ranges: Sequence[tuple[Piece, U8]],
+    progress: Progress = ignore_progress,
+    piece_bytes: int = 4 << 20,
 ) -> None:
     """Read whole ranges of files into arrays of their sizes, in pieces, on several threads."""
+    total = sum(whole.size for whole, _ in ranges)
+    report, done = ByteProgress(progress, "loading weights", total), 0
     work = [
         (
             Piece(whole.file, whole.offset + first, min(piece_bytes, whole.size - first)),
@@ -298,6 +304,7 @@ def load_ranges(
     place, lock, failed = iter(work), threading.Lock(), list[BaseException]()
 
     def read() -> None:
+        nonlocal done
         staging = mmap.mmap(-1, count_slot_bytes(piece_bytes))
         view, array = memoryview(staging), np.frombuffer(staging, np.uint8)
         while not failed:
@@ -312,6 +319,9 @@ def load_ranges(
                 failed.append(error)
                 return
             target[first : first + piece.size] = array[begin : begin + piece.size]
+            with lock:
+                done += piece.size
+                report(done)
 
     threads = [threading.Thread(target=read, name=f"pi2-load-{n}") for n in range(READERS)]
     for thread in threads:

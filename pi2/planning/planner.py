@@ -3,6 +3,7 @@ wish."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from pi2.planning.refinement import (
 )
 from pi2.planning.speed import check_device_memory, reach_speed
 from pi2.planning.wish import Wish, make_plan_values
+from pi2.progress import Progress, ignore_progress
 
 _LEAST_DENSE = 0.02
 """Share of a layer that a unit is given which does not compute more for waiting for flash."""
@@ -72,13 +74,25 @@ class PlannedPlan:
     """Distance of neurons in the store, where others were tried."""
 
 
-def plan(wish: Wish) -> PlannedPlan:
+USUAL_LIMITS = 12
+"""Memory limits that are tried for a speed."""
+
+
+def plan(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
     """The best plan; UserError P350 if there is none, P351 for missing figures, P352."""
+    progress("planning", 0.0)
     if wish.tokens_s is None:
         check_device_memory(wish)
-        return _plan_within(wish)
+        return _plan_within(wish, progress)
     problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), _read_rates(wish))
-    return reach_speed(wish, _plan_within, find_bounds(problem))
+    tried = itertools.count(1)
+
+    def plan_next(own: Wish) -> PlannedPlan:
+        found, number = _plan_within(own), next(tried)
+        progress(f"planning, {number} memory limits tried", min(number / USUAL_LIMITS, 0.95))
+        return found
+
+    return reach_speed(wish, plan_next, find_bounds(problem))
 
 
 def find_bounds(problem: Problem) -> tuple[int, int]:
@@ -90,10 +104,10 @@ def find_bounds(problem: Problem) -> tuple[int, int]:
     return _find_budget(problem, least), int(_find_budget(problem, fastest) * _SPARE)
 
 
-def _plan_within(wish: Wish) -> PlannedPlan:
+def _plan_within(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
     whole = _plan_whole(wish)
     try:
-        divided = _plan_divided(wish)
+        divided = _plan_divided(wish, progress)
     except UserError:
         # Whatever the processor lacks, it is not needed.
         if whole is None or score_plan(wish, whole)[0] > 0.0:
@@ -126,14 +140,16 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
     return replace(best, full_tokens_s=full.tokens_s)
 
 
-def _plan_divided(wish: Wish) -> PlannedPlan:
+def _plan_divided(wish: Wish, progress: Progress) -> PlannedPlan:
     rates = _read_rates(wish)
     stored = read_stored(wish.store)
     programs: list[tuple[Problem, Program]] = []
     best: list[PlannedPlan] = []
-    for bundle in list_bundles(wish.device, wish.model, stored):
+    bundles, units = list_bundles(wish.device, wish.model, stored), list_units(rates)
+    for bundle in bundles:
         found: list[PlannedPlan] = []
-        for choice in list_units(rates):
+        for choice in units:
+            progress("planning", len(programs) / (len(bundles) * len(units)))
             problem = pose_problem(wish, choice, bundle)
             program = Program(problem)
             programs.append((problem, program))
@@ -292,8 +308,11 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
     )
 
 
-def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> list[PlannedPlan]:
+def trace_pareto(
+    wish: Wish, points: int, *, most_bytes: int | None = None, progress: Progress = ignore_progress
+) -> list[PlannedPlan]:
     """Best plans between the least memory and ``most_bytes``; UserError P350 if nothing fits."""
+    progress("planning", 0.0)
     problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), _read_rates(wish))
     low, high = find_bounds(problem)
     if most_bytes is not None:
@@ -307,6 +326,7 @@ def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> l
         limit = low + (high - low) * number / max(points - 1, 1)
         size = round_up(int(limit), MIB)
         found.append(plan(replace(problem.wish, memory_bytes=size)))
+        progress(f"planning, {number + 1} of {points} memory limits", (number + 1) / points)
     return found
 
 

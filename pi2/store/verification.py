@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.progress import Progress, ignore_progress
+from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.store.files import check_pieces, exchange_names, hash_file, sync_folder
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, StoredFile, read_manifest
 
@@ -193,13 +193,13 @@ def verify_store(path: Path, progress: Progress = ignore_progress) -> list[Diagn
     """Hash every file and compare it with the manifest; a finding per bad file (P506, P507, P508,
     P510). `UserError` P501-P504 without a manifest."""
     manifest = read_manifest(path)
-    total_bytes = max(1, sum(entry.bytes for entry in manifest.files))
-    done_bytes = 0
+    total_bytes = sum(entry.bytes for entry in manifest.files)
+    report, done_bytes = ByteProgress(progress, "verifying", total_bytes), 0
 
     def advance(count: int) -> None:
         nonlocal done_bytes
         done_bytes += count
-        progress("verifying", min(1.0, done_bytes / total_bytes))
+        report(done_bytes)
 
     return [
         finding

@@ -22,6 +22,7 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
+from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, TensorFiles
 
@@ -120,21 +121,22 @@ class GgufWeights(TensorFiles):
         read = [tensor.read().reshape(-1) for tensor in found if tensor is not None]
         return np.concatenate(read).astype(np.float32) if read else None
 
-    def check_once(self) -> None:
+    def check_once(self, progress: Progress = ignore_progress) -> None:
         """Check every scale, and every number that stands for itself, unless that was done before.
         `UserError` P539 names the first tensor that has one that is not finite."""
         files = [str(file.absolute()) for file in self.files]
         key = hashlib.sha256(repr((files, self.identity)).encode()).hexdigest()
         mark = find_cache_folder("checked") / key
         if not mark.exists():
-            self._check_numbers()
+            self._check_numbers(progress)
             with suppress(OSError):
                 replace_file(mark, b"")
 
-    def _check_numbers(self) -> None:
-        for tensor in self.checkpoint.tensors.values():
-            if not isinstance(tensor, GgufTensor):
-                continue
+    def _check_numbers(self, progress: Progress) -> None:
+        tensors = [t for t in self.checkpoint.tensors.values() if isinstance(t, GgufTensor)]
+        report = ByteProgress(progress, "checking weights", sum(t.size_bytes for t in tensors))
+        before = 0
+        for tensor in tensors:
             own = tensor.block
             # Read and not mapped: mapped pages would count as this process's memory.
             piece = PIECE_BYTES // own.block_bytes * own.block_bytes
@@ -150,6 +152,8 @@ class GgufWeights(TensorFiles):
                             help="download or export the file again",
                             file=str(tensor.file),
                         )
+                    report(before + done)
+            before += tensor.size_bytes
 
     def find_obstacles(self) -> list[str]:
         """Why the file cannot be run as it is; empty if it can."""

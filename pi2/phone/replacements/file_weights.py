@@ -13,6 +13,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.engine.loading import read_tokenizer
 from pi2.plan.documents.model import Model
+from pi2.progress import Progress, ignore_progress
 from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import FileTensor, TensorFiles
 
@@ -43,7 +44,7 @@ class GgufWeights(TensorFiles):
         found = self._vectors.get((key, layer))
         return None if found is None else self._numbers[found]
 
-    def check_once(self) -> None:
+    def check_once(self, progress: Progress = ignore_progress) -> None:
         """The numbers were checked where the bundle was built."""
 
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
