@@ -218,8 +218,8 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     """Run PLAN's model on texts and record in STATS how often each neuron fires.
 
     STATS gets activations.parquet (for `pi2 convert --activations`), coactivations.parquet and
-    statistics.json.  After Ctrl-C the same command resumes.  With --routing STATS gets
-    routing.parquet alone: the experts of each token, with their weights."""
+    statistics.json. After Ctrl-C the same command resumes. With --routing STATS gets only
+    routing.parquet: the experts of each token, with their weights."""
     from pi2.measuring.activations import RecordingOptions, record_activations
     from pi2.measuring.prediction import draw_activations
     from pi2.tracing import check_form

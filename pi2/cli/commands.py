@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class _Output(io.FileIO):
     def write(self, data: bytes) -> int | None:  # type: ignore[override]
-        """Write ``data``; UserError P631 where it cannot be, but for a pipe that nobody reads."""
+        """Write ``data``; UserError P631 if that fails, unless a pipe has lost its reader."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -113,7 +113,7 @@ class ProgressBar:
         self._shown = sys.stderr.isatty()
         self._lock = Lock()
         self._shares: dict[str, tuple[str, float]] = {}
-        """The last label and share, by what comes before the label's first comma."""
+        """The last label and share, by the part of the label before its first comma."""
         self._timer: Timer | None = None
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}

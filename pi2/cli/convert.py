@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pi2.plan.weights.layout import ScalesPlace
 
 BEST = "q4_k_m"
-"""Mixture of GGUF formats that errs least at about 4.5 bits a weight."""
+"""Mix of GGUF formats with the least error at about 4.5 bits per weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
 
 
 def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
-    """Write a GGUF file in several formats, and say so; click's UsageError for options of
+    """Write a GGUF file in several formats and report it; click's UsageError for options of
     stores."""
     from pi2.importing.imatrix import read_imatrix
     from pi2.importing.quantize import quantize_checkpoint
@@ -231,8 +231,8 @@ def describe_cost(cost: ConversionCost) -> str:
 def write_errors(
     file: Path | None, found: Sequence[TensorError], cost: ConversionCost | None
 ) -> str:
-    """Write the errors of all tensors, and what they cost, to ``file`` if there is one; returns the
-    worst of them as a line."""
+    """Write the errors of all tensors, and their cost, to ``file`` if there is one; returns a line
+    about the worst of them."""
     from dataclasses import asdict
 
     if file is not None:
@@ -268,8 +268,8 @@ def choose_precision(model: Model, precision: FfnPrecision | None, source: Check
 def write_notes(
     checkpoint: Path | Checkpoint, model: Model, origin: str, scales: ScalesPlace = "inline"
 ) -> tuple[dict[str, bytes], str]:
-    """What a store has beside the weights: the model document and, if there can be one, a plan for
-    this machine.  Returns them by name, and why there is no plan."""
+    """The files that a store has in addition to its weights: the model document and, if one is
+    possible, a plan for this machine. Returns them by name, and the reason if there is no plan."""
     from pi2.importing.checkpoint import Checkpoint, open_checkpoint
     from pi2.importing.config import read_sampling
     from pi2.importing.new_model import write_model

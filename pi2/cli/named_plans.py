@@ -121,7 +121,7 @@ def choose_name(path: Path, source: LocalSource) -> str:
 
 
 def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -> None:
-    """Convert the checkpoint at ``path``, and say so."""
+    """Convert the checkpoint at ``path`` and report it."""
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.gguf_checkpoint import GgufCheckpoint
     from pi2.weights.gguf_weights import GgufWeights

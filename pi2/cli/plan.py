@@ -204,7 +204,8 @@ def _make_wish(given: PlanOptions) -> Wish:
 
 
 def _add_thresholds(wish: Wish, file: Path, output: Path | None) -> Wish:
-    """The wish with thresholds; UserError P258 for those of another model, and as reading does."""
+    """The wish with thresholds; UserError P258 if they belong to another model, and the errors of
+    reading them."""
     from pi2.plan.reading.thresholds import read_thresholds
 
     found = read_thresholds(file)

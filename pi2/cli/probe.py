@@ -195,7 +195,7 @@ def _split(features: str) -> list[str]:
 
 
 def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:
-    """A line about each unit but the CPU: what was measured, or why it was not."""
+    """A line about each unit but the CPU: its measurements, or why there are none."""
     from pi2.plan.documents.quantities import approximate_number, format_bytes
 
     for name, unit in device.units.items():

@@ -130,7 +130,7 @@ def verify(offline: bool, as_json: bool) -> int:
 @click.argument("profile", shell_complete=suggest_devices)
 @add_json_option
 def show(profile: str, as_json: bool) -> None:
-    """Print a locked or shipped PROFILE: where it comes from, and every figure with its source."""
+    """Print a locked or shipped PROFILE: its origin, and every figure with its source."""
     from pi2.sharing.description import describe_profile, write_description
 
     found = describe_profile(_open_project(), profile)

@@ -366,7 +366,7 @@ def run_server(
 
 
 def listen_for_changes(renew: Callable[[], Awaitable[None]]) -> None:
-    """Call ``renew`` on SIGHUP; what is wrong then is told, and what runs goes on."""
+    """Call ``renew`` on SIGHUP; an error is printed, and running plans go on."""
     import asyncio
     import signal
 

@@ -60,12 +60,11 @@ class ExplainOptions:
 def explain_command(what: str | None, file: str | None, given: ExplainOptions) -> None:
     """Explain a CODE such as P210, or a KEY such as kv.context.
 
-    With FILE, a plan, device or model, it shows the key's value in that file, where it comes from
-    and what it costs.  In a plan, layers.3.hot is a setting of the fourth layer;
-    device.memory.capacity and model.shape.ffn refer to its device and model.
-    layers.overrides[].hot and device.units.*.kind are those of every item or name.  Without
-    arguments, it lists all codes.  `pi2 explain PLAN --cost` shows the time of a token by term:
-    predicted, not measured."""
+    With FILE, a plan, device or model, it shows the key's value in that file, its origin and its
+    cost. In a plan, layers.3.hot is a setting of the fourth layer; device.memory.capacity and
+    model.shape.ffn refer to its device and model. layers.overrides[].hot and device.units.*.kind
+    stand for every item or name. Without arguments, it lists all codes. `pi2 explain PLAN --cost`
+    shows the time of a token by term: predicted, not measured."""
     from pi2.fitting.check import load_pages
 
     if given.cost or given.plot is not None:

@@ -24,9 +24,9 @@ class Format:
 
     name: str
     known_by: Sequence[Sequence[str]] = ()
-    """Sets of marks: one of them stands in the template, or partly in the vocabulary."""
+    """Sets of marks: the template has one of them, or the vocabulary has a part of one."""
     template_has: Sequence[str] = ()
-    """What else stands in the template."""
+    """Further text that the template must have."""
     calls: Sequence[CallForm] = ()
     """How calls are written, and the other ways in which they are read."""
     reasoning: Sequence[Pair] = ()
@@ -380,7 +380,7 @@ class MarkedReader:
         return True
 
     def _close_fence(self, end: int, last: bool) -> int:
-        """Where the fence ends around calls that end at ``end``."""
+        """End of the code fence around calls that end at ``end``."""
         closing = _CLOSING.match(self._held, end)
         if closing is not None:
             return closing.end()

@@ -138,7 +138,8 @@ class Settings:
     keys: Sequence[str] = ()
     """Keys, one of which a client must know; none lets everybody in."""
     origins: Sequence[str] = ()
-    """Origins whose pages may ask (CORS); none refuses those of others."""
+    """Origins whose pages may send requests (CORS); if empty, pages of other origins are
+    refused."""
     names: frozenset[str] | None = None
     """Names that ``Host`` may have (`list_own_names`); None lets all be."""
     limits: Limits = field(default_factory=Limits)

@@ -171,7 +171,7 @@ class GrammarWriter:
     def _write_items(
         self, tool: Mapping[str, Any], between: str, write: Callable[[Schema, str, Any], str]
     ) -> str:
-        """Parameters in their schema's order, those that are not required left out or not."""
+        """Parameters in their schema's order; optional ones may be left out."""
         root, parameters = list_parameters(tool)
         return self.write_sequence(
             [(write(root, name, schema), needed) for name, schema, needed in parameters], between
@@ -265,7 +265,7 @@ class GrammarWriter:
 
 
 def _close_schema(schema: Schema) -> Schema:
-    """A tool's schema: parameters that it does not name must not come, unless it says so."""
+    """A tool's schema: unnamed parameters are forbidden, unless it allows them."""
     open_keys = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
     if "properties" not in schema or any(key in schema for key in open_keys):
         return schema

@@ -1,10 +1,10 @@
 """How a family writes a call: a pattern with holes, by which calls are read and written.
 
-``<function=$name>$parameters</function>`` is such a pattern.  White space in it stands for any
-white space when it is read.  Its holes: ``$name``; ``$arguments`` (a JSON object); ``$parameters``
-(each by a pattern of its own, with ``$key`` and ``$value``); ``$keywords`` (as in Python);
-``$pairs`` (as ``{a:1}``); ``$index``, ``$id`` and ``$kind``, which say nothing new; ``$code``.
-A pattern that is a JSON object is read as JSON, whatever the order of its keys."""
+``<function=$name>$parameters</function>`` is such a pattern. When it is read, white space in it
+matches any white space. Its holes: ``$name``; ``$arguments`` (a JSON object); ``$parameters`` (each
+by a pattern of its own, with ``$key`` and ``$value``); ``$keywords`` (as in Python); ``$pairs`` (as
+``{a:1}``); ``$index``, ``$id`` and ``$kind``, which say nothing new; ``$code``. A pattern that is a
+JSON object is read as JSON, with its keys in any order."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class CallForm:
     identity: str = ""
     """The pattern of a call's id in a conversation, if it is not any."""
     quote: str = '"'
-    """What is around a text among ``$pairs``."""
+    """The mark around texts in ``$pairs``."""
 
     @cached_property
     def is_json(self) -> bool:

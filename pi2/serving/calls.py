@@ -57,11 +57,11 @@ class Ask:
     """Whether the prompt's tokens are reported as well; needs ``alternatives``."""
     ignore_eos: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """What is given of how tokens are drawn; the rest is the plan's."""
+    """Stated sampling options; the plan has the others."""
     make_constraint: Callable[[], Constraint] | None = None
     make_reader: Callable[[], AnswerReader] = make_plain_reader
     most_calls: int | None = None
-    """Calls that an answer may have; those that follow are left out."""
+    """Most calls of an answer; further calls are left out."""
     shown_ids: frozenset[int] = frozenset()
     prompt_text: str | None = None
     """Text of a conversation, which may go on."""
@@ -75,7 +75,7 @@ class Delta:
     items: Sequence[Fragment | ToolCall]
     scores: Sequence[TokenScore] = ()
     prompt_scores: Sequence[TokenScore] = ()
-    """Those of the prompt's tokens but the first one, if they are asked for."""
+    """Scores of the prompt's tokens except the first, if requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ class Answers:
     """Sequences under way; raises ApiError 400 or 429 at once, 504 later.  Closing gives all up."""
 
     def __init__(self, host: Host, asks: Sequence[Ask], limits: Limits, metrics: Metrics) -> None:
-        """Sequences are numbered through, those of the first of ``asks`` first."""
+        """Sequences are numbered in the order of ``asks``."""
         self._host = host
         self._tickets = _make_tickets(host, asks, limits)
         self._events: asyncio.Queue[Delta | Finished | Exception] = asyncio.Queue()

@@ -190,7 +190,7 @@ class ChatFacts:
     content: Sequence[Pair] = ()
     """Marks around the answer to the user."""
     marks: Mapping[str, int]
-    """Tokens that marks are, of those that the tokenizer has beyond its text."""
+    """Ids of the marks that are single special tokens."""
     shown_ids: frozenset[int]
     """Special tokens that are part of an answer's text: all that do not end it."""
 

@@ -59,7 +59,7 @@ def list_token_bytes(written: str | None, text: str) -> list[int]:
 
 
 def _read_token(model: LoadedModel, token: int) -> str:
-    """The text of a token within a text: where one begins, some decoders leave spaces out."""
+    """The text of a token inside a text: at its beginning some decoders leave spaces out."""
     return model.decode([token, token], special=True)[len(model.decode([token], special=True)) :]
 
 
@@ -72,7 +72,7 @@ def _describe(model: LoadedModel, token: int, value: float) -> dict[str, Any]:
 def _describe_alternatives(
     model: LoadedModel, alternatives: Sequence[tuple[int, float]]
 ) -> dict[str, float]:
-    """Log probabilities by text; of tokens with the same one that of the likeliest."""
+    """Log probabilities by text; the highest one if several tokens have the same text."""
     found: dict[str, float] = {}
     for token, value in alternatives:
         text = _read_token(model, token)
@@ -108,7 +108,7 @@ class CompletionScores:
         self._echo = echo
 
     def write_prompt(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """Those of the prompt, whose ``scores`` are those of all its tokens but the first."""
+        """Log probabilities of the prompt; ``scores`` are of all its tokens but the first."""
         first, *_ = self._prompt_ids
         whole = self._model.decode(self._prompt_ids, special=True)
         # A begin token that the tokenizer has added is not in the text.
@@ -156,7 +156,7 @@ _FILL_MARKS = (
 )
 """Tokens before what precedes a gap, before what follows it, and before what fills it."""
 _FILL_BRACKETS = ("[SUFFIX]", "[PREFIX]")
-"""Those of models that read what follows first, and begin the gap without a mark."""
+"""Marks of models that read the text after the gap first, and begin the gap without a mark."""
 
 
 def list_prompts(

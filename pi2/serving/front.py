@@ -27,7 +27,7 @@ class TimedConnection(H11Protocol):
     headers_s: ClassVar[float] = 30.0
     """Seconds from the connection, or from the last answer, to the end of a request's headers."""
     reading_s: ClassVar[float] = 30.0
-    """Seconds in which a client has to take a part of what is written, or the rest of it."""
+    """Seconds that a client may take for a part of an answer, or for the rest of it."""
     _deadline: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
 
@@ -88,7 +88,7 @@ TRIES = 4
 _WAIT_S = 0.25
 """Seconds before the second try; twice as many before each further one."""
 _HEALTH_S = 5.0
-"""Seconds in which a replica has to say that it is there."""
+"""Seconds until a replica must have reported that it runs."""
 _PASSED_ON = (
     *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
     *("root_path", "headers", "client", "server", "asgi"),

@@ -141,7 +141,7 @@ class Host:
         self.replay = Replay()
         """Tokens of conversations."""
         self.embedding_turn = asyncio.Lock()
-        """Held by the request whose text is embedded: generations go on beside one of them."""
+        """Held by the request whose text is embedded: one at a time, while generations go on."""
         self.embedding_clients = 0
         """Requests for embeddings that are under way or wait."""
         self._vocabulary: LLTokenizer | None = None
@@ -246,7 +246,7 @@ def describe_fingerprint(model: LoadedModel) -> str:
 
 
 def list_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``values`` that are given."""
+    """The ``values`` that are not None."""
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -276,7 +276,7 @@ class Hosts:
         self._changed = asyncio.Event()
         """A use has ended, or a waiting one was given up."""
         self._mover: asyncio.Task[None] | None = None
-        """What loads models and gives them back, as long as somebody is in line."""
+        """The task that loads and unloads models as long as requests wait."""
         self._closing = False
 
     @property

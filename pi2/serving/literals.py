@@ -20,7 +20,7 @@ _LENIENT = json.JSONDecoder(strict=False, parse_constant=_refuse)
 
 
 def find_json_end(text: str, start: int) -> int | None:
-    """Where the object or list ends that begins at ``start``; None if it is not whole."""
+    """End of the object or list that begins at ``start``; None if it is not whole."""
     depth = 0
     for found in _PARTS.finditer(text, start):
         sign = found[0][0]
@@ -245,7 +245,7 @@ class Literals:
         """``quote``: the mark around texts, instead of quotes."""
         self._text = text
         self.at = at
-        """Where it goes on."""
+        """Offset of the next value."""
         self._quote = quote
 
     def read_pairs(self, between: str, close: str) -> dict[str, Any]:
@@ -377,7 +377,7 @@ class Literals:
         return rest[0] in _AFTER
 
     def _find_quote_end(self, start: int) -> int:
-        """Where the text ends that begins at ``start``: at a mark after which a value can end."""
+        """End of the text that begins at ``start``: a mark after which a value can end."""
         assert self._quote is not None
         at = self._text.find(self._quote, start)
         while at >= 0:

@@ -23,7 +23,7 @@ class Metrics:
     """Counts what the server does."""
 
     def __init__(self, hosts: Sequence[Host], *, replica: str = "") -> None:
-        """``replica``: a label of all numbers, where a server is one of several."""
+        """``replica``: a label of all numbers if the server is one of several."""
         self._replica = replica
         self._registry = CollectorRegistry()
         self._registry.register(_ModelCollector(hosts))
@@ -178,7 +178,8 @@ class _ModelCollector(Collector):
 def _count(
     counters: Mapping[str, tuple[str, str]], found: Sequence[tuple[str, object]]
 ) -> Iterator[Metric]:
-    """A metric for each of ``counters``, a text and an attribute of what is ``found`` by model."""
+    """A metric for each of ``counters`` (a text and an attribute), with the values ``found`` by
+    model."""
     for key, (text, field) in counters.items():
         family = CounterMetricFamily(key, text, labels=["model_name"])
         for name, counts in found:

@@ -97,7 +97,7 @@ def describe_interface() -> dict[str, Any]:
 _KINDS = {operation.path: operation.kind for operation in OPERATIONS}
 """What paths do, as its conventions call it."""
 _QUIET = ("/", "/health", "/metrics", "/api/state")
-"""What has no span: it is asked for again and again, and says nothing of models."""
+"""Paths without a span: clients poll them, and they say nothing about models."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORTER = "OTEL_TRACES_EXPORTER"
 _ASKED = {
@@ -114,7 +114,7 @@ _ASKED = {
     "stream": "gen_ai.request.stream",
     "dimensions": "gen_ai.embeddings.dimension.count",
 }
-"""What of a body is told, by its key: numbers alone."""
+"""Attributes of a request's body by its key: numbers only."""
 _USED = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",

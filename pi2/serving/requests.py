@@ -210,7 +210,7 @@ def describe_usage(prompt: int, completion: int, reused: int, reasoning: int) ->
 FIRST_PING_S = 1.0
 """Seconds until a stream without an event says that it goes on."""
 PING_S = 5.0
-"""Seconds until it says so again."""
+"""Seconds between such events."""
 
 
 class Asking(Protocol):

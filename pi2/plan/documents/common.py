@@ -112,7 +112,7 @@ class Table(BaseModel):
 
 
 COMPOSITION = ("extends", "inherit", "remove")
-"""Keys of documents that are put together from several; what is composed has them no more."""
+"""Keys of documents that are put together from several; a composed document has none of them."""
 
 
 class Document(Table):
@@ -144,7 +144,7 @@ Provenance = Literal["measured", "vendor-claimed", "published", "estimated"]
 
 
 class Origin(Table):
-    """Where a figure comes from."""
+    """The origin of a figure."""
 
     status: Provenance
     """``measured`` (on the device), ``vendor-claimed``, ``published`` or ``estimated``."""
@@ -177,7 +177,7 @@ class Sampling(Table):
 
 
 BACKEND_FOLDERS = [Path(__file__).parents[2] / "backends"]
-"""Where backends are: each is a folder with a module ``backend``."""
+"""The package of backends: each is a folder with a module ``backend``."""
 
 
 def list_backend_names() -> tuple[str, ...]:

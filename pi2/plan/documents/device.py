@@ -87,18 +87,17 @@ KernelName = Literal[
     "engine-cached",
     "engine-token",
 ]
-"""A step of pi2's own engine.  For one token: ``multiply``, a matrix of `size` rows; ``project``, a
-layer's attention without context, its projections having `size` rows; ``attend``, what `size`
-tokens of context add to it; ``predict``, the low-rank predictor of `size` neurons, and
-``predict-gate``, their gates; ``gather``, `size` neurons that lie apart, and ``gather-open``, those
-whose gates are known; ``wake``, what the first of such calls takes more after `size` microseconds
-in which nothing was computed; ``norm``, what a layer's FFN begins and ends with; ``look-up``, the
-neuron cache, where `size` neurons are missing; ``find``, which neurons are in `size` slots of the
-cache; ``route``, choosing among `size` experts; ``engine``, what the engine does in a layer between
-these if all its neurons stay, and ``engine-token`` once a token, measured with `size` layers;
-``engine-cached``, the same of a layer that takes `size` neurons from the cache.  For many tokens:
-``dense``, 512 neurons for `size` tokens; ``project-many``, a layer's attention for `size`
-tokens."""
+"""A step of pi2's own engine. For one token: ``multiply``, a matrix of `size` rows; ``project``, a
+layer's attention without context, with projections of `size` rows; ``attend``, the extra time for
+`size` tokens of context; ``predict``, the low-rank predictor of `size` neurons, and
+``predict-gate``, their gates; ``gather``, `size` scattered neurons, and ``gather-open``, the same
+with known gates; ``wake``, the extra time of the first such call after `size` microseconds without
+work; ``norm``, the beginning and end of a layer's FFN; ``look-up``, the neuron cache with `size`
+missing neurons; ``find``, the neurons in `size` slots of the cache; ``route``, the choice among
+`size` experts; ``engine``, the engine's work in a layer between these steps if all its neurons are
+resident, and ``engine-token`` once per token, measured with `size` layers; ``engine-cached``, the
+same in a layer that takes `size` neurons from the cache. For many tokens: ``dense``, 512 neurons
+for `size` tokens; ``project-many``, a layer's attention for `size` tokens."""
 
 
 class KernelFigure(Origin):

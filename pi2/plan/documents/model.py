@@ -130,7 +130,7 @@ class Model(ModelKeys):
 
     @cached_property
     def dense_tensors(self) -> tuple[DenseTensor, ...]:
-        """Its dense tensors in their order in stores, without those of predictors."""
+        """Its dense tensors, predictors excepted, in the order of stores."""
         return tuple(list_tensors(self))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -141,13 +141,13 @@ class Model(ModelKeys):
 
     @property
     def layer_neurons(self) -> int:
-        """FFN neurons of a layer, those of all experts together."""
+        """FFN neurons of a layer, including all of its experts."""
         return self.shape.ffn * self.expert_count
 
     @property
     def expert_count(self) -> int:
-        """FFNs of a layer, shared experts after the others, and after them those that only dense
-        layers need: 1 without experts."""
+        """FFNs of a layer: its experts, then shared experts, then any that only dense layers need;
+        1 without experts."""
         if self.moe is None:
             return 1
         mixed = self.moe.experts + self.moe.shared_experts
@@ -170,8 +170,8 @@ class Model(ModelKeys):
 
     @property
     def neuron_width(self) -> int:
-        """Elements of what neurons read and add to: those of the residual stream, but for experts
-        that have a width of their own."""
+        """Width of the vectors that neurons read and add to: the residual stream's, unless experts
+        have a width of their own."""
         latent = None if self.moe is None else self.moe.latent
         return self.shape.hidden if latent is None else latent
 
@@ -202,9 +202,9 @@ class Model(ModelKeys):
 
     @property
     def side_width(self) -> int:
-        """Neurons that stores keep beside a layer's experts: zeros fill up those of layers that
-        have fewer.  What experts of another width than the residual stream's have beside them is,
-        in dense layers, the layer's FFN."""
+        """Neurons that stores keep next to a layer's experts; layers with fewer are padded with
+        zeros. If experts have another width than the residual stream, dense layers keep their FFN
+        there."""
         width = 0 if self.side_ffn is None else self.side_ffn.width
         if self.moe is None or self.moe.latent is None:
             return width

@@ -53,7 +53,8 @@ class Rope(Table):
     """Factor of sines and cosines in longer sequences, where it is another (``longrope``)."""
 
     def count_rotated(self, head_dim: int) -> int:
-        """Elements of a head that have a pair; those of ``proportional`` need not turn."""
+        """Elements of a head that have a pair; with ``proportional`` some of them may not
+        rotate."""
         if self.kind == "proportional":
             return head_dim
         return 0 if self.kind == "none" else int(head_dim * self.share)
@@ -307,7 +308,7 @@ class LayerEmbedding(Table):
 
 
 SMALLEST_SQUARE = 1e-5
-"""What a mean square is taken for at least where `AltUp` gives a stream the first one's."""
+"""Lower bound of a mean square when `AltUp` scales a stream to the first one's."""
 
 
 class AltUp(Table):

@@ -172,7 +172,7 @@ below a threshold (ProSparse); relu2 is the square of ReLU; gelu_tanh is the app
 that Gemma uses."""
 
 SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh"})
-"""Those that are zero nowhere: no neuron can be left out without changing the result."""
+"""Activations that are never exactly zero: leaving a neuron out always changes the result."""
 
 
 class Ffn(Table):

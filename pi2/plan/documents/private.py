@@ -1,4 +1,4 @@
-"""Values of documents one by one, and what is private in their texts."""
+"""Values of documents one by one, and private data in their texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def walk_texts(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str
 
 
 def walk_values(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-    """``value`` and everything below it; values that nobody wrote, too."""
+    """``value`` and everything below it, including values that are not stated."""
     yield path, value
     if isinstance(value, BaseModel):
         for name, item in value:
@@ -43,7 +43,7 @@ def walk_values(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]
 
 
 Match = tuple[Literal["serial", "account", "home"], int, int]
-"""The kind of a private stretch, its start and its end in the text."""
+"""The kind of a piece of private text, its start and its end."""
 
 LABELLED_SERIAL = re.compile(
     r"(?<![\w-])(?:serial(?:[ _-]?(?:number|no|nr))?\.?|s/n|imei|meid|asset[ _-]?tag"
@@ -82,7 +82,7 @@ NOBODY = frozenset({"user", "username", "you", "me", "name", "$user", "<user>", 
 
 
 def find_matches(text: str) -> Iterator[Match]:
-    """Every stretch of ``text`` that a pattern finds; some overlap."""
+    """Every piece of ``text`` that a pattern finds; some overlap."""
     for pattern in (LABELLED_SERIAL, MAC, UUID, LONG_DIGITS, PHONE_SERIAL):
         for match in pattern.finditer(text):
             if _is_serial(pattern, match):
@@ -138,7 +138,7 @@ _PLACEHOLDER = {"serial": "(serial number)", "account": "(account)", "home": "~"
 
 @dataclass(frozen=True, kw_only=True)
 class Private:
-    """A private stretch of a text."""
+    """A private piece of a text."""
 
     kind: PrivateKind
     start: int
@@ -147,13 +147,13 @@ class Private:
 
     @property
     def shortened(self) -> str:
-        """The beginning of the stretch: enough to find it again, not enough to give it away."""
+        """The beginning of the piece: enough to find it again, too little to give it away."""
         return f"{self.text[:3]}…" if self.kind != "home" else self.text[:32]
 
 
 @lru_cache(maxsize=4096)  # three rules ask about the same texts
 def find_private(text: str) -> tuple[Private, ...]:
-    """Everything private in ``text``, in its order; stretches do not overlap."""
+    """Every private piece of ``text`` in order; pieces do not overlap."""
     if _HINT.search(text) is None:
         return ()
 
@@ -167,7 +167,7 @@ def find_private(text: str) -> tuple[Private, ...]:
 
 
 def strip_private(text: str) -> tuple[str, tuple[Private, ...]]:
-    """The text without what is private, and what that was."""
+    """The text without its private pieces, and these pieces."""
     found = find_private(text)
     for item in reversed(found):
         text = text[: item.start] + _PLACEHOLDER[item.kind] + text[item.end :]

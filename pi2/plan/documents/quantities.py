@@ -1,8 +1,8 @@
 """Human quantities with units: ``"19 GiB"``, ``"3.3 GHz"``, ``"450 MB/s"``, ``"120 us"``.
 
 A document states a quantity as text; in memory it is a plain number in the base unit that the
-field's name carries (``_bytes``, ``_hz``, ``_bytes_s``, ``_s``).  Bare numbers are refused: a
-reader must never have to guess a unit."""
+field's name carries (``_bytes``, ``_hz``, ``_bytes_s``, ``_s``). Bare numbers are refused: every
+unit is visible."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _show_example(units: Units) -> str:
 
 
 def parse_quantity(text: str, units: Units) -> Fraction:
-    """Return the value of ``text`` in base units; ``QuantityError`` says what was expected."""
+    """Return the value of ``text`` in base units; ``QuantityError`` states the expected form."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise QuantityError(f"expected a number and a unit, such as {_show_example(units)}")
@@ -97,7 +97,7 @@ def read_percent(text: object) -> tuple[Fraction, bool] | None:
 
 
 def _find_unit(unit: str, units: Units) -> str | None:
-    """The unit that somebody means who writes ``gb``, ``G`` or ``µs``."""
+    """The unit that ``gb``, ``G`` or ``µs`` most likely means."""
     plain = unit.replace("µ", "u").replace("μ", "u").lower()
     rate = "/s" in "".join(units)
     for spelling in (plain, plain + "b", plain + "/s", plain.removesuffix("ps") + "/s"):
@@ -137,20 +137,20 @@ def format_bytes(value: int) -> str:
 
 
 def round_size(value: int) -> int:
-    """``value``, or what is a little less and can be written in few digits: whole MiB."""
+    """``value``, rounded down to few digits: whole MiB."""
     mib = _BINARY["MiB"]
     few = _count_digits(format_bytes(value)) <= _FEW_DIGITS
     return value if few or value < mib else value // mib * mib
 
 
 def round_up_size(value: int) -> int:
-    """``value``, or what is a little more and can be written in few digits: whole MiB or KiB."""
+    """``value``, rounded up to few digits: whole MiB or KiB."""
     step = _find_step(value)
     return -(-value // step) * step
 
 
 def round_down_size(value: int) -> int:
-    """``value``, or what is a little less and can be written in few digits: whole MiB or KiB."""
+    """``value``, rounded down to few digits: whole MiB or KiB."""
     return value // _find_step(value) * _find_step(value)
 
 
