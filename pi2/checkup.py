@@ -173,7 +173,7 @@ def judge_plan(
 
 
 def find_unit_obstacles(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """What keeps a unit that has the whole model, or units beside the sparse one, from being used
+    """Why a unit that has the whole model, or a unit next to the sparse one, cannot be used
     here."""
     found = []
     whole = (resolved.sparse_unit,) if resolved.has_whole_unit else ()

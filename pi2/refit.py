@@ -91,9 +91,9 @@ def read_plan(
 ) -> FittedPlan:
     """Read the plan at ``path`` with ``overrides``, fitted to ``memory_bytes`` if that is given.
 
-    A value of the plan's files that contradicts an override gives way to it, and sizes that an
-    override makes too small are fitted again; ``files`` are open GGUF files.  Raises `UserError`
-    P611 if even the least does not fit."""
+    An override replaces a contradicting value of the plan's files, and sizes that an override makes
+    too small are fitted again; ``files`` are open GGUF files. Raises `UserError` P611 if even the
+    least does not fit."""
     check = partial(
         check_plan,
         path,
@@ -182,8 +182,8 @@ def _list_errors(report: Report) -> list[Diagnostic]:
 def _give_way(
     report: Report, errors: list[Diagnostic], given: Mapping[str, object]
 ) -> dict[str, object]:
-    """Keys of the plan's files that ``errors`` are about, with their values; none if one of them
-    is about something else, or about what was ``given``."""
+    """Keys of the plan's files that ``errors`` are about, with their values; none if one of them is
+    about something else, or about ``given`` values."""
     found: dict[str, object] = {}
     for item in errors:
         key = item.path or ""
@@ -214,9 +214,9 @@ def _contradicts(fitted: Mapping[str, object], given: Mapping[str, object]) -> b
 def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     """Fit ``resolved`` into ``budget_bytes``.
 
-    If some neurons do not fit, rows of the embedding come from flash and the context lends what it
-    does not use yet, unless the plan states ``memory.embedding`` or ``kv.lend`` itself; the rest is
-    `pi2.fitting.budget`'s.  Raises UserError P611 if even the least does not fit."""
+    If some neurons do not fit, rows of the embedding come from flash and the context lends its
+    unused part, unless the plan states ``memory.embedding`` or ``kv.lend``; `pi2.fitting.budget`
+    does the rest. Raises UserError P611 if even the least does not fit."""
     memory, overrides = resolved.plan.memory, dict[str, object]()
     changes = []
     if memory.budget != budget_bytes:

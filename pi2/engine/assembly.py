@@ -151,7 +151,7 @@ def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts
 
 
 def _allocate(opened: OpenedModel, cleanup: ExitStack) -> Memory:
-    """Give out memory, and begin to read what lies there."""
+    """Give out memory, and begin to read the weights into it."""
     resolved, store = opened.resolved, opened.store
     budget = make_budget(resolved)
     embedding = open_embedding(resolved, store, budget)

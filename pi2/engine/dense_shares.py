@@ -193,7 +193,7 @@ class DenseShares:
             self._lose(unit, error)
 
     def _lose(self, unit: BesideUnit, error: UnitFailed) -> None:
-        """Go on without a unit; UserError P614 where the plan does not say so."""
+        """Go on without a unit; UserError P614 if the plan forbids it."""
         self._note_loss(unit, error)
         if not unit.goes_on:
             raise _explain_loss(unit) from None

@@ -2,21 +2,21 @@
 
 Less than exact routing, if the plan asks for it: fewer experts are read than were chosen.
 
-Four dials of the table ``[experts]``, in this order:
+Four settings of the table ``[experts]``, in this order:
 
-1. ``prefer_cached`` adds a part of the spread of a token's scores to the scores of experts that are
-   in memory, so that where the router is nearly indifferent, they take the place of others (the
-   idea of cache-conditional routing, arXiv 2412.00099).  The best ``keep_best`` stay.
+1. ``prefer_cached`` adds a part of the spread of a token's scores to the scores of experts in
+   memory.  If the router is nearly indifferent, these replace others (the idea of
+   cache-conditional routing, arXiv 2412.00099).  The best ``keep_best`` stay.
 2. ``least_weight``: experts that are not in memory, and whose share of the token's weight is
    smaller, are left out.
-3. ``read_best``: so many of the token's best experts are read where they are missing, in some
-   layers fewer than in others; the others compute where they are in memory.
-4. ``most_reads``: of what is then missing, no more experts than that are read, those with the
-   largest weights.
+3. ``read_best``: so many of the token's best experts are read if they are missing, in some
+   layers fewer than in others; the others compute only if they are in memory.
+4. ``most_reads``: at most so many of the experts still missing are read, those with the largest
+   weights first.
 
-The weights of the experts that compute are the router's, scaled to the sum that they had; or, where
-``renormalise`` is false, what was left out is missing from it.  Prompts are computed as the router
-says, and so are layers without a router: what stands for experts there is one FFN."""
+The experts that compute keep the router's weights, scaled to their former sum; with ``renormalise =
+false`` the weight of skipped experts is missing. Prompts follow the router exactly, and so do
+layers without a router, whose FFN counts as one expert."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RoutingDials:
     """Changes the routes of single tokens."""
 
     def __init__(self, experts: Experts, model: Model, routers: Sequence[Router] | None) -> None:
-        """``routers``: those of all layers, where other experts are preferred."""
+        """``routers``: the routers of all layers, if other experts may be preferred."""
         assert model.moe is not None
         self._settings = experts
         self._moe = model.moe
@@ -132,7 +132,7 @@ class RoutingDials:
 def make_dials(
     experts: Experts, model: Model, tensors: Mapping[str, Tensor]
 ) -> RoutingDials | None:
-    """The dials of a plan; None where routing is exact."""
+    """The settings of a plan; None if routing is exact."""
     if model.moe is None or not experts.is_lossy:
         return None
     routers = None
@@ -175,8 +175,8 @@ class ExpertNeurons:
         return values.take(self._groups[layer])
 
     def list_runs(self, layer: int, experts: I32, wanted: range, shortest_gap: int) -> list[range]:
-        """Stretches of stored order within ``wanted`` that have the neurons of ``experts``; those
-        of which fewer than ``shortest_gap`` others lie in between are one."""
+        """Ranges of stored order within ``wanted`` that cover the neurons of ``experts``; ranges
+        with fewer than ``shortest_gap`` other neurons between them are joined."""
         found = self.list_neurons(layer, experts, wanted.start, wanted.stop)
         if len(found) == 0:
             return []

@@ -104,8 +104,8 @@ class FeedForward(Waves):
         return self._predictor == "none"
 
     def _count_following(self, layer: int) -> int | None:
-        """Layers after ``layer`` of which all neurons are computed, too, now; None stands for all
-        that follow."""
+        """Later layers than ``layer`` that now compute all neurons as well; None stands for all
+        later layers."""
         return None
 
     def begin_step(self, tokens: int) -> None:
@@ -154,8 +154,8 @@ class FeedForward(Waves):
             yield chunk
 
     def _list_wanted(self, layer: int, others: range, chunks: int) -> list[range]:
-        """Stretches of stored order, within ``others``, that the executor computes: all, or the
-        chosen experts' neurons."""
+        """Ranges of stored order, within ``others``, that the executor computes: all, or the chosen
+        experts' neurons."""
         if not self._leaves_out:
             return [others]
         assert self._experts is not None
@@ -171,7 +171,7 @@ class FeedForward(Waves):
         return self._experts.list_runs(layer, united, others, self._stream.shortest_gap)
 
     def prepare_sparse(self, layer: int) -> None:
-        """Predict before ``layer``'s attention, from its input, and begin to read what is missing;
+        """Predict before ``layer``'s attention, from its input, and begin to read missing neurons;
         does nothing unless the plan looks ahead."""
         if self._look_ahead != "none" and self._wave is None:
             self._wave = self._begin_ahead(layer, layer)
@@ -240,8 +240,8 @@ class FeedForward(Waves):
         *,
         is_foreseen: bool = False,
     ) -> Wave:
-        """Begin with the neurons named from the first not ``owned`` on, before ``end``, and those
-        of ``late`` experts."""
+        """Begin with the predicted neurons after the ``owned`` ones and before ``end``, and with
+        the neurons of ``late`` experts."""
         name = self._foresight.read if is_foreseen else partial(self._name, layer, late)
         indices, by_token, scores = self._predict(layer, (owned, end), late, name)
         return self._begin_wave(layer, owned, indices, by_token, scores)
@@ -274,7 +274,7 @@ class FeedForward(Waves):
         return late
 
     def _compute_waves(self, layer: int, waves: list[Wave]) -> None:
-        """Compute ``waves``, and what they have left for later."""
+        """Compute ``waves`` and the neurons that they put off."""
         try:
             while waves:
                 wave = waves.pop(0)
@@ -316,8 +316,8 @@ class FeedForward(Waves):
         return (*unite_named(lists, self._cache.neurons, self._cache.loops), None)
 
     def _name(self, layer: int, late: list[I32] | None, token: int) -> tuple[I32, F32 | None]:
-        """What the predictor names for ``token``, of its experts or of those that were found
-        ``late``, and its scores, if they are needed."""
+        """The neurons that the predictor names for ``token``, of all its experts or of ``late``
+        ones, and their scores if they are needed."""
         if self._predictor == "gate":
             return self._executor.predict_gate(layer), None
         own = None if late is None else late[token]
@@ -356,7 +356,7 @@ class FeedForward(Waves):
 
 
 def _cut(indices: I32, first: int, end: int | None) -> I32:
-    """Those of ``indices`` [n] (ascending) from ``first`` on, and before ``end``."""
+    """The ``indices`` [n] (ascending) that are at least ``first`` and below ``end``."""
     if first:
         indices = indices[int(indices.searchsorted(first)) :]
     return indices if end is None else indices[: int(indices.searchsorted(end))]
@@ -397,7 +397,7 @@ class CutFeedForward(FeedForward):
         by_token: I64 | None = None,
         scores: F32 | None = None,
     ) -> Wave:
-        """See `pi2.engine.waves.Waves`; what is left for later begins with a part."""
+        """See `pi2.engine.waves.Waves`; the neurons put off begin with a part."""
         taken = self._cache.count_taken(layer, indices)
         if taken < len(indices):
             taken = max(taken - taken % PART_NEURONS, min(taken, PART_NEURONS))

@@ -1,8 +1,9 @@
-"""A GGUF file that is computed as it is: resident matrices where they are, the others as they come.
+"""A GGUF file that is computed as it is: resident matrices in their places, the others as they
+arrive.
 
-Every step needs every dense matrix once, in the same order.  What is not resident passes through a
-ring (`pi2.memory.weight_stream`) in pieces of whole rows, each of which is computed when it has
-arrived.  Experts that are not resident come into slots of a cache (`pi2.memory.expert_slots`)."""
+Every step needs every dense matrix once, in the same order. Matrices that are not resident pass
+through a ring (`pi2.memory.weight_stream`) in pieces of whole rows, and each piece is computed on
+arrival. Experts that are not resident come into slots of a cache (`pi2.memory.expert_slots`)."""
 
 from __future__ import annotations
 
@@ -260,7 +261,7 @@ def _find_weight(weights: GgufWeights, key: str, layer: int) -> Weight | None:
 
 
 class _Course:
-    """A part of the program that is run again and again, with the stream of what it reads."""
+    """A part of the program that runs again and again, with the stream of its weights."""
 
     def __init__(
         self,

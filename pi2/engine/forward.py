@@ -39,7 +39,7 @@ class Sequences(ABC):
         self._context = context
         self._loan = loan
         self.positions = [0] * sequences
-        """Tokens of each sequence whose keys and values are kept."""
+        """Tokens of each sequence that are in the KV cache."""
         self._touched = [0] * sequences
         """Most tokens that each has had since all of them were empty."""
         self._has_states = has_states
@@ -51,7 +51,7 @@ class Sequences(ABC):
 
     @property
     def position(self) -> int:
-        """Tokens of the first sequence whose keys and values are kept."""
+        """Tokens of the first sequence that are in the KV cache."""
         return self.positions[0]
 
     def reset(self, sequence: int = 0) -> None:
@@ -64,8 +64,8 @@ class Sequences(ABC):
             self._loan.begin()
 
     def go_on_from(self, sequence: int, position: int) -> None:
-        """Let a sequence go on after its first ``position`` tokens, whose keys and values somebody
-        has put there, or left."""
+        """Let a sequence go on after its first ``position`` tokens, which its KV cache already
+        has."""
         if position == 0:
             self.reset(sequence)
             return
@@ -134,7 +134,7 @@ class Sequences(ABC):
         return found
 
     def _interrupt(self, sequences: Sequence[int]) -> None:
-        """Give up what is under way in ``sequences``; states cannot be taken back."""
+        """Give up the work under way in ``sequences``; states cannot be taken back."""
         if self._has_states:
             self._interrupted.update(sequences)
         self.abandon()
@@ -184,7 +184,7 @@ def read_rows(
 
 
 COPIED_TOKENS = 16 * CONTEXT_BLOCK
-"""Tokens whose keys and values are copied at once."""
+"""Tokens of the KV cache that are copied at once."""
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class _Mark:
     state: F32
     """Copy of the states of its layers."""
     tokens: list[int] = field(default_factory=list)
-    """What has come since."""
+    """Tokens read since."""
 
 
 class Forward(Sequences):
@@ -218,11 +218,11 @@ class Forward(Sequences):
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
         go through a layer one after the other before the next layer begins; ``context``: tokens of
-        each of the ``sequences`` that there is room for; ``rows``: who computes projections and
-        head; ``loan``: memory of the contexts that is lent while it is not
-        used; ``embedding``: what reads its rows, where it is not in memory; ``layer_embedding``:
-        what reads those of the layers' own; ``has_states``: whether layers keep states, which a
-        step that failed has changed; ``step_tokens``: most tokens of a step."""
+        each of the ``sequences`` that there is room for; ``rows``: computes projections and head;
+        ``loan``: context memory that is lent while it is unused; ``embedding``: reads its rows if
+        they are not in memory; ``layer_embedding``: reads rows of the layers' own embedding;
+        ``has_states``: whether layers keep states, which a failed step has changed;
+        ``step_tokens``: most tokens of a step."""
         super().__init__(context=context, sequences=sequences, loan=loan, has_states=has_states)
         self._executor = executor
         self._rows = rows
@@ -236,7 +236,7 @@ class Forward(Sequences):
         self._is_single = max(sequences, step_tokens) == 1
         """Whether every step is a token of the only sequence."""
         self._marks: dict[int, _Mark] = {}
-        """Where sequences with states may be taken back to."""
+        """Positions to which sequences with states may be taken back."""
 
     def abandon(self) -> None:
         """Forget work in progress; the neuron cache keeps its content."""
@@ -384,7 +384,8 @@ class Forward(Sequences):
         self._executor.embed(self._find_rows(tokens))
 
     def _find_rows(self, tokens: I32) -> I32:
-        """Rows of the embedding that the executor has; those of layers are read, too."""
+        """Rows of the embedding that the executor has; rows of layers' own embeddings are read as
+        well."""
         if self._layer_embedding is not None:
             self._layer_embedding.load(tokens)
         return tokens if self._embedding is None else self._embedding.load(tokens)

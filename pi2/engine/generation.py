@@ -142,7 +142,7 @@ class BatchResult:
 
 class BatchGeneration(Iterator[tuple[int, str]]):
     """Iterate over it for pieces of text as they are made, each with the number of its prompt;
-    ``result`` is there when all have ended."""
+    ``result`` exists once all have ended."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class GenerationResult(SequenceResult):
 
 
 class Generation(Iterator[str]):
-    """Iterate over it for the text as it is made; ``result`` is there when it has ended."""
+    """Iterate over it for the text as it is made; ``result`` exists once it has ended."""
 
     def __init__(
         self,

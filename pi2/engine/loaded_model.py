@@ -68,7 +68,8 @@ class LoadedModel:
         self._parts = parts
         self._pressure = read_pressure()
         self.changes: tuple[str, ...] = ()
-        """What was made smaller or larger to fit the plan to another budget, a line each."""
+        """Values that were made smaller or larger to fit the plan to another budget, a line
+        each."""
         plan = parts.resolved.plan
         self._bytes_of_steps = find_step_bytes(parts)
         own = weakref.proxy(self)  # no circle: a closed model that is dropped gives its memory back
@@ -135,13 +136,13 @@ class LoadedModel:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that were read from the store while loading: all but those of other units and of
+        """Bytes read from the store while loading, without the neurons of other units and without
         gates."""
         return self._parts.loaded_bytes
 
     @property
     def expected(self) -> Expected | None:
-        """What was measured of a model whose weights stream, and is to be expected of its runs."""
+        """Measured rates of a model whose weights stream, and the speed to expect of its runs."""
         return self._parts.expected
 
     @cached_property
@@ -290,11 +291,10 @@ class LoadedModel:
     ) -> Generation:
         """Generate text after ``prompt`` (text, or token ids).
 
-        What is not given of how tokens are drawn is as the plan's ``[sampling]`` says;
-        ``temperature=0`` is greedy.  ``progress`` is told the share of the prompt that is done.
-        Returns an iterator of text pieces; its ``result`` is a `GenerationResult`.  Raises
-        UserError P601 for a prompt that leaves no room in the context, P603 for an empty one,
-        P604 for an option out of range."""
+        The plan's ``[sampling]`` fills in sampling options that are not given; ``temperature=0`` is
+        greedy. ``progress`` is told the share of the prompt that is done. Returns an iterator of
+        text pieces; its ``result`` is a `GenerationResult`. Raises UserError P601 for a prompt that
+        leaves no room in the context, P603 for an empty one, P604 for an option out of range."""
         return Generation(
             self._make_request(prompt, **options),
             scheduler=self._scheduler,
@@ -307,8 +307,8 @@ class LoadedModel:
     ) -> AsyncGeneration:
         """Generate text after ``prompt`` for ``async for``: a thread of the model computes.
 
-        Options and errors as in ``generate``.  Whoever stops iterating, or is cancelled, gives the
-        generation up before its next token."""
+        Options and errors as in ``generate``. If the caller stops iterating, or is cancelled, the
+        generation ends before its next token."""
         ticket = Ticket(self._make_request(prompt, **options))
 
         async def give_texts() -> AsyncIterator[str]:
@@ -334,14 +334,14 @@ class LoadedModel:
         progress: Callable[[float], None] = lambda share: None,
         **options: Unpack[GenerationOptions],
     ) -> BatchGeneration:
-        """Generate text after each of ``prompts``, as many at the same time as the plan's
-        ``decode.batch`` says; others wait until one of those has ended.
+        """Generate text after each of ``prompts``, up to the plan's ``decode.batch`` at a time;
+        others wait until one of them has ended.
 
-        Options as in ``generate``.  Prompt number n, from 0, draws as if it were alone with ``seed
-        + n``; the same prompt is read once for all that begin at the same time.  With ``scores``
-        the results say how likely their tokens were, and the batch which is the best. Returns an
-        iterator of pairs of a prompt's number and a piece of its text; its ``result`` is a
-        `BatchResult`.  Raises what ``generate`` raises, for any of the prompts, before anything is
+        Options as in ``generate``. Prompt number n, from 0, draws as in a run of its own with
+        ``seed + n``; equal prompts that begin at the same time are read once. With ``scores`` the
+        results state how likely their tokens were, and the batch which result is the best. Returns
+        an iterator of pairs of a prompt's number and a piece of its text; its ``result`` is a
+        `BatchResult`. Raises the errors of ``generate``, for any of the prompts, before anything is
         computed."""
         if not prompts:
             raise UserError.of("P603", "there is no prompt", help="give at least one")
@@ -455,8 +455,8 @@ class LoadedModel:
     def iterate_logits(
         self, token_ids: Sequence[int], *, mode: Literal["prefill", "decode"] = "prefill"
     ) -> Generator[F32, None, None]:
-        """Logits as `logits` gives them, in pieces [n, vocab], n at most a chunk: those of a long
-        text would fill the memory."""
+        """Logits as in `logits`, in pieces [n, vocab], n at most a chunk: a long text's logits
+        would fill the memory."""
         ids = np.array(token_ids, np.int32)
         self._check_ids(ids.tolist(), answer=0)
         if mode == "prefill":
@@ -465,18 +465,18 @@ class LoadedModel:
 
     @property
     def can_embed(self) -> bool:
-        """Whether `embed` works: a dry run has no numbers, and a unit that has the model as a whole
-        gives logits alone."""
+        """Whether `embed` works: a dry run has no numbers, and a unit with the whole model gives
+        only logits."""
         return find_hidden_reader(self._parts) is not None
 
     def embed(
         self, prompt: str | Sequence[int], *, pooling: Literal["mean", "last"] | None = None
     ) -> F32:
-        """The embedding of a text, or of token ids: float32 [hidden], of the length 1.
+        """The embedding of a text, or of token ids: float32 [hidden], of length 1.
 
-        It is the mean of what the head would read of all tokens, or that of the last one: by
-        default what the model document says.  All neurons are computed.  Raises UserError P601,
-        P603, P606 and P615 as `generate` does, P617 where `can_embed` is false."""
+        It is the mean of the head's inputs over all tokens, or the last of them; the model document
+        states the default. All neurons are computed. Raises UserError P601, P603, P606 and P615 as
+        `generate` does, P617 if `can_embed` is false."""
         forward = find_hidden_reader(self._parts)
         if forward is None:
             raise UserError.of(

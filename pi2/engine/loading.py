@@ -226,8 +226,8 @@ def _choose_settings(resolved: ResolvedPlan, *, granules: bool = False) -> ReadS
 
 
 def list_filled_layers(resolved: ResolvedPlan) -> Sequence[int]:
-    """Layers of which neurons fill the cold region to begin with; those that stream by as a whole
-    are never looked for there."""
+    """Layers whose neurons fill the cold region at first; layers that are streamed as a whole never
+    use it."""
     return resolved.named_layers if resolved.plan.cache.fill else ()
 
 
@@ -383,8 +383,8 @@ def _copy_weights(
     budget: Budget,
     progress: Progress,
 ) -> None:
-    """Read dense tensors and neurons from flash, and give them to the unit; what is in main memory
-    meanwhile are a piece of a tensor and staging buffers of neurons."""
+    """Read dense tensors and neurons from flash, and give them to the unit; meanwhile main memory
+    has a piece of a tensor and staging buffers of neurons."""
     staging = allocate_staging(resolved, budget)
     buffer = budget.allocate("workspace", count_piece_bytes(resolved))
     names = [tensor.name for tensor in store.manifest.tensors]

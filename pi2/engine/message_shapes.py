@@ -36,13 +36,14 @@ class Shape:
     writes_arguments: bool = False
     """Arguments are JSON texts, not objects."""
     has_no_content: bool = False
-    """A message with calls has no content, not an empty one; what it says is a message before."""
+    """A message with calls has no content, not even an empty one; its text is a message before
+    it."""
     shortens_ids: bool = False
     """Ids of calls have nine letters and digits."""
     has_parts: bool = False
     """Contents are lists of parts."""
     joins_thoughts: bool = False
-    """What is said beside a call is part of the thoughts before it."""
+    """Text next to a call is part of the reasoning before it."""
     tells_results: bool = False
     """Results of tools are messages of the user's."""
 
@@ -92,7 +93,7 @@ class Shape:
 
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names that templates have for what was thought before an answer."""
+"""Names that templates have for the reasoning before an answer."""
 
 
 def _read_object(text: Any) -> Any:
@@ -198,8 +199,8 @@ class ShapedTemplate:
     def _check_text(
         self, messages: Sequence[Message], shape: Shape, text: str, render: Render
     ) -> str:
-        """The prompt, in which the last message of the user's and of a tool must be: some templates
-        leave out what is no list of parts, or what has a role that they do not know."""
+        """The prompt, which must contain the last message of the user and of a tool: some templates
+        drop content that is no list of parts, or roles that they do not know."""
         for role, other in (
             ("user", replace(shape, has_parts=not shape.has_parts)),
             ("tool", replace(shape, tells_results=True)),
@@ -264,4 +265,4 @@ _SHAPES = (
 )
 _WORDS = (_WORD, _NAME, _KEY, _VALUE, _RESULT)
 _WRONG = (f"'{_KEY}'", f'\\"{_KEY}', "'type'")
-"""What stands in a text if a template writes a dictionary as Python does, or a text as JSON."""
+"""Parts of a text that show a template writing dictionaries as Python does, or texts as JSON."""

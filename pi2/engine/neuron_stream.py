@@ -1,18 +1,18 @@
-"""All neurons of one layer after the other, for prompts: what is in memory, and the rest in long
-reads from flash.
+"""All neurons of one layer after the other, for prompts: from memory, and the rest in long reads
+from flash.
 
-A layer's cold neurons are cut into pieces of stored order.  A piece that lies in one stretch of the
-cold cache is computed where it is.  Any other is put together in a staging buffer: stretches that
-are missing are read, others are copied out of the cache.  There are two buffers: one is filled
-while the other is computed with, also across layers.  What needs no buffer is given in between, in
-even parts, so that the drive is busy all the time.
+A layer's cold neurons are cut into pieces of stored order. A piece that is one range of the cold
+cache is computed in place. Any other piece is put together in a staging buffer: missing ranges are
+read, others are copied out of the cache. There are two buffers: one is filled while the other is
+computed with, also across layers. Pieces without a buffer are given in between, evenly, to keep the
+drive busy.
 
-Where the order of additions may not depend on what is in memory, the bounds of pieces depend on
-what is wanted alone, and their order does.  It is stored order for those who look at neurons.  For
-MoE models it is one that takes neighbours far apart (``spread``): caches are filled from the first
-neurons on, and the drive would stand still while those are computed.  If experts are cached as a
-whole, a piece is such a granule (`pi2.memory.granules`), so that nothing is copied, and as many are
-on their way as the staging buffers have room for."""
+If the order of additions may not depend on the content of memory, the pieces and their order depend
+only on the wanted neurons. Observers of neurons get stored order. MoE models get an order that
+takes neighbours far apart (``spread``): caches are filled from the first neurons on, and the drive
+would rest while those are computed. If experts are cached as a whole, a piece is such a granule
+(`pi2.memory.granules`): nothing is copied, and as many granules are read ahead as the staging
+buffers can take."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from pi2.memory.granules import SingleNeurons
 from pi2.memory.policy import ABSENT
 
 PieceOrder = Literal["any", "stored", "spread"]
-"""In which order pieces are given: what suits the cache and the drive, that of the store, or one
-of its own that takes neighbours far apart."""
+"""Order in which pieces are given: the best for cache and drive, the store's, or one that takes
+neighbours far apart."""
 SHORTEST_COPY_BYTES = 128 << 10
-"""Fewer bytes in memory between two missing stretches are read once more with them: this many take
-the disk as long as one request more does."""
+"""Bytes in memory between two missing ranges up to which both are read at once: reading them again
+takes the disk as long as a further request."""
 _GOLDEN = (5**0.5 - 1) / 2
 """Fractions of its multiples are spread evenly, whichever neighbours one takes."""
 
@@ -47,7 +47,7 @@ class Piece:
     layer: int
     first: int
     slots: I32
-    """Where each is in the arena, [n]; ABSENT: on flash only."""
+    """Place of each in the arena, [n]; ABSENT: on flash only."""
     turn: float = 0.0
     """When it is given, among the pieces of its layer, of which the first comes first otherwise."""
 
@@ -57,7 +57,7 @@ class Piece:
 
     @property
     def place(self) -> slice | None:
-        """The slots, if they are one stretch of the arena in stored order."""
+        """The slots, if they are one range of the arena in stored order."""
         start = int(self.slots[0])
         count = len(self.slots)
         if start == ABSENT or int(self.slots[-1]) != start + count - 1:
@@ -70,8 +70,8 @@ class Piece:
         return mine == theirs
 
     def find_missing(self, shortest: int) -> list[slice]:
-        """Stretches to read: the missing neurons, and ``shortest - 1`` others between two of them
-        at most."""
+        """Ranges to read: the missing neurons, and at most ``shortest - 1`` others between two of
+        them."""
         missing = np.flatnonzero(self.slots == ABSENT)
         if len(missing) == 0:
             return []
@@ -132,7 +132,7 @@ class NeuronStream:
         ahead."""
         self._next_buffer = 0
         self._ahead: deque[_Filling] = deque()
-        """What is on its way, in the order in which it will be given."""
+        """Pieces under way, in the order in which they will be given."""
         self._coming: deque[Piece] = deque()
         """What follows, as far as it has been looked up."""
         self._next_layer = 0
@@ -146,16 +146,16 @@ class NeuronStream:
             self._fill_buffers(len(self._buffers))
 
     def give_again(self, layer: int, wanted: range) -> Iterator[Stretch]:
-        """Give the ``wanted`` neurons of a layer, once more or for the first time; each stretch is
-        valid until the next."""
+        """Give the ``wanted`` neurons of a layer, again or for the first time; each range is valid
+        until the next."""
         self.abandon()
         yield from self.give(layer, [wanted], reads_on=0)
 
     def give(
         self, layer: int, wanted: Sequence[range] | None = None, *, reads_on: int | None = None
     ) -> Iterator[Stretch]:
-        """Give neurons from the first wanted one on, or those ``wanted``, each stretch valid until
-        the next; ``reads_on``: following layers whose neurons are all wanted."""
+        """Give neurons from the first wanted one on, or the ``wanted`` ones; each range is valid
+        until the next; ``reads_on``: following layers whose neurons are all wanted."""
         pieces, parts = self._divide(layer, wanted)
         self._expect(layer, pieces, reads_on)
         self._fill_buffers(len(self._buffers))
@@ -172,8 +172,8 @@ class NeuronStream:
             yield from part
 
     def _expect(self, layer: int, pieces: Sequence[Piece], reads_on: int | None) -> None:
-        """Let what is on its way, and what comes after it, be ``pieces`` of the layer, and those of
-        the ``reads_on`` layers after it."""
+        """Make ``pieces`` of the layer, then the pieces of the ``reads_on`` layers after it, the
+        current and next reads."""
         begun = [filling.piece for filling in self._ahead]
         known = sum(piece.layer == layer for piece in begun)
         is_known = all(map(Piece.is_same, begun, pieces[:known])) and known <= len(pieces)
@@ -189,8 +189,8 @@ class NeuronStream:
     def _divide(
         self, layer: int, wanted: Sequence[range] | None = None
     ) -> tuple[list[Piece], list[list[Stretch]]]:
-        """The layer's pieces that need a buffer, and the stretches of the arena that have the rest:
-        those that come before the first piece, between two, and after the last."""
+        """The layer's pieces that need a buffer, and the ranges of the arena that have the rest:
+        before the first piece, between two pieces, and after the last."""
         wanted = [range(self._first(layer), self._cache.neurons)] if wanted is None else wanted
         if self._order != "any":
             return self._divide_in_order(layer, wanted)
@@ -318,7 +318,7 @@ def _are_neighbours(first: int, slots: slice, next_first: int, next_slots: slice
 
 
 def _share_evenly(stretches: list[Stretch], count: int) -> list[list[Stretch]]:
-    """Cut ``stretches`` into ``count`` parts with as many neurons each, in their order."""
+    """Cut ``stretches`` into ``count`` parts of equally many neurons, in their order."""
     total = sum(len(stretch.bundles) for stretch in stretches)
     parts: list[list[Stretch]] = [[] for _ in range(count)]
     bounds = [total * (number + 1) // count for number in range(count)]

@@ -28,7 +28,7 @@ class ShareObserver:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Who computes what in a layer of a mixture."""
+    """The experts that compute in a layer of an MoE model."""
 
     owners: I32
     """Expert of every neuron in stored order [neurons]."""
@@ -38,7 +38,7 @@ class Routing:
 
 FfnObserver = Callable[[int, F32, F32, Routing | None], None]
 """Called with a layer, its FFN's input [T, hidden] and its activations [T, neurons] in stored
-order, of the tokens of a chunk; and with who computed them in a mixture, else None."""
+order, of the tokens of a chunk; and with the routing of an MoE model, else None."""
 
 
 class DenseObserver(ExecutorObserver):

@@ -88,8 +88,8 @@ def build_shares(
     *,
     alone: bool = False,
 ) -> DenseShares:
-    """Make the units that the plan names next to the executor, or none if it shall work ``alone``;
-    UserError P320 where one cannot be had."""
+    """Make the units that the plan names next to the executor, or none with ``alone``; UserError
+    P320 if one is not available."""
     units: dict[str, BesideUnit] = {}
     try:
         for name in () if alone else resolved.dense_units:
@@ -214,7 +214,7 @@ class OpenedModel:
     build: Callable[[BuildRequest], Executor]
     """Makes the executor of the completed request."""
     alone: bool
-    """Whether the executor computes everything, whatever the plan gives to other units."""
+    """Whether the executor computes everything, including the plan's shares of other units."""
     store: NeuronStore | None
     """None where nothing is computed, as are tokenizer and loops."""
     tokenizer: Tokenizer | None
@@ -226,9 +226,9 @@ class OpenedModel:
 def open_model(
     resolved: ResolvedPlan, progress: Progress, cleanup: ExitStack, *, alone: bool = False
 ) -> OpenedModel:
-    """Open what a plan names, closed by ``cleanup``, and compile; ``alone``: for one executor.
-    UserError P320 if a backend cannot run, P3xx for the machine, P5xx for the store, P605, P618,
-    P650, P651."""
+    """Open the parts that a plan names, closed by ``cleanup``, and compile; ``alone``: for one
+    executor. UserError P320 if a backend cannot run, P3xx for the machine, P5xx for the store,
+    P605, P618, P650, P651."""
     backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
     # The rules of the plan language have seen to it (P265).
     assert backend is not None, resolved.sparse_unit
@@ -272,7 +272,7 @@ def check_backends(resolved: ResolvedPlan, request: BuildRequest) -> None:
 def check_draft(
     draft: ResolvedPlan, resolved: ResolvedPlan, tokenizer: Coder | None, guessing: Coder | None
 ) -> None:
-    """UserError P618 where the tokens of the model that guesses are others."""
+    """UserError P618 if the draft model has other tokens."""
     if tokenizer is None or guessing is None:
         return
     if isinstance(tokenizer, TableTokenizer) and isinstance(guessing, TableTokenizer):

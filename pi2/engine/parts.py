@@ -76,7 +76,7 @@ class Parts:
         return self._get_layers().feed_forward
 
     def _get_layers(self) -> LayerParts:
-        """UserError P662 where there are none: somebody wants to look at them."""
+        """UserError P662 if there are none, for callers that want to observe layers."""
         if self.layers is None:
             raise UserError.of(
                 "P662",

@@ -34,7 +34,7 @@ class Block:
     """The stored data of a block of tokens."""
 
     context: U8
-    """Keys and values [n]."""
+    """KV caches [n]."""
     state: F32
     """States after its last token [n]; empty for models without, and where they are not known."""
     is_exact: bool
@@ -42,8 +42,8 @@ class Block:
 
 
 def name_blocks(identity: bytes, ids: Sequence[int], size: int) -> list[str]:
-    """Names of the whole blocks of ``size`` tokens that ``ids`` begin with; ``identity``: what
-    their bytes depend on besides."""
+    """Names of the whole blocks of ``size`` tokens that ``ids`` begin with; ``identity``:
+    everything else that their bytes depend on."""
     names, digest = [], hashlib.sha256(identity).digest()
     tokens = np.asarray(ids, np.int64)
     for end in range(size, len(tokens) + 1, size):
@@ -53,7 +53,7 @@ def name_blocks(identity: bytes, ids: Sequence[int], size: int) -> list[str]:
 
 
 class PrefixFiles:
-    """A folder of blocks.  Other processes may use it, too."""
+    """A folder of blocks. Other processes may use it at the same time."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         """``limit_bytes``: what the files may have together."""
@@ -107,7 +107,7 @@ class PrefixFiles:
         return Block(values[size:], values[:size].view(np.float32), is_exact=data[_HEAD - 1] == 1)
 
     def write(self, name: str, block: Block) -> None:
-        """Keep a block, unless it is there already."""
+        """Store a block, unless the folder has it."""
         if name in self._sizes or not self._works:
             return
         state = block.state.tobytes()
@@ -160,7 +160,7 @@ class _Place:
     """What a sequence's place has."""
 
     ids: list[int] = field(default_factory=list)
-    """Tokens whose keys and values are there."""
+    """Tokens that the KV cache has."""
     exact: int = 0
     """Tokens of these, from the first, that were read as in any prompt that begins with them."""
     saved: int = 0
@@ -169,7 +169,7 @@ class _Place:
 
 
 class KeptPrefixes:
-    """Knows what is in the places of sequences, and in files."""
+    """Knows the tokens in the places of sequences, and in files."""
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class KeptPrefixes:
         states: StateKeeper | None = None,
         files: PrefixFiles | None = None,
     ) -> None:
-        """``block``: tokens kept as one; ``identity``: what keys and values depend on besides;
-        ``goes_on_from_answers``: whether inexact ones serve; ``states``: copies states."""
+        """``block``: tokens kept as one; ``identity``: everything else that the KV cache depends
+        on; ``goes_on_from_answers``: whether inexact ones serve; ``states``: copies states."""
         assert block % CONTEXT_BLOCK == 0
         self._forward = forward
         self._keeper = keeper
@@ -272,8 +272,8 @@ class KeptPrefixes:
         )
 
     def _choose_target(self, free: Sequence[int], source: int, reused: int) -> int:
-        """The place itself where most of it is used, or nothing can be copied; else the one that
-        was not used for longest, so that the others can still be gone on from."""
+        """The place itself if most of it is reused, or nothing can be copied; else the least
+        recently used place, which leaves the others to be continued."""
         if reused and source in free:
             if self._states is not None or 2 * reused >= len(self._places[source].ids):
                 return source
@@ -333,8 +333,8 @@ def _count_common(first: list[int], second: list[int]) -> int:
 
 
 def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
-    """What a plan's ``[serve]`` asks for; None where nothing is to be kept, or nothing can be: a
-    GPU that has the whole model does not give its keys and values out."""
+    """The prefixes of a plan's ``[serve]``; None if nothing is to be kept, or nothing can be: a GPU
+    with the whole model does not give its KV cache out."""
     resolved = parts.resolved
     plan = resolved.plan
     if parts.store is None or plan.serve.prefixes == "none":
@@ -368,11 +368,11 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
 
 
 class Prefixes(Protocol):
-    """Knows what is in the places of sequences.  One caller at a time."""
+    """Knows the tokens in the places of sequences. One caller at a time."""
 
     def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Choose one of the places ``free`` for a prompt, and bring there what is known of its
-        keys and values; return it, and how many tokens of the prompt need not be read."""
+        """Choose one of the places ``free`` for a prompt, and bring the known part of its KV cache
+        there; return it, and how many tokens of the prompt need not be read."""
 
     def choose_empty(self, free: Sequence[int]) -> int:
         """Choose one of the places ``free``, and empty it."""
@@ -387,7 +387,7 @@ class Prefixes(Protocol):
         """Take notice that a generated token was taken through the model."""
 
     def note_end(self, place: int) -> None:
-        """Take notice that a place's sequence has ended; what is in it may be used again."""
+        """Take notice that a place's sequence has ended; its content may be used again."""
 
     def forget(self, place: int) -> None:
         """Note that another caller uses a place."""

@@ -1,4 +1,4 @@
-"""The FFN of a mixture whose tokens compute all neurons of their experts (``predictor =
+"""The FFN of an MoE model whose tokens compute all neurons of their experts (``predictor =
 "router"``)."""
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ class NeuronParts:
 
 
 class RoutedFeedForward(FeedForward):
-    """Computes FFN layers of mixtures, of each the chosen experts."""
+    """Computes FFN layers of MoE models, in each the chosen experts."""
 
     def __init__(self, *arguments: Any, dials: RoutingDials | None = None, **named: Any) -> None:
-        """See `FeedForward`; ``experts`` are given.  ``dials`` change what the router chose, of an
-        executor that shows it."""
+        """See `FeedForward`; ``experts`` are given. ``dials`` change the router's choice, if the
+        executor shows it."""
         super().__init__(*arguments, **named)
         self._dials = dials
         assert self._experts is not None, "the model is no mixture"
@@ -147,10 +147,10 @@ class RoutedFeedForward(FeedForward):
     _ahead: Sequence[Wave] = ()
     """Work that was begun ahead of the current layer."""
     _now: Wave | None = None
-    """What has been begun since its routing was known."""
+    """Work that was begun since its routing was known."""
 
     def _begin_ffn(self, layer: int, *, is_guess: bool = False) -> None:
-        """Give the FFN of ``layer`` its input, and let the plan's dials change its routing."""
+        """Give the FFN of ``layer`` its input, and let the plan's settings change its routing."""
         executor, dials = self._executor, self._dials
         executor.begin_ffn(layer)
         if dials is None or not isinstance(executor, InputReader):
@@ -248,8 +248,8 @@ class RoutedFeedForward(FeedForward):
         bounds: range,
         guessed: dict[int, list[I32]] | None = None,
     ) -> None:
-        """Compute those neurons of the ``chosen`` experts of each token whose stored indices are
-        within ``bounds``; meanwhile begin with what later layers are ``guessed`` to need."""
+        """Compute the neurons of each token's ``chosen`` experts whose stored indices are within
+        ``bounds``; meanwhile begin with the neurons that later layers are ``guessed`` to need."""
         cache, by_token = self._cache, None
         adder = self._adder if len(chosen) == 1 else None
         found = [self._list_own(layer, own, bounds) for own in chosen]
@@ -336,8 +336,8 @@ class RoutedFeedForward(FeedForward):
         self._add_neurons(self._now, slots, part)
 
     def _compute_parts(self, adder: PartAdder, parts: NeuronParts, count: int) -> None:
-        """Compute the first ``count`` of ``parts``, and add them up in their order: first those in
-        memory, then those that are read, of which the last one by itself."""
+        """Compute the first ``count`` of ``parts``, and add them up in their order: first the
+        resident ones, then the read ones, of which the last is computed by itself."""
         missing = self._find_missing(parts, count)
         groups = [[number for number in range(count) if not missing[number]]]
         groups += _split_last([number for number in range(count) if missing[number]])
@@ -369,7 +369,7 @@ class RoutedFeedForward(FeedForward):
         return parts.find_any(is_missing, count)
 
     def _wait_for_part(self, part: I32) -> None:
-        """Wait until all neurons of ``part``, and what was asked for before them, are there."""
+        """Wait until all neurons of ``part``, and all earlier requests, have arrived."""
         last = int(part[-1])
         for wave in (*self._ahead, self._now):
             if wave is not None:

@@ -15,8 +15,7 @@ from pi2.plan.documents.quantities import approximate_bytes
 
 
 def describe_units(model: LoadedModel) -> dict[str, dict[str, Any]]:
-    """What the sparse unit, which is the first, and those beside it have done since loading; empty
-    where there is one unit."""
+    """The work of each unit since loading, the sparse one first; empty if there is one unit."""
     units, predicted = model.units, model.stats.predicted_neurons
     if not units:
         return {}
@@ -73,7 +72,7 @@ def name_unit(name: str, *, emulated: bool) -> str:
 def describe_speculation(
     model: LoadedModel, counters: SpeculationCounters
 ) -> dict[str, Any] | None:
-    """Everything that is known, for machines; None where the plan guesses nothing."""
+    """All counters of drafts, for machines; None if the plan has no drafts."""
     if model.scheduler.speculation is None:
         return None
     return {
@@ -120,8 +119,8 @@ def _int(value: float | None) -> int | None:
 
 
 MANY_FAULTS = 256
-"""Pages (1 MiB) that are worth a word: a run itself touches pages of libraries for the first time,
-and these count, too."""
+"""Pages (1 MiB) from which faults are reported: a run touches pages of libraries for the first
+time, and these count as well."""
 
 
 def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]:
@@ -211,7 +210,7 @@ def _describe_bound(model: LoadedModel, statistics: RunStatistics, tokens: int) 
 
 
 def list_deviations(model: LoadedModel, statistics: RunStatistics) -> list[str]:
-    """Where a run computed less, or more coarsely, than the model says; none: it is exact."""
+    """How a run computed less, or more coarsely, than the model states; none: it is exact."""
     plan = model.plan.plan
     found = []
     if plan.decode.predictor == "low-rank":

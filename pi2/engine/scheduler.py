@@ -171,7 +171,7 @@ class Ticket:
         self.client = client
         self.progress = progress
         self.notify: Callable[[], None] = tell_nobody
-        """Called when there is something to take, by whoever drives."""
+        """Called by the driver when there is something to take."""
         self.pieces: deque[Piece] = deque()
         """Generated tokens that were not taken yet."""
         self.answer: Answer | None = None
@@ -188,7 +188,7 @@ class Ticket:
         self.prompt_scores: list[TokenScore] = []
         """How likely the prompt's tokens are, but the first one, if that is asked for."""
         self.reused_tokens = 0
-        """Tokens of the prompt whose keys and values were there already."""
+        """Tokens of the prompt that the KV cache had already."""
         self.shared_tokens = 0
         """Tokens of the prompt that were read for another request at the same time."""
 
@@ -225,9 +225,9 @@ class Scheduler:
         self._borrowers: dict[int, int] = {}
         """Threads that use the model without a request, by the places that they keep."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when there is something to do for somebody who drives all the time."""
+        """Called when there is something to do for a permanent driver."""
         self._inbox: deque[Sequence[Ticket]] = deque()
-        """New requests: whoever brings some need not wait for the round that is under way."""
+        """New requests: submitting some does not wait for the round under way."""
         self._line = Line()
         self._free = list(range(len(forward.positions)))
         self._reading: dict[int, Ticket] = {}
@@ -255,14 +255,14 @@ class Scheduler:
         return len(self._forward.positions)
 
     def measure_context_use(self) -> float:
-        """Share of the room for keys and values that sequences under way have filled."""
+        """Share of the KV cache that sequences under way have filled."""
         places = [*self._reading, *self._running]
         used = sum(self._forward.positions[place] for place in places)
         return used / (self._context * self.places)
 
     def submit(self, *tickets: Ticket) -> None:
-        """Put requests into the line; those of them that have the same prompt, and a place, share
-        its reading.  UserError P615 if the model is closed."""
+        """Put requests into the line; if several have the same prompt, and a place, it is read
+        once. UserError P615 if the model is closed."""
         self.check_open()
         self._inbox.append(tickets)
         self.wake()
@@ -417,8 +417,8 @@ class Scheduler:
             self._following[own] = followers
 
     def _share_prompt(self, place: int, logits: F32) -> None:
-        """Give what was read in ``place`` to those for whom it was read, too; ``logits`` [vocab]
-        are those after it."""
+        """Copy the prompt read in ``place`` to the requests that share it; ``logits`` [vocab] are
+        those after the prompt."""
         scores = self._reading[place].prompt_scores
         for own, ticket in self._following.pop(place, []):
             ticket.prompt_scores = scores
@@ -476,8 +476,7 @@ class Scheduler:
         ticket.progress((done + (end - done) * share) / len(ticket.request.prompt_ids))
 
     def _step(self) -> None:
-        """Draw tokens of every sequence whose prompt is read: one, and those that were
-        predicted."""
+        """Draw tokens of every sequence whose prompt is read: one, and accepted draft tokens."""
         running = dict(self._running)
         read_bytes, waited_s = self._count_reads()
         start = time.perf_counter()
@@ -514,7 +513,7 @@ class Scheduler:
         self._free_ended()
 
     def _guess(self, running: Mapping[int, Ticket]) -> dict[int, list[int]]:
-        """Tokens that may come next, of those places that have a guess."""
+        """Draft tokens, for places that have some."""
         if self.speculation is None:
             return {}
         answers = {place: _get_answer(ticket) for place, ticket in running.items()}
@@ -524,8 +523,8 @@ class Scheduler:
         return guesses
 
     def _draw(self, place: int, ticket: Ticket, tokens: Sequence[int], logits: F32) -> int:
-        """Draw from ``logits`` [n, vocab], those after each of ``tokens``, as long as what is drawn
-        is the next one of them; return how many were drawn."""
+        """Draw from ``logits`` [n, vocab], one row after each of ``tokens``, as long as each drawn
+        token is the next draft; return how many were drawn."""
         following = [*tokens[1:], None]
         for number, (row, guess) in enumerate(zip(logits, following, strict=True), 1):
             self.prefixes.note_token(place, tokens[number - 1])

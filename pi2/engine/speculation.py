@@ -1,4 +1,4 @@
-"""Tokens that are guessed and verified together (``decode.speculation``)."""
+"""Draft tokens that are verified together (``decode.speculation``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_COMMON = 32
 
 
 class Drafter(Protocol):
-    """Guesses tokens.  One caller at a time."""
+    """Drafts tokens. One caller at a time."""
 
     def propose(self, place: int, ids: I64, most: int) -> list[int]:
         """Draft up to ``most`` tokens after ``ids`` [n] of the sequence in ``place``; its last one
@@ -88,11 +88,11 @@ def _count_common(ids: I64, end: int) -> int:
 
 
 class PlanDrafts:
-    """Guesses the likeliest tokens of another model, which reads what the first one has."""
+    """Drafts the likeliest tokens of another model, which reads the same sequences."""
 
     def __init__(self, forward: Sequences, context: int) -> None:
-        """``forward``: the other model's; it has a place for each that may be guessed for.
-        ``context``: tokens that its places have room for."""
+        """``forward``: the draft model's; it has a place for each sequence with drafts.
+        ``context``: tokens that a place has room for."""
         self._forward = forward
         self._context = context
         self._known: list[I64] = [np.empty(0, np.int64) for _ in forward.positions]
@@ -127,7 +127,7 @@ class PlanDrafts:
 
 
 class ResidentDrafts:
-    """Guesses the likeliest token after the other, as the model does that reads nothing."""
+    """Drafts the likeliest tokens of the model itself, without reads."""
 
     def __init__(self, forward: Sequences, feed_forward: FeedForward) -> None:
         self._forward = forward
@@ -152,20 +152,20 @@ class ResidentDrafts:
 WINDOW_STEPS = 16
 """Last steps that are compared."""
 PLAIN_STEPS = 4
-"""Steps without guesses before the first guess."""
+"""Steps without drafts before the first draft."""
 TRIAL_STEPS = 8
-"""Steps with guesses before it is decided."""
+"""Steps with drafts before the decision."""
 REFRESH_STEPS = 24
-"""After so many steps with guesses in a row, one goes without: contexts grow."""
+"""After so many steps with drafts in a row, one goes without: contexts grow."""
 FIRST_REST = 32
 """Steps that rest when it did not pay; twice as many each time that it does not again."""
 LONGEST_REST = 512
 GAIN = 0.05
-"""Share of bytes and of seconds that guessing must save to be taken up again; it is given up where
-it saves nothing."""
+"""Share of bytes and of seconds that drafts must save to be taken up again; they are given up if
+they save nothing."""
 FLASH_WEIGHT = 10
-"""Bytes in memory that count as much as one from flash: drives give a tenth of what memory gives,
-or less.  Guesses of what is in memory touch more there, so that less is read."""
+"""Bytes in memory that count as one byte from flash: drives give a tenth of the memory's rate, or
+less. Drafts of resident neurons touch more memory to read less."""
 
 
 class Touched(NamedTuple):
@@ -176,7 +176,7 @@ class Touched(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes in all: what comes from flash is touched there and in memory."""
+        """All bytes: bytes from flash are touched there and in memory."""
         return self.memory + self.flash
 
     @property
@@ -209,19 +209,19 @@ class Payback:
 
     def __init__(self) -> None:
         self.is_on = True
-        """Whether steps may have guesses."""
+        """Whether steps may have drafts."""
         self._plain = _Window()
         self._drafted = _Window()
         self._is_tried = False
         """Whether it is on to see whether it pays again."""
         self._in_row = 0
-        """Steps with guesses since the last one without."""
+        """Steps with drafts since the last one without."""
         self._resting = 0
         """Steps that are still to rest."""
         self._rest = FIRST_REST
 
     def wants_draft(self) -> bool:
-        """Whether the next step should have guesses, if there are any."""
+        """Whether the next step should have drafts, if there are any."""
         if not self.is_on or len(self._plain.steps) < PLAIN_STEPS:
             return False
         return self._in_row < REFRESH_STEPS
@@ -280,7 +280,7 @@ class StepBytes:
 
 
 def count_dense_bytes(resolved: ResolvedPlan) -> int:
-    """Bytes of what every step reads whatever its tokens are: all but neurons and the embedding."""
+    """Bytes that every step reads for any token: all but neurons and the embedding."""
     model = resolved.model
     predictor = model.predictor if resolved.plan.decode.predictor == "low-rank" else None
     ranks = None if predictor is None else [predictor.rank] * model.shape.layers
@@ -317,7 +317,7 @@ class Speculation:
         self._paybacks: dict[int, Payback] = {}
         """By the number of sequences under way."""
         self._lengths: dict[int, int] = {}
-        """Tokens to guess next, by place: fewer where guesses were wrong."""
+        """Length of the next draft, by place: shorter after wrong drafts."""
         self._counters = SpeculationCounters(accepted_by_position=(0,) * tokens)
         self._bytes = Touched(0, 0)
 
@@ -326,8 +326,8 @@ class Speculation:
         return replace(self._counters)
 
     def propose(self, answers: Mapping[int, Answer]) -> dict[int, list[int]]:
-        """Guess what comes next in each place, as far as it pays and a step has room; places
-        without a guess are left out."""
+        """Draft tokens for each place, as far as it pays and a step has room; places without drafts
+        are left out."""
         self._bytes = self._count_bytes()
         payback = self._paybacks.setdefault(len(answers), Payback())
         if not self._always and not payback.wants_draft():
@@ -350,8 +350,8 @@ class Speculation:
         kept: Mapping[int, int],
         taken_s: float,
     ) -> None:
-        """Take note of a step of ``sequences``: the tokens that each place has ``kept``, guesses
-        that were drawn and the one drawn after them; ``taken_s``: seconds, guessing included."""
+        """Take note of a step of ``sequences``: the tokens that each place has ``kept``, accepted
+        drafts and the token drawn after them; ``taken_s``: seconds, drafting included."""
         now, before, tokens = self._count_bytes(), self._bytes, sum(kept.values())
         touched = Touched(now.memory - before.memory, now.flash - before.flash)
         payback = self._paybacks.setdefault(sequences, Payback())

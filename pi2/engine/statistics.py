@@ -45,11 +45,11 @@ class NeuronCounters:
     routed: int = 0
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen: int = 0
-    """Those that prefetching had predicted."""
+    """Experts among them that prefetching had predicted."""
     without_ahead: int = 0
     """Tokens that did not look ahead, because it did not pay."""
     touched: int = 0
-    """Neurons that steps have used, those of several tokens of a step once."""
+    """Neurons that steps have used; a neuron of several tokens in a step counts once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,22 +57,22 @@ class SpeculationCounters(Counters):
     """What speculation has done since loading."""
 
     drafts: int = 0
-    """Guesses of one token or more."""
+    """Drafts of one token or more."""
     draft_tokens: int = 0
     """Tokens that were predicted."""
     accepted_tokens: int = 0
     """Accepted draft tokens."""
     accepted_by_position: tuple[int, ...] = ()
-    """Those of them that were the first of a guess, the second, and so on."""
+    """Accepted draft tokens that were the first of a draft, the second, and so on."""
     drafted_steps: int = 0
-    """Steps with guesses."""
+    """Steps with drafts."""
     drafted_tokens: int = 0
-    """Tokens that these have made, beside guesses that were drawn also those drawn after them."""
+    """Tokens of these steps: accepted drafts and the tokens drawn after them."""
     drafted_bytes: int = 0
-    """Bytes that these have touched in memory and on flash, guessing included."""
+    """Bytes that these steps have touched in memory and on flash, drafting included."""
     drafted_flash_bytes: int = 0
     plain_tokens: int = 0
-    """Tokens that steps without guesses have made."""
+    """Tokens of steps without drafts."""
     plain_bytes: int = 0
     """Bytes that these have touched in memory and on flash."""
     plain_flash_bytes: int = 0
@@ -115,7 +115,7 @@ class RunStatistics(Counters):
     routed_experts: int = 0
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen_experts: int = 0
-    """Those that prefetching had predicted."""
+    """Experts among them that prefetching had predicted."""
     tokens_without_ahead: int = 0
     """Tokens that did not look ahead, because it did not pay."""
     expert_weight: float = 0.0
@@ -128,7 +128,7 @@ class RunStatistics(Counters):
     """Predictors' scores above the threshold, summed over named neurons of layers that are not all
     in memory, if the plan leaves out some that are missing."""
     left_out_mass: float = 0.0
-    """Those of neurons that were missing and not worth a read to the plan."""
+    """Scores of neurons that were missing and not worth a read to the plan."""
     gate_reads: int = 0
     """Missing neurons whose gate was read first."""
     flash_saved_bytes: int = 0

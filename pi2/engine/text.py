@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 Message = Mapping[str, Any]
-"""``{"role": "user", "content": "..."}``, and whatever else a template reads."""
+"""``{"role": "user", "content": "..."}``, and other fields that a template reads."""
 
 _CPU_S, _CPU_S_PER_MIB = 1.0, 1.0
 """Processor time of a template, and more of it for long conversations."""
 _MEMORY_MIB, _MEMORY_FACTOR = 512, 32
-"""Memory of the process, and times the bytes of template and conversation besides."""
+"""Memory of the process, and further times the bytes of template and conversation."""
 
 
 _STAYING_MIB = 1
@@ -44,7 +44,7 @@ class ChatTemplate:
     """A template and the special tokens that it may name."""
 
     file: Path
-    """Where it was read: the place of findings."""
+    """Its file, for findings."""
     source: str
     tokens: Mapping[str, str]
     """Texts of special tokens, such as ``{"bos_token": "<s>"}``."""
@@ -108,10 +108,10 @@ def read_chat_template(
     """The chat template in the store ``folder``, or in a folder that was made of ``file_of``.
 
     ``chat_template.jinja`` goes before ``chat_template`` in ``tokenizer_config.json``, which is a
-    text or a list of named ones, as do ``chat_template.NAME.jinja`` before those; ``name`` chooses,
-    ``default`` by default.  Begin and
-    end tokens that the configuration does not state are those of ``settings``.  Raises `UserError`
-    P608 if a file is broken, P609 if there is no such template."""
+    text or a list of named ones; ``chat_template.NAME.jinja`` files go before named ones. ``name``
+    chooses, ``default`` by default. ``settings`` have begin and end tokens that the configuration
+    does not state. Raises `UserError` P608 if a file is broken, P609 if there is no such
+    template."""
     config = _read_config(folder / TOKENIZER_CONFIG)
     tokens = _list_special_tokens(config)
     for key, token in (("bos_token", settings.bos), ("eos_token", next(iter(settings.eos), None))):
@@ -208,10 +208,9 @@ MAX_HELD = 16
 class TokenDecoder:
     """Turns one token after the other into text, whole characters at a time.
 
-    Tokens are decoded together with those of the piece before, because the text of a token can
-    depend on its neighbours (spaces, bytes of one character).  The first ones go on with a prompt:
-    what a decoder leaves out where a text begins, such as Llama 2's first space, is part of them.
-    """
+    Tokens are decoded together with the piece before, because the text of a token can depend on its
+    neighbours (spaces, bytes of one character). The first tokens continue a prompt: their text
+    includes a leading space, such as Llama 2's, that decoders leave out at the start of a text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         """``decode`` gives the text of token ids."""
@@ -229,7 +228,7 @@ class TokenDecoder:
         return text
 
     def flush(self) -> str:
-        """Return what is left at the end; bytes that are no character become U+FFFD."""
+        """Return the remaining text at the end; bytes that are no character become U+FFFD."""
         text, self._held = self._read_held(), []
         return text
 
@@ -267,7 +266,7 @@ class StopFilter:
         return text[:cut]
 
     def flush(self) -> str:
-        """Return what was held back, at the end."""
+        """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return held
 

@@ -43,11 +43,11 @@ class Foresight:
         self.experts: list[I32] = []
         """Experts of each token, in an MoE model, that the last prediction is about."""
         self._found: list[tuple[I32, F32 | None]] = []
-        """What was predicted for each token, if no call does it at once."""
+        """The neurons predicted for each token, if no call does it at once."""
 
     def predict(self, following: int, layer: int, tokens: int) -> None:
-        """Predict the neurons of the layer ``following`` for all ``tokens`` of a step, by what it
-        would read now; then begin the FFN of ``layer``."""
+        """Predict the neurons of the layer ``following`` for all ``tokens`` of a step, from its
+        input as of now; then begin the FFN of ``layer``."""
         executor = self._executor
         if self._foreseer is not None:
             self._foreseer.foresee(following, layer, self._threshold)
@@ -87,22 +87,22 @@ class Wave:
     rest: I32
     """Stored indices that the cold cache has no room for until this wave is computed."""
     held: bool
-    """Whether the cache holds their slots; those of a layer that is all hot never leave."""
+    """Whether the cache holds their slots; slots of a layer that is all hot never leave."""
     owned: int
     """Neurons of the layer that another unit was to compute when they were found."""
     by_token: I64 | None = None
     """Which of several tokens have named each neuron [neurons], a bit for each; None of one."""
     experts: list[I32] | None = None
-    """Experts that they belong to, of each token, where these were predicted ahead."""
+    """Experts of each token that they belong to, if these were predicted ahead."""
     taken: int = 0
     """Clusters that have been waited for."""
     named: I32 | None = None
     """Stored indices of all of them, of a wave that was begun ahead for chosen experts."""
     opened: list[tuple[I32, I32, PendingRead | None]] = field(default_factory=list)
-    """In two phases, of each cluster: slots and stored indices of those whose gates are open, and
-    what is still read of them."""
+    """In two phases, of each cluster: slots and stored indices of neurons with open gates, and
+    their remaining reads."""
     closed: list[I32] = field(default_factory=list)
-    """Stored indices of those of which only the gate was read."""
+    """Stored indices of neurons of which only the gate was read."""
 
     @property
     def in_phases(self) -> bool:
@@ -148,11 +148,11 @@ class Waves:
         self._tokens = 1
         self.counters = NeuronCounters()
         self._only_resident = False
-        """Whether what is not in memory is left out."""
+        """Whether neurons that are not in memory are left out."""
 
     @contextmanager
     def leave_out_missing(self) -> Iterator[None]:
-        """Let nothing be read meanwhile: tokens are computed with what is in memory."""
+        """Let nothing be read meanwhile: tokens are computed with resident neurons only."""
         self._only_resident = True
         try:
             yield
@@ -160,7 +160,7 @@ class Waves:
             self._only_resident = False
 
     def _keep_resident(self, layer: int, indices: I32) -> I32:
-        """Those of ``indices`` [n] that are in memory."""
+        """The ``indices`` [n] that are in memory."""
         return indices.compress(self._cache.locate(layer, indices) != ABSENT)
 
     def _select_tokens(self) -> Iterator[int]:
@@ -254,8 +254,7 @@ class Waves:
             wave.closed.append(indices.compress(closed))
 
     def _take_cluster(self, wave: Wave, pending: PendingRead, number: int) -> tuple[I32, I32]:
-        """Wait for a cluster; return the slots and stored indices of those of its neurons that may
-        fire."""
+        """Wait for a cluster; return the slots and stored indices of its neurons that may fire."""
         if pending.gates is None:
             return self._reader.finish(pending, number), pending.indices[pending.clusters[number]]
         slots, indices, rest = wave.opened[number]

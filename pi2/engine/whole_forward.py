@@ -42,8 +42,8 @@ class WholeForward(Sequences):
         step_neurons: int | None,
         has_states: bool = False,
     ) -> None:
-        """``step_neurons``: those that may compute a token in all layers together; None where
-        steps compute all of them; ``has_states``: whether layers keep states."""
+        """``step_neurons``: neurons that may compute a token in all layers together; None if steps
+        compute all of them; ``has_states``: whether layers keep states."""
         super().__init__(context=context, sequences=sequences, has_states=has_states)
         self._model = model
         self._chunk = chunk
@@ -65,7 +65,7 @@ class WholeForward(Sequences):
             )
 
     def abandon(self) -> None:
-        """Do nothing: whatever was begun ends by itself."""
+        """Do nothing: work that has begun ends by itself."""
 
     def prefill(
         self,

@@ -195,7 +195,7 @@ def _open_sample(path: Path) -> Iterator[Path]:
 
 
 def _find_filesystem(path: Path, number: int, root: Path) -> str | None:
-    """Type of the mounted file system with that device number that lies nearest above ``path``."""
+    """Type of the mounted file system with that device number that is nearest above ``path``."""
     nearest, kind = -1, None
     wanted = f"{os.major(number)}:{os.minor(number)}"
     for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():

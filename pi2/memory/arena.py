@@ -24,14 +24,14 @@ MEAN_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextMemory:
-    """What keys and values take."""
+    """The size of the KV cache."""
 
     total_bytes: int
     """Bytes of full contexts of all sequences."""
     context: int
     """Tokens of all sequences."""
     runs: int
-    """Stretches that tokens fill one after the other: the last page of each is partly used."""
+    """Ranges that tokens fill one after the other: the last page of each is partly used."""
 
     def count_unused(self, tokens: int) -> int:
         """Bytes that no token has touched while there are at most ``tokens``."""
@@ -40,7 +40,7 @@ class ContextMemory:
 
 
 def describe_context(resolved: ResolvedPlan) -> ContextMemory:
-    """What keys and values take of their segment."""
+    """The part of its segment that the KV cache takes."""
     runs = 0
     for attention, layers in list_attention(resolved.model):
         kinds, vectors, _ = attention.kept
@@ -105,7 +105,7 @@ class ContextLoan:
             self._cache.resize_cold(self.count_slots(self._claimed))
 
     def begin(self) -> None:
-        """Begin anew: keys and values of all sequences are forgotten."""
+        """Begin anew, with an empty KV cache for all sequences."""
         if self._claimed:
             self._claimed = 0
             self._release()
@@ -120,8 +120,8 @@ def allocate_cache(
     alone: bool = False,
     granule: int = 1,
 ) -> NeuronCache:
-    """One arena for hot and cold neurons; UserError P610 without room.  ``alone``: without units'
-    neurons elsewhere."""
+    """One arena for hot and cold neurons; UserError P610 without room. ``alone``: without the
+    neurons of other units."""
     stride = resolved.bundle.stride * granule
     ranges = [_find_hot(resolved, layer, alone) for layer in resolved.layers]
     hot, first = [len(own) // granule for own in ranges], [own.start for own in ranges]
@@ -185,8 +185,8 @@ def count_neurons_at_risk(resolved: ResolvedPlan) -> int:
 
 
 def _count_streamed(resolved: ResolvedPlan) -> int:
-    """Neurons that stream by in whole layers, beside layers whose named neurons are cached: no slot
-    is for them."""
+    """Neurons of layers that are streamed as a whole, next to layers whose predicted neurons are
+    cached: they get no slot."""
     if not resolved.named_layers:
         return 0
     layers = (resolved.layers[number] for number in resolved.whole_layers)
@@ -208,7 +208,7 @@ def count_cold_slots(resolved: ResolvedPlan, granule: int = 1) -> tuple[int, int
 
 
 def make_loan(resolved: ResolvedPlan, cache: NeuronCache, budget: Budget) -> ContextLoan | None:
-    """What the context lends, if the plan says so and there are neurons to lie in it."""
+    """The loan of the context, if the plan allows it and there are neurons to use it."""
     cold_slots, most_slots = count_cold_slots(resolved, cache.granule)
     if most_slots == cold_slots:
         return None

@@ -120,7 +120,7 @@ def _read_sizes(path: Path) -> dict[str, int]:
 
 PAGE = 4096
 HUGE_BYTES: Mapping[str, int] = {"cold": 64 << 20, "attention": 4 << 20, "predictor": 4 << 20}
-"""Least size of regions that lie in pages of 2 MiB: smaller arenas would take memory unused."""
+"""Least size of regions in pages of 2 MiB: smaller arenas would waste memory."""
 
 
 class Budget:
@@ -186,13 +186,13 @@ class Budget:
         return np.frombuffer(region, np.uint8, count=size)
 
     def adopt(self, segment: str, region: U8) -> U8:
-        """Count ``region``, memory that somebody else has brought, and return it; UserError P610 as
-        for ``charge``."""
+        """Count ``region``, memory from elsewhere, and return it; UserError P610 as for
+        ``charge``."""
         self.charge(segment, region.nbytes)
         return region
 
     def lock(self) -> str | None:
-        """Keep what was given out in memory, as it is touched; return why that cannot be."""
+        """Keep all regions in memory once they are touched; return why that cannot be."""
         regions = [(_find_address(region), len(region)) for region in self._maps]
         problem = lock_regions(regions)
         self._is_locked = problem is None
@@ -203,7 +203,8 @@ class Budget:
             unlock_region(_find_address(region) + first, size)
 
     def release(self, segment: str) -> None:
-        """Let the system have the memory that ``segment`` alone was given; it is zeros then."""
+        """Return the regions of ``segment`` to the system, unless other segments share them; they
+        are zeros then."""
         self._advise(segment, "MADV_DONTNEED")
 
     def use_small_pages(self, segment: str) -> None:

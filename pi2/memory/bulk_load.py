@@ -40,7 +40,7 @@ class Job:
     """Reads and compares, in any thread."""
     bytes: int
     target: U8 | None = None
-    """Where it goes, if that is memory that nobody has touched yet."""
+    """Its target, if that is memory that has not been touched yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,14 +57,14 @@ class Batch:
     def __init__(self, load: BulkLoad) -> None:
         self._load = load
         self.left = 0
-        """Those that are not over."""
+        """Reads that are not over."""
 
     def keep(self, close: Callable[[], None]) -> None:
         """Call ``close`` when no read is under way any more."""
         self._load.keep(close)
 
     def add(self, jobs: Sequence[Job]) -> None:
-        """Begin with reads, behind those that were added before to any batch."""
+        """Begin with reads, behind the earlier ones of any batch."""
         self._load.add(self, jobs)
 
     def finish(self) -> None:
@@ -86,7 +86,7 @@ class BulkLoad:
         self._error: BaseException | None = None
         self._is_closed = False
         self._windows: dict[int, _Window] = {}
-        """By number: those that are being touched, or have been."""
+        """By number: windows that are touched now, or have been."""
         self._untouched: deque[_Window] = deque()
         self._kept = ExitStack()
         self.total_bytes = 0
@@ -181,7 +181,7 @@ class BulkLoad:
                 window.is_touched.wait()
 
     def close(self) -> None:
-        """Forget what has not begun, wait for the rest, and close what was kept; may be called
+        """Forget reads that have not begun, wait for the rest, and close the files; may be called
         again."""
         self._is_closed = True
         with self._change:
@@ -197,8 +197,8 @@ def count_touchers() -> int:
 
 
 def join_neighbours(targets: Iterable[U8]) -> list[tuple[int, int]]:
-    """Addresses of stretches of memory, first and behind the last, with no gap between two targets
-    that follow each other."""
+    """Ranges of addresses, first and behind the last, with no gap between two targets that follow
+    each other."""
     stretches: list[tuple[int, int]] = []
     for target in targets:
         first, last = target.ctypes.data, target.ctypes.data + target.nbytes
@@ -210,8 +210,8 @@ def join_neighbours(targets: Iterable[U8]) -> list[tuple[int, int]]:
 
 
 def touch_memory(address: int, size: int) -> None:
-    """Touch pages from an address at the beginning of one, as a write does; nothing happens where
-    the system cannot, and whoever writes touches them then."""
+    """Touch pages from an address at the beginning of one, as a write does; if the system cannot,
+    the first write touches them."""
     library = ctypes.CDLL(None)
     if hasattr(library, "madvise"):
         # ctypes lets go of Python's lock: reads go on.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class NeuronChecks:
-    """What is known of the neurons of every layer: their checks, and which have been compared."""
+    """State of the neurons of every layer: their checks, and which have been compared."""
 
     def __init__(self, checks: Sequence[U32], loops: HostLoops | None) -> None:
         """``checks``: CRC-32 [neurons] of the bundles of each layer; ``loops`` compute them in
@@ -46,8 +46,8 @@ class NeuronChecks:
         return int(np.count_nonzero(known)) == known.size
 
     def find_damaged(self, layer: int, indices: I32, arena: U8, slots: I32) -> list[int]:
-        """Compare bundles ``indices`` [n], which are in ``slots`` [n] of ``arena``, unless they
-        have been: return places in ``indices`` of those that are damaged."""
+        """Compare the checks of bundles ``indices`` [n], which are in ``slots`` [n] of ``arena``,
+        unless they have been compared: return the places in ``indices`` of damaged ones."""
         known = self._compared[layer].take(indices)
         places = np.flatnonzero(~known)
         if len(places) == 0:

@@ -1,14 +1,14 @@
 """The neuron cache: which neurons are in memory, and in which slot of the arena.
 
-One arena [slots, stride] holds them all.  The hot neurons of layer 0, 1, ... come first, each
-layer's contiguous and in stored order, so that dense kernels can run over them; they leave only
-when the hot region is made smaller.  If a dense unit owns a layer's first neurons, the hot ones
-here are those that follow, and what it owns is asked for only when the unit is lost.  The slots
-behind them are the cold cache, shared by all layers, one neuron a slot.
+One arena [slots, stride] holds them all. The hot neurons of layer 0, 1, ... come first, contiguous
+for each layer and in stored order, as dense kernels need them; they leave only when the hot region
+is made smaller. If a dense unit owns a layer's first neurons, the hot ones here follow them; the
+owned ones are needed only if the unit is lost. The slots behind them are the cold cache, shared by
+all layers, one neuron a slot.
 
-If neurons are always needed together, as those of an expert are, a *granule* of neighbours in
-stored order takes a slot instead of one neuron.  Then indices, slots and counts here are of
-granules, and `pi2.memory.granules` tells those who ask for single neurons."""
+If neurons are always needed together, as an expert's are, a *granule* of neighbours in stored order
+takes a slot instead of one neuron. Then indices, slots and counts here are of granules, and
+`pi2.memory.granules` translates them for callers that need single neurons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LayerCounters:
 
 @dataclass(slots=True, kw_only=True)
 class Lookup:
-    """Where the neurons of one request are.  Not frozen: one is made per layer and token."""
+    """Slots of the neurons of one request. Not frozen: one is made per layer and token."""
 
     resident_slots: I32
     """Slots [h] of those in memory."""
@@ -50,7 +50,7 @@ class Lookup:
     missing_slots: I32
     """Slots [m] that they have been given."""
     cold: I32
-    """Those of all slots that are cold, counted from the first cold one."""
+    """Cold slots among all, counted from the first cold one."""
     rest: I32
     """Stored indices of the request's last neurons, for which no slot was free."""
     skipped: int = 0
@@ -180,8 +180,8 @@ class NeuronCache:
         return self.cold_capacity - self._held_count
 
     def leave_out(self, layer: int, indices: I32, scores: F32, sieve: ReadSieve) -> I32:
-        """Return ``indices`` [n] (ascending) without those that are missing and, by their
-        ``scores`` [neurons], not worth a read to ``sieve``."""
+        """Return ``indices`` [n] (ascending) without missing neurons whose ``scores`` [neurons] are
+        not worth a read to ``sieve``."""
         first = int(indices.searchsorted(self.hot_range(layer).stop))
         others = indices[first:]
         missing = self._rows[layer].take(others) == ABSENT
@@ -245,8 +245,8 @@ class NeuronCache:
         )
 
     def count_taken(self, layer: int, indices: I32) -> int:
-        """Return how many of ``indices`` [n] (ascending) are looked for, so that no more are cold
-        than slots are free."""
+        """Return how many of ``indices`` [n] (ascending) may be looked for without more cold ones
+        among them than free slots."""
         end, free = len(indices), self.free_capacity
         if end <= free:
             return end
@@ -347,8 +347,8 @@ class NeuronCache:
         self._bind_tables()
 
     def hold(self, found: Lookup) -> None:
-        """Keep neurons, which nobody else holds, until they are released: they are being computed
-        with, or on their way from flash."""
+        """Keep neurons that nothing else holds until they are released: they are in use, or on
+        their way from flash."""
         self._held[found.cold] = True
         self._held_count += len(found.cold)
 
@@ -358,8 +358,8 @@ class NeuronCache:
         self._held_count -= len(found.cold)
 
     def forget(self, layer: int, missing: I32, *, unread_bytes: int = 0) -> None:
-        """Drop ``missing`` [m], which were not read, or but for ``unread_bytes`` each, so that
-        nobody computes with them."""
+        """Drop ``missing`` [m] neurons that were not read, or not the last ``unread_bytes`` of
+        each: nothing may compute with them."""
         self.counters[layer].read_bytes -= len(missing) * unread_bytes
         slots = self._slot_of[layer, missing] - self._first_cold
         self._owner[slots] = ABSENT

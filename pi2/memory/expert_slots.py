@@ -30,7 +30,7 @@ class ExpertMatrix:
 
     file: int
     offset: int
-    """Byte of the file where that of expert 0 begins."""
+    """Byte of the file at which expert 0 begins."""
     size: int
     """Bytes of one."""
 
@@ -104,7 +104,7 @@ class _Group:
 
 
 class _Layer:
-    """Where the experts of a layer lie in the file and in memory."""
+    """Places of a layer's experts in the file and in memory."""
 
     def __init__(self, matrices: Sequence[ExpertMatrix], group: _Group, experts: int) -> None:
         self.group = group

@@ -53,10 +53,10 @@ class ReadSettings:
     cluster: int = 64
     """Neurons that are read together before they are computed, at least."""
     ahead: bool = False
-    """Reads begin a layer ahead: the drive is busy with the next one's while these are computed,
-    all at once where the engine does not divide them among threads and nothing waits for gates."""
+    """Reads begin a layer ahead: the drive reads the next layer's neurons while these are computed,
+    all at once if the engine does not divide them among threads and no gates are read first."""
     request_bytes: int = 1 << 19
-    """About so many bytes are one request, where neurons are read in larger stretches."""
+    """Approximate bytes of one request, if neurons are read in longer runs."""
     verify: bool = False
     """Check every bundle when it is read for the first time."""
     gate_bytes: int = 0
@@ -73,9 +73,9 @@ class PendingRead:
     indices: I32
     """Stored indices [n], ascending."""
     slots: I32
-    """Where they go, [n]."""
+    """Their slots, [n]."""
     clusters: tuple[slice, ...]
-    """Stretches of ``indices``, in their order."""
+    """Runs of ``indices``, in their order."""
     batch: ReadBatch | None
     gates: Bits | None = None
     """Whether only the gate of each neuron is read, [n]; None where neurons are read whole."""
@@ -97,7 +97,7 @@ class FlashReader:
         prepare and issue reads in compiled code; numpy and Python do without."""
         self._arena = arena
         self._granule = arena.shape[1] // files[0].stride if files else 1
-        """Neurons of a slot: indices of what is read into slots count as many at once."""
+        """Neurons of a slot: each index that is read into slots counts as so many."""
         self._single_arena = divide_slots(arena, self._granule)
         self._address: int = arena.ctypes.data
         self._granule_reads = GranuleReads(
@@ -155,7 +155,7 @@ class FlashReader:
 
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Begin to read bundles ``indices`` [n] (ascending) of ``layer`` into ``slots`` [n], or
-        their gates; what has not been checked yet is read whole."""
+        their gates; unchecked bundles are read whole."""
         if self._granule > 1:
             return self._start_granules(layer, indices, slots)
         start_s = 0.0 if self._observer is None else time.perf_counter()
@@ -253,7 +253,7 @@ class FlashReader:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of a bundle that follow those which are read first."""
+        """Bytes of a bundle after its first part."""
         stride: int = self._arena.shape[1]
         return stride - self._gate_bytes
 
@@ -302,7 +302,7 @@ class FlashReader:
         return slots
 
     def _read_again(self, pending: PendingRead, cluster: slice, failed: Bits) -> None:
-        """Read those of a cluster that ``failed`` [n]."""
+        """Read the bundles of a cluster that ``failed`` [n]."""
         indices, slots = pending.indices[cluster], pending.slots[cluster]
         for i in np.flatnonzero(failed).tolist():
             self._read_bundle(pending.layer, int(indices[i]), int(slots[i]))

@@ -17,8 +17,8 @@ nothing is left to read, and every call takes its time."""
 
 
 def choose_granule(layers: Sequence[I32], experts: int, stride: int) -> int:
-    """Most neurons, up to `MOST_GRANULE_BYTES`, that divide every expert's stretch; 1 if experts
-    are scattered. ``layers``: stored indices by expert, ascending in each."""
+    """Most neurons, up to `MOST_GRANULE_BYTES`, that divide every expert's range; 1 if experts are
+    scattered. ``layers``: stored indices by expert, ascending in each."""
     for layer in layers:
         groups = layer.reshape(experts, -1)
         size = groups.shape[1]
@@ -82,7 +82,7 @@ class SingleNeurons:
 
 
 def expand_stretches(numbers: I32, stretch: int) -> I32:
-    """Numbers of the neurons [n stretch] of stretches ``numbers`` [n], each one's in order."""
+    """Numbers of the neurons [n stretch] in the ranges ``numbers`` [n], in order within each."""
     if stretch == 1:
         return numbers
     first: I32 = np.multiply(numbers, stretch, dtype=np.int32)[:, None]

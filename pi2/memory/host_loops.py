@@ -1,4 +1,4 @@
-"""What the engine has compiled for the machine that it runs on, whatever computes the model."""
+"""Compiled loops of the engine for its machine, for any backend."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MASSES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """The loops are scalar code, but for that of checks: any machine of this one's architecture and
-    system that has its instruction runs them."""
+    """The loops are scalar code, except the checks: any machine of this architecture and system
+    that has its instruction runs them."""
 
     program: ClassVar[str] = "pi2.backends.host.program"
     architecture: str = field(default_factory=platform.machine)
@@ -67,9 +67,9 @@ def choose_checks(features: Set[str]) -> CheckInstruction | None:
 
 
 class RingControl(IntEnum):
-    """What is where in the numbers that `HostLoops.drive_ring` works by.
+    """Index of each number that `HostLoops.drive_ring` uses.
 
-    Those from HEAD to DONE_TAIL are places of 32-bit words of the rings."""
+    HEAD to DONE_TAIL are places of 32-bit words of the rings."""
 
     NAMED = 0
     """Name of the next request: those before have entries in the pool."""
@@ -79,7 +79,7 @@ class RingControl(IntEnum):
     DEPTH = 3
     """Most requests in flight."""
     LEAST_ROOM = 4
-    """Room for so many is worth a system call that nobody waits for."""
+    """Room for so many is worth a system call that does not wait."""
     DEFERRED = 5
     """1 where completions are noted when the ring is asked for them only."""
     POOL_MASK = 6
@@ -104,7 +104,7 @@ class RingArrays(NamedTuple):
     words: U32
     """[w], the memory of both rings."""
     slots: I64
-    """[s, 8], that of submitted entries."""
+    """[s, 8], the memory of submitted entries."""
     pool: I64
     """[p, 8] entries; one whose first word is 0 is left out."""
     results: I64
@@ -112,7 +112,7 @@ class RingArrays(NamedTuple):
 
 
 class BundlePlaces(NamedTuple):
-    """Bundle i lies at ``base + i stride`` of a file, slot s at ``address + s stride``."""
+    """Bundle i is at ``base + i stride`` of a file, slot s at ``address + s stride``."""
 
     most: int
     """Bundles of a request."""
@@ -124,12 +124,12 @@ class BundlePlaces(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer's neurons are."""
+    """Places of a layer's neurons."""
 
     row: I32
     """[neurons]: slots, or -1."""
     hot: slice
-    """Those that are always in memory, from slot ``hot_slot`` on."""
+    """Neurons that are always in memory, from slot ``hot_slot`` on."""
     hot_slot: int
     first_key: int
     first_cold: int
@@ -143,7 +143,7 @@ class CacheTables:
     counts: F32
     """[keys]: uses, of which later ones count more."""
     scores: F32
-    """[cold]: the counts of what is there."""
+    """[cold]: use counts of the cached neurons."""
     used_at: I64
     """[cold]: the clock at the last use."""
     growth: float
@@ -186,9 +186,9 @@ class FoundNeurons(NamedTuple):
     mass: float = 0.0
     """Mass of the neurons that were looked for, if scores were given."""
     left_out_mass: float = 0.0
-    """Mass of those that were skipped."""
+    """Mass of skipped neurons."""
     tried_mass: float = 0.0
-    """Mass of those that would have been, whatever may be left out."""
+    """Mass of neurons that an unlimited allowance would have skipped."""
 
 
 class HostLoops(Protocol):

@@ -1,4 +1,4 @@
-"""What an I/O engine is, and those that need no more than the usual system calls."""
+"""I/O engines: their protocol, and the ones that need only the usual system calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 Content = Literal["neurons", "gates", "rest"]
-"""Whole neurons; the gates of those that are read alone; up and down of these."""
+"""Whole neurons; gates that are read first; ups and downs of these."""
 
 PENDING = -(2**62)
 """Result of a read that is not over."""
@@ -63,7 +63,7 @@ class Merging:
     gap: int = 0
     """Most bundles between two wanted ones that are read and thrown away."""
     scratch: int = 0
-    """Address of a bundle's room for what is thrown away."""
+    """Address of a bundle's room for unused bytes."""
 
 
 def make_batch(
@@ -80,7 +80,7 @@ def make_batch(
     """Plan reads of the bundles ``indices`` [b] (ascending) into ``slots`` [b], of which slot 0 is
     at ``address``; ``loops`` do it in compiled code, unless gaps are read across.
 
-    Bundle i lies at byte ``base + i stride``."""
+    Bundle i is at byte ``base + i stride``."""
     merging = merging or Merging()
     if loops is not None and not merging.gap:
         arrays = loops.plan_reads(
@@ -165,8 +165,8 @@ class GranuleReads:
     def plan(
         self, file: int, indices: I32, slots: I32, base: int
     ) -> tuple[tuple[slice, ...], ReadBatch]:
-        """Plan reads of the granules ``indices`` [b] into ``slots`` [b]; granule 0 lies at byte
-        ``base``.  Returns clusters of one granule each, and the reads."""
+        """Plan reads of the granules ``indices`` [b] into ``slots`` [b]; granule 0 is at byte
+        ``base``. Returns clusters of one granule each, and the reads."""
         granules = len(indices)
         if granules > self._granules:
             self._make_room(2 * granules)
@@ -199,7 +199,7 @@ def find_addresses(slots: I32, address: int, stride: int) -> I64:
 
 
 def _measure_runs(begins: Bits) -> tuple[I64, I64]:
-    """Where runs begin, and how long they are, by whether a bundle [b] begins one."""
+    """Beginnings and lengths of runs, by whether a bundle [b] begins one."""
     (starts,) = begins.nonzero()
     ends = np.empty_like(starts)
     ends[:-1] = starts[1:]

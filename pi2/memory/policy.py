@@ -43,14 +43,14 @@ class Policy(Protocol):
         slots stay."""
 
     def adopt(self, keys: I64, order: I32) -> None:
-        """Begin anew: slot i holds ``keys[i]`` (ABSENT: it is empty); ``order`` has all slots,
-        that of the neuron that is needed least first."""
+        """Begin anew: slot i holds ``keys[i]`` (ABSENT: it is empty); ``order`` has all slots, the
+        least needed neuron's first."""
 
     def drop(self, slots: I32) -> None:
         """``slots`` [n] are empty now."""
 
     def list_order(self) -> I32:
-        """All slots, that of the neuron that is needed least first."""
+        """All slots, the least needed neuron's first."""
 
     def renumber(self, source: I32, keys: I64) -> None:
         """Slot i is from now on what slot ``source[i]`` was (ABSENT: a new one), and holds
@@ -172,7 +172,7 @@ class LeastRecentlyUsed:
 
 
 _HALF_LIFE_TOKENS = 64.0
-"""Tokens after which a use counts half, where a token uses the expected number of neurons."""
+"""Tokens after which a use counts half, if a token uses the expected number of neurons."""
 _PRIOR_TOKENS = 16.0
 """How many tokens the expectation is worth."""
 _UNKNOWN_USE = 0.1
@@ -189,13 +189,13 @@ _EMPTY = -1.0
 """Score of a slot without a neuron: it goes first."""
 _NO_SLOTS = np.empty(0, np.int32)
 _STEEPNESS = 0.6
-"""Exponent of the power law of activations over stored places: that of a layer in which 26 to 43 %
-of the neurons make 80 % of the activations."""
+"""Exponent of the power law of activations over stored places, from a layer in which 26 to 43 % of
+the neurons make 80 % of the activations."""
 
 
 def expect_uses(layers: int, neurons: int, *, share: float = _UNKNOWN_USE) -> F32:
-    """Uses per token [layers, neurons] of neurons stored by hotness, where a token uses ``share``
-    of them."""
+    """Uses per token [layers, neurons] of neurons stored by hotness, if a token uses ``share`` of
+    them."""
     places = ((np.arange(neurons) + 0.5) / neurons) ** -_STEEPNESS
     uses = np.minimum(places * (share / places.mean()), 1.0)
     return np.tile(uses.astype(np.float32), (layers, 1))
@@ -275,8 +275,8 @@ class LeastFrequentlyUsed:
         marks: F32 | None = None,
         limits: ReadLimits | None = None,
     ) -> FoundNeurons:
-        """Find ``indices`` [n] (ascending) of a layer, and give slots to those that are missing, as
-        ``touch`` and ``replace`` do; see `HostLoops.find_neurons`."""
+        """Find ``indices`` [n] (ascending) of a layer, and give slots to missing ones, as ``touch``
+        and ``replace`` do; see `HostLoops.find_neurons`."""
         self.tables.clock += 1
         found = loops.find_neurons(self.tables, place, indices, room, marks, limits)
         self._let_weight_grow(found.present - found.hot)

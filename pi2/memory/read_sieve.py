@@ -1,15 +1,15 @@
-"""Which missing neurons are worth a read: those whose scores reach a limit.
+"""Which missing neurons are worth a read: neurons whose scores reach a limit.
 
 The limit is a score that a plan states (``decode.missing_threshold``), or it is found while the
-model runs, so that of the mass of all scores a stated share is left out (``decode.leave_out``).
+model runs, by the share of all scores' mass to leave out (``decode.leave_out``).
 
 The *mass* of a neuron is its predictor's score above ``decode.threshold``, from which neurons are
-named.  What a layer names earns the stated share of its mass as allowance, and what is left out
-spends it, so that the share left out is never above the stated one.  After every step the limit
-follows the step's balance, so that what is spent is what is earned and a small reserve stays.
+named. A layer earns the stated share of its named mass as allowance, and left-out neurons spend it;
+the share left out is therefore never above the stated one. After every step the limit follows the
+step's balance: spending equals earnings, and a small reserve stays.
 
-A missing neuron beside one that is read for its own score shares that one's request.  So it has a
-lower limit, by what both reads cost."""
+A missing neuron next to one that is read for its own score shares that one's request. So it has a
+lower limit, by the cost of both reads."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from pi2.arrays import F32, I32, Bits
 REQUEST_BYTES = 20 << 10
 """Bytes that are read in the time that a request takes by itself (notes/reads.md)."""
 _RESERVE_STEPS = 2.0
-"""Steps whose allowance is kept in reserve, so that the limit need not be cut off."""
+"""Steps whose allowance is kept in reserve, to avoid cutting off the limit."""
 _HORIZON_STEPS = 16.0
 """Steps in which a reserve that is too small or too large is made up for."""
 _MOST_RESERVE_STEPS = 8.0
-"""Steps whose allowance is kept at most, so that no time of few misses pays for later ones."""
+"""Steps whose allowance is kept at most: a time of few misses must not pay for later ones."""
 _GAIN = 0.25
 """Exponent of wanted over left out mass that the limit follows: mass below a limit grows with its
 square or faster."""
 _MOST_STEP = log(1.5)
 """Largest change of the limit's logarithm in a step."""
 _MOST_LIMIT = 16.0
-"""Highest limit, in mean masses of named neurons: where few are missing it would grow forever."""
+"""Highest limit, in mean masses of named neurons: with few missing ones it would grow forever."""
 
 
 class ReadLimits(NamedTuple):
@@ -43,7 +43,7 @@ class ReadLimits(NamedTuple):
     least: float
     """Score from which a missing neuron is read."""
     beside: float
-    """Score from which it is read beside one that is read for its own score."""
+    """Score from which it is read next to one that is read for its own score."""
     zero: float
     """Score whose mass is 0."""
     allowance: float
@@ -107,8 +107,8 @@ class ReadSieve:
         self.count(len(named), mass, gone, tried)
 
     def count(self, neurons: int, mass: float, left_out: float, tried: float) -> None:
-        """Count the mass of ``neurons`` that were named, of those of them left out, and of those
-        that would have been with any allowance."""
+        """Count the mass of named ``neurons``, of the left-out ones, and of those that any
+        allowance would have left out."""
         if not isfinite(mass):
             # Nothing was computed: there are no scores.
             return

@@ -1,7 +1,7 @@
 """The I/O engine ``io_uring``: reads are queued in memory that the kernel sees, many per call.
 
-No thread and no Python per neuron: requests are rows of a pool, and one compiled call hands all of
-them over, notes what is over, and waits (`HostLoops.drive_ring`)."""
+No thread and no Python per neuron: requests are rows of a pool, and one compiled call submits all
+of them, notes finished ones, and waits (`HostLoops.drive_ring`)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HAS_COMPLETIONS = 1 << 2
 _PARAMETERS_BYTES = 120
 _FLAGS_OFFSET = 8
 _SQ_OFFSETS, _CQ_OFFSETS = 40, 80
-"""Where ``struct io_uring_params`` has the offsets of the rings."""
+"""Offsets of the rings' fields in ``struct io_uring_params``."""
 _RINGS, _ENTRIES = 0, 0x10000000
 """Offsets for mmap: both rings, and the entries."""
 _SINGLE_MAP = 1
@@ -188,8 +188,7 @@ class Ring:
             self._note(results)
 
     def _push(self, pool: I64, room: int) -> None:
-        """Write entries that wait into the ring, up to ``room`` of them, but for those that were
-        given up."""
+        """Write waiting entries into the ring, up to ``room`` of them, except cancelled ones."""
         control, tail = self.control, self._words[self._tail]
         handed, named = control[: RingControl.HANDED_OVER + 1].tolist()[::-1]
         taken = pool.take(np.arange(handed, named) & (len(pool) - 1), axis=0)
@@ -261,7 +260,7 @@ def _explain_refusal(error: OSError) -> str:
 
 _READV = 1
 _FIXED_FILE = 1 << 8
-"""Flag of an entry, beside its operation: the file is a registered one."""
+"""Flag of an entry, next to its operation: the file is a registered one."""
 _POOL = 1 << 13
 """Requests that there is room for at first: several layers of a large model."""
 _NO_NUMBERS, _NO_PLACES = np.zeros(0, np.int32), np.zeros(0, np.int64)
@@ -279,10 +278,10 @@ _NOTHING_PLANNED = (
 class _Job:
     batch: ReadBatch
     first: int
-    """Name of its first request: those of a job follow each other, in the pool too."""
+    """Name of its first request: requests of a job follow each other, in the pool as well."""
     end: int
     waited: int = 0
-    """How many of its first requests somebody has waited for."""
+    """How many of its first requests have been waited for."""
 
     def keep_results(self) -> None:
         """Let the batch have its results elsewhere: their place is another's now."""
@@ -290,10 +289,10 @@ class _Job:
 
 
 class UringEngine:
-    """Reads with up to ``depth`` requests in flight.  One caller at a time.
+    """Reads with up to ``depth`` requests in flight. One caller at a time.
 
-    What is under way has to be waited for by the thread that has begun it, unless the caller may
-    change (``has_one_caller``)."""
+    The thread that began a read has to wait for it, unless the caller may change
+    (``has_one_caller``)."""
 
     def __init__(
         self,
@@ -303,15 +302,15 @@ class UringEngine:
         *,
         has_one_caller: bool = True,
     ) -> None:
-        """``files``: descriptors; ``loops``: compiled code for what is done per request.  Raises
+        """``files``: descriptors; ``loops``: compiled code for the work per request. Raises
         `RingUnavailable`."""
         self._has_one_caller = has_one_caller
         self._loops = loops
         self._files = files
         self._depth = depth
         self._jobs: deque[_Job] = deque()
-        """Those whose results are in the pool, in the order of their names: the few that somebody
-        may still wait for."""
+        """Jobs whose results are in the pool, in the order of their names: the few that may still
+        be waited for."""
         self._make_pool(_POOL)
         self._ring = self._open_ring(0)
         self._waits = False
@@ -393,8 +392,8 @@ class UringEngine:
         return batch
 
     def _make_room(self, name: int, count: int) -> int:
-        """Return the name, ``name`` or a later one, of the first of ``count`` requests, which lie
-        side by side in the pool, where nobody's results are needed any more."""
+        """Return the name, ``name`` or a later one, of the first of ``count`` requests. They need
+        neighbouring places in the pool, without results that are still needed."""
         size = len(self._results)
         if count > size // 2:
             self._wait_for_all(list(self._jobs))
@@ -496,7 +495,7 @@ class UringEngine:
         return RingArrays(ring.control, ring.words, ring.slots, self._entries, self._results)
 
     def _drive(self, begin: int, end: int) -> int:
-        """Hand over what has room, take note of what is over, and wait for the results [begin,
+        """Submit as many entries as have room, note finished ones, and wait for the results [begin,
         end) of the pool; return how many will never come."""
         ring, pool, results = self._ring, self._entries, self._results
         if self._loops is None:

@@ -168,7 +168,7 @@ class ExpertCounts(Protocol):
 
 
 class FileReads:
-    """What a run says of its reads, as `pi2.memory.flash.FlashReader` does of those of neurons."""
+    """Counters of its reads, as `pi2.memory.flash.FlashReader` has them for neurons."""
 
     phases_fallback: str | None = None
 
