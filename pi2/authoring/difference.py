@@ -85,7 +85,7 @@ def _take_steps(kind: Kind, text: str, version: int, steps: Mapping[int, Step], 
 def _rename_keys(
     kind: Kind, source: SourceFile, renames: Sequence[Rename]
 ) -> tuple[str, list[str]]:
-    """Replace old names, the last one first, so that places stay right."""
+    """Replace old names, the last one first, which leaves earlier places valid."""
     lines = source.text.split("\n")
     index = source.index()
     found = [
@@ -135,7 +135,7 @@ class Change:
 
     @property
     def name(self) -> str:
-        """The key path as people write it; that of a device or model begins with its kind."""
+        """The key path as people write it; a device's or model's begins with its kind."""
         path = self.path if self.document == "plan" else (self.document, *self.path)
         return format_path(path)
 
@@ -161,7 +161,7 @@ class LayerChange:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentChange:
-    """A segment of the budget: what it has and what it needs, before and after, in bytes."""
+    """A segment of the budget: its size and its need, before and after, in bytes."""
 
     name: str
     sizes: tuple[int, int]
@@ -247,7 +247,7 @@ def _describe(layer: ResolvedLayer) -> tuple[object, ...]:
 
 
 def compare_segments(before: ResolvedPlan, after: ResolvedPlan) -> list[SegmentChange]:
-    """Every segment, with its size and its need; that of the libraries needs what it has."""
+    """Every segment, with its size and its need; the libraries' need equals their size."""
     sizes = [item.plan.memory.segments for item in (before, after)]
     needs = [
         {name: need.bytes for name, need in find_needs(item).items()} for item in (before, after)
@@ -261,7 +261,7 @@ def compare_segments(before: ResolvedPlan, after: ResolvedPlan) -> list[SegmentC
 
 
 def _compare_units(before: ResolvedPlan, after: ResolvedPlan) -> Iterator[SegmentChange]:
-    """What dense units have and need, where that is no part of the segment ``hot``."""
+    """Memory and need of dense units, if that is no part of the segment ``hot``."""
     sides = []
     for item in (before, after):
         needs = {item.name_segment(name): need for name, need in count_unit_needs(item).items()}

@@ -85,7 +85,7 @@ class Wish:
     """Tokens; None takes the model's, at most 4096."""
     name: str = ""
     scales: ScalesPlace = "inline"
-    """Where the store has the scales of quantised weights."""
+    """The store's place for the scales of quantised weights."""
 
 
 def draft_plan(wish: Wish, device: Device, model: Model) -> str:

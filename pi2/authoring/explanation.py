@@ -96,7 +96,7 @@ def _simplify(schema: Any) -> Any:
 
 
 def _wrap_reference(schema: dict[str, Any]) -> dict[str, Any]:
-    """Draft 7 ignores whatever stands beside a ``$ref``."""
+    """Draft 7 ignores everything next to a ``$ref``."""
     if "$ref" not in schema:
         return schema
     rest = {key: value for key, value in schema.items() if key not in ("$ref", "default")}
@@ -193,7 +193,7 @@ def find_table(root: type[BaseModel], key: KeyPath) -> KeyPath | None:
 
 
 def describe_field(root: type[BaseModel], path: KeyPath) -> FieldDoc | None:
-    """What is known of the key at ``path`` of a document; None where there is no such key."""
+    """Facts about the key at ``path`` of a document; None if there is no such key."""
     kind = find_type(root, path)
     if kind is None or not path:
         return None
@@ -265,7 +265,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What is known of one value."""
+    """Facts about one value."""
 
     path: KeyPath
     kind: Kind

@@ -193,7 +193,7 @@ class TokenDraws:
     """Active neurons per token and layer [tokens, layers]."""
 
     dense: F64
-    """Active neurons among those that are computed densely anyway."""
+    """Active neurons among the densely computed ones."""
     hot: F64
     """Active neurons among the other hot ones."""
     cached: F64
@@ -217,10 +217,11 @@ def draw_tokens(
 ) -> TokenDraws:
     """Draw active and missing neurons of ``shape`` [tokens, layers].
 
-    ``hit_chances`` [CLASSES]: chance that an active cold neuron is in the cache.  The hottest
+    ``hit_chances`` [CLASSES]: chance that an active cold neuron is in the cache. The hottest
     ``hot_share`` is resident, and ``read_chances`` [CLASSES] is the chance that a missing one is
-    worth a read; of what is resident the hottest ``dense_share`` needs no prediction.  ``neurons``
-    is the number that a token could activate, ``shifts`` [tokens] is every token's own shift."""
+    worth a read; the hottest ``dense_share`` of the resident neurons needs no prediction.
+    ``neurons`` is the number that a token could activate, ``shifts`` [tokens] is every token's own
+    shift."""
     sigmas, weights = weigh_shifts()
     chances = np.stack([hotness.compute_chances(float(x)) for x in sigmas * variation])
     # Shifts make rare neurons more active on average: keep the mean at the published figure.
@@ -267,7 +268,7 @@ def draw_experts(
 
 
 def weigh_hot(hot_share: float) -> F64:
-    """Part of each class [CLASSES] that lies within the hottest ``hot_share``."""
+    """Part of each class [CLASSES] within the hottest ``hot_share``."""
     return np.clip(hot_share * CLASSES - np.arange(CLASSES), 0.0, 1.0)
 
 
@@ -345,7 +346,7 @@ def compute_hit_chances(
 
 COUNTS_FILE = "activations.parquet"
 _RARE = 4
-"""Counts up to which chance decides what was counted."""
+"""Counts up to which chance decides them."""
 _ENOUGH = 30
 """Neurons with a count from which their number is known well enough."""
 
@@ -358,7 +359,7 @@ class CountedHotness(Hotness):
     """Chances of the [CLASSES] classes, hottest first."""
 
     def compute_chances(self, shift: float = 0.0) -> F64:
-        """The counted chances: they are means over tokens already, whatever ``shift`` is."""
+        """The counted chances: they are means over tokens already, for any ``shift``."""
         del shift
         return np.array(self.chances)
 

@@ -36,7 +36,7 @@ from pi2.plan.reading.thresholds import Thresholds
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
 LOOK_AHEAD_MODES: frozenset[PredictorMode] = frozenset(("low-rank", "router"))
-"""Those that may begin to read before the layer's input is known (P254)."""
+"""Predictors whose reads may begin before the layer's input is known (P254)."""
 Policy = Literal["lfu", "lru"]
 
 _NORMAL = NormalDist()
@@ -59,7 +59,7 @@ class RoutingLaw:
     spread: float
     """How far the means of experts' scores are apart, in standard deviations of a score."""
     repeat: float
-    """Part of a choice that the previous token decides, beyond what is usual in the text."""
+    """Part of a choice that the previous token decides, beyond the usual repetition of the text."""
 
     def describe(self, active: float) -> tuple[float, float]:
         """Of a token that chooses the share ``active``: the share of a layer's experts that make
@@ -106,21 +106,21 @@ class LayerActivity:
     """Uses of the neurons of one layer."""
 
     named: Hotness
-    """Hotness of the neurons that the engine computes: those that the predictor names."""
+    """Hotness of the neurons that the engine computes, which the predictor names."""
     chosen: float
     """Chance of an expert to compute a token; 1 without experts."""
     neurons: int
     """Number of neurons of the layer, all experts together."""
     opened: float = 1.0
-    """Share of what is computed whose gate is open, so that its up row is read, too."""
+    """Share of computed neurons whose gate is open: their up row is read as well."""
     fired: float = 1.0
-    """Share whose activation is not zero, so that its down column is read, too."""
+    """Share whose activation is not zero: their down column is read as well."""
     again: float = 0.0
     """Part of a neuron's activation that the previous token decides."""
     grain: int = 1
-    """Neurons that are used together: those of an expert, if a router names them."""
+    """Neurons that are used together: an expert's, if a router names them."""
     always: int = 0
-    """Neurons that every token computes, such as those of shared experts: the first that stay."""
+    """Neurons that every token computes, such as shared experts: the first that stay."""
     never: int = 0
     """Neurons that no token computes: they fill up layers that have fewer experts than others."""
     lasting: Hotness | None = None
@@ -366,7 +366,7 @@ def _choose_experts(model: Model, layers: Sequence[LayerActivity]) -> tuple[Laye
 def describe_routing(
     model: Model, store: Path | None, constants: Constants
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """Popularity and repetition of experts; random weights have what they were asked for."""
+    """Popularity and repetition of experts; random weights have the requested ones."""
     moe = model.moe
     assert moe is not None
     active = moe.active_experts / moe.experts

@@ -1,14 +1,14 @@
 """The simulator's constants: all of them, with meaning, unit and origin.
 
-They are properties of programs and of kinds of hardware, the same for every plan, model and
-device.  What differs between devices and models stands in their documents.
+They are properties of programs and of kinds of hardware, the same for every plan, model and device.
+Documents state the figures that differ between devices and models.
 
 Read rates of a flash device between its measured points.
 
 A figure holds for one block size, pattern, extent of the file, issuing core, depth and number of
-threads.  A question takes the figures of its pattern; of several cores, depths or thread counts
-those nearest to the question; and interpolates the rate over extent and block size, both on
-logarithmic scales, because rates follow powers of both over wide stretches."""
+threads. A question takes the figures of its pattern; of several cores, depths or thread counts it
+takes the nearest. It interpolates the rate over extent and block size, both on logarithmic scales,
+because rates follow powers of both over wide ranges."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FlashPoint:
 
 
 def list_points(storage: Storage) -> tuple[FlashPoint, ...]:
-    """The rates of a device document; those of short bursts are no rates of the storage."""
+    """The rates of a device document, without rates of short bursts."""
     return tuple(item for item in _list_all(storage) if item.burst is None)
 
 

@@ -1,20 +1,20 @@
 """Time of a generated token and of a prompt, as a sum of terms that can be looked at.
 
-Every term names where it comes from; notes/planner.md explains them.  A layer of a token:
+Every term names its source; notes/planner.md explains them. A layer of a token:
 
-    attention  weights of the projections, and keys and values of the context
-    norm       what the FFN begins and ends with, and a mixture's router
+    attention  weights of the projections, and the KV cache of the context
+    norm       beginning and end of the FFN, and an MoE model's router
     predict    finding the active neurons
     look up    the neuron cache: a fixed part, and one for every missing neuron
-    python     what the engine does between these steps
-    compute    active neurons in memory, then those that were read
-    dense      neurons that an NPU or GPU computes beside the CPU
+    python     the engine's work between these steps
+    compute    active neurons in memory, then the read ones
+    dense      neurons that an NPU or GPU computes at the same time
     read       missing neurons from flash
     wait       the part of ``read`` that no computation hides
 
-Once a token there are the head, and the row of an embedding that is read from flash.  A layer
-takes attention + norm + predict + look up + python + max(compute, dense) + wait.  Expected values
-stand for what varies from token to token."""
+Once a token there are the head, and the row of an embedding that is read from flash. A layer takes
+attention + norm + predict + look up + python + max(compute, dense) + wait. Expected values replace
+figures that vary from token to token."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Cost:
     prompt_unit: str = "cpu"
     """The unit that computes prompts."""
     grain: int = 1
-    """Neurons that are read together: those of an expert."""
+    """Neurons that are read together, such as an expert's."""
     memory_bytes: int
     """Expected peak: everything that is resident once the caches are full."""
     activity: str
@@ -110,7 +110,7 @@ class Cost:
     power_w: float | None = None
     """Power of the processor; None where the device does not state it."""
     both_w: float | None = None
-    """Power of the whole device while the dense unit computes, too."""
+    """Power of the whole device while the dense unit computes as well."""
     assumptions: tuple[str, ...] = ()
     """Differences from the engine, a sentence each."""
     embedding_s: float = 0.0

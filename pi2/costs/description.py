@@ -1,17 +1,18 @@
-"""A plan on its device in plain numbers: what the planner adds up and the simulator plays.
+"""A plan on its device in plain numbers: the planner adds them up and the simulator plays them
+through.
 
-There is one description.  Documents are read here and in the modules that it calls, and nowhere
-else; who predicts works with rates, sizes, settings and layers only.
+There is one description. Documents are read only here and in the modules that it calls; predictions
+work with rates, sizes, settings and layers.
 
-Rates of a unit that has the whole model in its own memory, as a GPU's that computes alone.
+Rates of a unit that has the whole model in its own memory, such as a GPU.
 
 The unit takes the processor's place in the description: attention, predictors, neurons and head
-read its memory, nothing is looked up, and Python waits for one submission a token.  What a step
-takes is the bytes that it reads at the rate of the unit's memory, and a fixed time for every
-kernel: a chain of small kernels, recorded once and replayed.
+read its memory, nothing is looked up, and Python waits for one submission a token. A step takes its
+bytes at the rate of the unit's memory, and a fixed time for every kernel: a chain of small kernels,
+recorded once and replayed.
 
-Prompts have no rate: what device documents state is the arithmetic of matrix units, which pi2's
-kernels do not use."""
+Prompts have no rate: device documents state the arithmetic of matrix units, which pi2's kernels do
+not use."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def _list_assumptions(resolved: ResolvedPlan, rates: Rates) -> tuple[str, ...]:
 
 
 ATTENTION_KERNELS = 6
-"""Norm, projections of queries, keys and values, keeping keys, scores, mixing, output."""
+"""Norm, QKV projection, writing the KV cache, scores, mixing, output."""
 NAMED_KERNELS = 4
 """List of places of the neurons that a predictor names, activations, sums of parts, their join."""
 ROUTER_KERNELS = 8
@@ -201,7 +202,7 @@ class Description:
     prompts: PromptSettings
     kinds: tuple[LayerKind, ...]
     whole: tuple[Sizes, Settings] | None = None
-    """Those of layers that compute all neurons, where others compute named ones."""
+    """Layers that compute all neurons, if others compute predicted ones."""
     is_smooth: bool = False
     """Whether neurons that do little are never quite zero."""
     embedding_s: float = 0.0
@@ -228,7 +229,7 @@ class Description:
         )
 
     def find_dense(self, kind: LayerKind) -> float:
-        """Share of a layer's neurons that the dense unit computes: of those that stay."""
+        """Share of a layer's resident neurons that the dense unit computes."""
         return min(kind.dense, kind.hot)
 
     def choose(self, kind: LayerKind) -> tuple[Sizes, Settings]:

@@ -43,8 +43,8 @@ class KernelTimes:
         kv: KvType = "fp16",
         activations: ActivationType = "int16",
     ) -> None:
-        """``width`` of the model, None for the largest; other ``kv`` or ``activations`` stand
-        in."""
+        """``width`` of the model, None for the largest; other ``kv`` or ``activations`` replace
+        missing ones."""
         self._unit = unit
         self._width = width
         self._constants = constants
@@ -110,7 +110,7 @@ class KernelTimes:
         return Linear(call_s=call_s, bytes_s=largest.bytes / seconds)
 
     def find_attend(self, bandwidth: float) -> Linear:
-        """Keys and values of the context; short rows cost more of a byte."""
+        """The KV cache of the context; short rows cost more per byte."""
         found = self._list_widths("attend")
         if not found:
             self.sources["attend"] = "bandwidth"

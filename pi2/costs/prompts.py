@@ -64,7 +64,7 @@ class PromptLayer:
     count: int
     """Layers that are alike."""
     streamed_s: float = 0.0
-    """Arithmetic of what is read, and of what is computed in between, all pieces together."""
+    """Arithmetic of the read pieces, and of the pieces computed in between, all together."""
     pieces: int = 0
     read_s: float = 0.0
     """Reading all pieces."""

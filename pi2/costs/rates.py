@@ -104,7 +104,7 @@ class Rates:
     power_w: float | None = None
     """Power of the processor while it generates; None where it is not stated."""
     both_w: float | None = None
-    """Power of the whole device while the other unit computes, too."""
+    """Power of the whole device while the other unit computes as well."""
     bandwidths: tuple[tuple[int, float], ...] = ()
     """Read bandwidth by number of threads."""
     types: Mapping[tuple[KvType, ActivationType], Mapping[str, Any]] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Rates:
     spreads: Mapping[str, float] = field(default_factory=dict)
     """How far measurements of a step were apart, as a share: of kernels by name, and of "reads"."""
     constants: Constants = field(default_factory=Constants)
-    """What stands in for figures that the device does not state."""
+    """Replacements of figures that the device does not state."""
 
     def warm_up(self) -> Rates:
         share = self.warm_share
@@ -436,7 +436,7 @@ class _Reader:
         return share * float(figure.value)
 
     def _find_launch(self, unit: Unit) -> float:
-        """Seconds until the unit has started: what a small matrix takes beside its bytes."""
+        """Seconds until the unit has started: the time of a small matrix without its bytes."""
         found = sorted(
             (item for item in unit.kernels if item.kernel == "multiply" and item.bytes),
             key=lambda item: item.size,

@@ -16,7 +16,7 @@ Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
 """Every missing neuron has a read of its own."""
 STRETCH_WORTH = (0.92, 0.96)
-"""Time of stretches relative to single reads below which some, or all, layers read stretches."""
+"""Time of joint reads relative to single ones below which some, or all, layers read jointly."""
 _MOST_GAP = 16
 """Most unwanted neurons between two that are read with them."""
 PAGE_BYTES = 4096
@@ -28,7 +28,7 @@ _SMALLER_POWER = 0.7
 _BUSY = 32
 """Reads under way with which a storage is as busy as it can be."""
 _THREADS = (1, 2, 4, 8)
-"""Numbers of threads that may read on a device on which nobody measured any."""
+"""Numbers of threads that may read on a device without such measurements."""
 
 
 def find_touched_bytes(stride: int) -> float:
@@ -49,9 +49,9 @@ class IoChoice:
     neuron_s: float
     """Time of one of many reads of a neuron."""
     run_s: float = 0.0
-    """Time of a neuron where a request reads many that lie together: those of an expert."""
+    """Time of a neuron if a request reads many neighbours, such as an expert's."""
     call_s: float = 0.0
-    """Time of a batch beside that of its reads."""
+    """Time of a batch in addition to its reads."""
     few: int = 1
     """Reads of a batch from which on that is so."""
     single_s: float = 0.0
@@ -87,23 +87,23 @@ class Reads:
     cluster: int
     """Fewest neurons of a part."""
     choices: tuple[IoChoice, ...]
-    """What was measured with numbers of threads, ascending."""
+    """Measurements by number of threads, ascending."""
     overlap: float
     request_share: float = 0.0
     """Part of a neuron's time that a longer read takes once, for all of its neurons."""
     merge_gap: int | None = None
     """Most unwanted neurons read between two wanted ones; None if the order groups nothing."""
     phases: Phases | None = None
-    """Where a neuron is read in two, its gate first."""
+    """Reads of a neuron in two parts, its gate first."""
     first_share: float = 1.0
     """Part of a neuron's time that the first read takes."""
     stride: int = 0
     run: int = 1
     """Neurons of an expert that a request reads."""
     place_s: float = 0.0
-    """Seconds to find room for a neuron; stretches are computed where they arrive."""
+    """Seconds to find room for a neuron; joint reads are computed in place."""
     whole_byte_s: float | None = None
-    """Seconds per byte of a long read, for engines that read stretches; None for others."""
+    """Seconds per byte of a long read, for engines that read jointly; None for others."""
     most_parts: float | None = None
     """Most parts of a layer's reads; None for two of each thread."""
 
@@ -119,7 +119,7 @@ class Reads:
         return self.phases.gate_bytes + self.phases.open_share * rest
 
     def merge_dense(self, missing: float, absent: float) -> MergedReads | None:
-        """The joint reads of an engine that reads stretches; None if single reads are as good."""
+        """The joint reads of an engine that has them; None if single reads are as good."""
         if self.whole_byte_s is None or missing <= 0.0 or self.run > 1:
             return None
         single_s = self._time_single(missing, ALONE) / missing
@@ -140,7 +140,7 @@ class Reads:
         return missing * self._time_stretches(missing, dense)
 
     def _time_stretches(self, missing: float, dense: MergedReads) -> float:
-        """Seconds of each of ``missing`` neurons where stretches are read."""
+        """Seconds of each of ``missing`` neurons with joint reads."""
         assert self.whole_byte_s is not None
         single_s = self._time_single(missing, ALONE) / missing - self.place_s
         apart_s = time_stretches(single_s, self.stride * self.whole_byte_s, dense)

@@ -23,7 +23,7 @@ _UPPER_SPEED = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A step of a unit: its seconds with nothing else going on, and what it asks of main memory."""
+    """A step of a unit: its seconds with nothing else going on, and its demand on main memory."""
 
     seconds: float
     bytes_s: float = 0.0
@@ -36,10 +36,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTerms:
-    """Steps of a layer, as far as they do not depend on what is missing."""
+    """Steps of a layer, without the ones that depend on missing neurons."""
 
     attention_s: float
-    """Projections, keys and values, at the settings' position."""
+    """Projections and the KV cache, at the settings' position."""
     position_s: float
     """What every further token of context adds."""
     norm_s: float
@@ -57,9 +57,9 @@ class LayerTerms:
     neuron: Work
     """A neuron on the processor, all threads together."""
     call_s: float
-    """Fixed part of computing what is in memory, or a part of what was read."""
+    """Fixed part of computing the resident neurons, or a part of the read ones."""
     part_call_s: float
-    """The same for a part of what was read."""
+    """The same for a part of the read neurons."""
     wake_s: float
     workers: int
     """Parts that are computed at the same time, each by its share of the threads."""

@@ -12,7 +12,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a text file.  Lines and columns count from 1, columns in characters; the end is
+    """A range of a text file. Lines and columns count from 1, columns in characters; the end is
     exclusive: a span of one character has ``end_column == column + 1``."""
 
     file: str
@@ -37,7 +37,7 @@ class Span:
 
     @property
     def place(self) -> str:
-        """``file:line:column``, or the file alone where it is meant as a whole."""
+        """``file:line:column``, or only the file if the whole of it is meant."""
         return self.file if self.is_whole_file else str(self)
 
 
@@ -51,13 +51,13 @@ class Diagnostic:
     code: str
     severity: Severity = "error"
     message: str
-    """One line, lower case, no full stop: what is wrong."""
+    """One line, lower case, no full stop: the fault."""
     help: str | None = None
     """Advice in one line: what to do."""
     span: Span | None = None
     """Place to change something."""
     notes: tuple[str, ...] = ()
-    """Origins (places that matter, too, each ``file:line:column: text``) and what else is known."""
+    """Origins (related places, each ``file:line:column: text``) and further facts."""
     path: str | None = None
     """Key path in the document, such as ``layers.overrides.0.select``."""
 
@@ -127,7 +127,7 @@ class UserError(Exception):
         exit_code: int = CANNOT_RUN,
         notes: Sequence[str] = (),
     ) -> UserError:
-        """Make an error of one diagnostic; ``file`` is what it is about, as a whole."""
+        """Make an error of one diagnostic; ``file`` is its subject as a whole."""
         span = None if file is None else Span.of_file(file)
         diagnostic = Diagnostic(
             code=code, message=message, help=help, span=span, notes=tuple(notes)

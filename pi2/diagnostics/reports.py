@@ -168,7 +168,7 @@ def render_junit(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) 
 
 
 def _summarise(errors: Sequence[Diagnostic]) -> str:
-    """The first error, and how many there are besides: a case has one failure at most."""
+    """The first error, and the number of further ones: a case has at most one failure."""
     text = f"{errors[0].code}: {errors[0].message}"
     return text if len(errors) == 1 else f"{text} (and {len(errors) - 1} more)"
 

@@ -74,12 +74,12 @@ def find_text_backend(name: str) -> TextBackend | None:
 
 
 def find_alone_backend(name: str) -> WholeBackend | TextBackend | None:
-    """Import the module of a backend whose units have whole models, whatever comes out of them."""
+    """Import the module of a backend whose units have whole models, with any kind of output."""
     return find_whole_backend(name) or find_text_backend(name)
 
 
 def find_alone(name: str) -> Alone | None:
-    """What comes out of a unit that has a whole model, by its backend; None if no unit has."""
+    """Output of a unit that has a whole model, by its backend; None if no unit has."""
     if find_whole_backend(name) is not None:
         return "logits"
     return None if find_text_backend(name) is None else "text"

@@ -1,17 +1,17 @@
 """A plan fitted to a memory budget: sizes of segments and units, and shares that stay in memory.
 
-Whoever writes a plan, or changes a plan's budget, asks `fit_plan`.  It takes a plan that states the
-most that may stay in memory, and spends the budget in this order:
+Everything that writes a plan, or changes a plan's budget, asks `fit_plan`. It takes a plan that
+states the most that may stay in memory, and spends the budget in this order:
 
 1. A unit with memory of its own owns as much of its shares as fit there.
 2. ``runtime``, ``attention``, ``kv``, ``state``, ``predictor`` and ``workspace`` have what they
    need.
-3. Hot neurons, and units that use main memory, have what the plan states, if it fits beside the
-   smallest cache that works.  Else the hot shares become smaller in proportion, so that they take
-   `HOT_PART` of what is left; all of it where every neuron is computed and nothing is cached; none
-   of it where a router chooses: which experts a text needs is found out by the cache.  What units
-   compute stays hot: who computes what is no matter of memory.  Only where all hot neurons are
-   those of units, and still too many, do the shares of units in main memory become smaller.
+3. Hot neurons, and units that use main memory, get the plan's shares, if these fit next to the
+   smallest cache that works.  Else the hot shares become smaller in proportion, and take `HOT_PART`
+   of the rest: all of it if every neuron is computed and nothing is cached; none of it if a router
+   chooses, because the cache finds out which experts a text needs.  The neurons of units stay hot:
+   memory does not decide who computes.  Only if all hot neurons belong to units, and are still too
+   many, do the shares of units in main memory become smaller.
 4. The cache of cold neurons has the rest, and no more than the neurons that are not hot.
 
 More budget never makes fewer neurons hot, or less memory for neurons."""
@@ -45,8 +45,8 @@ TOKENIZER_FILE_PART = 12.5
 TABLE_BYTES = 160
 """What a compact table has of each token while it is made: 90 to 170 of 49 to 256 thousand."""
 NEURON_TABLE_BYTES = 41
-"""What is known of a neuron: its check, slot and owner, how often it is used, and copies of it.
-From the resident set of a 7B's run, less that of the demo model's."""
+"""Facts about a neuron: its check, slot and owner, its use count, and copies of it. From the
+resident set of a 7B's run, minus the demo model's."""
 PAGE_TABLE_PART = 512
 """The system takes 8 bytes for each page of 4 KiB and counts them as the process's."""
 SPARE_BYTES = 4 << 20
@@ -58,8 +58,8 @@ _MIB = 1 << 20
 
 
 def count_libraries(model: Model, tokenizer_bytes: int | None = None) -> int:
-    """Bytes that are expected to be resident beside the segments; ``tokenizer_bytes``: size of the
-    file ``tokenizer.json``, where it is known."""
+    """Bytes that are expected to be resident in addition to the segments; ``tokenizer_bytes``: size
+    of the file ``tokenizer.json``, if it is known."""
     shape = model.shape
     tokenizer = VOCABULARY_BYTES * shape.vocab
     if tokenizer_bytes is not None:
@@ -69,8 +69,8 @@ def count_libraries(model: Model, tokenizer_bytes: int | None = None) -> int:
 
 
 def count_file_runtime(model: Model, *, has_table: bool) -> int:
-    """Bytes that a run of a GGUF file has resident beside its segments: no neuron has a table.
-    ``has_table``: its tokenizer has a compact one."""
+    """Bytes that a run of a GGUF file has resident in addition to its segments: no neuron has a
+    table. ``has_table``: its tokenizer has a compact one."""
     token = TABLE_BYTES if has_table else VOCABULARY_BYTES
     shape = model.shape
     return LIBRARY_BYTES + LAYER_BYTES * shape.layers + token * shape.vocab + SPARE_BYTES
@@ -90,7 +90,7 @@ HOT_PART = Fraction(1, 2)
 SHARE_STEPS = 1000
 """Shares that are computed are multiples of the inverse."""
 FIXED = ("attention", "kv", "state", "predictor", "workspace")
-"""Segments besides ``runtime`` that do not depend on what is hot."""
+"""Segments other than ``runtime`` that do not depend on the hot neurons."""
 _LARGE_BYTES = 16 * MIB
 _PAGE_BYTES = 4096
 
@@ -119,8 +119,8 @@ def round_share(share: Fraction | float) -> float:
 
 
 def add_runtime(model: Model, other_bytes: int, units: Collection[UnitKind] = ()) -> int:
-    """Smallest budget, in whole MiB, with ``other_bytes`` beside the segment ``runtime``, which
-    grows with the budget itself, and has room for the drivers of ``units``."""
+    """Smallest budget, in whole MiB, with ``other_bytes`` in addition to the segment ``runtime``.
+    That segment grows with the budget itself, and has room for the drivers of ``units``."""
     budget = 0
     while True:
         needed = round_up(other_bytes + count_runtime(model, budget, units=units), MIB)
@@ -177,13 +177,13 @@ def _find_step(size_bytes: int) -> int:
 
 
 def _keep_size(stated_bytes: int, need_bytes: int) -> int:
-    """A rounded size, or what is stated if that lies between."""
+    """A rounded size, or the stated one if it is in between."""
     rounded = round_segment(need_bytes)
     return min(stated_bytes, rounded) if stated_bytes >= need_bytes else rounded
 
 
 def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
-    """Sizes of the segments that do not depend on what is hot, ``runtime`` left out."""
+    """Sizes of the segments that do not depend on the hot neurons, ``runtime`` left out."""
     needs = find_needs(resolved)
     return {
         name: _keep_size(getattr(resolved.plan.memory.segments, name), getattr(needs, name).bytes)
@@ -283,7 +283,7 @@ def _find_largest(most_bytes: int, count: Callable[[Fraction], int]) -> Fraction
 
 
 def find_largest_hot(resolved: ResolvedPlan, most_bytes: int) -> ResolvedPlan:
-    """The plan with as many hot neurons as that many bytes hold; units keep what they compute."""
+    """The plan with as many hot neurons as that many bytes hold; units keep their shares."""
     if find_needs(resolved).hot.bytes <= most_bytes:
         return resolved
     part = _find_largest(most_bytes, lambda part: find_needs(_scale_hot(resolved, part)).hot.bytes)
@@ -317,8 +317,8 @@ def _scale_splits(
     parts: Mapping[str, Fraction],
     scale_hot: Callable[[float, KeyPath], float] | None = None,
 ) -> ResolvedPlan:
-    """The plan with these parts of the shares of dense units, by name, the sparse unit having what
-    they leave; and with what ``scale_hot`` makes of every hot share and its key."""
+    """The plan with these parts of the shares of dense units, by name; the sparse unit has the
+    rest. ``scale_hot`` changes every hot share and its key."""
     sparse = resolved.sparse_unit
 
     def scale(split: Mapping[str, float]) -> Mapping[str, float]:

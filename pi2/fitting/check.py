@@ -1,8 +1,8 @@
 """From a path to a plan that may run: read, compose, resolve, and run all rules.
 
-A rule's page is its docstring.  Codes that are given in passing, such as that of a file
-which is not there, have theirs in a TOML file per range of codes: a table per code with the keys
-``what``, ``why``, ``example`` and ``fix``, which are Markdown."""
+A rule's page is its docstring. Codes that are given in passing, such as that of a missing file,
+have theirs in a TOML file per range of codes. It has a table per code with the keys ``what``,
+``why``, ``example`` and ``fix``, which are Markdown."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Report:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Texts by name, for showing source lines."""
     files: Mapping[Kind, SourceFile] = field(default_factory=dict)
-    """The documents' files, put together with what they extend."""
+    """The documents' files, put together with the documents that they extend."""
     derives: bool = False
     """Whether a plan was checked that leaves out sizes, which are derived whenever it is read."""
     runs_file: bool = False

@@ -50,7 +50,7 @@ missed more often."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that a plan without a budget takes at most."""
 WIDE_HEAD = 128
-"""Elements of a head from which on keys and values lose little in 8 bits."""
+"""Elements of a head from which on the KV cache loses little in 8 bits."""
 _SIZES = tuple(name for name in Segments.model_fields if name != "state")
 
 
@@ -60,12 +60,12 @@ FindMemory = Callable[[], tuple[int, int]]
 
 @dataclass
 class Completion:
-    """The values of a plan, and why those that it did not state are what they are."""
+    """The values of a plan, and the reasons for derived ones."""
 
     values: dict[str, Any]
     reasons: dict[KeyPath, str] = field(default_factory=dict)
     is_sound: bool = True
-    """Whether what is stated has the form that it should have; else nothing was worked out."""
+    """Whether the stated values have the right form; else nothing was derived."""
 
     def read(self, *path: str) -> Any:
         """The value at ``path``; None if there is none."""
@@ -105,7 +105,7 @@ def leaves_out(values: Mapping[str, Any]) -> bool:
 
 
 def fill_gaps(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a plan with something, whatever it is, for what would be derived."""
+    """Values of a plan, with arbitrary ones for the values to derive."""
     found = Completion(copy.deepcopy(dict(values)))
     for path in (("memory", "budget"), ("bundle", "stride")):
         found.derive(path, "1 B", "")
@@ -174,8 +174,8 @@ def _list_overrides(overrides: object) -> Iterator[object]:
 
 
 def choose_backends(kinds: Iterable[UnitKind]) -> dict[str, str]:
-    """Backends of a plan that uses units of ``kinds``: those that compute, or, if there is none for
-    one of them, ``null`` for all, with which the plan can be simulated and run dry."""
+    """Backends of a plan that uses units of ``kinds``: real ones, or, if one of the kinds has none,
+    ``null`` for all; the plan can then be simulated and run dry."""
     wanted, usual = sorted(set(kinds)), list_usual_backends()
     if all(kind in usual for kind in wanted):
         return {kind: usual[kind] for kind in wanted}
@@ -183,7 +183,7 @@ def choose_backends(kinds: Iterable[UnitKind]) -> dict[str, str]:
 
 
 def choose_predictor(model: Model) -> str:
-    """``decode.predictor`` of a plan for ``model``, where nobody has said which."""
+    """``decode.predictor`` of a plan for ``model`` that does not state it."""
     return "low-rank" if model.predictor is not None else _choose_exact_predictor(model)
 
 
@@ -245,7 +245,7 @@ def _fit(
     stated: Mapping[str, Any],
     find_memory: FindMemory | None,
 ) -> ResolvedPlan:
-    """``wanted`` within a budget; as it is where what is stated takes more."""
+    """``wanted`` within a budget; unchanged if stated sizes take more."""
     segments = wanted.plan.memory.segments
     runtime = segments.runtime if "runtime" in stated else None
     cold = segments.cold if "cold" in stated else None

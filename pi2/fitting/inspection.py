@@ -1,9 +1,10 @@
-"""Looking into documents: reads them with what they name, runs the rules, gathers findings.
+"""Looking into documents: reads them with the documents they name, runs the rules, gathers
+findings.
 
-Whose line a finding belongs to: its author's, not that of a document that comes with pi2.
+A finding belongs to a line of its author, never to a document that comes with pi2.
 
-What a document extends may be one that pi2 ships, or one that was fetched: nobody is to change it.
-A finding about a value from there stands at the entry of ``extends`` that takes the document up,
+A document may extend one that pi2 ships, or one that was fetched, which nobody may change. A
+finding about a value from there is shown at the entry of ``extends`` that takes the document up,
 and says what to write in the author's own file instead."""
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Reuse:
 
 
 def make_key(located: Located, kind: Kind) -> FileKey | None:
-    """Name a file and its state; None for what is not a file of this machine's own."""
+    """Name a file and its state; None if it is not a file of this machine."""
     if located.reference is not None:
         return None
     try:
@@ -164,7 +165,7 @@ class Inspection:
         self.runs_file = False
         """Whether the plan's weights are a GGUF file."""
         self.is_open = False
-        """Whether the plan leaves out what is derived of its device and model."""
+        """Whether the plan leaves out values that its device and model determine."""
         self.is_whole = True
         self.own: dict[KeyPath, str] = {}
         """Documents that the plan does not name, with the reasons."""
@@ -182,7 +183,7 @@ class Inspection:
         """Documents that are wrong by themselves: rules for one document found errors."""
 
     def override(self, values: Mapping[str, object]) -> None:
-        """Take values that replace those of the plan."""
+        """Take values that replace the plan's."""
         from pi2.plan.composing.trees import SET, prepare_overrides
 
         self.overrides, findings = prepare_overrides(values)
@@ -213,7 +214,7 @@ class Inspection:
     def put_together(
         self, located: Located, kind: Kind, text: str | None
     ) -> tuple[SourceFile, bool] | None:
-        """A document with what it extends, and whether all of that is there; None of what is no
+        """A document with everything it extends, and whether all of that exists; None if it is no
         document."""
         path, name = located.path, located.name
         wrong = check_suffix(located.file_name, name, kind)
@@ -239,7 +240,7 @@ class Inspection:
         return source, not faults
 
     def take(self, located: Located, values: Mapping[str, Any]) -> None:
-        """Take ``values`` for those of a plan: the file is none itself."""
+        """Take ``values`` for a plan's: the file is none itself."""
         text = "".join(f"{key} = {value!r}\n" for key, value in values.items())
         text = text.encode("utf-8", "backslashreplace").decode()
         self.sources[located.name] = text
@@ -361,7 +362,7 @@ class Inspection:
     def compose(
         self, source: SourceFile, kind: Kind, reference: str | None
     ) -> tuple[SourceFile, bool]:
-        """Put a document together with what it extends; False if something is not there."""
+        """Put a document together with the documents it extends; False if one is missing."""
         from pi2.plan.composing.compose import compose
 
         result = compose(source, kind, resolver=self.resolver, origin=reference)
@@ -551,7 +552,7 @@ class Inspection:
         return give_to_author(item, finding.path, finding.at, self.chains, self.sources)
 
     def add_removal(self, item: Diagnostic) -> Diagnostic:
-        """Say of a missing key why it is missing: where it was removed, or what states no model."""
+        """State why a key is missing: it was removed, or nothing states a model."""
         own = [r.note for r in self.removed if item.code == "P102" and r.covers(item.path)]
         if item.code == "P102" and item.path == "model":
             own.append("the store that `weights` names is not here, or states no model of pi2's")

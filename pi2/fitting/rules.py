@@ -1,4 +1,4 @@
-"""Rules about what backends say: what they compute, and how much memory that takes."""
+"""Rules about backends: what they compute, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def check_segments_hold_needs(facts: Facts) -> Iterator[Finding]:
 
     Why: sizes follow from the model's shape and quantisation and the plan's settings
     (`pi2.plan.arithmetic.sizes` and backends have the formulas), so a plan that cannot work is
-    known before anything is read: ``attention`` holds the dense weights, ``kv`` the context,
-    ``predictor`` what finds the active neurons, ``hot`` the resident neurons, ``cold`` at least
-    what one layer activates for a token, ``workspace`` the activations of a prefill chunk, logits
-    and staging buffers.
+    known before anything is read. ``attention`` holds the dense weights, ``kv`` the context,
+    ``predictor`` the data for finding active neurons, ``hot`` the resident neurons. ``cold`` holds
+    at least the neurons that one layer activates for a token, ``workspace`` the activations of a
+    prefill chunk, logits and staging buffers.
 
     Example: ``kv = "1 MiB"`` for a context of 1024 tokens that takes 4 MiB.
 
-    Fix: raise the segment, or lower what it is for: ``kv.context``, ``layers.hot``,
+    Fix: raise the segment, or lower the setting behind it: ``kv.context``, ``layers.hot``,
     ``prefill.chunk``, the precision of the model."""
     resolved = facts.resolved
     for name, need in find_needs(resolved).items():
@@ -107,16 +107,15 @@ ENOUGH = {"lru": 1.0, "lfu": 0.25}
 def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
     """Cache smaller than one token's neurons.
 
-    Why: a cache that is smaller than what one token brings in has lost the first layers' neurons
-    when the next token comes back to them, so that little of it is used twice.  One that keeps what
-    is used often (``cache.policy = "lfu"``) works with a quarter of it, but for an MoE model whose
-    router names whole experts (``decode.predictor = "router"``).  The number of neurons is an
-    estimate from the model's ``sparsity`` and ``predictor``, or what the router chooses in every
-    layer.
+    Why: a cache that is smaller than one token's neurons has lost the first layers' neurons when
+    the next token needs them, and little of it is used twice. A cache that keeps often used neurons
+    (``cache.policy = "lfu"``) works with a quarter of that size, except for an MoE model whose
+    router names whole experts (``decode.predictor = "router"``). The number of neurons is an
+    estimate from the model's ``sparsity`` and ``predictor``, or the router's choice in every layer.
 
-    Example: ``cold = "40 MiB"`` where a token uses 200 MiB of neurons that are not hot.
+    Example: ``cold = "40 MiB"`` if a token uses 200 MiB of neurons that are not hot.
 
-    Fix: raise ``memory.segments.cold``; if the budget has no room, lower ``kv.context``, or take a
+    Fix: raise ``memory.segments.cold``. If the budget has no room, lower ``kv.context``, or take a
     part of ``hot``: fewer hot neurons and a cache that works can be faster."""
     resolved = facts.resolved
     stride = resolved.bundle.stride
@@ -161,8 +160,8 @@ _LEAST_BYTES = 1 << 20
 def check_cold_is_used(facts: Facts) -> Iterator[Finding]:
     """Cache in a plan that computes every neuron.
 
-    Why: with ``decode.predictor = "none"`` what is not hot streams by for every token, and nothing
-    of it is kept: memory of the segment ``cold`` stays empty.  As hot neurons it would save reads.
+    Why: with ``decode.predictor = "none"`` cold neurons are streamed for every token, and none of
+    them is kept: memory of the segment ``cold`` stays empty. As hot neurons it would save reads.
 
     Example: ``cold = "1000 MiB"`` with ``predictor = "none"``.
 
@@ -196,14 +195,14 @@ PATIENCE = 2.0
 def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
     """Reads take longer than attention.
 
-    Why: ``look_ahead = "attention"`` asks for a layer's neurons before its attention, so that the
-    reads are done when the FFN begins.  If they take much longer, the FFN waits all the same. Times
-    are estimates from the device's figures and the model's statistics.
+    Why: ``look_ahead = "attention"`` asks for a layer's neurons before its attention, to finish the
+    reads by the start of the FFN. If they take much longer, the FFN waits all the same. Times are
+    estimates from the device's figures and the model's statistics.
 
-    Example: ``look_ahead = "attention"`` where attention takes 0.4 ms and the reads 6 ms.
+    Example: ``look_ahead = "attention"`` with 0.4 ms of attention and 6 ms of reads.
 
     Fix: ``look_ahead = "layer"``, which begins a layer earlier, or more memory for ``hot`` and
-    ``cold``, so that less is read."""
+    ``cold``, for fewer reads."""
     resolved = facts.resolved
     memory_rate, read_rate = find_memory_rate(facts.device), find_read_rate(facts.device)
     if resolved.plan.decode.look_ahead != "attention" or not memory_rate or not read_rate:
@@ -248,13 +247,13 @@ def _count_attention_bytes(resolved: ResolvedPlan) -> int:
 def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
     """Backend cannot compute the plan.
 
-    Why: backends differ in what they compute: not every one serves a unit other than the sparse
-    one, or computes a whole model, and some know no MoE models, or not every activation or
-    precision.  Asking them first is better than failing when the model has been loaded.
+    Why: backends differ. Not every one serves a unit other than the sparse one, or computes a whole
+    model; some know no MoE models, or not every activation or precision. Asking them first is
+    better than failing when the model has been loaded.
 
     Example: ``units.second.backend = "cpu"`` for a dense share.
 
-    Fix: name another backend for the unit, or give its share to another unit.  ``null`` computes
+    Fix: name another backend for the unit, or give its share to another unit. ``null`` computes
     nothing, and is for all units of a plan or for none."""
     resolved = facts.resolved
     names = (resolved.sparse_unit, *resolved.dense_units)
@@ -307,14 +306,13 @@ def _find_path(facts: Facts, unit: str) -> KeyPath:
 def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
     """Graph exceeds the NPU's own memory.
 
-    Why: an NPU reads its own memory (VTCM) many times as fast as main memory.  A graph keeps the
+    Why: an NPU reads its own memory (VTCM) many times as fast as main memory. A graph keeps the
     values of its neurons for all of its tokens; if they do not fit, main memory holds them, and
     every tile of the second product waits for it.
 
-    Example: graphs of 128 tokens and all of 14,336 neurons, 8.8 MiB, where ``own_memory = "8
-    MiB"``.
+    Example: graphs of 128 tokens and all of 14,336 neurons, 8.8 MiB, with ``own_memory = "8 MiB"``.
 
-    Fix: name smaller ``shares`` or ``tokens``: a job that is larger runs several graphs.  Without
+    Fix: name smaller ``shares`` or ``tokens``: a job that is larger runs several graphs. Without
     ``shares``, sizes that fit are chosen."""
     resolved = facts.resolved
     for name in resolved.dense_units:
@@ -343,10 +341,9 @@ def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
 def check_units_hold_needs(facts: Facts) -> Iterator[Finding]:
     """Unit without memory for its neurons.
 
-    Why: a unit's neurons lie in its own memory, such as a graphics card's, and its backend says how
-    much they take there: a plan that cannot work is known before anything is read.  A unit that
-    uses main memory may have a budget, too; without one, what it keeps is part of
-    ``memory.segments.hot``.
+    Why: a unit's neurons are in its own memory, such as a graphics card's, and its backend knows
+    their size: a plan that cannot work is known before anything is read. A unit that uses main
+    memory may have a budget as well; without one, its neurons are part of ``memory.segments.hot``.
 
     Example: a share for ``gpu`` without ``[memory.units.gpu]``, or with less than its neurons take.
 

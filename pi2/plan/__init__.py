@@ -1,12 +1,12 @@
 """The plan language: from a file to a plan, layer by layer.
 
-`pi2.fitting.check` is the way in: it asks backends, too.  The rooms, each of which sees only those
-below it::
+`pi2.fitting.check` is the entry point: it asks backends as well. The rooms, each of which sees only
+the rooms below it::
 
-    checking      reading documents with what they name, and rules that need no backend
+    checking      reading documents with the documents they name, and rules that need no backend
     composing     documents that extend others, and values given on the command line
-    arithmetic    a plan layer by layer; bytes that follow from it alone
+    arithmetic    a plan layer by layer, and the bytes that follow from it
     reading       from a file's values to a document
-    documents     what plans, devices and models may say
-    toml          the text of a file, and where in it everything stands
-    weights       how neuron bundles lie in bytes"""
+    documents     keys of plans, devices and models
+    toml          the text of a file, and the place of everything in it
+    weights       layout of neuron bundles in bytes"""

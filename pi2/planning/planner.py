@@ -51,7 +51,7 @@ _LEAST_DENSE = 0.02
 _PROMPTS_WORTH = 0.03
 """Part of a token's time that prompts on another unit are worth."""
 _SPARE = 1.1
-"""Memory over that of the program's fastest plan in which nothing is in the way."""
+"""Memory relative to the fastest plan of the program in which nothing is in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class PlannedPlan:
     left_out: tuple[str, ...] = ()
     """A sentence for each unit that the plan does not use, and why."""
     layout: LayoutDecision | None = None
-    """Distance of neurons in the store, where others were tried."""
+    """Distance of neurons in the store, if others were tried."""
 
 
 USUAL_LIMITS = 12
@@ -394,7 +394,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
 
 
 def _divide_rest(problem: Problem, values: dict[str, Any]) -> None:
-    """Give the unit that computes hot neurons its part of what is not the FFN, and prompts."""
+    """Give the unit that computes hot neurons its part of everything but the FFN, and prompts."""
     unit, share = problem.rates.dense, problem.rates.fair_share
     if unit is None or share <= 0.0:
         return

@@ -83,11 +83,11 @@ class Mode:
     dense_lines: tuple[tuple[tuple[float, float], ...], ...]
     """Per group: (slope, offset) of the CPU's time over the share that a dense unit computes."""
     missing_s: float
-    """What a missing neuron costs besides reading: its place in the cache."""
+    """Cost of a missing neuron apart from its read: its place in the cache."""
     ahead_s: float
     """Norms and predictor of a layer: reads that begin a layer ahead are hidden behind them."""
     neuron_s: tuple[float, ...]
-    """Per group: reading streamed neurons, whatever the engine; 0 if the engine's choice counts."""
+    """Per group: reading streamed neurons, for any engine; 0 if the engine's choice counts."""
     cache_shares: tuple[float, ...]
     """Per group: part of its resident neurons that is a cache; none of layers that stream by."""
 
@@ -98,12 +98,12 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvChoice:
-    """A type of keys and values."""
+    """A type of KV cache."""
 
     type: KvType
     bytes: int
     token_s: float
-    """What it adds to a token, over the cheapest."""
+    """Its extra time per token, over the cheapest."""
     lent_bytes: int = 0
     """Part of ``bytes`` that a mean token has not used yet, which the cache may have."""
 

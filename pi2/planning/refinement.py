@@ -91,7 +91,8 @@ def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
 
 
 MOST_PADDING = 1.25
-"""Distance of whole pages over that of blocks from which it is not worth a plan: small neurons."""
+"""Distance of whole pages over distance of blocks from which it is not worth a plan: small
+neurons."""
 LEAST_SAVING = 0.2
 """Share of the distance that separate scales must save: with 1/7, a 7B plan ran no faster."""
 REWRITE_GAIN = 0.02
@@ -120,7 +121,7 @@ class LayoutDecision:
     store: str
     scales: ScalesPlace = "inline"
     usual_scales: ScalesPlace = "inline"
-    """Where a store has them that nothing else was asked of."""
+    """The place of scales in a store without other wishes."""
     reads_experts: bool = False
     """Whether neurons of an MoE model are read one by one."""
 

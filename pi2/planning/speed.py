@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _CLOSE = 1 / 128
 """Part of a memory that is not worth another plan."""
 _STEP = 1.1
-"""Ratio of neighbouring memories that are tried around a guess."""
+"""Ratio of neighbouring memories that are tried around an estimate."""
 _MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
 """Parts of the time of a token that the program may take for a plan of least energy."""
 
@@ -109,7 +109,7 @@ def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> Plan
 def _shrink(
     tokens_s: float, best: PlannedPlan, plan_at: Callable[[int], PlannedPlan], low: int, guess: int
 ) -> PlannedPlan:
-    """The plan with the least memory, from ``low`` to that of ``best``, that is so fast."""
+    """The plan with the least memory, from ``low`` to the memory of ``best``, that is so fast."""
     size, high = guess, best.resolved.plan.memory.budget
     while high - low > max(16 * MIB, high * _CLOSE):
         size = round_up(size, MIB)

@@ -33,7 +33,7 @@ _AHEAD = 4
 
 
 class WorkersLost(Exception):
-    """Workers ended before their work did; what they had done was given back."""
+    """Workers ended before their work did; finished cells were returned."""
 
 
 def run_in_processes(
@@ -90,7 +90,7 @@ Place = Literal["processes", "ray"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One point of the grid; documents as JSON, so that processes can be given them."""
+    """One point of the grid; documents as JSON, which other processes can be given."""
 
     device: str
     model: str
@@ -203,7 +203,7 @@ def _run_cells(cells: Sequence[Cell], jobs: int | None, on: Place) -> Iterator[O
 
 
 def run_cell(cell: Cell) -> Outcome:
-    """Plan and simulate one cell; what cannot be planned is an outcome, too."""
+    """Plan and simulate one cell; a cell that cannot be planned has an outcome as well."""
     from pi2.planning.planner import plan
     from pi2.planning.wish import Wish
 

@@ -1,4 +1,4 @@
-"""A profile in words: where it comes from, and every figure with its source."""
+"""A profile in words: its origin, and every figure with its source."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Cache:
         return self.folder / "blobs" / sha256 / name
 
     def add(self, data: bytes, name: str) -> Path:
-        """Keep ``data``; a file that is there already stays if it is sound."""
+        """Store ``data``; an existing sound file stays."""
         path = self.find_path(hash_bytes(data), name)
         if read_regular(path) != data:
             write_atomically(path, data)

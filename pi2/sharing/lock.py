@@ -54,7 +54,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Source(Table):
-    """A reference and what it points to."""
+    """A reference and its target."""
 
     reference: Annotated[str, StringConstraints(min_length=1, max_length=500)]
     """The reference as documents write it; paths of files are relative to the lock's folder."""

@@ -244,7 +244,7 @@ def _choose(lock: Lock, references: Sequence[str], base: Path) -> list[Source]:
 
 
 def list_references(path: Path, reference: str) -> Iterator[str]:
-    """Whole references of the documents that a document needs, but for those that pi2 ships."""
+    """Whole references of the documents that a document needs, without shipped ones."""
     source = read_source(path, reference)
     if isinstance(source, list):
         raise _report_unsound(reference, source, {})

@@ -113,7 +113,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def _find_paths(text: str, scheme: str) -> int:
-    """Where what may have blanks begins: paths of this machine, and those in a repository."""
+    """Offset from which blanks are allowed: paths of this machine, and paths in a repository."""
     if scheme in ("file", "git+file"):
         return len(scheme) + 1
     if scheme in ("gh", "git+https", "git+http"):

@@ -64,7 +64,7 @@ class SimulationResult:
 
     @property
     def energy(self) -> Energy | None:
-        """Power of what is at work times the time it is: all units, the CPU or the other one."""
+        """Power of the working units times their time: all units, the CPU or the other one."""
         rates, run = self.inputs.rates, self.decode
         if rates.power_w is None and rates.both_w is None:
             return None

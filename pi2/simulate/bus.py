@@ -175,7 +175,7 @@ class _Prompt:
         self._taken = simpy.Store(env)
 
     def compute(self) -> Generator[simpy.Event, Any, None]:
-        """Compute the layers in order, each piece when it is there."""
+        """Compute the layers in order, each piece on arrival."""
         self._env.process(self._read())
         for layer in self._layers:
             if layer.before_s > 0.0:

@@ -51,7 +51,7 @@ class LayerPlan:
     possible: float
     """Neurons of the computing experts."""
     streamed: float = 0.0
-    """Neurons that pass by, if every neuron is computed: of a mixture, those of all experts."""
+    """Neurons that are streamed, if every neuron is computed: in an MoE model, of all experts."""
     merged: MergedReads = ALONE
 
 

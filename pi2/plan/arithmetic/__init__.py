@@ -1,1 +1,1 @@
-"""A plan put together layer by layer, the bytes that it needs, and what they cost."""
+"""A plan put together layer by layer, the bytes that it needs, and their cost."""

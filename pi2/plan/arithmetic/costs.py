@@ -16,8 +16,8 @@ _NAMED = {"none": "all of", "router": "those of the chosen experts among"}
 
 
 def describe_owners(resolved: ResolvedPlan, layer: ResolvedLayer) -> Iterator[str]:
-    """What each unit computes of a layer that several units compute, a line for each; nothing of
-    one that the sparse unit has alone."""
+    """The share of each unit in a layer that several units compute, a line for each; nothing if
+    only the sparse unit computes it."""
     dense = layer.dense
     if dense is None:
         return
@@ -62,7 +62,7 @@ def name_range(neurons: range) -> str:
 
 
 def name_memory(resolved: ResolvedPlan, unit: str) -> str:
-    """Where the neurons of a dense unit lie: ``memory.units.gpu, its own memory``."""
+    """Place of a dense unit's neurons: ``memory.units.gpu, its own memory``."""
     if unit not in resolved.device.units:
         return "memory"
     if not resolved.shares_main_memory(unit):
@@ -158,8 +158,8 @@ LEAST_BYTES, MOST_BYTES = 128 << 10, 1 << 20
 NEARLY = 0.95
 """Part of the highest rate that a smaller request should reach."""
 IN_FLIGHT_BYTES = 8 << 20
-"""Bytes that are asked for at a time: the storage divides itself between all requests that it
-has, so that with more of them the first neurons come late."""
+"""Bytes that are asked for at a time: the storage works on all of its requests at once, and with
+more of them the first neurons come late."""
 
 
 def choose_request_bytes(plan: Plan, device: Device) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pi2.plan.reading.thresholds import Thresholds
 
 Alone = Literal["logits", "text"]
-"""What comes out of a unit that has a whole model."""
+"""Output of a unit that has a whole model."""
 _T = TypeVar("_T")
 
 
@@ -50,7 +50,7 @@ class DenseShare:
 
     @property
     def least(self) -> int:
-        """Neurons that nobody else ever computes, and main memory need not hold."""
+        """Neurons that no other unit ever computes; main memory need not hold them."""
         return min(self.by_sequences)
 
 
@@ -75,7 +75,7 @@ class ResolvedLayer:
 
     @property
     def own_hot(self) -> range:
-        """Stored indices of the hot neurons that lie in the segment ``hot``."""
+        """Stored indices of the hot neurons in the segment ``hot``."""
         first = 0 if self.dense is None else min(self.dense.least, self.hot_neurons)
         return range(first, self.hot_neurons)
 
@@ -87,7 +87,7 @@ class FileFacts:
     path: Path
     model_id: str
     matrices: int
-    """Matrices, those of all experts of a layer counted once."""
+    """Matrices; the experts of a layer count as one."""
     matrix_bytes: int
     token_bytes: int
     """Bytes that a token reads of them: the embedding is looked up where it is not the head, and of
@@ -109,7 +109,7 @@ class FileFacts:
         return self.streamed_bytes + max(0, self.expert_bytes - self.slot_bytes)
 
     def describe_missing(self) -> str:
-        """What comes from disk, where something does."""
+        """The parts that come from disk, if any do."""
         parts = []
         if self.streamed_bytes:
             parts.append(f"{approximate_bytes(self.streamed_bytes)} are read for every step")
@@ -134,7 +134,8 @@ class FillPlan(Protocol):
     """The facts of this machine's files and memory."""
 
     def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
-        """Complete the values of a plan that runs a GGUF file and lies at a path; `UserError`."""
+        """Complete the values of a plan that runs a GGUF file and is stored at a path;
+        `UserError`."""
 
     def names_file(self, weights: object, path: Path) -> bool:
         """Whether ``weights`` of the plan at a path are a GGUF file, and not a neuron store."""
@@ -162,8 +163,8 @@ class ResolvedPlan:
     derived: Mapping[KeyPath, str] = field(default_factory=dict, compare=False)
     """Values that the plan does not state, with their reasons."""
     find_alone: Callable[[str], Alone | None] = field(compare=False, repr=False)
-    """What comes out of units that have whole models, by the name of their backend; None of a
-    backend that serves none."""
+    """Output of units that have whole models, by the name of their backend; None for a backend
+    without such units."""
     draft: ResolvedPlan | None = None
     """The plan of the model that drafts tokens, if `decode.speculation` names one."""
     _derived: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -188,8 +189,8 @@ class ResolvedPlan:
 
     @cached_property
     def sparse_unit(self) -> str:
-        """Name of the unit that computes sparsely, and whatever no other unit computes: the first
-        CPU of the splits, else their first unit."""
+        """Name of the unit that computes sparsely, and everything that no other unit computes: the
+        first CPU of the splits, else their first unit."""
         return find_sparse_unit(self.plan, self.device)
 
     @property
@@ -222,8 +223,8 @@ class ResolvedPlan:
 
     @cached_property
     def named_layers(self) -> tuple[int, ...]:
-        """Layers of which a token computes the neurons that somebody has named; in the others it
-        computes all of them, and those that are not hot stream by."""
+        """Layers in which a token computes only predicted neurons; in other layers it computes all
+        of them, and cold ones are streamed."""
         if self.plan.decode.predictor == "none":
             return ()
         if self.names_by_cutoff:
@@ -242,8 +243,8 @@ class ResolvedPlan:
 
     @property
     def dense_units(self) -> tuple[str, ...]:
-        """Names of the units beside it that have work, in the order of the layers; those that the
-        device does not have, or the plan names no backend for, are left out."""
+        """Names of the other units that have work, in the order of the layers; units that the
+        device lacks, or without a backend in the plan, are left out."""
         names = dict.fromkeys(layer.dense.unit for layer in self.layers if layer.dense is not None)
         if self.plan.prefill.unit is not None:
             names[self.plan.prefill.unit] = None

@@ -48,10 +48,10 @@ MIN_COLD_NEURONS = 64
 TOKENS_TOGETHER = 512
 """Most tokens of a prompt that go through a layer before the next, with ``layers-first``."""
 PART_NEURONS = 256
-"""Named neurons that are computed together where what is in memory changes no bit: enough for one
-call's fixed time not to matter, and few enough to be computed while others are read."""
+"""Predicted neurons that are computed together if the content of memory changes no bit: enough to
+hide one call's fixed time, and few enough to be computed while others are read."""
 LOGIT_ROWS = 16
-"""Most tokens whose logits are computed at once: those of a whole chunk would take much memory."""
+"""Most tokens whose logits are computed at once: a whole chunk's would take much memory."""
 PIECE_BYTES = 4 << 20
 """A piece of a dense tensor on its way to a unit that has the whole model."""
 TENSOR_ROWS = 32
@@ -112,7 +112,7 @@ def need_attention(resolved: ResolvedPlan) -> Need:
 
 
 def count_chunk_tokens(plan: Plan) -> int:
-    """Tokens that activations have room for: a chunk's, or those of a step."""
+    """Tokens that activations have room for: a chunk's or a step's."""
     return max(plan.prefill.chunk, plan.decode.step_tokens)
 
 
@@ -127,14 +127,14 @@ def count_read_rows(plan: Plan, model: Model) -> int:
 
 
 def need_predictor(resolved: ResolvedPlan) -> Need:
-    """What finds the active neurons.
+    """Memory for finding the active neurons.
 
-    low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice where those of
-    an expert are not a multiple of 64 bytes); gate: weights and scales of all gate rows (of the up
-    rows where neurons have no gate), and f floats where they have biases, of the layers with a
-    cutoff alone where gates are closed by one; both, if there are experts, and router: e f
-    integers, which say whose neurons are whose; router with thresholds: also the gates of as many
-    experts as compute a token in a layer, each in whole pages; none: nothing."""
+    low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice if an expert's
+    are not a multiple of 64 bytes). gate: weights and scales of all gate rows (of the up rows if
+    neurons have no gate), and f floats if they have biases; if a cutoff closes gates, only for
+    layers with one. low-rank and gate with experts, and router: e f integers, the expert of each
+    neuron. router with thresholds: also the gates of as many experts as compute a token in a layer,
+    each in whole pages. none: nothing."""
     plan, model = resolved.plan, resolved.model
     shape, width = model.shape, model.stored_neuron_width
     if plan.decode.predictor == "gate":
@@ -193,7 +193,7 @@ def need_cold(resolved: ResolvedPlan) -> Need:
 
 
 def _count_resident(resolved: ResolvedPlan, layer: ResolvedLayer) -> int:
-    """Neurons of a layer that are never read while tokens are generated, whatever fails."""
+    """Neurons of a layer that are never read while tokens are generated, even if a unit is lost."""
     if layer.dense is not None and resolved.goes_on_without(layer.dense.unit):
         return len(layer.own_hot)
     return layer.hot_neurons
@@ -217,9 +217,9 @@ def _expect_active(resolved: ResolvedPlan) -> float:
 
 
 def count_staged_neurons(resolved: ResolvedPlan) -> int:
-    """Neurons of one staging buffer: min(f, 512), or as many as some granules of an expert have, if
-    a router names whole experts; or of a layer, if gates with a cutoff name neurons and what is in
-    memory changes no bit."""
+    """Neurons of one staging buffer: min(f, 512), or some granules of an expert if a router names
+    whole experts; or a layer, if gates with a cutoff name neurons and the content of memory changes
+    no bit."""
     neurons = STAGED_NEURONS
     if resolved.names_by_cutoff:
         most = max(1, MOST_GRANULE_BYTES // resolved.bundle.stride)
@@ -247,11 +247,11 @@ def find_block_bytes(device: Device) -> int:
 
 def count_gate_read_bytes(resolved: ResolvedPlan) -> int:
     """Bytes that are read of a missing neuron, in whole blocks, before it is known whether its gate
-    is open; 0 where neurons are read whole.
+    is open; 0 if neurons are read whole.
 
-    ``pipeline.phases = 2`` wants it.  There is nothing to wait for where gates are known (predictor
-    ``gate``), where a neuron has none, or where no gate is ever closed; and a bias of the gate
-    comes with the end of the neuron."""
+    ``pipeline.phases = 2`` asks for it. Nothing is gained if gates are known (predictor ``gate``),
+    if a neuron has none, or if no gate is ever closed; and a bias of the gate comes with the end of
+    the neuron."""
     model, plan, bundle = resolved.model, resolved.plan, resolved.bundle
     if plan.pipeline.phases == 1 or plan.decode.predictor != "low-rank":
         return 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 ROW_STEP = 32
-"""Rows are divided at a multiple of it, so that every part begins at a multiple of 64 bytes."""
+"""Rows are divided at a multiple of it: every part begins at a multiple of 64 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class DividedRows:
     unit: str
     """The unit's name."""
     qkv: int = 0
-    """Rows of the projection to queries, keys and values, in every layer."""
+    """Rows of the QKV projection, in every layer."""
     output: int = 0
     """Rows of the projection of what attention has mixed, in every layer."""
     head: int = 0
@@ -52,7 +52,7 @@ def count_rows(share: float, rows: int) -> int:
 
 
 def count_qkv_rows(model: Model) -> int:
-    """Rows of a layer's projection to queries, keys and values."""
+    """Rows of a layer's QKV projection."""
     return list_attention(model)[0][0].projected
 
 
@@ -146,10 +146,10 @@ def count_kv_token_bytes(model: Model, kind: KvType) -> int:
 
 
 def need_kv(plan: Plan, model: Model) -> Need:
-    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
-    sequence of a batch; with latent attention L tokens times what is kept of each.
+    """The KV cache: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
+    sequence of a batch; with latent attention L tokens times the elements kept of each.
 
-    int8 has a scale of 2 bytes besides for every vector of w elements."""
+    int8 adds a scale of 2 bytes for every vector of w elements."""
     tokens, batch = round_up(plan.kv.context, KV_TOKENS), plan.decode.batch
     element = KV_ELEMENT_BYTES[plan.kv.type]
     total, parts = 0, []

@@ -88,7 +88,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts when a rule runs.  A rule names what it needs; asking for more is a bug."""
+    """The facts when a rule runs. A rule states the facts it needs; using others is a bug."""
 
     known: Mapping[Fact, object]
     files: Mapping[Kind, Path] = field(default_factory=dict)

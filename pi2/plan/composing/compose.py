@@ -1,13 +1,13 @@
-"""Composition: a document that ``extends`` others, and what it removes and joins.
+"""Composition: a document that ``extends`` others, with its removals and joins.
 
 ::
 
     extends = ["../common/phone.plan.toml", "fast-flash.toml"]   # earlier is weaker
-    remove = ["memory.segments.cold"]                            # of what is inherited
+    remove = ["memory.segments.cold"]                            # of inherited keys
     inherit.layers.overrides = "append"                          # instead of replacing
 
-Only documents with one of these keys come here.  Inherited paths of devices, models and stores are
-written as they are seen from the extending file, so that the outcome is a plain document."""
+Only documents with one of these keys come here. Inherited paths of devices, models and stores are
+rewritten relative to the extending file: the outcome is a plain document."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ _PLAIN_PATHS = ("weights", "thresholds")
 
 @dataclass
 class Composition:
-    """What came of putting a document together."""
+    """The outcome of putting a document together."""
 
     file: SourceFile
     diagnostics: list[Diagnostic] = field(default_factory=list)
-    """Errors in the document and in those that it extends."""
+    """Errors in the document and in the documents that it extends."""
     warnings: list[Diagnostic] = field(default_factory=list)
     files: dict[str, SourceFile] = field(default_factory=dict)
     """Files that were read, by name."""
@@ -240,7 +240,7 @@ class _Composer:
         return located
 
     def read_base(self, link: Link, located: Located) -> SourceFile | None:
-        """Read a file, once; what is wrong with it is reported where it is."""
+        """Read a file, once; its errors are reported at their places."""
         first = located.path not in self.read
         if first:
             read = read_source(located.path, located.name)
@@ -273,7 +273,7 @@ class _Composer:
         return source
 
     def rebase(self, tree: Node, reference: str, located: Located) -> Node:
-        """Let the paths of an inherited plan begin where the extending file lies."""
+        """Make the paths of an inherited plan relative to the extending file's folder."""
         for path in _REFERENCES.get(self.kind, ()):
             tree = self.rebase_value(tree, path, 0, reference, located)
         return tree
@@ -317,7 +317,7 @@ class _Composer:
         return posixpath.join(folder, text.removeprefix("./")) if folder not in ("", ".") else text
 
     def remove(self, base: Node, source: SourceFile, index: int, text: str) -> Node:
-        """What is inherited without the value that an entry of ``remove`` names."""
+        """The inherited values without the one that an entry of ``remove`` names."""
         names = parse_key(text)
         if names is None:
             message = f"{write_value(text)} is no key path"

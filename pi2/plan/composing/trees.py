@@ -31,7 +31,7 @@ SET = "--set"
 
 @dataclass(frozen=True)
 class Override:
-    """One value, and where it stands in the text of all overrides."""
+    """One value, and its place in the text of all overrides."""
 
     path: KeyPath
     value: object
@@ -200,7 +200,7 @@ JOINS: tuple[Join, ...] = ("append", "prepend")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a file says something about a value."""
+    """The place of a value in a file."""
 
     file: SourceFile
     path: KeyPath
@@ -246,7 +246,7 @@ def extract_values(node: Node) -> Any:
 
 
 def merge_trees(base: Node, own: Node, joins: object = None) -> Node:
-    """``own`` over the inherited ``base``; ``joins`` is what stands in ``inherit``."""
+    """``own`` over the inherited ``base``; ``joins`` is the value of ``inherit``."""
     places = base.places + own.places
     if base.table is not None and own.table is not None:
         below = joins if isinstance(joins, Mapping) else {}
@@ -286,7 +286,7 @@ def _merge_items(
 
 
 def find_node(root: Node, path: KeyPath) -> tuple[Node, KeyPath]:
-    """The deepest node on the way to ``path``, and what is left of the path."""
+    """The deepest node on the way to ``path``, and the rest of the path."""
     node = root
     for number, part in enumerate(path):
         child: Node | None = None
@@ -369,13 +369,14 @@ class Removal:
         return f"{place}: removed here"
 
     def covers(self, path: str | None) -> bool:
-        """Whether the key at ``path``, as findings write it, is what was removed or below it."""
+        """Whether the key at ``path``, as findings write it, was removed, or is below a removed
+        one."""
         own = format_path(self.names)
         return path is not None and (path == own or path.startswith(f"{own}."))
 
 
 class ComposedPlaces:
-    """Places of keys and values in the files that they come from."""
+    """Places of keys and their values in the original files."""
 
     def __init__(self, tree: Node, replaced: Mapping[KeyPath, tuple[Span, Span]]) -> None:
         self.tree = tree
@@ -440,7 +441,7 @@ class ComposedPlaces:
 
 @dataclass(frozen=True)
 class ComposedFile(SourceFile):
-    """A document that extends others.  ``text`` is that of its own file."""
+    """A document that extends others. ``text`` is its own file's."""
 
     tree: Node = field(default_factory=lambda: Node(()))
     """The document's values, and where they come from."""

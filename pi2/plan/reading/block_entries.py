@@ -82,7 +82,8 @@ def describe_layers(layers: Sequence[int], count: int) -> str:
 
 
 def spread_blocks(source: SourceFile) -> tuple[SourceFile, list[Diagnostic]]:
-    """The file as it would be with keys by layer instead of blocks, and what is wrong with them."""
+    """The file as it would be with keys by layer instead of blocks, and the faults of the
+    blocks."""
     if "blocks" not in source.values:
         return source, []
     from pi2.plan.documents.model_mixing import BlockEntries

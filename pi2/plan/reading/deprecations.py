@@ -19,7 +19,7 @@ Step = Callable[[MutableMapping[str, Any], Kind], None]
 
 def divide_layers(document: MutableMapping[str, Any], kind: Kind) -> None:
     """Version 2: ``layers.split`` divides each layer between units that compute at the same time,
-    and ``decode.phases`` is called ``decode.passes``.  Every other key means what it meant."""
+    and ``decode.phases`` is called ``decode.passes``. Every other key keeps its meaning."""
     del document, kind
 
 
@@ -40,7 +40,7 @@ STEPS: Mapping[int, Step] = {1: divide_layers, 2: name_weights}
 
 
 def is_old(version: object, kind: Kind) -> TypeGuard[int]:
-    """Whether ``schema_version`` is that of a version which a ``kind`` is not written in now."""
+    """Whether ``schema_version`` is an old version of a ``kind`` of document."""
     return type(version) is int and 1 <= version < DOCUMENTS[kind].VERSION
 
 
@@ -179,7 +179,8 @@ def modernise(
 
 
 def find_old_keys(values: Any, rename: Rename) -> Iterator[KeyPath]:
-    """Paths of the old key; where the new one is there too, the old one is left as unknown."""
+    """Paths of the old key; if the file has the new one as well, the old one remains and is
+    reported as unknown."""
     places: list[tuple[KeyPath, Any]] = [((), values)]
     for part in rename.path[:-1]:
         below: list[tuple[KeyPath, Any]] = []

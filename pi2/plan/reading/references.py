@@ -52,7 +52,7 @@ _FOLDERS: Mapping[Kind, str] = {
     "model": "models",
     "family": "families",
 }
-"""Folders of shipped documents, in that of all."""
+"""Folders of shipped documents, below the folder of all."""
 
 
 def check_suffix(file_name: str, name: str, kind: Kind) -> Diagnostic | None:
@@ -148,7 +148,7 @@ def find_shipped_folder() -> Path:
 
 
 def list_shipped(kind: Kind) -> dict[str, Path]:
-    """Files of shipped documents by short name; that of a plan may have a folder in it."""
+    """Files of shipped documents by short name; a plan's name may have a folder in it."""
     suffix = f".{kind}.toml"
     folder = find_shipped_folder()
     if kind == "plan":

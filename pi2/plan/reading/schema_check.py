@@ -35,8 +35,8 @@ D = TypeVar("D", bound=Document)
 def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[Diagnostic]]:
     """Validate ``source`` as a ``document``.
 
-    If all that is wrong are unknown keys, the document is what remains without them, so that the
-    rules find their mistakes in the same run; after any other error it is None."""
+    If the only errors are unknown keys, the document is made without them: the rules then find
+    their mistakes in the same run. After any other error it is None."""
     version = check_version(source, document)
     if version is not None and version.code == "P107":
         return None, [version]
@@ -312,7 +312,7 @@ def _explain_missing(source: SourceFile, document: type[BaseModel], path: KeyPat
 
 
 def is_misspelt(source: SourceFile, document: type[BaseModel], path: KeyPath) -> bool:
-    """Whether the missing key at ``path`` is there with a slip of the pen: one finding suffices."""
+    """Whether the missing key at ``path`` exists with a slip of the pen: one finding suffices."""
     current: Any = source.values
     for part in path[:-1]:
         current = current[part]

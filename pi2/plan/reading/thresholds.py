@@ -19,7 +19,7 @@ Magnitude = Annotated[float, Field(ge=0.0)]
 
 
 class LayerThresholds(Table):
-    """A layer's thresholds, and what they leave of the text that they were calibrated on."""
+    """A layer's thresholds, and their effect on the text that they were calibrated on."""
 
     gate: Magnitude
     """Neurons whose act(gate) is smaller count as zero."""
@@ -30,9 +30,9 @@ class LayerThresholds(Table):
     """Neurons that remain and whose act(gate) * up is smaller count as zero: their down is not
     read."""
     computed: Share
-    """Share of neurons (in an MoE model, of those of a token's experts) whose up is read."""
+    """Share of neurons (in an MoE model, of a token's experts) whose up is read."""
     active: Share
-    """Share of neurons (in an MoE model, of those of a token's experts) whose down is read."""
+    """Share of neurons (in an MoE model, of a token's experts) whose down is read."""
 
 
 class Thresholds(Document):
@@ -47,9 +47,9 @@ class Thresholds(Document):
     neurons: Count
     """FFN neurons of a layer."""
     method: SparsityMethod
-    """What is compared with a threshold."""
+    """The value that is compared with a threshold."""
     target: Share
-    """Share of up and down (in an MoE model, of those of a token's experts) that is not read."""
+    """Share of up and down (in an MoE model, of a token's experts) that is not read."""
     max_perplexity_increase: float | None = Field(default=None, gt=0.0)
     """The increase of perplexity that the target was searched for, if it was."""
     tokens: Count
@@ -79,7 +79,7 @@ class Thresholds(Document):
         return sum(layer.computed for layer in self.layers) / len(self.layers)
 
     def fits(self, model: Model) -> bool:
-        """Whether they can be those of ``model``."""
+        """Whether they can belong to ``model``."""
         experts = 0 if model.moe is None else model.expert_count
         if any(len(layer.experts) != experts for layer in self.layers):
             return False

@@ -76,7 +76,7 @@ def parse_expression(text: str) -> ast.expr:
 
 
 def list_names(tree: ast.expr) -> Iterator[str]:
-    """Names of keys in an expression, with their dots; not those of functions."""
+    """Names of keys in an expression, with their dots; names of functions are left out."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):

@@ -43,7 +43,7 @@ _TOML_1_1_HINTS = re.compile(r",\s*\}|\\[ex]|\d\d:\d\d(?![\d:])|\{[^}]*\n")
 
 
 class Places(Protocol):
-    """Places of keys and values."""
+    """Places of keys and their values."""
 
     def has(self, path: KeyPath) -> bool: ...
 
@@ -74,13 +74,13 @@ class SourceFile:
     text: str
     values: dict[str, Any]
     replaced: Mapping[KeyPath, tuple[Span, Span]] = field(default_factory=dict)
-    """Places of keys and values that come from elsewhere, such as ``--set``."""
+    """Places of keys and their values from elsewhere, such as ``--set``."""
     aliases: Mapping[KeyPath, KeyPath] = field(default_factory=dict)
     """Keys that the text calls by another name, and that name."""
 
     @cached_property
     def spans(self) -> Places:
-        """Places of keys and values; parsed when first asked for."""
+        """Places of keys and their values; parsed when first asked for."""
         return self.index()
 
     def index(self) -> SpanIndex:
@@ -103,7 +103,7 @@ def detect_kind(name: str) -> Kind | None:
 
 
 def display_path(path: Path) -> str:
-    """The path relative to the working directory where it lies below it, else as it is."""
+    """The path relative to the working directory if it is below it, else unchanged."""
     try:
         relative = os.path.relpath(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where every key and value of a TOML text stands, from a tree-sitter parse."""
+"""Places of all keys and values in a TOML text, from a tree-sitter parse."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def _describe(name: str, text: str, error: tomli.TOMLDecodeError) -> tuple[str, 
 
 
 def _correct(value: str) -> str:
-    """What somebody means who writes a value without quotes, or a number with a comma."""
+    """The likely meaning of a value without quotes, or of a number with a comma."""
     if value.lower() in ("true", "false"):
         return value.lower()
     if re.fullmatch(r"[0-9]+,[0-9]+", value):

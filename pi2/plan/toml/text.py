@@ -10,9 +10,9 @@ KeyPath = tuple[str | int, ...]
 
 
 EVERY_ITEM = -1
-"""Stands in the place of an index for every item of the array, written ``[]``."""
+"""Replaces an index, for every item of the array, written ``[]``."""
 EVERY_NAME = "*"
-"""Stands in the place of a name of the user's for every name of the table."""
+"""Replaces a user's name, for every name of the table."""
 
 
 def format_path(path: Sequence[str | int]) -> str:

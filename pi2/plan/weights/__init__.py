@@ -1,1 +1,1 @@
-"""How neuron bundles lie in bytes."""
+"""Layout of neuron bundles in bytes."""

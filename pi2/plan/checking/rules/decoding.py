@@ -78,12 +78,11 @@ def _refuse_router(path: tuple[str, ...], model: Model, remedy: str) -> Finding:
 def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
     """Gate predictor without zero gates or ``[sparsity]``.
 
-    Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds
-    nothing, so that it may be left out, and so may one that a cutoff closes
-    (``ffn.gate_sparsity``); else SiLU and GELU are zero nowhere, and something must say what counts
-    as zero.  With ``"router"``, a ``[sparsity]`` needs thresholds, too.  A plan that computes
-    nothing, with the backend ``null`` for every unit, may state ``sparsity.target`` alone: it is
-    simulated with that share.
+    Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds nothing
+    and may be left out; a cutoff (``ffn.gate_sparsity``) closes gates the same way. SiLU and GELU
+    are zero nowhere: thresholds must define zero. With ``"router"``, a ``[sparsity]`` needs
+    thresholds as well. A plan that computes nothing, with the backend ``null`` for every unit, may
+    state only ``sparsity.target``: it is simulated with that share.
 
     Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
 
@@ -123,8 +122,8 @@ def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
     """``decode.look_ahead`` without a predictor or router.
 
     Why: before attention a layer's gates are not known yet: computed there, they would name other
-    neurons, and exact decoding would not be exact.  Dense decoding predicts nothing.  A router may
-    be asked early: what it did not name then is read when it is asked again.
+    neurons, and exact decoding would not be exact. Dense decoding predicts nothing. A router may be
+    asked early: experts that it missed then are read when it is asked again.
 
     Example: ``look_ahead = "attention"`` with ``predictor = "gate"``.
 
@@ -152,13 +151,12 @@ def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
 def check_leave_out_has_scores(facts: Facts) -> Iterator[Finding]:
     """``decode.leave_out`` out of place.
 
-    Why: what may be left out is a share of the scores that low-rank predictors give.  Other
-    predictors give none, and with ``missing_threshold`` the limit is stated already, so that none
-    can be found.
+    Why: ``leave_out`` is a share of the scores that low-rank predictors give. Other predictors have
+    no scores, and ``missing_threshold`` states the limit that ``leave_out`` would find.
 
     Example: ``leave_out = 0.02`` with ``missing_threshold = 1.0``.
 
-    Fix: ``leave_out`` alone, with ``predictor = "low-rank"``."""
+    Fix: ``leave_out`` without ``missing_threshold``, and ``predictor = "low-rank"``."""
     decode = facts.plan.decode
     if decode.leave_out is None:
         return
@@ -216,11 +214,10 @@ def check_missing_threshold_saves_reads(facts: Facts) -> Iterator[Finding]:
 def check_phases_save_reads(facts: Facts) -> Iterator[Finding]:
     """Two-phase reads save nothing.
 
-    Why: ``pipeline.phases = 2`` reads the gate first, and up and down only where the gate is open.
-    Reads begin and end at the device's blocks: where the gate's block is also the bundle's last
-    one, or where neurons have no gate, the first read is the whole bundle and the second is for
-    nothing. Nor is there anything to wait for where no gate is ever closed (SiLU, GELU), or where
-    the gate's bias comes with the end of the bundle.
+    Why: ``pipeline.phases = 2`` reads the gate first, and up and down only of an open gate. Reads
+    begin and end at the device's blocks. If the gate's block is also the bundle's last one, or
+    neurons have no gate, the first read is the whole bundle. Nothing is saved either if no gate is
+    ever closed (SiLU, GELU), or if the gate's bias comes with the end of the bundle.
 
     Example: ``phases = 2`` for bundles of 432 bytes and blocks of 512.
 

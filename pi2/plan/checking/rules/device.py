@@ -157,12 +157,12 @@ _LIMITS: tuple[tuple[type[BaseModel], str, _Bounds], ...] = (
 def check_figures_are_possible(facts: Facts) -> Iterator[Finding]:
     """Implausible figure of a device.
 
-    Why: predictions divide by them. A rate of zero has no meaning, and one that is a million times
+    Why: predictions divide by them. A rate of zero has no meaning. A rate that is a million times
     too large or too small is a wrong unit or a slipped digit.
 
     Example: ``rate = "0 MB/s"`` or ``frequency = "3.3 kHz"``.
 
-    Fix: correct the number or its unit; leave the figure out if nobody knows it."""
+    Fix: correct the number or its unit; leave the figure out if it is unknown."""
     for path, item in walk_values(facts.device, ()):
         for kind, key, (least, most, units) in _LIMITS:
             if not isinstance(item, kind):
@@ -193,10 +193,10 @@ def check_figures_stated_once(facts: Facts) -> Iterator[Finding]:
     Why: of two rates for the same reads, or for the same operands, it is unclear which one counts;
     a feature that is listed twice was meant to be another one.
 
-    Example: two ``[[storage.reads]]`` with ``pattern = "random"`` and ``block = "4 KiB"`` and
-    nothing else that tells them apart.
+    Example: two ``[[storage.reads]]`` with ``pattern = "random"`` and ``block = "4 KiB"`` and no
+    other difference.
 
-    Fix: remove one of them, or state what is different: ``range``, ``depth``, ``threads``,
+    Fix: remove one of them, or state the difference: ``range``, ``depth``, ``threads``,
     ``cluster``, ``burst``."""
     device = facts.device
     reads = [

@@ -19,14 +19,14 @@ from pi2.plan.documents.plan_units import parse_selector
 def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
     """Recurrent layers incompletely described.
 
-    Why: every layer has a kind; states of one kind have one shape, so that there is at most one
-    kind beside attention; value heads share the keys of key heads evenly, and norms divide the
-    output evenly; between two mixers of a layer there is one norm and nothing else, and none has
-    attention twice.
+    Why: every layer has a kind. States of one kind have one shape, and there is at most one kind in
+    addition to attention. Value heads share the keys of key heads evenly, and norms divide the
+    output evenly. Between two mixers of a layer there is one norm and nothing else, and no layer
+    has attention twice.
 
     Example: ``kinds = ["delta", "attention"]`` without a table ``[recurrence]``.
 
-    Fix: state what the checkpoint's configuration states."""
+    Fix: copy the values of the checkpoint's configuration."""
     model = facts.model
     if model.attention.output_gate and model.tensors.fused_qkv is not None:
         yield _find_kind(
@@ -203,14 +203,14 @@ def check_tensor_names_layers(facts: Facts) -> Iterator[Finding]:
     """``{layer}`` or ``{expert}`` missing or out of place.
 
     Why: ``{layer}`` stands for the layer's number and ``{expert}`` for the expert's; without them,
-    all layers would get the same tensor, and all experts the same predictor.  A part of an FFN
-    without ``{expert}`` is a tensor of all experts.  Names of tensors that belong to states may
-    have ``{mixer}``, the number of the mixer in its layer, and must where a layer has two states;
-    so does that of the norms between mixers where there are several.
+    all layers would get the same tensor, and all experts the same predictor. A part of an FFN
+    without ``{expert}`` is a tensor of all experts. Names of tensors that belong to states may have
+    ``{mixer}``, the number of the mixer in its layer, and must if a layer has two states. Norms
+    between several mixers need it as well.
 
     Example: ``gate = "model.layers.0.mlp.gate_proj.weight"``.
 
-    Fix: put ``{layer}`` where the number is."""
+    Fix: put ``{layer}`` in the place of the number."""
     model = facts.model
     numbered = _list_numbered(model)
     for key, name in model.tensors:
@@ -397,8 +397,8 @@ def _name_layers(layers: Range) -> str:
 def check_selectors_in_range(facts: Facts) -> Iterator[Finding]:
     """Selector names missing or unordered layers.
 
-    Why: a number beyond the model's last layer, or a range whose end lies before its start, selects
-    nothing; what was meant is unclear.
+    Why: a number beyond the model's last layer, or a range whose end is before its start, selects
+    nothing.
 
     Example: ``select = "6-8"`` for a model with 8 layers, which are numbered 0 to 7; ``"7-4"``.
 

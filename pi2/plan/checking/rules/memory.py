@@ -95,8 +95,8 @@ def _find_key(name: str) -> KeyPath:
 def check_scales_exist(facts: Facts) -> Iterator[Finding]:
     """Resident scales of weights without scales.
 
-    Why: int4 and int8 have a scale for every 32 weights; fp16 weights stand for themselves, so that
-    there is nothing that could lie elsewhere.
+    Why: int4 and int8 have a scale for every 32 weights; fp16 weights have none that could be kept
+    elsewhere.
 
     Example: ``scales = "resident"`` for a model with ``quantization.ffn = "fp16"``.
 

@@ -15,14 +15,14 @@ from pi2.plan.weights.layout import GROUP
 def check_operators_agree(facts: Facts) -> Iterator[Finding]:
     """Contradicting options of a model's operators.
 
-    Why: dReLU is an activation of gate and up, so that neurons need a gate; layers with a sliding
-    window need its width; layers that are named must exist; shared experts with biases cannot be
-    stored, and norms of outputs have none; what weights shared experts needs some; experts fall
-    into groups of equal size; latent attention has norms, biases and heads of its own; layers that
-    share keys and values need an earlier one that is like them; several residual streams go with
-    embeddings of layers, and cutoffs of gates are stated for each layer; experts of another width
-    than the residual stream's have what they share beside them; a norm of activations is that of
-    one FFN without biases; values that are narrower than keys have a projection of their own.
+    Why: dReLU is an activation of gate and up, and neurons need a gate for it. Layers with a
+    sliding window need its width, and selected layers must exist. Shared experts with biases cannot
+    be stored, and norms of outputs have no biases. A weight of shared experts needs shared experts;
+    groups of experts have equal size. Latent attention has norms, biases and heads of its own.
+    Layers that share a KV cache need an earlier, similar layer. Several residual streams go with
+    embeddings of layers, and cutoffs of gates are stated for each layer. Shared parts of experts
+    with a width of their own are kept next to them. A norm of activations belongs to one FFN
+    without biases. Values that are narrower than keys have a projection of their own.
 
     Example: ``activation = "drelu"`` with ``gated = false``.
 

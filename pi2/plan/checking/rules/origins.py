@@ -1,4 +1,4 @@
-"""Rules about where figures come from, and about what is private."""
+"""Rules about the origin of figures, and about private data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _CLAIM = re.compile(
 def check_claims_are_no_measurements(facts: Facts) -> Iterator[Finding]:
     """Vendor's claim called measured.
 
-    Why: a data sheet states what is reached under the vendor's conditions, often never in use. A
-    prediction that takes it for a measurement promises too much.
+    Why: a data sheet states a rate under the vendor's conditions, which is often never reached in
+    use. A prediction that takes it for a measurement promises too much.
 
     Example: ``status = "measured"`` with ``source = "data sheet: up to 4200 MB/s"``.
 
@@ -47,14 +47,14 @@ _RANGE = re.compile(r"\d\s*(?:to|-|–|\.\.)\s*\d|±|\+/-")  # noqa: RUF001  # p
 def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
     """Measured figure without samples or spread.
 
-    Why: one measurement may be the best of many or the only one; without its spread nobody can say
-    whether another figure differs from it.
+    Why: one measurement may be the best of many or the only one; without its spread, another figure
+    cannot be compared with it.
 
     Example: ``status = "measured"`` with neither ``samples`` nor ``spread``, and no range such as
     "44 to 48 GB/s" in ``source``.
 
     Fix: measure a few times and write ``samples`` and ``spread``, the standard deviation relative
-    to the mean; if that is not known any more, the figure is ``estimated``."""
+    to the mean; if they are lost, the figure is ``estimated``."""
     for path, figure in walk_figures(facts.device):
         if figure.status != "measured" or figure.spread is not None:
             continue
@@ -71,15 +71,14 @@ def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
 def check_plan_rests_on_claims(facts: Facts) -> Iterator[Finding]:
     """Plan rests on vendor-claimed read rates.
 
-    Why: how fast a token comes depends on how fast memory and flash are read. What vendors state is
-    the rate of the interface or of an empty device; `pi2 simulate` takes it for what programs
-    reach.
+    Why: the speed of a token depends on the read rates of memory and flash. Vendors state the rate
+    of the interface or of an empty device; `pi2 simulate` takes it for the rate of programs.
 
     Example: a plan for a device whose only random read rate has ``status = "vendor-claimed"``.
 
     Fix: run ``pi2 probe -o my.device.toml`` on the device, and name that file as the plan's device;
-    or look for somebody else's measurements with ``pi2 profile search``. For memory, what an
-    interface can do is ``peak_bandwidth``."""
+    or look for other people's measurements with ``pi2 profile search``. For memory,
+    ``peak_bandwidth`` is the rate of the interface."""
     claimed = [path for path, figure in _list_rates(facts) if figure.status == "vendor-claimed"]
     if not claimed:
         return
@@ -165,11 +164,11 @@ _PLACEHOLDER = re.compile(r"(?<![A-Za-z])(?:REPLACE|CHANGE)[ _-]?(?:ME|THIS)(?![
 def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
     """Placeholder left in a document.
 
-    Why: a template's placeholder is no value; what it stands for was forgotten.
+    Why: a template's placeholder is no value, and its value is missing.
 
     Example: ``weights = "stores/REPLACE_ME"``.
 
-    Fix: write the value, or remove the key where it has a default."""
+    Fix: write the value, or remove the key if it has a default."""
     for document in KINDS:
         for path, text in walk_texts(facts.known.get(document)):
             found = _PLACEHOLDER.search(text)

@@ -139,11 +139,11 @@ def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
     """``[experts]`` without effect.
 
     Why: ``prefer_cached``, ``least_weight``, ``read_best`` and ``most_reads`` choose among the
-    experts that a router names.  With another predictor, or in a model without experts, they do
-    nothing. ``prefer_cached`` compares scores, and knows of no others than a plain softmax or
-    sigmoid: groups of experts, biases that only choose, and a mixer are refused.
+    experts that a router names. With another predictor, or in a model without experts, they do
+    nothing. ``prefer_cached`` compares scores of a plain softmax or sigmoid: groups of experts,
+    biases that only choose, and a mixer are refused.
 
-    Example: ``least_weight = 0.05`` beside ``predictor = "low-rank"``.
+    Example: ``least_weight = 0.05`` with ``predictor = "low-rank"``.
 
     Fix: ``decode.predictor = "router"``, or leave the table out."""
     experts, moe = facts.plan.experts, facts.model.moe
@@ -190,11 +190,11 @@ def find_other_choice(moe: Moe) -> str | None:
 def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
     """Drafts that the unit cannot verify cheaply.
 
-    Why: tokens that were predicted go through the model together, and those that are not kept are
-    taken back; a unit that has the whole model in its own memory takes one token of each sequence
-    at a time. Guesses of what is in memory (``drafts = "resident"``) leave out neurons that a
-    predictor or a router names and that are missing; without one, every neuron computes, and so it
-    does in layers without a cutoff, if gates with cutoffs name those of others.
+    Why: draft tokens go through the model together, and rejected ones are taken back; a unit that
+    has the whole model in its own memory takes one token of each sequence at a time. Drafts of
+    resident neurons (``drafts = "resident"``) leave out missing neurons that a predictor or a
+    router names. Without either, every neuron computes; with cutoffs, the same holds for layers
+    without one.
 
     Example: ``decode.speculation = {}`` with ``layers.split = { gpu = 1.0 }``, or with ``drafts =
     "resident"`` and ``decode.predictor = "none"``.
@@ -233,9 +233,9 @@ def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
 def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
     """Draft model does not fit.
 
-    Why: a guess is a token of the model that verifies it, so that both need the same vocabulary;
-    what was guessed and not kept is taken back, which layers with a state cannot; and the budget is
-    a promise for the whole process.
+    Why: the larger model verifies the drafts, and both need the same vocabulary. Rejected drafts
+    are taken back, and layers with a state cannot do that. The budget is a promise for the whole
+    process.
 
     Example: ``drafts = "plan"`` without ``plan``, or with one whose model has another vocabulary.
 

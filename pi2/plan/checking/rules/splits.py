@@ -91,14 +91,14 @@ def check_rows_have_one_unit(facts: Facts) -> Iterator[Finding]:
     """Projection rows divided among too many units.
 
     Why: the other unit keeps the first rows of each matrix and computes them while the sparse unit
-    computes the rest; there is one such boundary, and the sparse unit has the last rows.  Weights
-    of rows are not read again when the unit is lost, so that the run cannot go on without it.
+    computes the rest; there is one such boundary, and the sparse unit has the last rows. If the
+    unit is lost, its rows are not read again, and the run cannot go on.
 
     Example: ``projections.attention = { npu = 0.5, gpu = 0.5 }``, or rows for a unit with
     ``on_failure = "cpu"``.
 
-    Fix: name the sparse unit and one other in both splits, and leave ``on_failure`` at ``"stop"``.
-    """
+    Fix: name the sparse unit and one other in both splits, and leave ``on_failure`` at
+    ``"stop"``."""
     plan, sparse = facts.plan, find_sparse_unit(facts.plan, facts.device)
     found: list[str] = []
     for placed in list_row_splits(plan):
@@ -170,8 +170,8 @@ def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Ite
 def check_split_names_units(facts: Facts) -> Iterator[Finding]:
     """Unit unknown to the device.
 
-    Why: work cannot be given to a unit that is not there; the names are those of the device's
-    ``[units.NAME]`` tables.
+    Why: work cannot be given to a missing unit; the device's ``[units.NAME]`` tables define the
+    names.
 
     Example: ``split = { cpu = 0.5, npu = 0.5 }`` for a device whose only unit is ``cpu``.
 
@@ -207,9 +207,9 @@ def _check_names(
 def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
     """Dense unit's neurons are not hot.
 
-    Why: a dense unit computes all of its neurons for every token, so that they have to stay in its
-    memory; ``layers.hot`` says what stays, the unit's neurons included.  A GPU that has the whole
-    model reads nothing while it computes.
+    Why: a dense unit computes all of its neurons for every token, and they have to stay in its
+    memory; ``layers.hot`` is the share that stays, the unit's neurons included. A GPU that has the
+    whole model reads nothing while it computes.
 
     Example: ``split = { npu = 0.5, cpu = 0.5 }`` with ``hot = 0.3``.
 
@@ -270,7 +270,7 @@ def check_batches_are_in_order(facts: Facts) -> Iterator[Finding]:
     Example: ``batches = [{ sequences = 4, … }, { sequences = 2, … }]``, or ``sequences = 4`` with
     ``decode.batch = 2``.
 
-    Fix: sort the entries, and raise ``decode.batch`` or take out what is beyond it."""
+    Fix: sort the entries, and raise ``decode.batch`` or remove the entries beyond it."""
     layers, batch = facts.plan.layers, facts.plan.decode.step_tokens
     yield from _check_table(layers.batches, ("layers", "batches"), batch)
     for number, override in enumerate(layers.overrides):

@@ -55,14 +55,14 @@ def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
 def check_settings_reach_units(facts: Facts) -> Iterator[Finding]:
     """Unit setting without effect.
 
-    Why: the sparse unit computes in pi2's own process, cannot be lost alone, and has the segments
+    Why: the sparse unit computes in pi2's own process, is lost only with it, and has the segments
     of ``[memory.segments]``; ``process``, ``on_failure`` and ``[memory.units.NAME]`` are for the
-    units beside it.  A GPU that has the whole model has memory of its own, and nobody else to go
-    on.
+    other units. A GPU that has the whole model has memory of its own, and no other unit can go on
+    for it.
 
     Example: ``[memory.units.cpu]`` in a plan whose sparse unit is ``cpu``.
 
-    Fix: take the setting out, or give it to the unit that keeps hot neurons."""
+    Fix: remove the setting, or give it to the unit that keeps hot neurons."""
     plan, name = facts.resolved.plan, facts.resolved.sparse_unit
     ignored: list[KeyPath] = []
     settings = plan.units.get(name)
