@@ -116,8 +116,8 @@ Kept = Literal[
 
 
 def find_cache_folder(kept: Kept, environment: Mapping[str, str] | None = None) -> Path:
-    """The absolute folder for what is ``kept``, which may not exist; empty variables do not count,
-    nor does a relative ``XDG_CACHE_HOME``."""
+    """The absolute folder for a ``kept`` kind of data, which may not exist; empty variables do not
+    count, nor does a relative ``XDG_CACHE_HOME``."""
     values = os.environ if environment is None else environment
     own = values.get(VARIABLE)
     if own:

@@ -87,8 +87,8 @@ class Session:
         return [*first, *self.answers]
 
     def ask(self, text: str) -> Iterator[Fragment]:
-        """Say ``text`` and yield the answer; closing the iterator keeps what has come. UserError
-        P601 for a long conversation, P608 or P609 without a working template."""
+        """Say ``text`` and yield the answer; closing the iterator keeps the part received so far.
+        UserError P601 for a long conversation, P608 or P609 without a working template."""
         model = self.model
         facts = read_chat_facts(model)
         prompt = model.render_chat([*self.messages, {"role": "user", "content": text}])

@@ -1,4 +1,4 @@
-"""`pi2.load`: a model from whatever `pi2 run` takes."""
+"""`pi2.load`: a model from anything that `pi2 run` takes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def load(
     make_observer: MakeObserver | None = None,
     thresholds: GivenThresholds = None,
 ) -> LoadedModel:
-    """Load a model: of the plan at ``path``, or of what else `pi2 run` takes.
+    """Load a model: of the plan at ``path``, or of another source that `pi2 run` takes.
 
-    That is a GGUF file, which runs as it is or is converted once, as a checkpoint's folder is, the
-    folder of a neuron store, or the name of a model that was pulled or converted, or of a plan that
-    comes with pi2.
+    These are a GGUF file, which runs as it is or is converted once; a checkpoint's folder, which is
+    converted once; the folder of a neuron store; the name of a pulled or converted model, or of a
+    plan that comes with pi2.
 
-    ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``; ``locked``
-    refuses references whose source on this machine is not what ``pi2.lock`` says; ``memory``,
-    such as ``"3 GiB"``, is another budget, to which the segments are fitted.  ``progress``
-    is called with a label and the share done while something takes its time; ``make_observer``
-    may give an observer of the executor; ``thresholds`` count instead of those that the plan
-    names, ``"none"`` that there are none yet.  Raises `UserError` with all findings."""
+    ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``. ``locked``
+    refuses references whose source on this machine differs from ``pi2.lock``. ``memory``, such as
+    ``"3 GiB"``, is another budget, to which the segments are fitted. ``progress`` is called with a
+    label and the share done during long work. ``make_observer`` may give an observer of the
+    executor. ``thresholds`` replace the plan's; ``"none"`` states that there are none yet. Raises
+    `UserError` with all findings."""
     plan, files = Path(path), FileFiller()
     if not plan.name.endswith(".plan.toml") and not files.runs_as_it_is(plan):
         from pi2.cli.named_plans import find_plan_path

@@ -54,8 +54,8 @@ def _wants_colour() -> bool:
 
 
 class Logger:
-    """Lines that carry ``bound``.  structlog takes 6 MiB of memory, so that a run in which nothing
-    is said does not import it."""
+    """Lines that carry ``bound``. structlog takes 6 MiB of memory: a run without log lines does not
+    import it."""
 
     def __init__(self, bound: Mapping[str, Any]) -> None:
         self._bound = bound

@@ -271,7 +271,8 @@ def remove_thing(thing: CachedThing) -> bool:
 
 @contextmanager
 def _hold(folder: Path) -> Iterator[bool]:
-    """Hold a folder and those in it as downloads do; gives whether nobody else does."""
+    """Hold a folder and the folders in it as downloads do; returns whether no other process holds
+    it."""
     held: list[int] = []
     try:
         for path in (folder, *(item for item in folder.rglob("*") if item.is_dir())):

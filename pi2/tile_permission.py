@@ -1,4 +1,4 @@
-"""AMX's tiles, whose contents Linux saves for those processes alone that have asked for them."""
+"""AMX's tiles: Linux saves their contents only for processes that have asked for them."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def pick_styles(count: int) -> list[dict[str, str]]:
 
 
 def add_legend(axes: Any, *, title: str | None = None, reverse: bool = False) -> None:
-    """Put the legend outside of the axes, where it covers no data."""
+    """Put the legend outside of the axes: it covers no data there."""
     axes.legend(
         title=title,
         reverse=reverse,

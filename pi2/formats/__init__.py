@@ -58,5 +58,5 @@ def find_packing(name: str) -> Packing:
 
 
 def name_packings(use: Use) -> tuple[str, ...]:
-    """Return the names of those that a model's tensors may have."""
+    """Return the names of the formats that a model's tensors may have."""
     return tuple(name for name, own in list_packings().items() if use in own.uses)

@@ -1,8 +1,8 @@
 """Scales and minima of groups by least squares.
 
 Groups are columns [elements, n], which numpy computes many of at once; ``weights`` [elements, n]
-are what squared errors count.  Several first guesses of a scale give codes, for which the best
-scale is known; the guess that errs least is kept."""
+weigh squared errors. Several start values of a scale give codes, for which the best scale is known;
+the one with the least error is kept."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 TILE = 2**16
 """Elements that are fitted together: they stay within a core's cache."""
 _SHARES = (0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 1.0, 1.01, 1.02, 1.04, 1.06)
-"""Guesses: how many codes the largest element is away from 0, or from the least, as a share of
-those that there are."""
+"""Start values: the distance in codes of the largest element from 0, or from the least, as a share
+of all codes."""
 _LEAST = 1e-30
 """Numbers that are no larger count as 0: fp16 has none of them."""
 _SIGNED_SHARES = (*_SHARES, 0.87, 1.09, -0.84, -0.875)
@@ -55,7 +55,7 @@ def list_tiles(count: int, width: int) -> Iterator[slice]:
 
 
 def fit_scales(columns: F32, weights: F32, bottom: int, top: int) -> F32:
-    """Return the scales [n] of signed codes from ``bottom`` to ``top``; where ``bottom`` is further
+    """Return the scales [n] of signed codes from ``bottom`` to ``top``; if ``bottom`` is further
     from 0, a scale has the sign that gives it to the largest element."""
     import numpy as np
 
@@ -78,7 +78,7 @@ def fit_scales(columns: F32, weights: F32, bottom: int, top: int) -> F32:
 
 
 def invert(numbers: F32) -> F32:
-    """Return 1 over each number, and 0 for what is next to 0."""
+    """Return 1 over each number, and 0 for numbers near 0."""
     import numpy as np
 
     return np.divide(1, numbers, out=np.zeros_like(numbers), where=np.abs(numbers) > _LEAST)
@@ -230,8 +230,8 @@ class SuperBlock:
     def settle(self, columns: F32, weights: F32, lines: Lines) -> Settled:
         """Return whole numbers for ``lines`` [n], and the best fp16 scales for them.
 
-        For each group the whole numbers beside the nearest are tried; then the shared scales are
-        those that are best for all codes."""
+        For each group the neighbours of the nearest whole number are tried as well; then the shared
+        scales are the best for all codes."""
         import numpy as np
 
         peaks = _take_peaks(lines.scales, self.groups)

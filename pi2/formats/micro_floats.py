@@ -1,13 +1,13 @@
 """Floats of 4 bits with scales of 8 bits: MXFP4 (OCP Microscaling) and NVFP4.
 
-Stores keep MXFP4 as packed vectors.  A *code* is 0 to 15: its low three bits are the place of its
-magnitude in `MAGNITUDES`, its highest bit is its sign.  A scale is one byte, the *exponent* e of
-the unit 2^(e - 127) of magnitudes; 0 stands for zeros.  E2M1 calls half of each magnitude by the
-same code, so that e is one less than the E8M0 scale of the same group.
+Stores keep MXFP4 as packed vectors. A *code* is 0 to 15: its low three bits are the place of its
+magnitude in `MAGNITUDES`, its highest bit is its sign. A scale is one byte, the *exponent* e of the
+unit 2^(e - 127) of magnitudes; 0 means zeros. E2M1 has the same code for half of each magnitude: e
+is one less than the E8M0 scale of the same group.
 
-Rounding follows the specification: the largest magnitude of a group takes the highest binary place
-there is, ties go to even codes, and what passes the largest code becomes that.  Numbers that are
-MXFP4 already are met exactly (units of 2^-126 and more).
+Rounding follows the specification: the largest magnitude of a group takes the highest binary place,
+ties go to even codes, and larger numbers become the largest code. Numbers that are MXFP4 already
+are met exactly (units of 2^-126 and more).
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3."""
 
@@ -46,8 +46,8 @@ class _ScaledByBytes(Format):
 
 
 class _PowersOfTwo(Packing):
-    """Groups lie along rows, or, if these are spread, across 32 rows, which share exponents: those
-    of a row are uint8 [length], packed as bytes."""
+    """Groups are along rows, or, if spread, across 32 rows, which share exponents: a row's
+    exponents are uint8 [length], packed as bytes."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
-"""Opens a checkpoint: its configuration and all its tensors' places.
+"""Opens a checkpoint: its configuration and the places of all its tensors.
 
-What other programs than Hugging Face's wrote is shown as the checkpoint that it was made from:
-configuration and names of tensors are those of transformers."""
+Files of other programs than Hugging Face's are shown as the original checkpoint: with configuration
+and names of tensors as in transformers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _BLOBS, _SNAPSHOTS = "blobs", "snapshots"
 
 
 def check_place(folder: Path, file: Path) -> os.stat_result:
-    """What the system knows of ``file``, which is in the checkpoint ``folder``.
+    """The system's facts about ``file``, which is in the checkpoint ``folder``.
 
-    `UserError` P538 if symbolic links lead out of the folder, but for those of the hub's cache;
+    `UserError` P538 if symbolic links lead out of the folder, except links of the hub's cache;
     `OSError` if it is no regular file, or cannot be looked at."""
     home = folder.resolve()
     places = [home]
@@ -86,14 +86,14 @@ class Checkpoint:
     files: tuple[Path, ...]
     """Weight files."""
     shards: Shards | None = None
-    """Where weight files come from that need not be there."""
+    """Source of weight files that may be missing."""
     beginnings: Sequence[tuple[str, str]] = ()
-    """Beginnings of the files' names, and those that ``tensors`` has for them."""
+    """Prefixes of the files' names, and the matching prefixes in ``tensors``."""
     given_tokenizer: tuple[Path, bytes] | None = None
-    """A ``tokenizer.json`` instead of the checkpoint's: its file, and what it says."""
+    """A ``tokenizer.json`` instead of the checkpoint's: its file and content."""
 
     def read_file(self, name: str) -> bytes | None:
-        """Contents of the small file ``name`` that lies beside the weights; None if there is none.
+        """Contents of the small file ``name`` next to the weights; None if there is none.
 
         `UserError` P543 if it cannot be read, P538 if it is a link out of the folder."""
         try:
@@ -163,14 +163,13 @@ class Checkpoint:
 
     @property
     def takes_last(self) -> bool:
-        """Whether embeddings of texts are those of their last tokens, as sentence-transformers
-        states it."""
+        """Whether a text's embedding is its last token's, as sentence-transformers states it."""
         content = self.read_file("1_Pooling/config.json")
         file = self.folder / "1_Pooling/config.json"
         return content is not None and parse_json(file, content).get(_LAST) is True
 
     def find_unread(self, model: Model) -> Iterator[Diagnostic]:
-        """What the checkpoint states beside its tensors, and ``model``, which was made of it,
+        """Statements of the checkpoint outside of its tensors that ``model``, which was made of it,
         leaves out."""
         for name in _ADAPTERS:
             if (self.folder / name).is_file():
@@ -194,7 +193,7 @@ Opened = TypeVar("Opened", bound=Checkpoint)
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The file of a tokenizer, or that of a folder which has one; `UserError` P543."""
+    """The file of a tokenizer, or the one in a folder; `UserError` P543."""
     names = ("tokenizer.json", SENTENCE_PIECE)
     files = [path / name for name in names] if path.is_dir() else [path]
     found = next((file for file in files if file.is_file()), None)
@@ -263,10 +262,10 @@ def _open_only_gguf(folder: Path, files: list[Path]) -> Checkpoint:
 def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
     """Read ``config.json`` and the headers of all weight files of a Hugging Face folder.
 
-    ``shards``: where the weight files that the index names come from, if not all are there.
-    Raises `UserError`: P530 not a checkpoint folder, P531 no weight files, P532 broken file,
-    P533 a tensor that the index names is missing, P536 a tensor twice, P538 an index that names
-    files outside the folder."""
+    ``shards``: source of the weight files that the index names, if some are missing. Raises
+    `UserError`: P530 not a checkpoint folder, P531 no weight files, P532 broken file, P533 a tensor
+    that the index names is missing, P536 a tensor twice, P538 an index that names files outside the
+    folder."""
     if not folder.is_dir():
         raise UserError.of(
             "P530",
@@ -306,7 +305,7 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
 
 
 _PLAIN = (SourceTensor, StreamedTensor)
-"""Tensors that lie in their file as plain numbers."""
+"""Tensors stored in their file as plain numbers."""
 
 
 def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
@@ -335,7 +334,7 @@ def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """The single weight file, or those that the index names, in order of their names."""
+    """The single weight file, or the files that the index names, in order of their names."""
     for single, index in zip(SINGLES, INDEXES, strict=True):
         if (folder / single).exists():
             return [folder / single]

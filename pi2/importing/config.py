@@ -141,13 +141,13 @@ _DESCRIBED = {int: "a whole number", float: "a number", bool: "true or false", s
 
 
 ROTATED_SHARE = "gguf_rotated_share"
-"""Key of a configuration that pi2 makes of a GGUF file: it counts whatever the family is."""
+"""Key of a configuration that pi2 makes of a GGUF file: it counts for any family."""
 FUSED_ORDER = "gguf_fused_order"
 """Another: order of query, key and value in a tensor of Falcon."""
 NORMALISED_EXPERTS = "gguf_normalised_experts"
 """Another: whether weights of experts add up to 1, if the family's code takes no word on it."""
 TURN_FACTOR = "gguf_turn_factor"
-"""Another: what sines and cosines are multiplied by, beside what the scaling of positions does."""
+"""Another: factor of sines and cosines, in addition to the scaling of positions."""
 SPLIT_EXPERTS = "gguf_split_experts"
 """Another: every expert has gate, up and down of its own, if the family has them together."""
 
@@ -307,7 +307,7 @@ class Layer:
 
 
 def describe_layers(config: Mapping[str, Any]) -> list[Layer] | str:
-    """The layers that the blocks of a configuration are, or what is wrong with them."""
+    """The layers of a configuration's blocks, or the fault of the blocks."""
     stated = config.get("layers_block_type") or config.get("hybrid_override_pattern")
     if not isinstance(stated, list | str) or not stated:
         return "it does not state layers_block_type"

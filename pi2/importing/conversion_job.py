@@ -29,12 +29,12 @@ from pi2.tokens import CHAT_TEMPLATE, TOKENIZER_CONFIG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What can be converted when one more file is there."""
+    """The parts that can be converted once one more file has arrived."""
 
     file: Path | None
-    """The file that comes; None for what lies in no file, such as zeros."""
+    """The file that arrives; None for parts without a file, such as zeros."""
     layers: tuple[int, ...]
-    """Layers whose neurons lie in this file and in those before it."""
+    """Layers whose neurons are in this file and earlier ones."""
     tensors: tuple[DenseTensor, ...]
     done: tuple[Path, ...]
     """Files that no later step needs."""
@@ -79,7 +79,7 @@ def find_most_bytes(steps: Sequence[Step], sizes: Mapping[Path, int]) -> int:
 
 
 MODEL_NOTE, WEIGHTS_NOTE = "pi2.model", "pi2.weights"
-"""Keys beside the columns of counts: the model's name, and what tells its weights from others'."""
+"""Keys in addition to the columns of counts: the model's name, and the identity of its weights."""
 EXPERT_BANDS = 32
 """Bands of a layer within which the neurons of an expert lie together."""
 
@@ -144,7 +144,7 @@ def check_experts(model: Model) -> None:
 
 def count_bands(model: Model) -> int:
     """Bands of hotness in the order by expert: without predictors experts are needed as a whole,
-    and each lies in one stretch."""
+    and each is contiguous."""
     return EXPERT_BANDS if model.predictor is not None else 1
 
 
@@ -214,7 +214,7 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The notes, and what stands in their place now, if it is something else."""
+    """The notes, and different older ones under another name."""
     kept = dict(notes)
     for path, content in notes.items():
         try:
@@ -271,7 +271,8 @@ def describe_files(source: Checkpoint) -> list[list[str | int]]:
 
 
 def describe_file(file: Path) -> list[str | int]:
-    """What is equal where a file is: its place, its bytes and the time of its last change."""
+    """Values that identify a file's contents: its place, its bytes and the time of its last
+    change."""
     found = file.stat()
     return [str(file.resolve()), found.st_size, found.st_mtime_ns]
 

@@ -51,7 +51,7 @@ _PIECE_WEIGHTS = 2**20
 """Weights that are quantised and written together."""
 
 _AHEAD_BYTES = 2**29
-"""Matrices of a layer beside which there is room for those of the next."""
+"""Matrices of a layer; memory has room for the next layer's as well."""
 
 
 def convert_checkpoint(
@@ -71,21 +71,21 @@ def convert_checkpoint(
     progress: Progress = ignore_progress,
 ) -> Manifest:
     """Make the neuron store ``output`` from ``checkpoint``: a Hugging Face folder, a folder of
-    MLC-LLM, or a GGUF file; or from one that is open, whose files may come meanwhile.
+    MLC-LLM, or a GGUF file; or from an open one, whose files may arrive meanwhile.
 
-    ``tokenizer``: another one instead of the checkpoint's, as `use_tokenizer` takes it.
-    ``predictors``: safetensors file of the predictors, or a folder of PowerInfer's, if they are not
-    in the checkpoint. ``activations``: Parquet file of counts; neurons are then stored most active
-    first, those of an MoE model without predictors by expert, and the file is kept in the store.
-    ``extras``: further files to keep, by their path in the store; ``notes``: contents of files that
-    people may change later, such as a plan, by their path; what a replaced store has there is kept
-    with the ending ``.old``. ``stride`` and ``scales``: how bundles lie
-    (`pi2.plan.weights.layout`). ``quantizer`` rounds weights; by default to nearest. ``progress``
-    is called with a label and the share of bytes read.
+    ``tokenizer``: another one instead of the checkpoint's, as in `use_tokenizer`. ``predictors``:
+    safetensors file of the predictors, or a folder of PowerInfer's, if they are not in the
+    checkpoint. ``activations``: Parquet file of counts; neurons are then stored most active first
+    (by expert in an MoE model without predictors), and the store keeps the file. ``extras``:
+    further files to keep, by their path in the store; ``notes``: contents of files that people may
+    change later, such as a plan, by their path; a replaced store's version is kept with the ending
+    ``.old``. ``stride`` and ``scales``: layout of bundles (`pi2.plan.weights.layout`).
+    ``quantizer`` rounds weights; by default to nearest. ``progress`` is called with a label and the
+    share of bytes read.
 
-    Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind; a job
-    that was killed or interrupted goes on where it was when called again, and so does any whose
-    files come meanwhile: fetching them again would take longer than anything else."""
+    Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind. A job
+    that was killed or interrupted resumes when called again, and so does any whose files arrive
+    meanwhile: fetching them again would take longest."""
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     source = use_tokenizer(source, tokenizer)
     check_checkpoint(source, model)
@@ -148,7 +148,7 @@ class _Conversion:
 
     def write_streamed(self, writer: StoreWriter, pool: ThreadPoolExecutor, shards: Shards) -> None:
         """Write the neurons of every layer, and set the dense tensors aside, file by file: each
-        file is there only as long as something needs it."""
+        file exists only as long as it is needed."""
         layers = range(self._model.shape.layers)
         left = [layer for layer in layers if not writer.has_file(name_layer_file(layer))]
         steps = plan_steps(

@@ -176,7 +176,7 @@ def take_part(
 
 
 def refuse_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> UserError:
-    """What to raise for a tensor whose shape does not fit those beside it."""
+    """The error for a tensor whose shape does not fit related ones."""
     return UserError.of(
         "P534",
         f"tensor {tensor.name!r} in {tensor.file} has the shape {list(tensor.shape)}, the tensors "

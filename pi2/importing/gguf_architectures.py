@@ -21,8 +21,8 @@ from pi2.plan.documents.family import Architecture as Stated
 Names = dict[str, str]
 """Name in a Hugging Face checkpoint by name in a GGUF file; ``{layer}`` stands for a number."""
 Read = Callable[[Metadata, dict[str, Any], str], dict[str, Any]]
-"""Returns the keys that a family adds to a configuration, which has those of all families; the text
-is the activation of its FFNs.  Raises `UserError` P532 as `Metadata.read`."""
+"""Returns a family's additional keys of a configuration; the text is the activation of its FFNs.
+Raises `UserError` P532 as `Metadata.read`."""
 Complete = Callable[[dict[str, Any], dict[str, SourceTensor]], None]
 """Adds to a configuration what the tensors of a file tell, which are there by their names in the
 original, and may give them others."""
@@ -96,8 +96,8 @@ def _collect_names(name: str) -> Names:
 def make_config(
     metadata: Metadata, architecture: Architecture, *, vocab: int, tied: bool, sparse: bool
 ) -> dict[str, Any]:
-    """The configuration.  ``vocab``: rows of the embedding table; ``tied``: there is no head;
-    ``sparse``: the file has predictors, so that its model computes ReLU."""
+    """The configuration. ``vocab``: rows of the embedding table; ``tied``: there is no head;
+    ``sparse``: the file has predictors, and its model computes ReLU."""
     read, count = metadata.read, metadata.read_count
     layers = count("{arch}.block_count")
     later = read("{arch}.nextn_predict_layers", int, 0)

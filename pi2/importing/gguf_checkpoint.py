@@ -54,7 +54,7 @@ _KEEP_THREE = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0")
 """Types in which -1, 0 and 1 times a scale still have one magnitude: Q4_0 and its like round one of
 the two signs."""
 _LAST = 3
-"""Number of embeddings that are those of last tokens."""
+"""Number that means embeddings of last tokens."""
 _UNSCALED = ("token_embd",)
 """Matrices that may be two things, of which llama.cpp multiplies neither."""
 _PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8"}
@@ -297,7 +297,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
 
 
 def find_parts(path: Path) -> list[Path]:
-    """The files of the split that ``path`` belongs to; ``path`` alone if it belongs to none."""
+    """The files of the split that ``path`` belongs to; only ``path`` if it belongs to none."""
     split = _SPLIT.fullmatch(path.name)
     if split is None:
         return [path]
@@ -349,8 +349,8 @@ def _place_tensor(
     metadata: Metadata,
     scale: F32 | None,
 ) -> dict[str, SourceTensor]:
-    """A tensor of the file as those of a Hugging Face checkpoint, by name; by its own where these
-    have none.  ``scale``: what its numbers are multiplied by, one number or one for each expert."""
+    """A tensor of the file as Hugging Face tensors, by name; by its own name if there is no other.
+    ``scale``: factor of its numbers, one number or one for each expert."""
     place = find_place(names, entry.name)
     if place is None:
         return {entry.name: make_tensor(file, entry)}
@@ -400,7 +400,7 @@ def _place_tensor(
 def _restore_order(
     kind: str, entry: GgufEntry, architecture: Architecture, metadata: Metadata
 ) -> I64 | None:
-    """Stored row at every row of a query or key projection, where the converter moved them."""
+    """Stored row at every row of a query or key projection that the converter permuted."""
     part, _, _ = kind.partition(".")
     if not architecture.stated.permutes or part not in ("attn_q", "attn_k"):
         return None
@@ -443,7 +443,7 @@ def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
 
 
 def make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
-    """A tensor of ``file`` as it lies there."""
+    """A tensor of ``file`` as it is stored."""
     return GgufTensor(
         file=file.path,
         name=entry.name,
@@ -456,8 +456,8 @@ def make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
 
 
 def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
-    """Numbers that matrices are multiplied by, by the names of their tensors: ``attn_q.scale`` is
-    that of ``attn_q.weight``.
+    """Factors of matrices, by the names of their tensors: ``attn_q.scale`` belongs to
+    ``attn_q.weight``.
 
     Raises `UserError` P534 for more numbers than one, or than one for each expert."""
     entries = {name: (file, entry) for file in files for name, entry in file.entries.items()}
@@ -481,10 +481,10 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
 
 
 def _fold_norms(tensors: dict[str, SourceTensor]) -> None:
-    """Let predictors read what the FFN reads.
+    """Make predictors read the FFN's input.
 
-    PowerInfer's read h, where the FFN reads u = h / |h| * w with the norm's weights w.  fc2
-    relu(fc1 h) has the sign of fc2 relu(fc1 (u / w)), so that columns of fc1 are divided by w."""
+    PowerInfer's read h; the FFN reads u = h / |h| * w with the norm's weights w. fc2 relu(fc1 h)
+    has the sign of fc2 relu(fc1 (u / w)): columns of fc1 are divided by w."""
     for name, tensor in tensors.items():
         if not name.endswith(".mlp.predictor.fc1.weight"):
             continue

@@ -189,12 +189,12 @@ def read_score_factor(metadata: Metadata) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JoinedHeads(DecodedTensor):
-    """The matrix of keys and values [heads (plain + value), rank]."""
+    """The KV matrix [heads (plain + value), rank]."""
 
     keys: SourceTensor
-    """Those of one head after the other, turned [heads rank, plain]."""
+    """Keys of one head after the other, turned [heads rank, plain]."""
     values: SourceTensor
-    """Those of one head after the other [heads value, rank]."""
+    """Values of one head after the other [heads value, rank]."""
 
     def decode(self, start: int, stop: int) -> F32:
         plain, rank = self.keys.shape[1], self.shape[1]
@@ -309,7 +309,7 @@ def read_llama(metadata: Metadata, config: dict[str, Any], activation: str) -> d
 
 
 def complete_llama(config: dict[str, Any], tensors: Iterable[str]) -> None:
-    """Llama with biases of queries, keys and values alone is Qwen 2, which is just that."""
+    """Llama with biases only in QKV is Qwen 2, exactly."""
     ends = ("q_proj.bias", "o_proj.bias")
     has_qkv, has_output = (
         any(name.endswith(f".self_attn.{end}") for name in tensors) for end in ends
@@ -319,7 +319,7 @@ def complete_llama(config: dict[str, Any], tensors: Iterable[str]) -> None:
 
 
 def read_mixture(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Families all of whose layers are MoE models: the only size is that of experts."""
+    """Families all of whose layers are MoE layers: the only size is the experts'."""
     found = read_decoder(metadata, config, activation)
     if "moe_intermediate_size" in found:
         found["intermediate_size"] = found["moe_intermediate_size"]

@@ -49,7 +49,8 @@ def read_gemma3(metadata: Metadata, config: dict[str, Any], activation: str) -> 
 
 
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """The configuration, but for what tensors alone tell.  `UserError` P532 as `Metadata.read`."""
+    """The configuration, without the facts that only tensors show. `UserError` P532 as
+    `Metadata.read`."""
     read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
     narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
     narrow = [(layer + 1) % 5 != 0 for layer in range(layers)] if narrow is None else narrow
@@ -100,7 +101,8 @@ _STILL = 1e20
 
 
 def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """The configuration, but for what tensors alone tell.  `UserError` P532 as `Metadata.read`."""
+    """The configuration, without the facts that only tensors show. `UserError` P532 as
+    `Metadata.read`."""
     read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
     narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
     narrow = [(layer + 1) % 6 != 0 for layer in range(layers)] if narrow is None else narrow

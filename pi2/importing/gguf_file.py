@@ -1,9 +1,9 @@
-"""Reads the header of GGUF files: metadata, and where every tensor lies.
+"""Reads the header of GGUF files: metadata, and the place of every tensor.
 
-Read here and not with the `gguf` package, because its reader refuses PowerInfer's files, maps the
-whole file, and its errors name neither file nor tensor.  Format: magic, version, number of tensors,
-number of keys, keys with typed values, then name, dimensions, type and offset of every tensor, then
-the data, aligned.  https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+The `gguf` package is not used: its reader refuses PowerInfer's files, maps the whole file, and its
+errors name neither file nor tensor. Format: magic, version, number of tensors, number of keys, keys
+with typed values, then name, dimensions, type and offset of every tensor, then the data, aligned.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
-"""Arrays within arrays; nobody is known to write more than one."""
+"""Arrays within arrays; no known program writes more than one."""
 _NUMBERS = {
     0: "<u1",
     1: "<i1",
@@ -119,7 +119,7 @@ class GgufFile:
     entries: Mapping[str, GgufEntry]
     is_powerinfer: bool
     spans: Mapping[str, tuple[int, int]]
-    """Where each key lies with its value: first byte, and byte after the last."""
+    """Range of each key with its value: first byte, and byte after the last."""
 
 
 def read_gguf(path: Path) -> GgufFile:

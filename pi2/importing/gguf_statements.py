@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
     }
 )
 """Keys that change nothing, or nothing that the shapes of tensors would not contradict: texts have
-one position for three sections, and pictures alone have deep stacks."""
+one position for three sections, and only pictures have deep stacks."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.max_alibi_bias": (0.0,),
@@ -54,10 +54,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _KINDS = ("model",)
 """What ``general.type`` may be."""
 _OTHERS = ("adapter.", "xielu.")
-"""Beginnings of keys outside of the architecture's that belong to what it computes."""
+"""Prefixes of keys, outside of the architecture's, that belong to its computation."""
 _GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}
-"""Functions of routers by their numbers; the third takes the softmax of chosen experts, which is
-that of all with weights that add up to 1."""
+"""Functions of routers by their numbers; the third takes the softmax of chosen experts, which
+equals the softmax of all with weights that add up to 1."""
 
 _POOLING = {1: "mean", 3: "last"}
 """Ways to make embeddings by their numbers."""
@@ -143,8 +143,8 @@ _COMPARED: dict[str, tuple[str, Callable[[Model, Any], bool]]] = {
     "rope.freq_base_swa": ("other_rope.theta", _turns_around),
     "use_parallel_residual": ("residual", lambda m, v: (m.residual == "parallel") == v),
 }
-"""Keys with what a model document calls them, and whether a model has a value; 0 stands for
-nothing, so that nothing is compared."""
+"""Keys with their names in model documents, and whether a model has a value; 0 means none, and
+nothing is compared."""
 
 
 def find_unread(metadata: Metadata, model: Model) -> Iterator[Diagnostic]:

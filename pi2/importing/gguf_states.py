@@ -1,10 +1,10 @@
-"""Layers with a state in GGUF files: their sizes, and what llama.cpp's converter does to Qwen's
-DeltaNet, undone.
+"""Layers with a state in GGUF files: their sizes, and the inverse of llama.cpp's conversion of
+Qwen's DeltaNet.
 
-Value heads that share a key head follow each other in the original; files of Qwen3.5 (not those of
-Qwen3-Next) have the first of every key head, then the second, so that keys can be repeated as a
-whole.  ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and step sizes, and
-``ssm_in``, of the first files of Qwen3-Next, queries, keys, values and gates of outputs."""
+Value heads that share a key head follow each other in the original; files of Qwen3.5, unlike
+Qwen3-Next's, have the first of every key head, then the second: keys can be repeated as a whole.
+``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and step sizes. ``ssm_in``, of
+the first files of Qwen3-Next, has queries, keys, values and gates of outputs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class DeltaHeads:
         return np.asarray((places.reshape(-1, 1) * size + np.arange(size)).reshape(-1))
 
     def order_channels(self) -> I64:
-        """The same of queries, keys and values."""
+        """The same of QKV."""
         before = 2 * self.keys * self.key_dim
         values = self.order_values(self.value_dim) + before
         return np.concatenate([np.arange(before), values])
@@ -141,7 +141,7 @@ class DeltaHeads:
         return np.ascontiguousarray(rows[:, int(second)]).reshape(-1)
 
     def order_joined(self) -> tuple[I64, I64]:
-        """Rows of ``ssm_in`` that are queries, keys and values; and gates of outputs."""
+        """Rows of ``ssm_in`` that are QKV; and gates of outputs."""
         key, value = self.key_dim, self.values // self.keys * self.value_dim
         rows = np.arange(2 * self.keys * (key + value)).reshape(self.keys, -1)
         *channels, gates = np.split(rows, [key, 2 * key, 2 * key + value], axis=1)

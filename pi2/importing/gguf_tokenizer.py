@@ -108,7 +108,8 @@ def _make_table_pairs(told: GgufTokens) -> Pairs | None:
 
 
 def read_merges(merges: Texts, tokens: Texts) -> ListedMerges | None:
-    """Read merges as `ListedMerges.read`, or what was kept of equal ones: many take 0.1 s."""
+    """Read merges as `ListedMerges.read`, or take the cached ones of an equal list: many take 0.1
+    s."""
     if len(merges) < MANY_MERGES:
         return ListedMerges.read(merges, tokens)
     key = hashlib.sha256(b"merges 1")
@@ -323,7 +324,7 @@ def _number_tokens(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _add_marks(tokenizer: Tokenizer, told: GgufTokens) -> None:
-    """Take control tokens, and those that users have added, as they are out of the text."""
+    """Cut control tokens, and tokens that users have added, out of the text unchanged."""
     from tokenizers import AddedToken
 
     # Phi-3 was taught to swallow what follows its marks.

@@ -109,7 +109,7 @@ _ELSEWHERE = {
     "plamo2": "pi2 knows no model that has it",
     "whitespace": "it is of models that make no text",
 }
-"""Kinds that llama.cpp knows besides, and why pi2 does not take them."""
+"""Further kinds that llama.cpp knows, and why pi2 does not take them."""
 _MOST_CHARACTERS = 4096
 """In a token: every place where it could be divided is looked at."""
 
@@ -172,8 +172,8 @@ class GgufTokens:
 
 
 def find_marks(file: Path, metadata: Mapping[str, Any], vocab: int = 0) -> TokenMarks:
-    """The marks of ``file``; those that its keys name, of ``vocab`` tokens, if it has no list of
-    tokens that can be used: `make_tokenizer` says that."""
+    """The marks of ``file``; if it has no usable list of tokens, the marks that its keys name, of
+    ``vocab`` tokens: `make_tokenizer` reports that."""
     try:
         tokens = _read_tokens(file, metadata)
         kinds = _read_kinds(file, metadata, tokens)

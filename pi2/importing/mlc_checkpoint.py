@@ -193,12 +193,12 @@ _ZERO = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlcTensor(PackedTensor):
-    """A tensor; ``name`` is what MLC-LLM calls it, that of the nibbles if it is quantised."""
+    """A tensor; ``name`` is MLC-LLM's, of the nibbles if it is quantised."""
 
     shard: Shard
     scales: Record | None
     scales_skip: int = 0
-    """Bytes of scales before those of the first row."""
+    """Bytes of scales before the first row's."""
 
     def take_rows(self, first: int, count: int) -> MlcTensor:
         """The tensor that ``count`` rows from ``first`` on make."""
@@ -289,7 +289,7 @@ _RENAMED = (
     (re.compile(r"transformer\.h\."), "model.layers."),
     (re.compile(r"\.moe\.gate\."), ".block_sparse_moe.gate."),
 )
-"""Names of MLC-LLM, and what they are in a Hugging Face checkpoint."""
+"""Names of MLC-LLM, and the corresponding ones in a Hugging Face checkpoint."""
 _QKV = re.compile(r"(.+\.self_attn)\.(?:qkv_proj|c_attn)\.(weight|bias)")
 _GATE_UP = re.compile(r"(.+\.mlp)\.gate_up_proj\.weight")
 _EXPERTS = re.compile(r"(.+)\.moe\.(e1_e3|e2)\.weight")

@@ -192,7 +192,7 @@ def make_id(name: str) -> str:
 
 
 def write_model(model: Model, origin: str) -> str:
-    """A model document as TOML; what has its default value is left out."""
+    """A model document as TOML, without default values."""
     values = model.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
     # Written out although they are defaults: a reader wants to see them.
     values["norm"] = {
@@ -336,7 +336,7 @@ def _match_stacks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
 
 
 def _find_predictors(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
-    """State the predictors that lie in the checkpoint itself, as TurboSparse's do."""
+    """State the predictors that are in the checkpoint itself, such as TurboSparse's."""
     pattern = tables["tensors"].get("predictor_in", Tensors().predictor_in)
     number = "(0|[1-9][0-9]*)"
     named = re.compile(

@@ -55,8 +55,8 @@ def list_predictor_files(place: Path) -> list[Path]:
 def list_powerinfer_predictors(
     folder: Path, model: Model, tensors: Mapping[str, SourceTensor]
 ) -> dict[str, SourceTensor]:
-    """Predictors in ``folder`` by the model's names; `UserError` P542 for a mixture or a norm that
-    cannot be removed."""
+    """Predictors in ``folder`` by the model's names; `UserError` P542 for an MoE model or a norm
+    that cannot be removed."""
     if model.moe is not None or model.norm.kind != "rmsnorm" or model.residual == "parallel":
         raise UserError.of(
             "P542",

@@ -153,9 +153,9 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Write ``source`` in the formats of a ``mixture`` to the GGUF file ``output``.
 
-    Matrices that have no more bits than they would get stay as they are.  ``errors`` collects the
-    error of each tensor.  Raises `UserError` P539 for weights that cannot be stored, P548 for an
-    importance matrix of another model, P523 where the file cannot be written."""
+    Matrices that already have as few bits stay as they are. ``errors`` collects the error of each
+    tensor. Raises `UserError` P539 for weights that cannot be stored, P548 for an importance matrix
+    of another model, P523 if the file cannot be written."""
     wanted = MIXTURES[mixture]
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
     formats = choose_formats(shapes, model, wanted)
@@ -298,7 +298,7 @@ class _Work:
 
 
 def _copy_keys(file: GgufFile) -> dict[str, bytes]:
-    """Return the keys of a file with their values, but for those that say how it is made."""
+    """Return the keys of a file with their values, without the keys about its making."""
     found = {}
     with open_stream(file.path) as stream:
         for key, (first, last) in file.spans.items():
@@ -328,6 +328,6 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _place(name: str) -> tuple[int, str, list[int]]:
-    """Order of tensors: by layer, then by what they are called, then by expert."""
+    """Order of tensors: by layer, then by name, then by expert."""
     numbers = [int(number) for number in _NUMBER.findall(name)]
     return numbers[0] if numbers else -1, _NUMBER.sub("", name), numbers

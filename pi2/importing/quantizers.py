@@ -24,7 +24,7 @@ class TensorError:
     tensor: str
     precision: Precision
     relative: float
-    """Root of the squared errors' sum, by that of the weights."""
+    """Root of the squared errors' sum, relative to the weights'."""
     largest: float
     """Largest error of a weight."""
 
@@ -45,7 +45,7 @@ class ErrorReport:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, tensor: str, rows: F32, stored: F32, precision: Precision) -> None:
-        """Compare ``rows`` [n, length] of ``tensor`` with what is ``stored`` of them."""
+        """Compare ``rows`` [n, length] of ``tensor`` with their ``stored`` version."""
         wrong = stored - rows
         sums = (float(np.vdot(wrong, wrong)), float(np.vdot(rows, rows)))
         largest = float(np.abs(wrong).max(initial=0))

@@ -28,11 +28,10 @@ _WIDE_BITS = _WIDE.bits + 8 * _WIDE.count_scale_bytes(256) / 256
 
 def keep_bits(checkpoint: Checkpoint, model: Model) -> Model:
     """Return ``model`` with a format for each class of tensors that has the bits of all of its
-    tensors in a GGUF file; as it is for other checkpoints, and where they come in a format of
-    stores.
+    tensors in a GGUF file; unchanged for other checkpoints, and for formats of stores.
 
-    Rows of Q4_0 and Q8_0 are kept bit for bit.  Other blocks, and down projections whose blocks
-    run across neurons, get 8 bits, what has more of them fp16: the widest that stores have."""
+    Rows of Q4_0 and Q8_0 are kept bit for bit. Other blocks, and down projections whose blocks run
+    across neurons, get 8 bits; blocks with more bits get fp16, the widest that stores have."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return model
     own = model.quantization
@@ -134,8 +133,8 @@ def check_checkpoint(checkpoint: Checkpoint, model: Model, says: str = _DOCUMENT
 
 
 def raise_findings(findings: list[Diagnostic]) -> None:
-    """Raise the findings as one `UserError`, if there are any: of those about tensors the first,
-    with the number of the others, since one wrong number contradicts those of all layers."""
+    """Raise the findings as one `UserError`, if there are any. Of findings about tensors only the
+    first is shown, with the number of the others, since one wrong number contradicts all layers."""
     missing = [finding for finding in findings if finding.code == "P533"]
     wrong = [finding for finding in findings if finding.code == "P534"]
     kept = [finding for finding in findings if finding.code not in ("P533", "P534")]
@@ -284,7 +283,7 @@ _OTHER_PARTS = {
     "choose keys in long contexts": re.compile(r"\.self_attn\.index(er\.|_)"),
     "draft tokens": re.compile(r"(^|\.)(mtp|nextn)\."),
 }
-"""Parts of checkpoints that no model document states, by what they do."""
+"""Parts of checkpoints that no model document states, by their purpose."""
 
 
 def describe_other_parts(checkpoint: Checkpoint) -> list[str]:
@@ -344,8 +343,8 @@ def _match_predictors(model: Model) -> Iterator[re.Pattern[str]]:
 
 
 def _list_unread(model: Model) -> Iterator[str]:
-    """Names that some checkpoints have and no code reads: keys and values of layers that take them
-    from another one, and a factor that is not applied."""
+    """Names that some checkpoints have and no code reads: KV projections of layers that use another
+    layer's cache, and a factor that is not applied."""
     layers = model.shape.layers
     if model.altup is not None and not model.altup.scaled:
         yield from (fill_name(model.tensors.altup_scale, layer) for layer in range(layers))
@@ -377,7 +376,7 @@ def _deny(checkpoint: Checkpoint, names: Sequence[str], statement: str) -> Diagn
 
 
 def _is_embedding(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether a tied head that is there too repeats the embedding, as some files have it."""
+    """Whether the tied head of a file repeats the embedding, as in some files."""
     embedding = checkpoint.tensors[model.tensors.embedding]
     head = checkpoint.tensors[model.tensors.head]
     if embedding.shape != head.shape:

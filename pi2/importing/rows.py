@@ -23,8 +23,8 @@ _KEPT_EXPERTS = 2 * (os.cpu_count() or 1) + 2
 
 
 class ExpertMatrices:
-    """Reads an expert's matrices when the first of its neurons is packed, and forgets those that
-    were not asked for lately; several threads may ask."""
+    """Reads an expert's matrices when the first of its neurons is packed, and forgets the ones not
+    used lately; several threads may ask."""
 
     def __init__(self, read: Callable[[int], list[Raw]]) -> None:
         self._read = read

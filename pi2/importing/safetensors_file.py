@@ -34,7 +34,7 @@ _TILE = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor:
-    """A tensor of a checkpoint and where it lies; nothing of it is in memory."""
+    """A tensor of a checkpoint and its place; nothing of it is in memory."""
 
     file: Path
     name: str
@@ -125,7 +125,7 @@ def turn(matrix: Raw) -> Raw:
 
 
 def list_safetensors(path: Path) -> dict[str, SourceTensor]:
-    """Read the header of ``path``; `UserError` P532 or P536 says what is wrong with the file."""
+    """Read the header of ``path``; `UserError` P532 or P536 states the file's fault."""
     try:
         with open_stream(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -283,7 +283,7 @@ def list_torch_file(path: Path) -> Mapping[str, SourceTensor]:
 
 
 def _find_name(explanation: str) -> str:
-    """Say which function a file would have had called, where torch's explanation names it."""
+    """Name the function that a file tried to call, if torch's explanation names it."""
     found = re.search(r"GLOBAL ([\w.]{1,100})", explanation)
     return f": it names {found[1]}" if found else ""
 
@@ -306,7 +306,7 @@ _SMALL_BYTES = 2**20
 
 
 class Shards(Protocol):
-    """Where the weight files of a checkpoint come from; `UserError` P761-P764 if they do not."""
+    """Source of a checkpoint's weight files; `UserError` P761-P764 if it fails."""
 
     def read_header(self, file: Path) -> tuple[bytes, int]:
         """The first 8 bytes and the header of a safetensors file, and the whole file's size."""
@@ -315,8 +315,8 @@ class Shards(Protocol):
         """``count`` bytes of a file, without fetching the others."""
 
     def reserve(self, needed: Collection[Path], most_bytes: int) -> None:
-        """Drop all files but those that are ``needed``, and see that there is room for
-        ``most_bytes``, the most that will be there at a time."""
+        """Drop all files except the ``needed`` ones, and check that there is room for
+        ``most_bytes``, the most that exist at a time."""
 
     def bring(self, file: Path) -> None:
         """Let the file be there as a whole."""
@@ -328,7 +328,7 @@ class Shards(Protocol):
         """Bytes of the file."""
 
     def describe(self, file: Path) -> list[str | int]:
-        """What is equal where the contents of the file are equal."""
+        """Values that are equal if the contents of the file are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,8 +358,8 @@ def list_streamed(file: Path, shards: Shards) -> dict[str, SourceTensor]:
 
 
 def list_files(part: object) -> set[Path]:
-    """Files in which a tensor lies, and all those that it is made of; ``part`` may also be rows of
-    tensors, a predictor, or a list of such."""
+    """Files that contain a tensor and all its parts; ``part`` may also be rows of tensors, a
+    predictor, or a list of these."""
     found = {part.file} if isinstance(part, SourceTensor) else set()
     if is_dataclass(part) and not isinstance(part, type):
         for field in fields(part):

@@ -41,7 +41,7 @@ _EAST = r"[一-龥぀-ゟ゠-ヿ]+"
 _IDEOGRAPHS = r"(?:(?!\s)[一-龥ࠀ-一가-퟿])+"
 """DeepSeek's range holds spaces, which llama.cpp does not count to it."""
 _THOUSANDS = r"(?<=\p{N})(?=(?:\p{N}{3})*(?!\p{N}))"
-"""After each group of three digits, counted from the end of a number, and after what is left."""
+"""After each group of three digits, counted from the end of a number, and after the rest."""
 _HAN = _write_ranges("3400-4DBF 4E00-9FFF F900-FAFF 20000-2A6DF 2A700-2EBEF 2F800-2FA1F")
 _PIECES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _ALPHABETS = _write_ranges(
@@ -65,7 +65,7 @@ class Cut:
     expressions: tuple[str, ...]
     """In the order in which they are applied."""
     whole_words: bool = False
-    """Whether a word that is a token is taken as it is, whatever the merges say."""
+    """Whether a word that is a token is taken whole, before any merges."""
     begins: bool = False
     """Whether texts get a begin token unless the file says otherwise."""
     always_begins: bool = False

@@ -84,7 +84,7 @@ def count_units(char: str, encoding: Encoding) -> int:
 
 
 def contains(span: Span, line: int, column: int) -> bool:
-    """Whether a place, counted from 1 in characters, lies in or at the end of ``span``."""
+    """Whether a place, counted from 1 in characters, is in or at the end of ``span``."""
     start, end = (span.line, span.column), (span.end_line, span.end_column)
     return not span.is_whole_file and start <= (line, column) <= end
 
@@ -121,7 +121,7 @@ class Checked:
 
     @cached_property
     def spans(self) -> SpanIndex:
-        """Places of keys and values in this text; none if it was not written."""
+        """Places of keys and their values in this text; none if it was not written."""
         name = str(self.path)
         return index_spans(name, self.text) if self.is_written_by_people else SpanIndex(name)
 
@@ -162,7 +162,7 @@ class Checked:
         return value if isinstance(value, str) else None
 
     def find_document(self, path: KeyPath, kind: Kind) -> Located | None:
-        """The file that the reference at ``path`` means, if it is there."""
+        """The file that the reference at ``path`` means, if it exists."""
         text = self.read_text(path)
         if not text:
             return None
@@ -305,7 +305,7 @@ class Fix:
 
     title: str
     span: Span
-    """The replaced text; without width, where something is put in."""
+    """The replaced text; without width for an insertion."""
     text: str
 
 

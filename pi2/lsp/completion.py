@@ -145,7 +145,7 @@ class _Reader:
 
 
 def unquote(text: str) -> str:
-    """A text without its quotes; what is escaped stays so."""
+    """A text without its quotes; escapes stay as they are."""
     for quote in ('"""', "'''", '"', "'"):
         if text.startswith(quote):
             inner = text[len(quote) :]
@@ -202,7 +202,7 @@ _TABLES_OF_UNITS: tuple[KeyPath, ...] = (
     ("projections", "attention"),
     ("projections", "head"),
 )
-"""Tables of a plan whose keys are units of its device, beside ``split``."""
+"""Tables of a plan, other than ``split``, whose keys are units of its device."""
 
 SUGGESTED = Literal["key", "table", "value", "file"]
 

@@ -1,13 +1,13 @@
-"""Runs a plan over text and records what its neurons do; goes on where it was interrupted.
+"""Runs a plan over text and records the activations of its neurons; resumes after an interruption.
 
-In the folder, all written beside their places and renamed, ``statistics.json`` last:
+In the folder, all written under other names and renamed, ``statistics.json`` last:
 
 - ``activations.parquet``: layer, neuron (of the checkpoint), count, count_2, count_3, count_4: the
   tokens, and the batches of that many tokens, in which the neuron fired.  `pi2 convert
   --activations` stores neurons in this order.
 - ``coactivations.parquet``: layer, first, second, count: tokens in which two sampled neurons of the
   checkpoint fired both.
-- ``moments/layer-000.npy``, where wanted: E[u u^T] of the FFN's inputs, float32 [hidden, hidden],
+- ``moments/layer-000.npy``, if wanted: E[u u^T] of the FFN's inputs, float32 [hidden, hidden],
   for the quantisers of `pi2 convert`.
 - ``statistics.json``: the run, and a summary by layer."""
 
@@ -137,7 +137,7 @@ class LayerStatistics:
     """Summary of a layer's activations."""
 
     active: float
-    """Mean share of neurons that a token activates; in an MoE model, of those of its experts."""
+    """Mean share of neurons that a token activates; in an MoE model, of its experts' neurons."""
     skew: float
     """Smallest share of neurons that makes 80 % of the activations."""
     never: float
@@ -162,10 +162,10 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingOptions:
-    """What is run, and how it is counted."""
+    """The run, and its way of counting."""
 
     largest: float | None = None
-    """Share of a token's neurons that counts as active; None counts what is not zero."""
+    """Share of a token's neurons that counts as active; None counts activations other than zero."""
     samples: int = 256
     """Neurons of a layer whose pairs are counted."""
     moments: bool = False

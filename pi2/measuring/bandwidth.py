@@ -62,7 +62,7 @@ class BandwidthMeter:
 
 
 class BandwidthLimit:
-    """The meter as its caller sees it: collects what it measured.  A context manager."""
+    """The caller's side of the meter: collects its measurements. A context manager."""
 
     def __init__(self, threads: int, *, size_bytes: int = BUFFER_BYTES) -> None:
         self._threads = threads

@@ -52,7 +52,7 @@ class Goal:
     max_increase: float | None = None
     """Largest share by which the perplexity may grow."""
     max_error: float | None = None
-    """Largest error of that growth; by default half of what is stated."""
+    """Largest error of that growth; by default half of the growth."""
 
 
 def choose_goal(
@@ -129,7 +129,7 @@ class KeptFindings:
     file: Path | None
     """None keeps nothing."""
     asked: tuple[object, ...]
-    """What the findings depend on, beside the plan."""
+    """Everything that the findings depend on, except the plan."""
     _arrays: dict[str, Any] = field(default_factory=dict)
     _key: str = ""
     _written_s: float = field(default_factory=time.monotonic)
@@ -213,16 +213,17 @@ class KeptFindings:
 FINEST = 0.005
 """Perplexity error that is always small enough."""
 TIMED, WARM = 32, 8
-"""Tokens that are generated to see how fast a plan is, and those of them that do not count."""
+"""Tokens that are generated to measure a plan's speed, and the first ones, which do not count."""
 FEWEST_SCORED = 1024
-"""Tokens that a perplexity is computed over, if there are as many: an error of fewer is a guess."""
+"""Tokens that a perplexity is computed over, if there are as many: fewer say too little of its
+error."""
 TRIALS = 6
 """Targets that are tried where the loss is given: the last two are 1/64 apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Thresholds for a target, and what they cost as tokens are generated."""
+    """Thresholds for a target, and their cost in generated tokens."""
 
     thresholds: Thresholds
     perplexity: float
@@ -239,12 +240,13 @@ class Trial:
     scored: int
     """Tokens that perplexities are computed over: enough that the error is small, if there are."""
     dense_perplexity: float
-    """That of the same tokens without thresholds."""
+    """The perplexity of the same tokens without thresholds."""
     tokens_per_s: float
     """Tokens generated in a second, with the memory that the plan with thresholds has."""
 
     def find_needed_error(self, goal: Goal) -> float:
-        """Largest error that lets a statement stand: the goal's, else half of what is stated."""
+        """Largest error with which a statement stands: the goal's, else half of the stated
+        growth."""
         if goal.max_error is not None:
             return goal.max_error
         return max(FINEST, abs(self.increase) / 2, (goal.max_increase or 0.0) / 2)
@@ -501,7 +503,7 @@ def _describe(
 
 
 def _time_tokens(model: LoadedModel, window: Window) -> float:
-    """Tokens that a model generates in a second, where the first ones have filled its cache."""
+    """Tokens per second of generation, once the first ones have filled the cache."""
     tokens = window.tokens[:TIMED]
     warm = min(WARM, len(tokens) // 2)
     start = time.perf_counter()

@@ -158,7 +158,7 @@ class Worker:
             raise
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the object; raises what it raises, as the constructor does."""
+        """Call a method of the object; its errors, and its constructor's, are raised here."""
         self._pipe.send((name, *arguments))
         return self._receive(ignore_progress)
 

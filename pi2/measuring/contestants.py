@@ -281,7 +281,7 @@ class LlamaContestant:
         return Sample(tokens=workload.tokens, seconds=time.perf_counter() - start)
 
     def _prepare(self, depth: int) -> None:
-        """Fill the context up to ``depth``, or take back what has come after it."""
+        """Fill the context up to ``depth``, or take back later tokens."""
         llama = self._library
         memory = llama.llama_get_memory(self._context)
         if depth and depth == self._filled and llama.llama_memory_seq_rm(memory, 0, depth, -1):

@@ -60,7 +60,7 @@ class Weights(Protocol):
 
 
 class StoreWeights:
-    """What is left of the weights in a neuron store."""
+    """The weights as a neuron store has them."""
 
     def __init__(self, store: NeuronStore) -> None:
         self._store = store
@@ -228,7 +228,7 @@ class State:
 
     chunk: ChunkState
     kept: U8 | None = None
-    """Keys and values, where later layers read those of an earlier one."""
+    """The KV cache, if later layers read an earlier one's."""
 
 
 class LayerExecutor(ReferenceExecutor):
@@ -288,7 +288,7 @@ class LayerExecutor(ReferenceExecutor):
         chunk.y += active @ piece.down
 
     def activate(self, piece: NeuronPiece, values: Sequence[F32], chunk: ChunkState) -> F32:
-        """Activations [T, n] of neurons whose gates and ups, or ups alone, are ``values``."""
+        """Activations [T, n] of neurons; ``values`` are their gates and ups, or only their ups."""
         if piece.experts is not None:
             return weigh_activations(self._model, values, chunk.routes[:, piece.experts])
         up = values[1] if len(values) > 1 else None

@@ -93,7 +93,7 @@ class Run:
     """One way of running over the text."""
 
     name: str
-    """``dense``, the plan's predictor or method of sparsity, or what it was compared with."""
+    """``dense``, the plan's predictor or method of sparsity, or the name of the comparison."""
     backend: str
     predictor: str
     """``none`` is dense."""
@@ -105,7 +105,7 @@ class Run:
     agreement: float
     """Share of tokens for which it finds the same token most likely as the dense run."""
     loss_change: float
-    """Mean loss less that of the dense run, in nats."""
+    """Mean loss minus the dense run's, in nats."""
     loss_change_error: float
     """Standard error of ``loss_change``, token by token."""
     predicted: float | None
@@ -353,7 +353,7 @@ def write_markdown(evaluation: Evaluation) -> str:
 
 
 def _describe_reads(evaluation: Evaluation) -> list[str]:
-    """What runs have left out or replaced so that less is read, and what they have read."""
+    """Neurons and experts that runs have left out or replaced to read less, and their reads."""
     lines = []
     for run in evaluation.runs:
         if run.divergence is not None:

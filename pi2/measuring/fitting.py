@@ -53,7 +53,7 @@ class SampleRecorder:
         self._filled: list[list[int]] = []
 
     def make_room(self, model: Model, tokens: int) -> None:
-        """Make the files for ``tokens`` tokens; what is never filled takes no disk."""
+        """Make the files for ``tokens`` tokens; unfilled parts take no disk."""
         hidden, neurons = model.stored_neuron_width, model.shape.ffn
         width = -(-neurons // 8)
         for layer in range(model.shape.layers):
@@ -110,14 +110,14 @@ class SampleRecorder:
 
 
 MOST_TOKENS = 65536
-"""More do not change the guess."""
+"""More do not change the estimate."""
 _PIECE = 4096
 _RIDGE = 1e-2
 """Share of the mean variance that is added to every direction's variance."""
 _GAIN = 0.5
-"""Share of the guess to begin with: least squares is surer of itself than the loss allows."""
+"""Share of the estimate to begin with: least squares is surer of itself than the loss allows."""
 _SPARE = 16
-"""Directions beyond those that are wanted, for the search to settle."""
+"""Extra directions that help the search to settle."""
 _ROUNDS = 3
 
 
@@ -270,7 +270,7 @@ def fit_layer(samples: LayerSamples, rank: int, recipe: Recipe, precision: Preci
 
 
 def round_weights(weights: Weights, precision: Precision) -> Weights:
-    """What is left of the matrices in a store of ``precision``."""
+    """The matrices as a store of ``precision`` has them."""
 
     def rounded(matrix: F32) -> F32:
         packed, scales = find_packing(precision).quantize(np.ascontiguousarray(matrix))
@@ -280,7 +280,7 @@ def round_weights(weights: Weights, precision: Precision) -> Weights:
 
 
 def calibrate(samples: LayerSamples, tokens: slice, weights: Weights, recipe: Recipe) -> Fit:
-    """Move the bias by one amount, so that ``recipe.recall`` of the active neurons is found."""
+    """Move the bias by one amount until ``recipe.recall`` of the active neurons is found."""
     found: list[F32] = []
     for inputs, active in _read_pieces(samples, tokens):
         found.append(weights.score(inputs)[active])

@@ -19,7 +19,7 @@ _FINE_SHIFT = 17
 _FINE_BINS = 1 << (31 - _FINE_SHIFT)
 _COARSE_SHIFT = 20
 _COARSE_FIRST = (127 - 20) << 3
-"""First bin of the coarse histogram: magnitudes below 2^-20 lie in it too."""
+"""First bin of the coarse histogram: it includes magnitudes below 2^-20."""
 _COARSE_BINS = 32 << 3
 FEWEST_TOKENS = 32
 """Fewest tokens of an expert that give it its own thresholds."""

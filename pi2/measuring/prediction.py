@@ -110,7 +110,7 @@ class RecallCounter:
     """An observer of FFNs that compares predictors with what neurons do."""
 
     def __init__(self, request: BuildRequest) -> None:
-        """The predictors are those of ``request``."""
+        """The predictors are taken from ``request``."""
         self.threshold = 0.0
         """Score from which a neuron counts as predicted."""
         self._request = request

@@ -61,9 +61,9 @@ class Locality:
     touched: float
     """Share of a layer's experts that any token used."""
     reuse: Mapping[int, float]
-    """Share of a token's experts that one of so many tokens before it used, too."""
+    """Share of a token's experts that one of so many earlier tokens used as well."""
     shuffled: Mapping[int, float]
-    """The same, the tokens being in random order: what popularity alone makes of it."""
+    """The same with tokens in random order: the effect of popularity."""
 
 
 class _RouteObserver(ExecutorObserver):

@@ -144,7 +144,7 @@ def _make_row(turn: _Turn, bandwidth: Bandwidth) -> Row:
 
 
 _ENDS = ("P640", "P652")
-"""Findings of an engine that has failed, not of what it was asked for."""
+"""Findings of an engine that has failed, as opposed to findings about its input."""
 
 
 LLAMA = "llama.cpp"

@@ -63,7 +63,7 @@ class Passages:
     count: int | None = None
     """Number of windows, spread evenly; None: all."""
     stride: int | None = None
-    """Tokens from the start of a window to that of the next; None: the whole window."""
+    """Tokens from the start of a window to the start of the next; None: the whole window."""
     held_out: int | None = None
     """Windows of the texts' ends that something learned is judged on."""
 

@@ -47,7 +47,7 @@ class TraceSummary:
     overlap_s: float = 0.0
     """Time in which at least two units computed; the executor, while a kernel ran, is one."""
     hidden_s: float = 0.0
-    """Time in which a unit beside the executor worked, and nobody waited for it."""
+    """Time in which a unit next to the executor worked without being waited for."""
 
     @property
     def overhead_s(self) -> float:
@@ -81,7 +81,7 @@ Span = tuple[float, float]
 
 @dataclass(slots=True)
 class _Tape:
-    """What is being recorded, from ``start_s`` on."""
+    """The current recording, from ``start_s`` on."""
 
     recorder: Recorder
     threads: int

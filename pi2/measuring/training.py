@@ -44,7 +44,7 @@ from pi2.store.reader import NeuronStore
 from pi2.store.writer import StoreWriter, TensorPieces
 
 WORTH = 0.99
-"""A larger rank is kept if it brings a token's bytes below this share of the smaller one's."""
+"""A larger rank is kept if it brings a token's bytes below this share of the smaller rank's."""
 TRIAL = 0.25
 """Share of the passes in which a rank is tried; the one that is kept is then trained in full."""
 FLASH_COST = 10.0
@@ -211,7 +211,7 @@ def describe_model(model: Model, fits: Sequence[LayerFit]) -> Model:
 def write_predictors(
     resolved: ResolvedPlan, model: Model, fits: Sequence[LayerFit], target: Path
 ) -> None:
-    """Write the store ``target``: that of ``resolved`` with other predictors."""
+    """Write the store ``target``: the store of ``resolved`` with other predictors."""
     with NeuronStore.open(resolved.store_path, model=resolved.model) as old:
         manifest = old.manifest
         with StoreWriter(
@@ -279,7 +279,7 @@ _SMALL_WEIGHTS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """New predictors and what they are worth."""
+    """New predictors and their quality."""
 
     plan: Path
     """The new plan, whose store has them."""

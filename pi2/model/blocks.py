@@ -44,8 +44,8 @@ def find_attention(model: Model, layer: int) -> Attention:
 
 
 def list_attention(model: Model) -> list[tuple[Attention, int]]:
-    """Attention of a model by sizes and keys, each with the number of its layers, that with the
-    heads of ``shape`` first; of a model without any, that of no layer."""
+    """Attention of a model by sizes and keys, each with the number of its layers; the one with the
+    heads of ``shape`` comes first. A model without attention has one entry with no layer."""
     shape, found = model.shape, dict[tuple[int, int, int, bool], list[Attention]]()
     for own in filter(None, (block.attention for block in model.blocks)):
         found.setdefault((own.heads, own.kv_heads, own.head_dim, own.has_keys), []).append(own)

@@ -1,4 +1,5 @@
-"""The feed-forward network and experts: kinds, neurons in checkpoints, routers, what is beside."""
+"""The feed-forward network and experts: kinds, neurons in checkpoints, routers, FFNs next to
+experts."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ class Ffn:
     kind: FfnKind
     options: Options
     moe: Moe | None
-    """The model's mixture, of which dense blocks may be a part."""
+    """The model's experts, of which dense blocks may be a part."""
     width: int
     """Neurons of the FFN, or of one expert."""
     active: int
-    """FFNs of the store that compute a token: experts with shared ones, those that hold a dense
-    FFN's neurons; 0 for a dense FFN that is kept next to experts."""
+    """FFNs of the store that compute a token: experts with shared ones, or the experts that hold a
+    dense FFN's neurons; 0 for a dense FFN that is kept next to experts."""
     neurons: int
-    """Neurons of these, without those that fill the last one up."""
+    """Neurons of these, without the padding of the last one."""
     side: int = 0
     """Neurons of a dense FFN that is kept and computed next to experts."""
     closed: float = 0.0
@@ -104,7 +105,7 @@ def list_neuron_sources(at: Place, own: Ffn) -> Iterator[Source]:
 
 
 def find_neurons(at: Place, own: Ffn, part: str, expert: int) -> Source:
-    """Where a checkpoint has a part of the neurons of one FFN of the store: ``gate`` and ``up``
+    """Place in a checkpoint of a part of the neurons of one FFN of the store: ``gate`` and ``up``
     [neurons, width], ``down`` [width, neurons], their biases."""
     model, moe, ffn = at.model, own.moe, at.model.shape.ffn
     routed = 1 if moe is None else moe.experts * own.has_router
@@ -125,8 +126,8 @@ def find_neurons(at: Place, own: Ffn, part: str, expert: int) -> Source:
 
 
 def _take_rows(at: Place, key: str, fused: str | None, total: int, rows: range) -> Source:
-    """Some of the ``total`` neurons of a dense FFN or of shared experts, and zeros up to those of
-    an expert."""
+    """Some of the ``total`` neurons of a dense FFN or of shared experts, padded with zeros to an
+    expert's number."""
     hidden, missing = at.model.shape.hidden, at.model.shape.ffn - len(rows)
     if key.endswith("_down"):
         return at.take(key, hidden, total, rows=lambda: rows, missing=missing)
@@ -185,8 +186,7 @@ def find_cutoff_precision(model: Model) -> Literal["int8", "fp16"]:
 
 
 def count_cutoff_rows(model: Model) -> int:
-    """Numbers of which a cutoff is made: the mean, and those of which the deviation is the
-    length."""
+    """Parts of a cutoff: the mean, and the numbers whose length is the deviation."""
     return 1 + min(model.shape.ffn, model.shape.hidden)
 
 
@@ -196,12 +196,12 @@ def count_stored_cutoff_rows(model: Model) -> int:
 
 
 def list_cutoff_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:
-    """``gate_cutoff``: what tells the cutoff of the gates G u for a token, without any gate.
+    """``gate_cutoff``: gives the cutoff of the gates G u for a token, without any gate.
 
-    The cutoff is mean + d deviation.  The mean is g u, g the mean of the n rows of G; the variance
-    is that of (G - g) u, which is |R u|^2 / n for a triangular factor R: R^T R = (G - g)^T (G - g).
-    So the rows are g, and those of R times |d| / sqrt(n); in fp16, then what fp16 leaves of them.
-    """
+    The cutoff is mean + d deviation. The mean is g u, g the mean of the n rows of G. The variance
+    of (G - g) u is |R u|^2 / n for a triangular factor R: R^T R = (G - g)^T (G - g). So the rows
+    are g, and the rows of R times |d| / sqrt(n), in fp16; then their rounding errors, again in
+    fp16."""
     if own.closed > 0.0:
         yield at.matrix(
             GATE_CUTOFF,
@@ -225,7 +225,7 @@ def list_down_biases(at: Place, own: Ffn) -> Iterator[DenseTensor]:
 
 def list_predictor_tensors(at: Place, rank: int) -> Iterator[DenseTensor]:
     """``predictor_in`` [rank, width], ``predictor_out`` [neurons, rank] and ``predictor_bias`` [1,
-    neurons] in stored order; in an MoE model those of expert 0, then those of expert 1, ..."""
+    neurons] in stored order; in an MoE model expert 0's, then expert 1's, ..."""
     model, precision = at.model, at.model.quantization.predictor
     rows, neurons = rank * model.expert_count, model.layer_neurons
     yield at.matrix("predictor_in", rows, model.stored_neuron_width, precision=precision)

@@ -30,9 +30,9 @@ _SILENT = frozenset(
 
 
 def list_options(model: Model) -> list[str]:
-    """Keys that change what is computed, if they are not at their defaults, such as
-    ``attention.softcap`` and ``moe.router = "sigmoid"``; ``layers.kinds = "+"`` stands for layers
-    of several mixers."""
+    """Keys that change the computation if they are not at their defaults, such as
+    ``attention.softcap`` and ``moe.router = "sigmoid"``; ``layers.kinds = "+"`` means layers of
+    several mixers."""
     kinds = () if model.layers is None else model.layers.kinds
     parts = dict.fromkeys(part for kind in kinds for part in kind.split("+"))
     found = [f'layers.kinds = "{part}"' for part in parts if part != "attention"]
@@ -79,8 +79,8 @@ def read_options(text: str) -> frozenset[str]:
 def find_unknown(
     model: Model, computed: Collection[str], apart: Collection[tuple[str, str]] = ()
 ) -> list[str]:
-    """Options of a model that are not ``computed``, of an unknown table the table only; or not both
-    of those that are ``apart``."""
+    """Options of a model that are not ``computed``, of an unknown table only the table; or two
+    options that exclude each other (``apart``)."""
     options = list_options(model)
     found = [option for option in options if option not in computed]
     found = [key for key in found if key.rpartition(".")[0] not in found]

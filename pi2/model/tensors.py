@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 
 def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
-    """``embedding`` [vocab, hidden]; ``positions`` [context, hidden], that of position 0 first;
-    ``layer_embedding`` [vocab, layers width], of a token those of all layers, and
+    """``embedding`` [vocab, hidden]; ``positions`` [context, hidden], position 0 first;
+    ``layer_embedding`` [vocab, layers width], all layers of a token in a row, and
     ``layer_projection`` [layers width, hidden] of the first layer's input, with its norm;
     ``stream_in`` and ``stream_out`` [(streams - 1) hidden, hidden], one stream after the other."""
     model, shape, precision = at.model, at.model.shape, at.model.quantization
@@ -193,11 +193,11 @@ class Mixture:
     careful: str
     """Of values and of down projections, in the layers that `takes_care` names."""
     fused: str
-    """Of queries, keys and values in one matrix."""
+    """QKV in one matrix."""
     head: str
 
     def choose(self, source: Source, model: Model) -> str:
-        """Return the format of a matrix, whatever the length of its rows is."""
+        """Return the format of a matrix with rows of any length."""
         key, layers = source.key, model.shape.layers
         if key == "head" or (key == "embedding" and model.tied_head):
             return self.head

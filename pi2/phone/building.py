@@ -151,7 +151,7 @@ def _find_licence(name: str) -> str | None:
 
 FOLDER = "hexagon"
 SOURCES = ("build.sh", "host.c", "pi2_npu.idl", "protocol.h", "skel.c")
-"""What is built with the vendor's SDK, of the backend's folder ``dsp``."""
+"""Files of the backend's folder ``dsp`` that the vendor's SDK builds."""
 
 
 def describe_npu(resolved: ResolvedPlan, unit: str) -> HexagonSpec:

@@ -1,4 +1,4 @@
-"""Which code a bundle has: the modules that a run imports, and what stands in for others."""
+"""Code of a bundle: the modules that a run imports, and replacements of others."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LEFT_OUT = frozenset(
 """What only a plan that is read from its text needs, or needs TVM."""
 
 PACKAGES = "pi2_phone/packages"
-"""Where the code lies in a bundle."""
+"""Place of the code in a bundle."""
 
 
 def list_code(backends: Collection[str]) -> dict[PurePosixPath, Path]:
@@ -145,9 +145,9 @@ class Wish:
 
     triple: Triple
     features: tuple[IsaFeature, ...] | None = None
-    """Features that kernels may use; None: those of the plan's device, else the usual ones."""
+    """Features that kernels may use; None: the plan's device's, else the usual ones."""
     threads: int | None = None
-    """Compute threads; None: those of the plan, else the cores of its device, else four."""
+    """Compute threads; None: the plan's, else the cores of its device, else four."""
     probe: bool = True
     """Whether the bundle has the kernels that its probe times."""
 

@@ -23,9 +23,9 @@ FORMAT_VERSION = 1
 INDEX = "bundle.json"
 STORE = "store"
 """The folder of the weights in a bundle: a neuron store, with a manifest and checks of its own, or
-a GGUF file with what was read of its metadata."""
+a GGUF file with its parsed metadata."""
 TABLE, NUMBERS = "weights.json", "vectors.f32"
-"""Where matrices lie in a GGUF file, and its vectors, float32 one after the other."""
+"""Places of matrices in a GGUF file, and its vectors, float32 one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def describe_file(facts: FileFacts) -> dict[str, Any]:
 
 
 def read_file_facts(folder: Path, model: Model) -> FileFacts:
-    """Read what is known of the GGUF file in a bundle's folder of weights; raises as
+    """Read the stored facts about the GGUF file in a bundle's folder of weights; raises as
     `read_resolved`."""
     from pi2.weights.gguf_weights import GgufWeights
 

@@ -315,7 +315,7 @@ def describe_unsteady(device: Device) -> Iterator[str]:
 
 
 def find_noise(found: Measurements) -> float:
-    """Variation of equal work: how far the ninth tenth lies above the median, 1 at most."""
+    """Variation of equal work: distance of the 90th percentile from the median, 1 at most."""
     ordered = sorted(found.steady_s)
     ninth = ordered[int(len(ordered) * 0.9)]
     return round(min(max(ninth / statistics.median(ordered) - 1.0, 0.0), 1.0), 4)

@@ -78,7 +78,7 @@ class Accelerators:
 def measure_accelerators(
     progress: Progress, *, rounds: int, root: Path = Path("/"), apis: Sequence[Api] = MEASURED
 ) -> Accelerators:
-    """Measure the devices of ``apis``; ``root``: where to look for device files of others."""
+    """Measure the devices of ``apis``; ``root``: folder with the device files of others."""
     survey = Accelerators()
     reasons: list[str] = []
     for place, api in enumerate(apis):

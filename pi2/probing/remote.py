@@ -48,7 +48,7 @@ _KEPT_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteMachine:
-    """Where an RPC tracker is, and what a machine that it knows has."""
+    """The address of an RPC tracker, and the equipment of a machine that it knows."""
 
     host: str
     port: int

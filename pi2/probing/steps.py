@@ -1,4 +1,4 @@
-"""Steps that are measured one by one: those of prompts, and what tokens do not show."""
+"""Steps that are measured one by one: steps of prompts, and steps that tokens do not show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pi2.probing.timing import Key, Step, StepFacts
 from pi2.probing.tokens import NAMED, TokenSample, TokenTimes, TokenWork
 
 SERIES_S, CACHED_S = 0.4, 0.2
-"""Time of a variety's tokens in a round, and of those that take neurons from a cache."""
+"""Time of a variety's tokens in a round, and of tokens that take neurons from a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

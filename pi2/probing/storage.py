@@ -55,7 +55,7 @@ class ReadSpec:
     """Requests in flight, from one thread (io_uring)."""
     threads: int = 1
     range_bytes: int | None = None
-    """Stretch of the file that they fall into; all of it if None."""
+    """Range of the file that they fall into; all of it if None."""
     burst: int | None = None
     """Reads that are asked for at once; None: as many as a layer may miss."""
 

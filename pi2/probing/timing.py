@@ -73,7 +73,7 @@ def collect_rounds(
 
 
 MOST_CACHED = 20.0
-"""Rate of the caches nearest to a processor over that of its memory, at most."""
+"""Rate of a processor's nearest caches relative to its memory, at most."""
 ROUND_S = 0.15
 """Time that a kernel is called for in a round; the round's figure is the median call."""
 

@@ -1,4 +1,5 @@
-"""Times the engine's steps within whole tokens, where each finds its weights evicted by others."""
+"""Times the engine's steps within whole tokens, in which each step finds its weights evicted by
+others."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ CHUNK = 128
 _PATTERN_BYTES = 1 << 22
 _PAGE_BYTES = 4096
 _LOW_NIBBLES = 0x77
-"""Mask that clears the highest bit of every four, so that all weights are below zero."""
+"""Mask that clears the highest bit of every four: all weights are below zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeShape:
-    """Sizes of a model that kernels are measured with, and what they are called with."""
+    """Sizes of a model that kernels are measured with, and their arguments."""
 
     width: int
     neurons: int
@@ -53,7 +54,7 @@ class ProbeShape:
     predictor: Precision
     layers: int
     context: int
-    """Tokens that attention is measured with, beside none."""
+    """Tokens that attention is measured with, in addition to none."""
     arena_neurons: int
     """Number of neurons in memory."""
     gathered: tuple[int, ...]
@@ -265,7 +266,7 @@ _KEPT = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenWork:
-    """What a token of a series does, beside what all tokens do."""
+    """Work of a series' tokens in addition to the work of all tokens."""
 
     position: int
     """Tokens in the context."""
@@ -378,7 +379,7 @@ class _RecordingExecutor:
         self._named = cycle([self._token])
         self.calls: list[tuple[str, float]] = []
         self.busy_s = 0.0
-        """Seconds in all calls, including those that only the measurement makes."""
+        """Seconds in all calls, including calls that only the measurement makes."""
 
     def begin(self, named: Sequence[I32]) -> None:
         """Begin a token, whose layers compute ``named`` in turn."""

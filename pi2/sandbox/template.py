@@ -106,7 +106,7 @@ def make_environment() -> Sandbox:
 
 
 def render(source: str, given: Mapping[str, Any]) -> str:
-    """What the template writes; raises whatever it raises, OverflowError if it writes too much."""
+    """The template's output; raises the template's errors, OverflowError if it writes too much."""
     pieces: list[str] = []
     size = 0
     for piece in make_environment().from_string(source).generate(given):

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 _CPU_S, _CPU_S_PER_MIB = 5.0, 1.0
 _MEMORY_MIB, _MEMORY_FACTOR = 1024, 48
-"""Memory of the process, and times the bytes of the tokenizer besides."""
+"""Memory of the process, and further times the bytes of the tokenizer."""
 
 
 class TokenizerRefused(Exception):

@@ -44,7 +44,7 @@ class Refusal(Exception):
 
 
 def try_tokenizer(content: bytes) -> dict[str, Any]:
-    """Facts of the tokenizer; raises `Refusal`, or whatever the library raises."""
+    """Facts of the tokenizer; raises `Refusal`, or the library's errors."""
     _check_growth(content)
     tokenizer = Tokenizer.from_buffer(content)
     # Prompts are neither cut nor filled up: `pi2.sandbox.tokenizer` does the same.

@@ -1,4 +1,4 @@
-"""Lays out Arrow IPC files before their contents exist, so that a writer can stream into them."""
+"""Lays out Arrow IPC files before their contents exist, to let a writer stream into them."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class PieceFeed:
         self._next = next(self._pieces, None)
 
     def write_before(self, offset: int) -> None:
-        """Write every piece that lies before ``offset``, and zeros up to it."""
+        """Write every piece before ``offset``, and zeros up to it."""
         while self._next is not None and self._next.offset < offset:
             self._file.seek_forward(self._next.offset)
             self._file.write(self._next.data)

@@ -39,7 +39,7 @@ class Piece:
     """Reads, compares and copies it, in any thread."""
     bytes: int
     target: U8 | None
-    """Where it goes, if that is straight into place."""
+    """Its target, if it is read straight into place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class FileRead:
         self._copies: dict[int, list[tuple[slice, U8]]] = defaultdict(list)
         """By piece: parts of it, and where they go."""
         self._straight: dict[int, U8] = {}
-        """By piece: where it goes as a whole."""
+        """By piece: the target of the whole piece."""
         self._buffers = threading.local()
         self._fd, self._is_direct = self._open(direct)
         found = os.fstat(self._fd).st_size
@@ -120,8 +120,8 @@ class FileRead:
                 self._copies[number].append((slice(first - start, last - start), target))
 
     def list_pieces(self) -> Iterator[Piece]:
-        """The reads that fill placed arrays; if the file has checks, those of its other bytes, too,
-        so that all are compared."""
+        """The reads that fill placed arrays; if the file has checks, reads of its other bytes as
+        well, to compare all of them."""
         for number in range(-(-self._size // CHECKED_BYTES)):
             is_wanted = number in self._straight or number in self._copies
             if is_wanted or self._checks is not None:

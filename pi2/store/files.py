@@ -47,7 +47,7 @@ class HashedFile:
 
     @property
     def checks(self) -> tuple[int, ...]:
-        """CRC-32 of every `CHECKED_BYTES` that were written, the last of what is left."""
+        """CRC-32 of every `CHECKED_BYTES` that were written; the last one is of the rest."""
         return tuple(self._checks)
 
     def seek_forward(self, offset: int) -> None:

@@ -1,4 +1,5 @@
-"""What a store says of its model: parts of the document, their digest, and that of its weights."""
+"""A store's statement of its model: parts of the document, their digest, and its weights'
+digest."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ used: stores stay readable."""
 def describe_weights(model: Model) -> dict[str, Any]:
     """Return those parts as plain JSON values: shape, operators, precisions, predictor rank.
 
-    What is absent from the document is left out, so that an option which a later pi2 adds does
-    not change the digest of models that do not use it."""
+    Keys that are absent from the document are left out: an option that a later pi2 adds does not
+    change the digest of models that do not use it."""
     kept = set(type(model).model_fields) - _OTHERS
     parts = model.model_dump(mode="json", include=kept, exclude_none=True)
     if model.other_rope is not None:

@@ -31,8 +31,8 @@ CHECKED_BYTES = 1 << 20
 """Every so many bytes of a file have a check of their own."""
 
 Order = Literal["hotness", "coactivation", "expert", "index"]
-"""Most active first; the same in bands, within which neurons that fire together, or those of an
-expert, lie together; or as in the checkpoint."""
+"""Most active first; the same in bands, within which neurons that fire together, or belong to one
+expert, are neighbours; or as in the checkpoint."""
 Offset = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
@@ -71,7 +71,7 @@ class StoredModel(Table):
 
 
 class StoredPart(Table):
-    """Where one vector of a bundle begins."""
+    """First bytes of one vector of a bundle."""
 
     name: PartName
     """Name of the vector: ``gate``, ``up`` or ``down``."""
@@ -82,7 +82,7 @@ class StoredPart(Table):
 
 
 class StoredBundle(Table):
-    """How one neuron lies in its file."""
+    """Layout of a neuron in its file."""
 
     hidden: Count
     """Elements of each vector."""
@@ -101,7 +101,7 @@ class StoredBundle(Table):
     expert_offset: Offset | None = None
     """Byte of its expert's number (int32), in an MoE model."""
     scales: ScalesPlace = "inline"
-    """Where scales lie: in the bundle, or in a file of their own."""
+    """Place of the scales: in the bundle, or in a file of their own."""
 
     @classmethod
     def describe(cls, layout: BundleLayout) -> Self:

@@ -61,7 +61,7 @@ class StoredLayer:
 
     @property
     def scales_entry(self) -> StoredFile | None:
-        """The file of the layer's scales; None where they lie in bundles."""
+        """The file of the layer's scales; None if bundles have them."""
         return self._scales
 
     @property
@@ -73,7 +73,7 @@ class StoredLayer:
 
     @property
     def scales(self) -> U8 | None:
-        """uint8 [neurons, scales stride], mapped; None where scales lie in bundles."""
+        """uint8 [neurons, scales stride], mapped; None if bundles have the scales."""
         if self._scales is None:
             return None
         assert self._scales.scales_offset is not None
@@ -167,7 +167,7 @@ class NeuronStore:
 
     @property
     def identity(self) -> bytes:
-        """Bytes that differ where another store has taken this one's place."""
+        """Bytes that change if another store has taken this one's place."""
         return (self.path / MANIFEST).read_bytes()
 
     def check_unchanged(self) -> None:

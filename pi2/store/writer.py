@@ -108,8 +108,8 @@ class StoreWriter:
         self.model = model
         self._stored: BundleLayout = model.lay_out_bundle(stride, scales)
         self.bundle: BundleLayout = self._stored
-        """How the bundles that are written are laid out: their scales are taken out of them here,
-        where these have files of their own."""
+        """Layout of the given bundles: scales that have files of their own are taken out of them
+        here."""
         if self._stored.scales == "resident":
             self.bundle = self._stored.inline
         self.tensors: list[DenseTensor] = list_tensors(model, ranks)
@@ -205,8 +205,8 @@ class StoreWriter:
         yield weights, scales if len(scales) else None
 
     def write_dense(self, read: Callable[[DenseTensor], TensorPieces]) -> None:
-        """Write ``dense.arrow``; ``read`` gives the rows of each of ``tensors``, in order, but for
-        those that were set aside."""
+        """Write ``dense.arrow``; ``read`` gives the rows of each of ``tensors``, in order, except
+        the ones set aside."""
         if self.has_file(DENSE_FILE):
             self._store.drop(_ASIDE)
             return

@@ -102,8 +102,8 @@ class Texts(Sequence[str]):
 
 
 def _guess_ends(source: Any, place: int, count: int) -> list[int] | None:
-    """Where texts end if each has 255 bytes at most, of whose length one byte is read: twice as
-    fast. None where one has more."""
+    """Ends of texts if each has at most 255 bytes and a length of one byte is read: twice as fast.
+    None if one is longer."""
     end = place
     try:
         ends = [end := end + 8 + source[end] for _ in range(count)]
@@ -133,7 +133,7 @@ def hash_pieces(data: U8, starts: I64, sizes: I64) -> U64:
 
 
 def hash_bytes(text: bytes) -> int:
-    """A hash whose value for two texts together follows from each one's."""
+    """A hash whose value for two joined texts follows from their values."""
     made = 0
     for byte in text[:_MOST_BYTES]:
         made = made * _FACTOR + byte + 1 & MASK
@@ -141,7 +141,7 @@ def hash_bytes(text: bytes) -> int:
 
 
 class TextNumbers(Mapping[str, int]):
-    """Numbers of texts by the texts; the first counts where a text is there twice."""
+    """Numbers of texts by the texts; of equal texts the first counts."""
 
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
@@ -258,7 +258,7 @@ class ScoredMerges:
         self._powers = [1]
 
     def find(self, left: int, right: int) -> Merge | None:
-        """What becomes of two tokens: of one token's pairs, that of lower numbers goes first."""
+        """Merge of two tokens: of a token's pairs, the one with lower numbers goes first."""
         size, powers = self._sizes[right], self._powers
         while len(powers) <= size:
             powers.append(powers[-1] * _FACTOR & MASK)

@@ -43,7 +43,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileNeeds:
-    """Bytes of a run whatever is resident."""
+    """Bytes of a run with any resident weights."""
 
     vectors: int
     """Norms, biases and tables."""

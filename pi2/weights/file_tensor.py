@@ -1,4 +1,4 @@
-"""Where a matrix lies in a file, in the format that it has there, and files of such matrices."""
+"""Place of a matrix in a file, in its original format, and files of such matrices."""
 
 from __future__ import annotations
 

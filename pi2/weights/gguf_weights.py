@@ -1,4 +1,4 @@
-"""A GGUF file as a source of weights: where each tensor of the model lies, as the file has it."""
+"""A GGUF file as a source of weights: the place of each tensor of the model in it, unconverted."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class GgufWeights(TensorFiles):
         return self.model.moe.experts
 
     def read_vector(self, key: str, layer: int = 0) -> F32 | None:
-        """The numbers of a small tensor, as the model's original has them, those of all experts one
-        after the other; None if there is none.
+        """The numbers of a small tensor, as in the model's original, all experts one after the
+        other; None if there is none.
 
         Raises `UserError` P532 or P535 as `SourceTensor.read`."""
         pattern = getattr(self.model.tensors, key)
@@ -193,7 +193,7 @@ class FileTexts:
 
     def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
         self.identity = repr(weights.identity).encode()
-        """Bytes that differ where another file has taken this one's place."""
+        """Bytes that change if another file has taken this one's place."""
         self.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pi2-")))
         checkpoint = weights.checkpoint
         contents = {

@@ -35,8 +35,8 @@ _SAME_LETTERS = 4
 _SIMILAR = 0.7
 """Likeness of similar names that begin otherwise."""
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
-"""Families whose configurations have no ``text_config`` where older transformers wrote them: what
-they say of the text stands beside ``vision_config``."""
+"""Families whose configurations have no ``text_config`` where older transformers wrote them: the
+text's keys are next to ``vision_config``."""
 _OUTER = ("bos_token_id", "eos_token_id", "_name_or_path")
 """Keys of the whole model that count where the text's configuration does not state them."""
 
@@ -129,7 +129,8 @@ def describe_family(config: Config) -> Tables:
 
 
 def unwrap_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the part that reads text; ``config`` itself for models of text alone."""
+    """The configuration of the part that reads text; ``config`` itself for models that read only
+    text."""
     kind, text = config.get("model_type"), config.get("text_config")
     if not isinstance(kind, str) or kind not in list_families().wrappers:
         return config

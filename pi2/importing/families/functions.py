@@ -71,8 +71,8 @@ def cycles(scope: Completed, layer: int, length: int) -> bool:
 
 
 def dense_layers(scope: Description, first: int) -> list[int]:
-    """Layers that are no MoE model: those of ``mlp_layer_types``, else of ``moe_layer_freq`` if
-    that is a list, as in older configurations, else the ``first`` ones."""
+    """Layers without experts: from ``mlp_layer_types``, else from ``moe_layer_freq`` if that is a
+    list, as in older configurations, else the ``first`` ones."""
     config, layers = scope.config, scope.layers
     names, older = config.read_list("mlp_layer_types"), config.values.get("moe_layer_freq")
     if not names and isinstance(older, list):
@@ -87,7 +87,7 @@ def dense_layers(scope: Description, first: int) -> list[int]:
 
 
 def stated(scope: Completed, key: str) -> Any:
-    """What the configuration states, whatever the family fixes."""
+    """The configuration's statement, even if the family fixes a value."""
     return scope.raw.values.get(key)
 
 
@@ -136,8 +136,8 @@ def _find_scaling(config: Config) -> Config:
 
 
 def score_scale(scope: Description, width: int) -> float | None:
-    """Scale of scores of ``width`` elements where scaled positions multiply them, beside what they
-    do to sines and cosines."""
+    """Scale of scores of ``width`` elements if scaled positions multiply them, in addition to their
+    effect on sines and cosines."""
     scaling = _find_scaling(scope.config)
     kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
     all_dims = scaling.read("mscale_all_dim", float, 0.0)
@@ -315,7 +315,7 @@ def turn_lfm3(scope: Description) -> None:
 
 
 def turn_gemma4(scope: Description) -> None:
-    """Gemma 4: `rope` is that of layers with a window."""
+    """Gemma 4: `rope` belongs to layers with a window."""
     config, full = scope.config, _list_full(scope)
     if not config.has("rope_parameters"):
         whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
@@ -396,7 +396,7 @@ def kinds_of_mimo(scope: Completed) -> list[str]:
 
 
 def kinds_of_gemma4(scope: Completed) -> list[str]:
-    """Kinds of layers; the last one has no window, whatever the configuration says."""
+    """Kinds of layers; the last one never has a window."""
     found = scope.raw.read_list("layer_types") or [
         "sliding_attention" if cycles(scope, layer, 6) else "full_attention"
         for layer in range(scope.layers)

@@ -114,8 +114,8 @@ class Completed:
         return bool(value)
 
     def refuse_values(self, text: str, problem: str = "") -> UserError:
-        """The refusal of values that an expression has: ``problem`` says what is wrong with it;
-        without one, the expression does not hold."""
+        """The refusal of an expression's values: ``problem`` is the fault; without one, the
+        expression does not hold."""
         names = dict.fromkeys(list_names(parse_expression(text)))
         stated = [f"{name} is {show(self.find(name))}" for name in names]
         expression = text.removeprefix(MARK).strip()
@@ -256,7 +256,7 @@ def _merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nest(tables: Mapping[str, Any]) -> Tables:
-    """Tables of dotted keys, without those that have no value."""
+    """Tables of dotted keys, without keys that have no value."""
     nested: Tables = {"attention": {}, "tensors": {}}
     for name, value in tables.items():
         if value is None or (isinstance(value, list) and not value):

@@ -159,7 +159,7 @@ class TurnedIntegers(DecodedTensor):
     group_size: int
     bits: int
     offset_of_zeros: int
-    """What is added to zero points."""
+    """The number added to zero points."""
     packs_outputs: bool
     """Whether words of ``codes`` are of outputs (AWQ) or of inputs (GPTQ)."""
 

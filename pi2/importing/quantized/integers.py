@@ -77,7 +77,7 @@ def read_scales(tensor: SourceTensor) -> F32:
 def find_block(
     codes: SourceTensor, scales: SourceTensor, stated: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Rows and columns that share a scale; `UserError` P534 if shapes do not say so."""
+    """Rows and columns that share a scale; `UserError` P534 if shapes do not show them."""
     rows, columns = codes.shape
     if scales.shape in ((), (1,), (1, 1)):
         return rows, columns
@@ -139,7 +139,7 @@ class FourBitTensor(DecodedTensor):
     """Scale of the whole tensor."""
     expert: int | None = None
     is_turned: bool = False
-    """Whether the tensor's rows are the columns of what is stored."""
+    """Whether the tensor's rows are the columns of the stored matrix."""
 
     def decode(self, start: int, stop: int) -> F32:
         rows = (self.shape[1] if self.is_turned else self.shape[0]) * (self.expert or 0)
@@ -235,8 +235,8 @@ def decode_four_bits(
     *,
     divides: bool,
 ) -> SourceTensor:
-    """A matrix of packed 4-bit floats; ``divides``: whether the tensor's own scale divides those of
-    groups, instead of multiplying."""
+    """A matrix of packed 4-bit floats; ``divides``: whether the tensor's own scale divides the
+    groups' scales, instead of multiplying."""
     codes = take_part(tensors, codes_name, dtypes=("U8",))
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise refuse_shape(codes, (-1, -1))

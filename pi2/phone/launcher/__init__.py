@@ -1,1 +1,1 @@
-"""Runs the bundle that this package lies in: ``python -m pi2_phone [DIR] --prompt TEXT``."""
+"""Runs the bundle that contains this package: ``python -m pi2_phone [DIR] --prompt TEXT``."""

@@ -1,4 +1,4 @@
-"""Weights of a bundle's GGUF file: where matrices lie was found where the bundle was built."""
+"""Weights of a bundle's GGUF file: the build of the bundle has found the places of its matrices."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Reader(Protocol):
         """Tokens of a text, without special ones around it."""
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens, without that of special ones unless ``special``."""
+        """Text of tokens; special ones are left out unless ``special``."""
 
     def id_to_token(self, token: int) -> str | None:
         """Text of a token."""
@@ -61,7 +61,7 @@ def open_tokenizer(content: bytes) -> Reader:
 
 
 def encode_text(tokenizer: Reader, text: str) -> list[int]:
-    """Token ids of ``text``, without special tokens; `UserError` P607 for what is no text."""
+    """Token ids of ``text``, without special tokens; `UserError` P607 if it is no text."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -194,7 +194,7 @@ Cut = Callable[[list[str], bool], list[str]]
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """How GPT-2 cuts text into words (Radford et al. 2019)."""
 WHITE = "".join(chr(code) for first, last in SPACES for code in range(first, last + 1))
-"""What is taken away around a text."""
+"""Characters to strip around a text."""
 
 
 def map_bytes() -> list[str]:

@@ -20,7 +20,7 @@ from pi2.phone.tokenizing.pieces import (
 from pi2.tokens.table_tokenizer import Merge, Pairs, encode_bytes, list_byte_tokens
 
 Decode = Callable[[list[str]], list[str]]
-"""Takes the texts of tokens; what it returns is joined at the end."""
+"""Takes the texts of tokens; the returned texts are joined at the end."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -76,7 +76,7 @@ def _join_bytes(texts: list[str], bytes_of: Mapping[str, int]) -> str:
 
 
 def _read_bytes(texts: list[str]) -> list[str]:
-    """Characters of tokens that are bytes; each byte of what is no character is U+FFFD."""
+    """Characters of tokens that are bytes; each invalid byte becomes U+FFFD."""
     made: list[str] = []
     held = bytearray()
 
@@ -276,7 +276,7 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens, without that of special ones unless ``special``."""
+        """Text of tokens; special ones are left out unless ``special``."""
         texts = [
             text
             for token in tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PydanticCustomError(ValueError):
-    """A value is not what it should be."""
+    """A value does not fit its type."""
 
     def __init__(self, kind: str, template: str, context: Mapping[str, Any] | None = None) -> None:
         super().__init__(template.format(**(context or {})))
