@@ -48,7 +48,8 @@ def test_another_figure_is_refused(tmp_path: Path) -> None:
     assert write_documents(make_table(tmp_path, 10.1), check=True) == 1
     text = table.page.read_text()
     assert text.startswith("before") and text.endswith("after\n")
-    assert "10.0 tok/s" in text and "killed for memory" in text
+    assert "| a, 1,024 MiB | no limit | 10.0 / - |  | 90 / - | 1.00 / - | 1,024 / - |" in text
+    assert "| 60% of the file | - / killed for memory |" in text
     assert "3.400 (3.600) | 0.0010 (0.0020) | 99.0% (98.0%) | 1 of 2 (2)" in text
 
 

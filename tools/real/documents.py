@@ -10,9 +10,11 @@ from real.results import RANDOM, RESULTS, ModelResult, Results, Row, read_result
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "performance.md"
 _HEAD = (
-    "| file, memory | engine | decode | ratio | prompts | load | peak |\n"
+    "| file | memory | decode, tok/s | ratio | prompts, tok/s | load, s | peak, MiB |\n"
     "|---|---|--:|--:|--:|--:|--:|"
 )
+ENGINES = ("pi2", "llama.cpp")
+"""In the order of a cell's figures."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,10 @@ def render_results(results: Results) -> str:
     """Conditions, speeds and quality as Markdown."""
     machine, versions = results.machine, results.versions
     lines = [
-        f"{results.date}; {machine.processor}; sequential disk reads "
-        f"{machine.disk_bytes_s / 1e9:.1f} GB/s; "
+        f"{results.date}; {machine.processor}; disk {machine.disk_bytes_s / 1e9:.1f} GB/s; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f". {machine.note}".rstrip(". ")
-        + ". Both engines read the same file with a thread for each core, in turns; medians.",
+        + (f". {machine.note}".rstrip(". ") if machine.note else "")
+        + ". Medians of turns; cells have pi2 / llama.cpp.",
         "",
         _HEAD,
     ]
@@ -63,43 +64,40 @@ def render_results(results: Results) -> str:
     if measured := [model for model in results.models if model.quality is not None]:
         lines += [
             "",
-            "In brackets: the distance of llama.cpp from itself when it computes the same tokens "
-            "one by one.",
+            "Brackets: llama.cpp against itself, tokens one by one.",
             "",
             "| file | perplexity | llama.cpp | KL divergence, nats | same top token | answers |",
             "|---|--:|--:|--:|--:|--:|",
             *map(render_quality, measured),
         ]
-    lines += ["", f"```sh\n{results.command}\n```"]
     return "\n".join(lines)
 
 
 def render_rows(model: ModelResult) -> list[str]:
-    """The rows of a file, by limit and engine."""
+    """A row of a file for each limit, both engines in each cell."""
     lines = []
-    for row in model.rows:
-        memory = "no limit" if row.share >= 1 else f"{row.share:.0%} of the file"
-        head = f"| {model.file} ({model.size_bytes / 2**20:,.0f} MiB), {memory} | {row.engine} |"
-        if row.failure is not None:
-            lines.append(f"{head} {row.failure} | | | | |")
-            continue
-        peers = [
-            other
-            for other in model.rows
-            if other.share == row.share and other.engine != row.engine and other.figures
-        ]
-        ratio = ""
-        if row.engine == "pi2" and peers:
-            ratio = f"{row.figures['decode_tokens_s'] / peers[0].figures['decode_tokens_s']:.2f}x"
-        lines.append(f"{head} {render_figures(row, ratio)} |")
+    for share in dict.fromkeys(row.share for row in model.rows):
+        rows = {row.engine: row for row in model.rows if row.share == share}
+        both = [rows.get(engine) for engine in ENGINES]
+        speeds = [row.figures["decode_tokens_s"] for row in both if row is not None and row.figures]
+        ratio = f"{speeds[0] / speeds[1]:.2f}x" if len(speeds) == len(ENGINES) else ""
+        decode, prompts, load, peak = zip(*map(render_figures, both), strict=True)
+        cells = [decode, (ratio,), prompts, load, peak]
+        memory = "no limit" if share >= 1 else f"{share:.0%} of the file"
+        head = f"| {name_file(model)}, {model.size_bytes / 2**20:,.0f} MiB | {memory} "
+        lines.append(head + "".join(f"| {' / '.join(cell)} " for cell in cells) + "|")
     return lines
+
+
+def name_file(model: ModelResult) -> str:
+    return model.file.removesuffix(".gguf")
 
 
 def render_drafts(models: Sequence[ModelResult]) -> list[str]:
     """Rows whose weights stream: how near the disk's rate they are, and what drafts give."""
     return [
-        f"- {model.file} within {row.share:.0%}: {row.figures['of_disk']:.0%} of the disk's rate; "
-        f"editing code {row.figures['edit_tokens_s']:.1f} tok/s with drafts, "
+        f"- {name_file(model)} within {row.share:.0%}: {row.figures['of_disk']:.0%} of the disk's "
+        f"rate; editing code {row.figures['edit_tokens_s']:.1f} tok/s with drafts, "
         f"{row.figures['edit_plain_tokens_s']:.1f} without."
         for model in models
         for row in model.rows
@@ -107,18 +105,17 @@ def render_drafts(models: Sequence[ModelResult]) -> list[str]:
     ]
 
 
-def render_figures(row: Row, ratio: str) -> str:
-    """Cells of a row: tokens/s, ratio, prompts' tokens/s, seconds, MiB."""
+def render_figures(row: Row | None) -> tuple[str, str, str, str]:
+    """Tokens/s, prompts' tokens/s, seconds, MiB; or the failure, or dashes."""
+    if row is None or row.failure is not None:
+        return ("-" if row is None else str(row.failure), "-", "-", "-")
     figures = row.figures
     prompts = [f"{value:,.0f}" for name, value in figures.items() if name.startswith("prompt_")]
-    return " | ".join(
-        [
-            f"{figures['decode_tokens_s']:,.1f} tok/s",
-            ratio,
-            " / ".join(prompts) + " tok/s",
-            f"{figures['load_s']:.2f} s",
-            f"{figures['peak_bytes'] / 2**20:,.0f} MiB",
-        ]
+    return (
+        f"{figures['decode_tokens_s']:,.1f}",
+        ", ".join(prompts),
+        f"{figures['load_s']:.2f}",
+        f"{figures['peak_bytes'] / 2**20:,.0f}",
     )
 
 
@@ -131,7 +128,7 @@ def render_quality(model: ModelResult) -> str:
         texts = f"{steps.perplexity:.3f} {steps.kl_nats:.4f} {steps.top_equal:.1%}".split()
         own = [f" ({text})" for text in (*texts, str(steps.answers_equal))]
     return (
-        f"| {model.file} | {quality.perplexity:.3f} | {quality.peer_perplexity:.3f}{own[0]} "
+        f"| {name_file(model)} | {quality.perplexity:.3f} | {quality.peer_perplexity:.3f}{own[0]} "
         f"| {quality.kl_nats:.4f}{own[1]} | {quality.top_equal:.1%}{own[2]} "
         f"| {quality.answers_equal} of {quality.answers}{own[3]} |"
     )
