@@ -1,4 +1,4 @@
-"""Arithmetic in numpy that several backends share: routers, RoPE, stretches of neurons."""
+"""Arithmetic in numpy that several backends share: routers, RoPE, ranges of neurons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Router:
     choice_bias: F32 | None = None
     """[1, experts], added to weights or scores to choose by."""
     norm: F32 | None = None
-    """[1, hidden], of an RMSNorm of what is read."""
+    """[1, hidden], of an RMSNorm of the router's input."""
     epsilon: float = 0.0
     """Added to the mean of squares there."""
     width: int = 0
@@ -40,13 +40,13 @@ class Router:
     down_biases: F32 | None = None
     """[experts, hidden]: what each expert adds to the FFN's sum, times its weight."""
     experts: int
-    """All experts of a layer, shared ones included, and those that only dense layers need."""
+    """All experts of a layer, with shared ones and the ones that only dense layers need."""
     dense_experts: int
     """Experts that hold the FFN of a layer without router."""
 
     def route(self, inputs: F32) -> F32:
-        """Weights float32 [T, experts] of all experts for ``inputs`` [T, hidden], 0 for those that
-        do not compute a token."""
+        """Weights float32 [T, experts] of all experts for ``inputs`` [T, hidden], 0 for experts
+        that do not compute a token."""
         weights = np.zeros((len(inputs), self.experts), np.float32)
         if self.weights is None:
             weights[:, : self.dense_experts] = 1

@@ -100,9 +100,9 @@ class Executor(Protocol):
     """A model built for a unit.  One calling thread."""
 
     def select_chunk(self, number: int) -> None:
-        """Let the calls that follow be about chunk ``number`` of a prompt, of those that
-        ``BuildRequest.chunks`` keeps: each has its x, and what its FFN reads and adds up.  Only
-        keys and values are common.  Chunk 0 is selected to begin with."""
+        """Select chunk ``number`` of a prompt, of ``BuildRequest.chunks``, for the following calls.
+        Each chunk has its own x, and its own input and sum of the FFN; only the KV cache is common.
+        Chunk 0 is selected at first."""
 
     def select_sequence(self, number: int) -> None:
         """Let ``embed`` and ``attend`` be about sequence ``number``, to begin with 0."""
@@ -111,15 +111,15 @@ class Executor(Protocol):
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         """Set x [T, hidden] of chunk 0 to the embeddings of ``tokens`` [T], the next ones of
-        ``sequences``, where they stand at ``positions``; select token 0.  Tokens of the same
-        sequence come in the order of their positions, and each sees those before it."""
+        ``sequences``, at ``positions``; select token 0. Tokens of the same sequence come in the
+        order of their positions, and each sees the earlier ones."""
 
     def attend_step(self, layer: int) -> None:
         """Add the attention block of ``layer`` in a step."""
 
     def select_token(self, number: int) -> None:
-        """Let calls for one token be about token ``number`` of a step.  Predictions are asked for
-        in order: that of token 0 may be made for all."""
+        """Select token ``number`` of a step for calls about one token. Predictions are requested in
+        order: token 0's may be made for all."""
 
     # For all:
 
@@ -147,14 +147,14 @@ class Executor(Protocol):
         the next call."""
 
     def read_scores(self) -> F32:
-        """Scores [neurons] of the last ``predict_low_rank``, in an MoE model of those that it named
-        alone; valid until the next prediction."""
+        """Scores [neurons] of the last ``predict_low_rank``, in an MoE model only of the neurons
+        that it named; valid until the next prediction."""
 
     def predict_gate(self, layer: int) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
-        smooth activation, those that reach the first limit of the layer or of their expert.
+        smooth activation, the ones that reach the first limit of the layer or of their expert.
 
-        In an MoE model, of the chosen experts.  The array is valid until the next call."""
+        In an MoE model, of the chosen experts. The array is valid until the next call."""
 
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         """Whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots, stride] is
@@ -173,11 +173,11 @@ class Executor(Protocol):
     ) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1).
 
-        ``indices`` [n], their stored indices, are needed where scales are resident or gates are
+        ``indices`` [n], their stored indices, are needed if scales are resident or gates are
         ``known``: the last ``predict_gate`` was of this layer and input and has found all of them
-        open.  Neurons below the layer's second limit are left out then.  With a ``stretch``,
-        ``slots`` and ``indices`` are numbers of stretches of so many neurons
-        (`pi2.backends.arithmetic`); the result has the same bits as that of the single neurons."""
+        open. Neurons below the layer's second limit are left out then. With a ``stretch``,
+        ``slots`` and ``indices`` are numbers of ranges of so many neurons
+        (`pi2.backends.arithmetic`); the result has the same bits as the single neurons'."""
 
     def add_named_neurons(
         self,
@@ -189,19 +189,19 @@ class Executor(Protocol):
         known: bool = False,
         stretch: int = 1,
     ) -> None:
-        """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride], whose stored indices are
-        ``indices`` [n], to those tokens of a step that have ``named`` [n] them: bit t of token t,
-        at least one each; gates may be ``known``, and ``slots``, ``indices`` and ``named`` be about
-        stretches, as `add_neurons` says.  Token 0 is selected afterwards."""
+        """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride], with the stored indices
+        ``indices`` [n], to the tokens of a step that have ``named`` [n] them. Bit t is token t's,
+        at least one is set. Gates may be ``known``, and ``slots``, ``indices`` and ``named`` may be
+        about ranges, as in `add_neurons`. Token 0 is selected afterwards."""
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is
         the stored index of the first."""
 
     def share_input(self) -> tuple[F32, F32 | None]:
-        """What neurons read since the last ``begin_ffn``, in main memory: u [T, hidden], or what is
-        made of it for experts of another width [T, width], and in an MoE model the weights [T,
-        experts] of its experts, else None; valid until ``end_ffn``."""
+        """Input of the neurons since the last ``begin_ffn``, in main memory: u [T, hidden], or its
+        projection for experts of another width [T, width]. An MoE model also gives the weights [T,
+        experts] of its experts, others None. Valid until ``end_ffn``."""
 
     def add_sum(self, values: F32) -> None:
         """Add ``values`` [T, hidden], or as wide as what neurons read, which another unit has
@@ -273,7 +273,7 @@ def count_parts(threads: int) -> int:
 
 
 class PartGroup(NamedTuple):
-    """Parts of ``size`` stretches each but for the last, and which are finished."""
+    """Parts of ``size`` ranges each except the last, and which are finished."""
 
     numbers: Sequence[int]
     """Below ``PartAdder.parts``."""
@@ -295,9 +295,9 @@ class PartAdder(Protocol):
     def add_parts(
         self, layer: int, arena: U8, slots: I32, indices: I32, stretch: int, parts: PartGroup
     ) -> None:
-        """Compute the neurons in ``slots`` [n] of ``arena`` [slots, stride], as ``add_neurons``
-        says, but keep their sums by parts (T = 1), one after the other.  Then add those that are
-        finished, if any, to y: with the bits of ``add_neurons`` for one after the other."""
+        """Compute the neurons in ``slots`` [n] of ``arena`` [slots, stride] as ``add_neurons``
+        does, but keep their sums by parts (T = 1), one after the other. Then add finished parts, if
+        any, to y: with the bits of ``add_neurons`` for one after the other."""
 
 
 @runtime_checkable
@@ -318,13 +318,13 @@ class RowDivider(Protocol):
         """Normalise x for the attention of ``layer``, as the other unit reads it."""
 
     def project(self, layer: int) -> None:
-        """Multiply with its own rows of the projection to queries, keys and values."""
+        """Multiply with its own rows of the QKV projection."""
 
     def put_projected(self, layer: int, values: F32) -> None:
         """Take the products [T, n] with the first rows, biases not added."""
 
     def mix(self, layer: int, position: int) -> F32:
-        """Keep keys and values; return what every query has mixed."""
+        """Append to the KV cache; return the mixed values of every query."""
 
     def project_output(self, layer: int) -> None:
         """Add the products of the mixer's output with its own rows to x."""
@@ -350,12 +350,12 @@ class LengthAware(Protocol):
 
 
 CONTEXT_BLOCK = 16
-"""Keys and values are copied for so many tokens at once."""
+"""The KV cache is copied in pieces of so many tokens."""
 
 
 @runtime_checkable
 class ContextKeeper(Protocol):
-    """An executor that copies keys and values; a backend need not have it."""
+    """An executor that copies KV caches; a backend need not have it."""
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:
         """A copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``, multiples of
@@ -367,11 +367,11 @@ class ContextKeeper(Protocol):
 
 @runtime_checkable
 class StateKeeper(Protocol):
-    """An executor that copies the states of layers that have one instead of keys and values.
+    """An executor that copies the states of layers that have one instead of a KV cache.
 
-    Keys and values of a position stay as they are when later ones come; a state is that after the
-    last token, and nothing else.  To go on from an earlier token, keep a copy.  A sequence that
-    begins at position 0 begins with an empty state."""
+    The KV cache of a position stays as it is when later ones come; a state is that after the last
+    token, and nothing else. To go on from an earlier token, keep a copy. A sequence that begins at
+    position 0 begins with an empty state."""
 
     def read_state(self, sequence: int) -> F32:
         """A copy [n] of all states of a sequence, in an order of the executor's own; empty for a

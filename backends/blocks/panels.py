@@ -21,7 +21,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
 _EXTRA = STAGE_BYTES // 2
-"""Where what belongs to weights is unpacked."""
+"""Room in which a panel's weights are unpacked."""
 
 
 def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:

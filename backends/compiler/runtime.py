@@ -81,7 +81,7 @@ class Functions(Protocol):
     def bind(
         self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
     ) -> tuple[Callable[..., object], Sequence[object]]:
-        """Return a function, and what comes before the arguments ``given`` in its calls."""
+        """Return a function and its first arguments, the ones before ``given``."""
 
     def make_tensor(self, flat: npt.NDArray[Any]) -> object:
         """Return what functions take in the place of an array [n]."""

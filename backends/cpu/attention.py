@@ -22,7 +22,7 @@ from pi2.plan.weights.layout import fill_groups, round_up
 
 
 class States:
-    """What the functions of these layers read and write beside the arrays of a chunk."""
+    """Inputs and outputs of these layers' functions in addition to the arrays of a chunk."""
 
     def __init__(self, request: BuildRequest, space: Workspace, spec: KernelSpec) -> None:
         assert spec.state is not None
@@ -102,7 +102,7 @@ class PartCalls:
 
 
 class Attention:
-    """What attention reads and writes beside the arrays of a chunk."""
+    """Inputs and outputs of attention in addition to the arrays of a chunk."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Attention:
         specs = spec.list_blocks()
         self._specs = [specs[number] for number in self._shapes]
         self._kept: list[list[U8]] = [[] for _ in range(request.sequences)]
-        """Keys and values of each sequence, by layer, as bytes [kv_heads, blocks, bytes]."""
+        """KV cache of each sequence, by layer, as bytes [kv_heads, blocks, bytes]."""
         self._caches: list[list[list[Views]]] = [[] for _ in range(request.sequences)]
         """Of each sequence, layer and mixer."""
         for sequence, caches in enumerate(self._caches):
@@ -166,7 +166,7 @@ class Attention:
         self.mixed: F32 = room.mixed
         """What the queries have mixed [tokens, width]."""
         self.qkv: F32 = room.qkv
-        """Queries, keys and values [tokens, rows]."""
+        """QKV [tokens, rows]."""
 
     def _wrap_growth(
         self, request: BuildRequest, space: Workspace, layer: int, known: dict[bytes, Views]
@@ -181,8 +181,8 @@ class Attention:
         return known[key]
 
     def _make_cache(self, space: Workspace, layer: int, number: int, sequence: int) -> Views:
-        """Return views of what mixer ``number`` of a layer keeps of a sequence: keys and values,
-        which may be those of an earlier layer, or a state."""
+        """Return views of the data that mixer ``number`` of a layer keeps of a sequence: a KV
+        cache, perhaps an earlier layer's, or a state."""
         mixer = self._mixers[layer][number]
         if isinstance(mixer, AttentionBlock) and mixer.key_layer is not None:
             return self._caches[sequence][mixer.key_layer][number]
@@ -241,7 +241,8 @@ class Attention:
     def _bind_three(
         self, names: tuple[str, str, str], layer: int, views: Views, which: str
     ) -> tuple[PartCalls, ...]:
-        """Return the calls ``names`` of each mixer of a layer; ``which``: what is mixed at once."""
+        """Return the calls ``names`` of each mixer of a layer; ``which``: tokens that are mixed at
+        once."""
         project, mix, output = names
         found = []
         for number in range(len(self._mixers[layer])):
@@ -351,8 +352,8 @@ def make_rope_tables(request: BuildRequest, space: Workspace) -> dict[tuple[Rope
 
 
 def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> dict[str, Raw]:
-    """Return a layer's keys and values, and their scales if they have any: blocks of tokens of a
-    head lie one after the other."""
+    """Return a layer's KV cache, and its scales if it has any: blocks of tokens of a head, one
+    after the other."""
     vectors = context * spec.attention.kv_heads
     sizes = dict.fromkeys(("keys", "values"), vectors * spec.attention.head_dim)
     if spec.attention.latent is not None:

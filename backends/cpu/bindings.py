@@ -46,13 +46,13 @@ class ChunkState:
     arrays: Arrays
     embed: BoundCall
     embed_layers: BoundCall | None
-    """Makes what layers have of their own, where they have something."""
+    """Makes the layers' own bindings, for layers that have some."""
     positions: BoundCall | None
     """Adds learned position vectors, if there are any."""
     attend: list[list[tuple[BoundCall, ...]]]
     """By sequence and layer; empty where rows are divided."""
     parts: list[tuple[PartCalls, ...]]
-    """By layer, where rows of the attention block are divided; else empty."""
+    """By layer, if rows of the attention block are divided; else empty."""
     begin: list[BoundCall]
     """By layer."""
     neighbours: list[NeighbourCalls]
@@ -64,7 +64,7 @@ class ChunkState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCalls:
-    """Calls for a step of several tokens; all others are those of chunk 0."""
+    """Calls for a step of several tokens; all others are chunk 0's."""
 
     attend: list[tuple[PartCalls, ...]]
     """By layer; empty where steps have one token."""
@@ -78,7 +78,7 @@ class StepCalls:
 
 
 class DividedEnds:
-    """Norms before projections and head, and what comes after products."""
+    """Norms before projections and head, and operations after products."""
 
     def __init__(self, request: BuildRequest) -> None:
         self._request = request
@@ -143,8 +143,8 @@ class Bindings:
         ids: I32,
         logits: F32,
     ) -> None:
-        """``ids`` [chunk] are the tokens that are embedded; ``logits`` [n, vocab] is where those of
-        n tokens are left."""
+        """``ids`` [chunk] are the tokens to embed; ``logits`` [n, vocab] receives the logits of n
+        tokens."""
         model, layers = request.model, range(request.model.shape.layers)
         chunk = count_tokens(request)
         self._space = space
@@ -157,9 +157,11 @@ class Bindings:
         self.is_routed = [spec.router is not None and own.weights is not None for own in routers]
         """By layer of an MoE model, whether the call that begins its FFN routes."""
         self.begin_given = [(*self._tell_routed(layer), *self.signs[layer]) for layer in layers]
-        """By layer, what a call that begins its FFN is given beside the number of tokens."""
+        """By layer, arguments of a call that begins its FFN, in addition to the number of
+        tokens."""
         self._layers = [space.wrap_layer(layer) for layer in layers]
-        """Tensors of each layer; if it has no router, that of another one, which is not used."""
+        """Tensors of each layer; without a router of its own, another layer's fills in and is not
+        used."""
         spare = next((n for n, routed in enumerate(self.is_routed) if routed), None)
         if spare is not None:
             places = (Place(model), model.blocks[spare].ffn)

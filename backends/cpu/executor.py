@@ -24,8 +24,8 @@ from pi2.plan.weights.layout import GROUP, Precision, split_lanes
 
 
 def order_by_lanes(hidden: int, precision: Precision) -> I32 | None:
-    """Elements [hidden] in *lane order* (`pi2.backends.kernels.neurons`): where each stands in the
-    natural order; None where that is the same."""
+    """Elements [hidden] in *lane order* (`pi2.backends.kernels.neurons`): natural position of each;
+    None if both orders are the same."""
     if find_packing(precision).is_plain:
         return None
     blocks, first = [], 0

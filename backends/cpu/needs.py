@@ -172,8 +172,8 @@ def _list_inputs(plan: Plan, model: Model) -> list[int]:
 
 
 def _need_latent(model: Model, latent: Latent, planes: int, group_bytes: int) -> int:
-    """Bytes of latent attention for each token: queries and what they are made of, the plain parts
-    of heads, their queries of what is kept, and what they mix of it."""
+    """Bytes of latent attention for each token: queries and their latents, the plain parts of
+    heads, their queries of the KV latents, and the mixed latents."""
     heads, made = model.shape.heads, fill_groups(latent.query_rank or 0)
     vectors = made + heads * (fill_groups(latent.plain) + fill_groups(latent.rank))
     floats = heads * (latent.key + latent.kept)
@@ -222,7 +222,7 @@ def _count_layer_inputs(model: Model) -> int:
 
 
 def _count_group_bytes(plan: Plan) -> int:
-    """Bytes that a group of 32 inputs has beside its codes: a scale, and sums of the codes."""
+    """Bytes of a group of 32 inputs in addition to its codes: a scale, and sums of the codes."""
     return 8 if plan.decode.batch_activations is None else 12
 
 

@@ -1,4 +1,4 @@
-"""The FFN's neurons: those that one token needs, gathered from slots, or a row of neighbours."""
+"""The FFN's neurons: one token's, gathered from slots, or a row of neighbours."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ class Neurons:
         return "count stretch part finished" if self._takes_stretches else "count"
 
     def _count(self, count: int, stretch: int = 1) -> tuple[int, ...]:
-        """Return the numbers that say how many neurons a call is about: ``count`` times
-        ``stretch``, which is 1 where kernels do not take it, in one part."""
+        """Return the numbers that tell a call its neurons: ``count`` times ``stretch``, which is 1
+        if kernels do not take it, in one part."""
         if not self._takes_stretches:
             return (count,)
         return count, stretch, max(1, count * stretch), int(count > 0)
@@ -261,7 +261,7 @@ class Neurons:
     def add_gathered(
         self, layer: int, arena: U8, slots: I32, indices: I32 | None, known: bool, stretch: int = 1
     ) -> None:
-        """Add the neurons in ``slots``, of ``stretch`` neurons each, for one token; gates of
+        """Add the neurons in ``slots``, ``stretch`` neurons each, for one token; gates of
         ``indices`` may be ``known``."""
         if stretch > 1 and not self._takes_stretches:
             slots = expand_stretches(slots, stretch)
@@ -296,8 +296,8 @@ class Neurons:
     def add_shared(
         self, layer: int, arena: U8, slots: I32, indices: I32 | None, named: I64, tokens: int
     ) -> None:
-        """Add the neurons in ``slots`` [n] to those of ``tokens`` that have ``named`` [n] them, a
-        bit for each."""
+        """Add the neurons in ``slots`` [n] to the ``tokens`` that have ``named`` [n] them, a bit
+        for each."""
         count = len(slots)
         self._slots[:count] = slots
         self._named[:count] = named

@@ -16,7 +16,7 @@ from pi2.plan.weights.layout import round_up
 
 
 class Prediction:
-    """Kernels that name neurons, and what they found last."""
+    """Kernels that name neurons, and their last results."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Prediction:
 
     def bind_foresight(self, library: Library, norms: list[Views], *views: Views) -> None:
         """Bind the calls that predict a layer and begin the one before it, or itself; ``norms``:
-        what the FFN of each layer normalises its input with, ``views``: what it begins with."""
+        the norm of each FFN's input, ``views``: its first arguments."""
         tokens = "tokens" if self._is_several else ""
         for following, ((rank, arrays),) in enumerate(self._predictors):
             ahead = {f"next_{name}": view for name, view in norms[following].items()}
@@ -168,7 +168,7 @@ class Prediction:
         return (0, self._tokens) if self._is_several else ()
 
     def _list_one(self) -> tuple[int, ...]:
-        """Arguments of a prediction for the selected token; its results are those of token 0."""
+        """Arguments of a prediction for the selected token; its results are stored as token 0's."""
         return (self._token, 1) if self._is_several else ()
 
     def _list_found(self, token: int) -> I32:

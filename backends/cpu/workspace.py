@@ -1,4 +1,4 @@
-"""Where the executor's arrays come from, and how kernels see them."""
+"""Source of the executor's arrays, and their views for kernels."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ class Workspace:
         return self._library.wrap(array)
 
     def wrap_tensors(self, **tensors: str) -> Views:
-        """Views of the store's tensors by the kernels' names.  fp16 weights stand in for missing
+        """Views of the store's tensors by the kernels' names. fp16 weights replace missing
         scales."""
         return self.wrap_parts(0, 1, **tensors)
 
     def wrap_layer(self, layer: int | None, mixer: int | None = None) -> Views:
         """Return views of all tensors of a layer, or of the whole model, by their kinds.
 
-        Its norms are also what they are for its FFN, or for one ``mixer``: ``norm``, ``norm_bias``
-        and ``output_norm``."""
+        Its norms also have the names that they have for its FFN, or for one ``mixer``: ``norm``,
+        ``norm_bias`` and ``output_norm``."""
         kinds = self._names[layer]
         roles = ("ffn_norm", "ffn_norm_bias", "ffn_output_norm")
         if layer is None:
@@ -163,7 +163,7 @@ class Arrays:
     neuron_input: F32
     """What its neurons read [chunk, neuron width], before it is rounded."""
     layer_input: F32 | None
-    """What attention reads, where the FFN or a router reads it too."""
+    """Input of attention, if the FFN or a router reads it as well."""
     routes: F32
     """Weights of the experts [chunk, experts]."""
     layer_inputs: F32
@@ -171,12 +171,12 @@ class Arrays:
     cutoffs: F32
     """Cutoffs of a layer's gates [chunk], if layers have them."""
     views: Views
-    """All of them, and the activations ``hidden``, by the kernels' names; those of experts of
-    another width are ``experts``."""
+    """All of them, and the activations ``hidden``, by the kernels' names; experts of another width
+    have ``experts``."""
 
     @property
     def neuron_views(self) -> Views:
-        """Views for functions that know what neurons read and give, whatever its width is."""
+        """Views for functions of the neurons' input and output, of any width."""
         of_experts = [name for name in self.views if name.startswith("experts_")]
         renamed = {
             f"hidden_{name.removeprefix('experts_')}": self.views[name] for name in of_experts

@@ -1,5 +1,5 @@
-"""What `pi2.backends.protocol` asks of the backend for GPUs: a unit has a whole model, or computes
-its share of each layer beside an executor."""
+"""The backend for GPUs, as `pi2.backends.protocol` requires it: a unit has a whole model, or
+computes its share of each layer next to an executor."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return what it cannot compute alone; beside the CPU it computes rows and neurons of every
-    model that the plan language can state, but for a few precisions and a norm inside the FFN."""
+    """Return the parts that it cannot compute as a whole model. Next to the CPU it computes rows
+    and neurons of every model that the plan language can state, except a few precisions and a norm
+    inside the FFN."""
     from pi2.backends.gpu.alone.sizes import find_alone_limits
     from pi2.plan.arithmetic.units import list_unknown_weights
 
@@ -42,8 +43,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return the bytes of a whole model, or of neurons in whole tiles, of jobs and of neurons that
-    are added, and of what they take in main memory on their way."""
+    """Return the bytes of a whole model, or of neurons in whole tiles, of jobs and of added
+    neurons, and of their copies in main memory on the way."""
     if facts.neurons is None:
         from pi2.backends.gpu.alone.sizes import need_whole_memory
 

@@ -109,7 +109,7 @@ class GpuUnit:
         return None
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        """Send the bundles to the device, in whole tiles: what is left waits for the next ones."""
+        """Send the bundles to the device, in whole tiles: the rest waits for the next ones."""
         request, tail = self._request, self._tail
         whole = join_layer_scales(request.scales, request.bundle, layer, bundles, first)
         if tail is not None and tail.layer == layer:
@@ -149,7 +149,7 @@ class GpuUnit:
         return number
 
     def add(self, job: int, bundles: U8, first: int) -> None:
-        """Copy stretches of neurons to the device, and let the job compute them."""
+        """Copy ranges of neurons to the device, and let the job compute them."""
         request, known = self._request, self._jobs[job]
         for begin in range(0, len(bundles), request.stretch):
             piece = bundles[begin : begin + request.stretch]

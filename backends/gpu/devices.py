@@ -179,8 +179,8 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def open_unit(unit: Unit) -> Launcher:
-    """Open the device that plays the unit; raises P360 where there is none, or only the processor
-    while the unit is not emulated."""
+    """Open the unit's device; raises P360 if there is none, or only the processor while the unit is
+    not emulated."""
     surveys = []
     for api in list_apis(unit):
         survey = survey_api(api)
@@ -198,8 +198,8 @@ def open_unit(unit: Unit) -> Launcher:
 
 
 def _is_suitable(survey: Survey, unit: Unit) -> bool:
-    """Whether an API has a device for the unit: a processor that plays one is not what a plan for a
-    GPU was made for."""
+    """Whether an API has a device for the unit: a plan for a GPU was not made for a processor that
+    emulates one."""
     return any(unit.emulated or not device.is_emulated for device in survey.devices)
 
 

@@ -84,7 +84,7 @@ _VECTOR = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNeurons:
     """Neurons as the kernels of `pi2.backends.gpu.kernels.ffn` read them, n a multiple of 32; for
-    those of `gathered` of any number, all in rows."""
+    the kernels of `gathered` of any number, all in rows."""
 
     gate_up_weights: U32
     """In tiles, flat."""
@@ -98,7 +98,7 @@ class DeviceNeurons:
     """[n]; 0 for what fills up the last tile."""
 
     def list_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Those that there are, by the names of the kernels' parameters."""
+        """The existing ones, by the names of the kernels' parameters."""
         arrays = {
             "gate_up_weights": self.gate_up_weights,
             "gate_up_scales": self.gate_up_scales,

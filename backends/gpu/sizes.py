@@ -17,9 +17,9 @@ from pi2.plan.weights.layout import BundleLayout, Precision, round_up, scale_byt
 TILE = 32
 """Rows of a tile."""
 STAGING_BUFFERS = 2
-"""One stretch of added neurons is uploaded while another is computed."""
+"""One range of added neurons is uploaded while another is computed."""
 PACKING_COPIES = 3
-"""Copies of a stretch in main memory while it is rearranged for the device."""
+"""Copies of a range in main memory while it is rearranged for the device."""
 PIECE_ROWS = 1024
 """Rows of a matrix that are rearranged at a time."""
 _PARTIAL_ROWS = 64
@@ -109,7 +109,7 @@ class DenseSizes:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of main memory beside them: what jobs read and write, neurons on their way to the
+        """Further bytes of main memory: inputs and outputs of jobs, neurons on their way to the
         device and while they are rearranged."""
         copies = STAGING_BUFFERS + PACKING_COPIES
         moving = copies * sum(self.list_neurons(max(self.stretch, TILE)).values())
@@ -163,7 +163,7 @@ class RowSizes:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of main memory beside them: what jobs read and write, and rows while they are
+        """Further bytes of main memory: inputs and outputs of jobs, and rows while they are
         rearranged."""
         moving = max(
             min(shape.rows, PIECE_ROWS)

@@ -1,4 +1,4 @@
-"""What `pi2.backends.protocol` asks of the backend for Hexagon NPUs: it serves units beside an
+"""The backend for Hexagon NPUs, as `pi2.backends.protocol` requires it: it serves units next to an
 executor."""
 
 from __future__ import annotations

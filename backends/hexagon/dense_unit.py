@@ -46,7 +46,7 @@ from pi2.plan.weights.layout import Precision, round_up
 @dataclass(frozen=True, slots=True)
 class _Neurons:
     first: int
-    """Where their arrays begin, in bytes from the start of the shared memory."""
+    """First bytes of their arrays, from the start of the shared memory."""
     room: Room
     capacity: int
     """Neurons that there is room for."""
@@ -60,12 +60,12 @@ class _Job:
     """Floats of the result for each token."""
     runs: list[Run]
     results: list[tuple[int, int]] = field(default_factory=list)
-    """Where each run's result begins, and its tokens."""
+    """First byte of each run's result, and its tokens."""
     has_routes: bool = False
 
 
 class HexagonUnit:
-    """A unit whose neurons an NPU computes, or an emulator that plays one."""
+    """A unit whose neurons an NPU, or its emulator, computes."""
 
     def __init__(self, request: UnitRequest) -> None:
         """Compile or load the graphs, and start the worker; `UnitFailed` where that cannot be."""
@@ -206,7 +206,7 @@ class HexagonUnit:
         return number, job
 
     def _place_run(self, job: _Job, padded: int, length: int) -> dict[str, int]:
-        """Where a run's inputs are that follows ``padded`` tokens of its job."""
+        """Place of the inputs of a run that follows ``padded`` tokens of its job."""
         place, places = self._places[job.place], self._job_room.places
         wide = round_up(length, 2 * LANES)
         return {
@@ -270,7 +270,7 @@ class HexagonUnit:
         return number
 
     def add(self, job: int, bundles: U8, first: int) -> None:
-        """Rearrange stretches of neurons, and let the job compute them."""
+        """Rearrange ranges of neurons, and let the job compute them."""
         request, known = self._request, self._jobs[job]
         for begin in range(0, len(bundles), request.stretch):
             piece = bundles[begin : begin + request.stretch]
@@ -307,7 +307,7 @@ class HexagonUnit:
                 self._observer(name, reply.start_s, reply.end_s)
 
     def give_up(self) -> None:
-        """Forget all jobs, when the worker has done what it was asked for."""
+        """Forget all jobs, when the worker has finished them."""
         if not self._jobs:
             return
         self._session.catch_up()

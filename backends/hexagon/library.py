@@ -35,7 +35,7 @@ OBJECTS = Compiler("pi2.backends.hexagon.kernels.compile", ".o")
 PROGRAM = f"graphs{PROGRAMS.suffix}"
 """The file that the emulator runs."""
 DEFAULT_VERSION: Version = "v66"
-"""The oldest; newer NPUs run it, too."""
+"""The oldest; newer NPUs run it as well."""
 
 
 def describe_library(sizes: UnitSizes, unit: Unit) -> HexagonSpec:

@@ -81,7 +81,7 @@ class Driver:
 
 
 def choose_machine(unit: Unit) -> Machine:
-    """Return what plays the unit: the emulator where the device document says so."""
+    """Return the unit's machine: the emulator if the device document asks for it."""
     return Emulator() if unit.emulated else Driver()
 
 

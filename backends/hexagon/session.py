@@ -33,8 +33,8 @@ OPERANDS = 28
 """Operands of a message."""
 WORDS = 4 + OPERANDS
 MESSAGE = struct.Struct(f"<{WORDS}I")
-"""`MAGIC`, its number, the graph's number (`NOTHING` asks for a reply alone), how many operands
-follow, and the operands."""
+"""`MAGIC`, its number, the graph's number (`NOTHING` asks only for a reply), the number of
+operands, and the operands."""
 NOTHING = 0xFFFFFFFF
 HELLO = MESSAGE
 """`MAGIC`, `PROTOCOL`, the file descriptor of the region, its bytes, and the most bytes that graphs
@@ -59,7 +59,7 @@ _PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a message."""
+    """The outcome of a message."""
 
     number: int
     start_s: float
@@ -166,7 +166,7 @@ class Session:
             raise UnitFailed(f"its worker has ended: {error.strerror}") from error
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the worker, after what it was asked for or ``at_once``; may be called twice."""
+        """End the worker, after its work or ``at_once``; may be called twice."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

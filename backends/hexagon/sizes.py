@@ -73,8 +73,8 @@ def lay_out_neurons(shape: FfnShape, neurons: int) -> Room:
 
 
 def place_piece(shape: FfnShape, room: Room, first: int, neuron: int) -> dict[str, int]:
-    """Where arrays of a room at ``first`` begin for the neurons from ``neuron`` on, a multiple of
-    32."""
+    """First bytes of the arrays of a room at ``first`` for the neurons from ``neuron`` on, a
+    multiple of 32."""
     codes, factors = count_row_bytes(shape.weights, shape.length)
     steps = {
         "weights": shape.inputs * codes,
@@ -139,7 +139,7 @@ PRODUCT_OPERANDS = (
 )
 """What a graph of a matrix is given."""
 NUMBERS = ("plane", "stride", "count")
-"""Operands that are no places: bytes from the scales of one vector of neurons to those of the next,
+"""Operands that are no places: bytes from the scales of one vector of neurons to the next vector's,
 bytes from 32 elements of down columns to the next, and neurons that count."""
 
 
@@ -273,7 +273,7 @@ def list_product_graphs(
 
 
 STAGING_BUFFERS = 2
-"""One stretch of added neurons is rearranged while another is computed."""
+"""One range of added neurons is rearranged while another is computed."""
 
 
 def describe_shape(model: Model, layout: BundleLayout) -> FfnShape:
@@ -308,7 +308,7 @@ class UnitSizes:
     counts: Sequence[int]
     """Neurons that are kept of each layer."""
     matrices: Mapping[str, tuple[int, int, Precision]]
-    """Rows, length and precision of what it has of each matrix."""
+    """Rows, length and precision of its part of each matrix."""
     chunk: int
     """Most tokens of a job."""
     jobs: int

@@ -69,7 +69,7 @@ class Unpacking:
     bundle: Callable[[Sequence[Source]], Bundle] | None = None
     """Unpacks several groups at once, as many as a register has 16 bytes."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
-    """Reads so many floats from a byte on, where elements stand for themselves."""
+    """Reads so many floats from a byte on, if elements are plain numbers."""
 
     @property
     def whole(self) -> int:
@@ -78,7 +78,7 @@ class Unpacking:
 
 
 class Source:
-    """Where a block lies, and what its bytes are made of."""
+    """Place of a block, and the parts of its bytes."""
 
     def __init__(self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer) -> None:
         self.machine = machine

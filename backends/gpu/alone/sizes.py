@@ -191,7 +191,7 @@ JOINED = {
     "router": ("router", 0),
     "shared_router": ("router", 1),
 }
-"""Tensors that lie in an array of their layer together, and which of its parts each is."""
+"""Tensors that share an array of their layer, and the part of each."""
 _VECTOR_BYTES = 16
 """Arrays are whole vectors."""
 COMPUTED = read_options("""
@@ -246,7 +246,7 @@ def list_neurons(use: ModelUse) -> dict[str, int]:
 
 
 def list_kept(use: ModelUse, layer: int) -> dict[str, int]:
-    """Bytes of a layer's keys and values, and of their scales; or of the state that it keeps."""
+    """Bytes of a layer's KV cache and its scales, or of its state."""
     if use.state is not None and layer in use.model.state_layers:
         shape = use.state.shape
         sizes = {"tails": shape.kept, "memory": shape.memory}
@@ -379,7 +379,7 @@ def describe_use(resolved: ResolvedPlan) -> ModelUse:
 
 
 def need_whole_memory(resolved: ResolvedPlan) -> Need:
-    """Bytes of all weights, keys and values, what is computed with, and pieces on their way."""
+    """Bytes of all weights, KV cache, working memory, and pieces on their way."""
     use = describe_use(resolved)
     total = sum(list_arrays(use))
     layers = range(use.model.shape.layers)

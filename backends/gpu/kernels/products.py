@@ -142,7 +142,7 @@ _THREADS = SIDE * SIDE
 _EACH = TOKENS // SIDE
 """Tokens, and columns, of a thread."""
 _PITCH = COLUMNS + 1
-"""Elements from one term to the next: neighbouring terms lie in different banks."""
+"""Elements from one term to the next: neighbouring terms are in different banks."""
 
 
 class Panels:

@@ -247,8 +247,8 @@ THREADS = 256
 
 
 def make_read() -> c.Kernel:
-    """Make ``read``: neighbouring threads read neighbouring vectors, and nothing is left out,
-    because what is read is written combined."""
+    """Make ``read``: neighbouring threads read neighbouring vectors. Nothing is left out, because
+    the vectors are written combined."""
     kernel = c.Kernel("read", (THREADS, 1, 1))
     with kernel.declare():
         words = kernel.take_array("words", "uint32x4")

@@ -1,5 +1,5 @@
-"""NVIDIA GPUs through CUDA's driver API: the extra `cuda`.  Kernels come as cubins: the machine
-needs the driver alone."""
+"""NVIDIA GPUs through CUDA's driver API: the extra `cuda`. Kernels come as cubins: the machine
+needs only the driver."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class DeviceFacts:
 
     api: Api
     number: int
-    """The device's number among those that the API lists."""
+    """The device's number in the API's list."""
     name: str
     driver: str
     kind: DeviceKind
@@ -77,7 +77,7 @@ class MemoryState:
 
 
 class DeviceArray(Protocol):
-    """An array in the device's memory; what it holds at first is not defined."""
+    """An array in the device's memory; its first content is undefined."""
 
     @property
     def size(self) -> int:
@@ -125,7 +125,7 @@ class Queue(Protocol):
         """Prepare kernels that will be run more than once in this order; nothing runs yet."""
 
     def replay(self, recording: Recording) -> None:
-        """Run what was recorded by this queue."""
+        """Run this queue's recorded work."""
 
     def wait_for(self, event: Event) -> None:
         """Let what follows begin after ``event``, of another queue of the launcher."""

@@ -40,7 +40,7 @@ _LIMITS = (
     "max-compute-workgroup-size-x",
     "max-compute-workgroup-size-y",
 )
-"""What the device is asked for as far as it goes: the standard's own limits are those of phones."""
+"""Limits that are requested as far as the device has them: the standard's own are phones'."""
 _MOST_GROUPS = 65535
 """The most work groups along the first axis: more go on along the third."""
 _KEPT_NUMBERS = 64
@@ -157,8 +157,8 @@ class WebGpuLaunch:
 
 @dataclass(slots=True)
 class WebGpuRecording:
-    """Pipelines with their bind groups and work groups: commands that were sent cannot be sent
-    again, so that they are encoded anew each time."""
+    """Pipelines with their bind groups and work groups: sent commands cannot be sent again, and are
+    encoded anew each time."""
 
     steps: list[tuple[Any, Any, tuple[int, int, int]]]
 
@@ -194,7 +194,7 @@ class WebGpuQueue:
         self._pass: Any = None
         self._copies: list[tuple[Any, Array | None]] = []
         self._mark = device.create_buffer(size=4, usage=wgpu.BufferUsage.COPY_SRC)
-        """What is copied at the end of a submission."""
+        """Copies at the end of a submission."""
 
     def upload(self, target: WebGpuArray, source: Array, offset: int = 0) -> None:
         # Writes come before commands that are sent after them.
@@ -229,7 +229,7 @@ class WebGpuQueue:
                 commands.dispatch_workgroups(*groups)
 
     def wait_for(self, event: WebGpuEvent) -> None:
-        """All queues are one: what was sent before runs before."""
+        """All queues are one: earlier submissions run first."""
 
     def submit(self) -> WebGpuEvent:
         # on_submitted_work_done of wgpu 0.32 does not work with its own library.
