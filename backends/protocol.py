@@ -1,9 +1,10 @@
-"""What a backend is: a folder of this one whose module ``backend`` has the members of `Backend` and
-those of `ExecutorBackend`, `WholeBackend`, `TextBackend` and `UnitBackend`, of one or more.
+"""The protocol of backends: a folder of this package whose module ``backend`` has the members of
+`Backend`, and the members of one or more of `ExecutorBackend`, `WholeBackend`, `TextBackend` and
+`UnitBackend`.
 
-A backend serves compute units.  Its module imports nothing heavy: `pi2 validate` asks it what it
-can compute and how much memory that takes.  ``build`` turns a `BuildRequest` (plain numbers and
-arrays: a backend knows nothing of files, caches or plans' texts) into an `Executor`."""
+A backend serves compute units. Its module imports nothing heavy: `pi2 validate` asks it for its
+limits and its memory. ``build`` turns a `BuildRequest` (plain numbers and arrays: a backend knows
+nothing of files, caches or plans' texts) into an `Executor`."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class BuildRequest:
     chunks: int = 1
     """Chunks of a prompt that go through a layer before the next layer begins."""
     sequences: int = 1
-    """Sequences whose keys and values are kept."""
+    """Sequences that have a KV cache."""
     step_tokens: int = 1
     """Most tokens of a step: at least one of each sequence, and more where several of one sequence
     are verified together."""
@@ -74,9 +75,10 @@ class BuildRequest:
     """What the inputs of projections are rounded to where one token goes through a layer, by
     backends that round them: integers with a scale for 32 of them, or not at all (fp32)."""
     chunk_type: ActivationType = "int16"
-    """What they are rounded to where several tokens go through a layer together."""
+    """Precision of activations if several tokens go through a layer together."""
     step_type: Literal["int8"] | None = None
-    """What they are rounded to where several tokens of a step share weights; None as of one."""
+    """Precision of activations if several tokens of a step share weights; None: a single
+    token's."""
     looks_ahead: bool = False
     """Whether layers' neurons are predicted before their own input is known (`Foreseer`)."""
     passes: Literal[1, 2] | None = None
@@ -88,10 +90,10 @@ class BuildRequest:
     asked about."""
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
-    resident; None where they lie in the bundles."""
+    resident; None if the bundles have them."""
     gate_biases: Sequence[F32] | None = None
-    """Per layer, what to add to the gates [neurons], where they have biases.  If neurons have no
-    gate, their up rows stand for gates."""
+    """Per layer, biases of the gates [neurons], if there are any. If neurons have no gate, their up
+    rows count as gates."""
     limits: Sequence[tuple[float, float]] | None = None
     """Per layer of a model with a smooth activation, what counts as zero in ``predict_gate``:
     act(gate) smaller than the first, act(gate) * up smaller than the second; None stands for 0."""
@@ -154,7 +156,7 @@ class Backend(Protocol):
     NATIVE: bool
     """Whether it needs the processor that the device describes."""
     KINDS: tuple[UnitKind, ...]
-    """Kinds of units that plans give to it by default; none for backends that stand in for
+    """Kinds of units that plans give to it by default; none for backends that only replace
     others."""
     ONLY_EMULATED: bool
     """Whether its devices have been emulated so far, wherever it ran."""
@@ -187,11 +189,12 @@ class Preparer(Protocol):
     be one."""
 
     def prepare(self, request: BuildRequest) -> Callable[[BuildRequest], Executor]:
-        """Compile kernels, unless they are cached; gives what builds the executor with them.
+        """Compile kernels, unless they are cached; returns a function that builds the executor with
+        them.
 
-        Called before any memory is filled, with a request that has no room in memory yet: tensors
-        are those of the store.  Takes no memory that stays.  The request that it is built with is
-        the same, completed."""
+        Called before any memory is filled, with a request that has no room in memory yet: its
+        tensors are the store's. Takes no memory that stays. The function is called with the same
+        request, completed."""
 
 
 class WholeBackend(Backend, Protocol):

@@ -89,10 +89,10 @@ class UnitRequest:
     """What the device document says of it."""
     model: Model
     bundle: BundleLayout
-    """How neurons lie in the store."""
+    """Layout of neurons in the store."""
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order, if
-    they do not lie in the bundles."""
+    bundles do not have them."""
     neurons: Sequence[int]
     """Neurons that the unit owns of each layer."""
     wanted: Sequence[int] = ()
@@ -109,7 +109,7 @@ class UnitRequest:
     stretch: int
     """Most neurons in a call of ``add``."""
     process: Literal["same", "own"] = "same"
-    """Whether a unit that is played by the processor works in a process of its own."""
+    """Whether a unit that the processor emulates works in a process of its own."""
     allocate: Callable[[int], U8]
     """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
     adopt: Callable[[U8], U8]
@@ -157,16 +157,16 @@ class DenseUnit(Protocol):
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Keep ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on,
-        below what the unit owns; calls for a layer follow each other in stored order.  They may
-        lie in the room that was offered for them."""
+        within the unit's own; calls for a layer follow each other in stored order. They may be in
+        the room that was offered for them."""
 
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        """Begin to compute the first ``neurons`` neurons that are kept of ``layer``, by default all
+        """Begin to compute the first ``neurons`` of the unit's neurons of ``layer``, by default all
         of them, for ``inputs`` [T, hidden]; return the job's number.
 
-        ``routes`` [T, experts] are the weights of an MoE model's experts, 0 for those that do not
+        ``routes`` [T, experts] are the weights of an MoE model's experts, 0 for experts that do not
         compute a token."""
 
     def multiply(self, name: str, inputs: F32) -> int:
@@ -211,11 +211,11 @@ class WholeRequest:
     """What the device document says of it."""
     model: Model
     bundle: BundleLayout
-    """How neurons lie in the store, their scales in them."""
+    """Layout of neurons in the store, with their scales."""
     chunk: int
     """Most tokens in a call of ``prefill``."""
     sequences: int
-    """Sequences whose keys and values are kept, and that a step may be of."""
+    """Sequences that have a KV cache, and that a step may be of."""
     context: int
     """Tokens of a sequence that the KV cache holds."""
     kv_type: KvType
@@ -270,8 +270,8 @@ class WholeModel(SequenceModel, Protocol):
     """A model on a unit, whose weights are brought there."""
 
     def put(self, tensor: Tensor, first: int) -> None:
-        """Copy rows of a dense tensor, from row ``first`` on, a multiple of 32: those of
-        ``tensor``, which has a multiple of 32 rows or the last one."""
+        """Copy rows of a dense tensor, from row ``first`` on, a multiple of 32. ``tensor`` has
+        them: a multiple of 32 rows, or the last ones."""
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Copy ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on."""

@@ -284,8 +284,8 @@ def _emit_open_values(
     """Make a panel's gates into activations, for a thread's share of all tokens' neurons; set their
     masks and squares.
 
-    Threads share parts of neurons with a mask, so that none idles where there are fewer tokens than
-    threads; where squares are added up, whole tokens, whose sums have one order."""
+    Threads share parts of neurons with a mask: none idles if there are fewer tokens than threads.
+    If squares are added up, threads share whole tokens, whose sums have one order."""
     sharing = count_sharing(isa, panel.bundles.spec)
     groups = T.floordiv(tokens + sharing - 1, sharing)
     width = UNPACKED if room.squares is None else PANEL

@@ -79,8 +79,8 @@ class _StateBlock(MixingBlock):
 
 
 def _divide_ranks(arrays: StateArrays, store_gate: Store) -> Store:
-    """Return what stores rows of ``state_gates``: by ``store_gate``, or, of what decays and gates
-    are made of, where that is kept."""
+    """Return the storing function for rows of ``state_gates``: ``store_gate``, or, for latents of
+    decays and gates, one that writes to their own place."""
     shape = arrays.shape
     parts: list[tuple[int, Activations, int]] = []
     end = shape.gates

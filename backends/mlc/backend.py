@@ -201,7 +201,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_folder(folder: Path, model: Model) -> None:
-    """UserError P689 unless the folder's configuration is that of ``model``."""
+    """UserError P689 unless the folder's configuration fits ``model``."""
     file = folder / "mlc-chat-config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))["model_config"]
@@ -261,7 +261,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return 0: MLC-LLM takes what it needs of the GPU's memory, and no budget holds it."""
+    """Return 0: MLC-LLM takes the GPU's memory that it needs, outside of any budget."""
     return Need(0, "nothing that a budget holds: MLC-LLM's memory is its own")
 
 

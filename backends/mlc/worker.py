@@ -1,13 +1,14 @@
-"""Runs beside mlc_llm: ``PYTHON worker.py``, requests on standard input, answers on descriptor 3.
+"""Runs in mlc_llm's Python: ``PYTHON worker.py``, requests on standard input, answers on descriptor
+3.
 
-Only the standard library and mlc_llm are imported.  The first line says what to load::
+Only the standard library and mlc_llm are imported. The first line says what to load::
 
     {"model": FOLDER, "device": "auto", "sequences": 1, "context": 4096, "chunk": 128}
 
 and every other one what to generate: ``{"prompt": TEXT}`` or ``{"messages": [...]}``, with
-``max_tokens``, ``temperature``, ``top_p``, ``seed`` and ``stop``.  Answers are ``{"ready": true}``,
-``{"text": PIECE}``, ``{"finish": REASON, "prompt_tokens": n, "tokens": n}`` and ``{"error": ...}``.
-"""
+``max_tokens``, ``temperature``, ``top_p``, ``seed`` and ``stop``. Answers are ``{"ready": true}``,
+``{"text": PIECE}``, ``{"finish": REASON, "prompt_tokens": n, "tokens": n}`` and ``{"error":
+...}``."""
 
 import json
 import os

@@ -38,7 +38,7 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 
 
 def find_unit_obstacles(unit: Unit) -> list[str]:
-    """Return nothing: it plays every unit itself."""
+    """Return nothing: it replaces every unit itself."""
     return []
 
 

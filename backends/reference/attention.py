@@ -1,4 +1,4 @@
-"""Attention of the reference backend: rotations, keys and values, and what queries mix."""
+"""Attention of the reference backend: rotations, KV cache, and the mixing of values."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def quantize_kv(x: F32) -> tuple[I8, F16]:
 
 
 class KvCache:
-    """Keys (0) and values (1) of all layers, or latent vectors (0): int8 if the plan says so, else
-    unrounded, since fp16 would cost five times the other errors."""
+    """Keys (0) and values (1) of all layers, or latent vectors (0): int8 if the plan states it,
+    else unrounded, since fp16 would cost five times the other errors."""
 
     def __init__(self, request: BuildRequest) -> None:
         self._int8 = request.kv_type == "int8"
@@ -129,7 +129,7 @@ class LatentAttention:
         return normalize(norm, x, self._read(layer, kind)[:, : x.shape[-1]])
 
     def _find_queries(self, layer: int, made: F32) -> F32:
-        """Queries [T, heads, plain + rotated], of what they are made of or as they are."""
+        """Queries [T, heads, plain + rotated], from their latents or directly."""
         rank, heads = self._latent.query_rank, self._model.shape.heads
         if rank is not None:
             normal = self._normalize(layer, made, "latent_query_norm")
@@ -138,8 +138,8 @@ class LatentAttention:
         return made.reshape(len(made), heads, self._latent.key)
 
     def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
-        """What the queries of ``qkv`` [T, rows] mix of a sequence, of which is kept what keys and
-        values are made of from ``position`` on."""
+        """The mixed values of the queries of ``qkv`` [T, rows]; the sequence's KV latents are
+        appended from ``position`` on."""
         shape, latent = self._model.shape, self._latent
         count, end = len(qkv), position + len(qkv)
         gates = shape.heads if self._model.attention.output_gate else 0
@@ -176,7 +176,7 @@ class LatentAttention:
 
 
 class Attention:
-    """Keys and values of all sequences, and the tables of positions."""
+    """KV caches of all sequences, and the tables of positions."""
 
     def __init__(self, request: BuildRequest) -> None:
         self._request = request
@@ -223,7 +223,7 @@ class Attention:
         return x
 
     def _keep(self, layer: int, key: F32, value: F32, sequence: int, position: int) -> None:
-        """Keep keys and values [T, kv_heads, head_dim] of a sequence's tokens from ``position``
+        """Append keys and values [T, kv_heads, head_dim] of a sequence's tokens from ``position``
         on."""
         attention = self._model.attention
         if attention.value_norm:
@@ -235,8 +235,8 @@ class Attention:
         self.kept.keep(sequence, 1, layer, position, value)
 
     def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
-        """What the queries of ``qkv`` [T, rows] mix of a sequence, keys and values of which are
-        kept from ``position`` on."""
+        """The mixed values of the queries of ``qkv`` [T, rows]; the sequence's KV cache is extended
+        from ``position`` on."""
         shape, count = find_attention(self._model, layer), len(qkv)
         attention = shape.options
         end = position + count
@@ -294,7 +294,7 @@ class Mixing:
         self._tensors = tensors
         latent = self._model.attention.latent
         self.attention = Attention(request) if latent is None else LatentAttention(request)
-        """Keys and values."""
+        """The KV cache."""
         self._shape = describe_state(self._model)
         self.states = None if self._shape is None else States(request, self._shape)
         """States of layers that have one; None without such layers."""
@@ -370,8 +370,8 @@ class Mixing:
         return self.mixed
 
     def project_output(self, layer: int) -> F32 | None:
-        """Return the products with the mixer's output [T, hidden]; None where those of the first
-        rows are missing, which another unit computes."""
+        """Return the products with the mixer's output [T, hidden]; None if the first rows' are
+        missing, which another unit computes."""
         if self._shape is not None and self._has_state:
             first, has_bias = 0, self._shape.projection_bias
             weights = self._read_state(layer, "state_output")

@@ -101,7 +101,7 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 
 
 def find_unit_obstacles(unit: Unit) -> list[str]:
-    """Return nothing: it plays every unit itself."""
+    """Return nothing: it emulates every unit itself."""
     return []
 
 
@@ -120,8 +120,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return the bytes of the neurons with their scales, and in a process of its own of inputs,
-    sums and two stretches of neurons."""
+    """Return the bytes of the neurons with their scales; in a process of its own also of inputs,
+    sums and two ranges of neurons."""
 
     return count_unit_memory(facts)
 

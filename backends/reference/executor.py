@@ -397,7 +397,7 @@ class ReferenceExecutor(ObservableExecutor):
         return self._dense.normalize(x, FINAL_NORM)
 
     def join_streams(self, x: F32, streams: F32) -> F32:
-        """What the last norm reads [T, hidden], of x and the ``streams`` beside it."""
+        """Input of the last norm [T, hidden], from x and the other ``streams``."""
         return x if self._model.altup is None else self._altup.join(x, streams)
 
     @noted

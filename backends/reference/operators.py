@@ -132,8 +132,8 @@ def compute_activations(
 def weigh_activations(
     model: Model, values: Sequence[F32], weights: F32, cutoffs: F32 | None = None
 ) -> F32:
-    """Activations float32 [T, n] of experts' neurons, of whose gates and ups, or ups alone, these
-    are the ``values`` [T, n], and ``weights`` [T, n] those of the experts."""
+    """Activations float32 [T, n] of experts' neurons; ``values`` [T, n] are their gates and ups, or
+    only their ups, and ``weights`` [T, n] their experts' weights."""
     is_input = model.moe is not None and model.moe.weighs == "input"
     gate, *up = [value * weights for value in values] if is_input else values
     active = activate(model, gate, up[0] if up else None, cutoffs)
@@ -184,7 +184,7 @@ class DenseTensors:
         return self.normalize(x, name_layer_tensor(layer, kind))
 
     def normalize_output(self, output: F32, layer: int, kind: str) -> F32:
-        """Return what is added of what attention or the FFN gives [T, hidden]."""
+        """Return the part of attention's or the FFN's output that is added [T, hidden]."""
         if not self._model.norm.outputs:
             return output
         weights, width = self.read_layer(layer, kind), self._model.shape.hidden

@@ -1,5 +1,5 @@
-"""A dense unit in numpy that computes in a process of its own, as a driver of an NPU does: what it
-keeps, its inputs and its sums lie in memory that both processes map, and messages are short."""
+"""A dense unit in numpy that computes in a process of its own, as a driver of an NPU does: its
+neurons, inputs and sums are in memory that both processes map, and messages are short."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import round_up, scale_bytes, weight_bytes
 
 _BUFFERS = 2
-"""One stretch is copied while another is computed."""
+"""One range is copied while another is computed."""
 _ALIGNMENT = 64
 _PAGE = 4096
 """Direct reads go to whole pages."""
@@ -40,7 +40,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a job's arrays are in the shared memory, in bytes from its start."""
+    """First bytes of a job's arrays in the shared memory."""
 
     inputs: int
     routes: int
@@ -125,7 +125,8 @@ class ProcessUnit:
         return process
 
     def offer_room(self, layer: int) -> U8 | None:
-        """Return the shared memory where the layer's neurons stay, if scales lie in bundles."""
+        """Return the shared memory in which the layer's neurons stay, if bundles have the
+        scales."""
         if self._request.scales is not None:
             return None
         return self._view_bundles(self._kept_at[layer], self._request.neurons[layer])
@@ -188,7 +189,7 @@ class ProcessUnit:
             self._memory[first : first + scales.nbytes] = scales
 
     def add(self, job: int, bundles: U8, first: int) -> None:
-        """Copy a stretch of neurons, and let the job compute it."""
+        """Copy a range of neurons, and let the job compute it."""
         request, size = self._request, self._request.stretch
         for begin in range(0, len(bundles), size):
             piece = bundles[begin : begin + size]

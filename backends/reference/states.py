@@ -27,8 +27,7 @@ class ChunkState:
     u: F32
     """What the FFN reads [T, hidden]."""
     v: F32
-    """What its neurons read [T, neuron width]: u, or what is made of it for experts of another
-    width."""
+    """Input of its neurons [T, neuron width]: u, or its projection for experts of another width."""
     routes: F32
     """Weights of experts [T, experts]."""
     y: F32

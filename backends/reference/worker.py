@@ -20,9 +20,9 @@ from pi2.plan.weights.layout import Precision, round_up, scale_bytes, weight_byt
 
 MESSAGE = struct.Struct("<9q")
 """Its number; tokens; bytes from the start of the shared memory to: inputs, routes (-1: none), the
-sum, and bundles; neurons, of which 0 ask for nothing but a reply; and for rows of a matrix their
-length and the place of their precision in `PRECISIONS`, else 0.  Rows lie in the place of bundles,
-with their scales behind them."""
+sum, and bundles; neurons, of which 0 ask only for a reply; and for rows of a matrix their length
+and the place of their precision in `PRECISIONS`, else 0. Rows take the place of bundles, with their
+scales behind them."""
 PRECISIONS: tuple[Precision, ...] = name_packings("tables")
 REPLY = struct.Struct("<2q2d200s")
 """The message's number; 0, or 1 after a failure; when the work began and ended, in seconds of
