@@ -366,7 +366,7 @@ class Constants:
         0.5,
         "share",
         "estimated",
-        "part of the processor's rates that stays in such a run on a device on which nobody saw "
+        "part of the processor's rates that stays in such a run, on a device without a measured "
         "one, 0.45 to 0.7: a router's choice stops all threads; reads and the system take time of "
         "the cores; phones are hot (114 ms of a token instead of 57 on a laptop of BigMoeOnEdge)",
     )
@@ -374,7 +374,7 @@ class Constants:
         0.5,
         "share",
         "estimated",
-        "part of reading that computing hides on a device on which nobody saw a model run: `pi2 "
+        "part of reading that computing hides, on a device without a measured run: `pi2 "
         "probe` finds 0.2 to 0.9 on PCs, since interrupts and copies take time of the cores",
     )
     vendor_ops_share: float = _constant(

@@ -125,7 +125,7 @@ class RoutedFeedForward(FeedForward):
         executor shows it."""
         super().__init__(*arguments, **named)
         self._dials = dials
-        assert self._experts is not None, "the model is no mixture"
+        assert self._experts is not None, "the model has no experts"
         self._groups = self._experts.divide(self._cache.granule)
         stride = self._single.arena.shape[1]
         executor = self._executor

@@ -463,8 +463,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     notes = [
         f"attention, norms, head{_name_embedding(least)}: "
         f"{approximate_bytes(least.embedding.bytes)}",
-        f"keys and values of {wish.context} tokens: {approximate_bytes(least.kv.bytes)} "
-        f"({least.kv.type})",
+        f"KV cache of {wish.context} tokens: {approximate_bytes(least.kv.bytes)} ({least.kv.type})",
         f"finding active neurons ({least.mode.predictor}): "
         f"{approximate_bytes(least.mode.predictor_bytes)}",
         f"workspace: {approximate_bytes(least.chunk.workspace_bytes)}",

@@ -180,7 +180,7 @@ def _find(stretches: Sequence[_Stretch], region: U8, first: int, size: int) -> U
         if stretch.first <= first and first + size <= stretch.last:
             place = stretch.place + first - stretch.first
             return region[place : place + size]
-    raise AssertionError("every range lies in a stretch")
+    raise AssertionError("every range is inside a read")
 
 
 ALIGNMENT = 64

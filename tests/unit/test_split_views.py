@@ -63,7 +63,7 @@ def test_show_says_who_has_which_neurons_in_which_memory(
 ) -> None:
     found = print_lines(capsys, "show", extend(plan, "two", TWO))
     assert "#   second computes neurons 0-28, which it keeps in memory.segments.hot" in found
-    line = "#   cpu computes what is predicted of the others; neurons 29-37 stay in "
+    line = "#   cpu computes the predicted neurons among the others; neurons 29-37 stay in "
     assert f"{line}memory.segments.hot" in found
     assert any(line.startswith("# second: needs ") for line in found)
     assert not any("which it keeps" in line for line in print_lines(capsys, "show", plan))
@@ -77,7 +77,7 @@ def test_show_says_what_changes_with_the_number_of_sequences(
         "#   second computes neurons 0-28 in steps of 1 sequence, neurons 0-9 in steps of 2 to 3 "
     )
     assert f"{line}sequences, and keeps neurons 0-28 in memory.units.second, main memory" in found
-    line = "#   cpu computes what is predicted of the others; neurons 10-37 stay in "
+    line = "#   cpu computes the predicted neurons among the others; neurons 10-37 stay in "
     assert f"{line}memory.segments.hot" in found
 
 

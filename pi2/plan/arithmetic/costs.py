@@ -11,8 +11,8 @@ from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 
-_NAMED = {"none": "all of", "router": "those of the chosen experts among"}
-"""Which of the neurons that are left the sparse unit computes, if no neuron is predicted."""
+_NAMED = {"none": "all of", "router": "the chosen experts' neurons among"}
+"""The sparse unit's part of the remaining neurons, if no neuron is predicted."""
 
 
 def describe_owners(resolved: ResolvedPlan, layer: ResolvedLayer) -> Iterator[str]:
@@ -27,7 +27,7 @@ def describe_owners(resolved: ResolvedPlan, layer: ResolvedLayer) -> Iterator[st
     memory = name_memory(resolved, dense.unit)
     yield f"{dense.unit} computes {describe_computed(dense)}, {kept} in {memory}"
     others = range(dense.least, resolved.model.layer_neurons)
-    named = _NAMED.get(resolved.plan.decode.predictor, "what is predicted of")
+    named = _NAMED.get(resolved.plan.decode.predictor, "the predicted neurons among")
     sparse = f"{resolved.sparse_unit} computes {named} the others"
     if not others:
         yield f"{resolved.sparse_unit} computes none of its neurons"

@@ -176,7 +176,7 @@ def need_state(plan: Plan, model: Model) -> Need:
     state, float32; twice where tokens are drafted, which may have to be taken back."""
     states, batch, each = len(model.states), plan.decode.batch, count_state_bytes(model)
     if not states:
-        return Need(0, "nothing, every layer keeps keys and values")
+        return Need(0, "nothing, every layer has a KV cache")
     several = "" if batch == 1 else f"{batch} sequences x "
     copies = 1 if plan.decode.speculation is None else 2
     several += "" if copies == 1 else "2 (with a copy) x "

@@ -143,7 +143,7 @@ def _check_other_heads(model: Model) -> Iterator[Finding]:
         yield Finding(
             document="model",
             path=("other_heads", "keys_are_values" if other.keys_are_values else "kv_heads"),
-            message=f"queries, keys and values with {reason} have the same heads in all layers",
+            message=f"QKV projections with {reason} have the same heads in all layers",
             help="remove [other_heads]",
         )
 
@@ -163,7 +163,7 @@ def _check_shared_keys(model: Model) -> Iterator[Finding]:
         yield Finding(
             document="model",
             path=path,
-            message=f"queries, keys and values with {reason} are each layer's own",
+            message=f"QKV projections with {reason} are each layer's own",
             help="remove kv_shared_layers",
         )
     alone = [
