@@ -204,12 +204,12 @@ def slice_tensor(tensor: Tensor, part: int, parts: int) -> Tensor:
 
 
 def compute_frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> F64:
-    """Angular frequencies [head_dim / 2] in radians per token, those of rotated pairs first.
+    """Angular frequencies [head_dim / 2] in radians per token, rotated pairs first.
 
     ``linear`` divides all by the factor; ``llama3`` divides the long wavelengths, keeps the short
     ones, and blends between (the rule that Llama 3.1 published with its configuration); ``yarn``
     blends by the number of rotations within the original context (arXiv 2309.00071, section 3.2);
-    ``longrope`` divides each by its own number, another where ``is_long`` (arXiv 2402.13753);
+    ``longrope`` divides each by its own number, another if ``is_long`` (arXiv 2402.13753);
     ``proportional`` divides all by the factor, and leaves the last pairs as they are."""
     rotated = rope.count_rotated(head_dim)
     frequencies = np.zeros(head_dim // 2)

@@ -1,30 +1,30 @@
-"""What an executor is: a model built for a unit, which holds the KV cache of some sequences and
-computes a chunk of tokens of one of them, or a token each of several, layer by layer.
+"""The protocol of executors: a model built for a unit, with the KV cache of some sequences. It
+computes a chunk of tokens of one sequence, or a token each of several, layer by layer.
 
 Order of calls for a chunk of T tokens at ``position``::
 
-    embed(tokens)                                   x = embedding[tokens]; where layers have
+    embed(tokens)                                   x = embedding[tokens]; if layers have
                                                     embeddings of their own, rows 0 .. T - 1 of
                                                     that tensor are these tokens'
     for each layer:
-        attend(layer, position)                     x += attention(norm(x)), keys and values kept
+        attend(layer, position)                     x += attention(norm(x)), KV cache extended
         begin_ffn(layer)                            u = norm(x), y = 0
-        list_experts (T = 1)                        -> experts that the router chose, in a mixture
-        list_chunk_experts                          -> those that it chose for any of the tokens
+        list_experts (T = 1)                        -> experts that the router chose, if any
+        list_chunk_experts                          -> the ones chosen for any of the tokens
         predict_low_rank / predict_gate (T = 1)     -> stored indices of neurons that may fire
-        find_open, any number (T = 1)               -> of some neurons, those whose gates are open
-        share_input                                 -> u, for units beside the executor
+        find_open, any number (T = 1)               -> of some neurons, the ones with open gates
+        share_input                                 -> u, for other units
         add_neurons / add_dense, any number         y += neurons(u)
-        add_sum, any number                         y += what other units have computed
+        add_sum, any number                         y += the sums of other units
         end_ffn(layer)                              x += y
     logits(first, T)                                head(norm(x[first:]))
 
-Of several sequences (``BuildRequest.sequences``), ``select_sequence`` says whose a chunk is.  A
-step that computes T tokens (``BuildRequest.step_tokens``), one of each of them or several that
-follow each other in one, begins with ``begin_step`` instead of ``embed`` and has ``attend_step``
-instead of ``attend``.  What stands for T = 1 above is about one of its tokens then: the one that
-``select_token`` names, at first token 0.  Every token is computed as in a step of its own; weights
-are read once for all where that is quicker."""
+Of several sequences (``BuildRequest.sequences``), ``select_sequence`` chooses a chunk's. A step
+computes T tokens (``BuildRequest.step_tokens``), one of each of them or several that follow each
+other in one. It begins with ``begin_step`` instead of ``embed`` and has ``attend_step`` instead of
+``attend``. Calls for T = 1 above are about one of its tokens then, which ``select_token`` names, at
+first token 0. Every token is computed as in a step of its own; weights are read once for all if
+that is quicker."""
 
 from __future__ import annotations
 

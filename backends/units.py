@@ -1,9 +1,9 @@
 """Contracts of units next to an executor, and of units with a whole model.
 
 A unit next to the executor, such as a GPU or an NPU: it keeps the hottest neurons of each layer and
-computes all of them, while the executor computes those of the others that a predictor names.
+computes all of them, while the executor computes the predicted ones among the others.
 
-A backend that can do so has ``build_unit`` (`pi2.backends.protocol.Backend`).  Of a layer's neurons
+A backend that can do so has ``build_unit`` (`pi2.backends.protocol.Backend`). Of a layer's neurons
 in stored order, hottest first, the unit owns the first ``UnitRequest.neurons[layer]``.
 
 Order of calls::
@@ -15,25 +15,25 @@ Order of calls::
         wait(job)                           before the memory of added bundles is changed
         finish(job)                         -> the sum [T, hidden]
     multiply(name, inputs)                  -> a job with rows of a matrix, finished as others
-    give_up()                               after an error or an interrupt, wherever it came
+    give_up()                               after an error or an interrupt, at any point
 
-Memory.  A unit's weights are in its own memory, in any layout; ``allocate`` counts it in the plan's
-``memory.units``.  A unit whose memory the host can write may offer it (``offer_room``): bundles are
-then read from flash to where they stay, and nothing is copied.  The arrays that are given to
+Memory. A unit's weights are in its own memory, in any layout; ``allocate`` counts it in the plan's
+``memory.units``. A unit whose memory the host can write may offer it (``offer_room``): bundles are
+then read from flash straight into place, and nothing is copied. The arrays that are given to
 ``keep``, ``start`` and ``wait``-ed ``add`` are the caller's: a unit copies arrays that it needs for
 longer.
 
-What may run at the same time.  Calls come from one thread.  Jobs are computed in the order in which
-they were started, while the caller goes on; up to ``UnitRequest.jobs`` of them are under way.
+Concurrency. Calls come from one thread. Jobs are computed in the order of their starts, while the
+caller goes on; up to ``UnitRequest.jobs`` of them are under way.
 
-Failure.  Any call but ``close`` may raise `UnitFailed`: the device is lost, or out of memory.  The
+Failure. Any call but ``close`` may raise `UnitFailed`: the device is lost, or out of memory. The
 unit is then closed, and nothing else is asked of it.
 
-A model that a unit has as a whole, in its own memory: all weights, all neurons, keys and values.
+A model that a unit has as a whole, in its own memory: all weights, all neurons, the KV cache.
 
-A backend that can do so has ``build_whole`` (`pi2.backends.protocol.WholeBackend`).  The model's
+A backend that can do so has ``build_whole`` (`pi2.backends.protocol.WholeBackend`). The model's
 layers need not be known then: tokens go in and logits come out, and nothing waits in between. The
-neurons that compute a token are found where they are.
+unit itself finds the neurons that compute a token.
 
 Order of calls::
 
@@ -41,7 +41,7 @@ Order of calls::
     keep(layer, first, bundles)     each layer's neurons in stored order
     expect(end)                     before each of the following
     prefill(tokens, sequence, position)     a chunk of a prompt, all neurons; returns at once
-    logits(first)                           -> those of the chunk's tokens from first on
+    logits(first)                           -> logits of the chunk's tokens from first on
     step(tokens, sequences, positions)      -> logits of a token each of several sequences"""
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Activations in 8 bits, as llama.cpp has them.
 
-A token is one stretch: codes int8 [length]; then, per 256 (``q8_k``), scales float32, sums of 16
+A token is contiguous: codes int8 [length]; then, per 256 (``q8_k``), scales float32, sums of 16
 codes and of 32 codes int16; or, per 32 (``q8_0``), scales float32, which ``rounds`` makes fp16
-numbers, those times the sums of codes, and the sums int32.  Codes of a block of 256 may stand in
-another order, 16 by 16, which formats choose; of groups of 32, the first halves of several may lie
+numbers, their products with the sums of codes, and the sums int32. Codes of a block of 256 may have
+another order, 16 by 16, which formats choose. Of groups of 32, the first halves of several may come
 together, and then the second ones."""
 
 from __future__ import annotations

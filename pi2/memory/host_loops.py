@@ -194,30 +194,29 @@ class FoundNeurons(NamedTuple):
 class HostLoops(Protocol):
     """Compiled loops over the arrays of `pi2.memory`: the neuron cache, reads, io_uring's rings.
 
-    They belong to no compute unit.  `pi2.memory` does the same with numpy, several times as slowly,
+    They belong to no compute unit. `pi2.memory` does the same with numpy, several times as slowly,
     if nothing is compiled (plans that compute nothing) and for tests to compare with.
 
     Order of calls for the neurons that a layer needs, as `NeuronCache` and `FlashReader` make
     them::
 
-        unite_named         neurons of each token of a step -> those of any
-        find_neurons        wanted neurons -> those in memory, those that are missing, their slots
-        place_neurons       more cold slots, where it has run out of candidates
-        plan_reads          where their bytes lie -> requests
+        unite_named         neurons of each token of a step -> neurons of any token
+        find_neurons        wanted neurons -> resident ones, missing ones, their slots
+        place_neurons       more cold slots, once the candidates are used up
+        plan_reads          places of their bytes -> requests
         read_runs           reads the requests, in threads of the reader;  or, with io_uring,
-        submit_reads        where bytes lie -> requests, their entries, and these to the kernel
+        submit_reads        places of bytes -> requests, their entries, and these to the kernel
         fill_entries        requests that were planned otherwise -> entries
         drive_ring          entries -> the kernel, completions -> results of the requests
-        compute_checks      what was read for the first time -> CRC-32
+        compute_checks      bundles read for the first time -> CRC-32
 
-    Arrays are C-contiguous and of exactly the types that are named; numbers of neurons, keys and
-    slots fit an int32, offsets, addresses and sizes are bytes.  The caller owns every array that it
-    passes, and loops keep none.  A *key* is layer x neurons per layer + stored index; cold slots
-    are counted from the first.
+    Arrays are C-contiguous and have exactly the stated types. Numbers of neurons, keys and slots
+    fit an int32; offsets, addresses and sizes are bytes. The caller owns every array that it
+    passes, and loops keep none. A *key* is layer x neurons per layer + stored index; cold slots are
+    counted from the first.
 
-    `read_runs` and `compute_checks` may be called from any thread at any time, and let go of
-    Python's lock.  All other methods share a small array for what they return: one thread at a
-    time."""
+    `read_runs` and `compute_checks` may be called from any thread at any time, and release Python's
+    lock. All other methods share a small array for their results: one thread at a time."""
 
     def read_runs(
         self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
@@ -287,11 +286,11 @@ class HostLoops(Protocol):
         head: int,
         first_name: int,
     ) -> tuple[tuple[I64, I32, I32, I64, I64, I32], bool, bool]:
-        """Plan reads of b bundles as `plan_reads` does, write their entries into the pool from
-        the request ``first_name`` on, and hand over what has room as `drive_ring` does.
+        """Plan reads of b bundles as `plan_reads` does, write their entries into the pool from the
+        request ``first_name`` on, and submit entries as `drive_ring` does, as far as there is room.
 
-        Names are taken for b requests, which lie side by side in the pool; those that neighbours
-        have made superfluous have entries whose first word is 0, and results that are 0.  Returns
+        Names are taken for b requests in neighbouring places of the pool. Requests that were joined
+        to a neighbour's have entries whose first word is 0, and results that are 0. Returns
         vectors, firsts, counts, offsets, sizes and requests, whether a system call has failed, and
         whether entries wait."""
 
@@ -312,11 +311,11 @@ class HostLoops(Protocol):
     def drive_ring(
         self, ring: RingArrays, *, begin: int, end: int, pending: int
     ) -> tuple[bool, int, bool]:
-        """Hand over to io_uring what waits, as far as there is room; write results of what is over;
-        wait until none of ``results`` [begin, end) is ``pending``.
+        """Submit waiting entries to io_uring, as far as there is room; write results of finished
+        ones; wait until none of ``results`` [begin, end) is ``pending``.
 
-        Returns whether a system call has failed, so that its caller has to find out why; how many
-        of those that were waited for are still pending, and whether entries wait."""
+        Returns whether a system call has failed, which the caller has to explain; how many of these
+        results are still pending, and whether entries wait."""
 
     def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
         """CRC-32 [n] (as `zlib.crc32`) of bundles ``slots`` [n] of ``arena`` [slots, stride]; None

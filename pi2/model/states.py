@@ -197,16 +197,16 @@ def shape_state(model: Model, kind: StateKind) -> StateShape | None:
 
 
 def list_state_tensors(at: Place, shape: StateShape) -> Iterator[DenseTensor]:
-    """Tensors of a mixer besides the norm before it.
+    """Tensors of a mixer, without the norm before it.
 
     ``state_in`` [rows, hidden]; ``state_gates`` [gates, hidden], fp16 because decays multiply up;
     ``state_convolution`` float32 [kernel, channels], the oldest token's first; ``state_decay``
-    float32 [1, value heads], the rate of decay -exp(A_log); ``state_step`` [1, decays], added
-    to step sizes; ``state_skip`` [1, value heads], Mamba-2's D; ``state_norm`` [1, value_dim] or,
-    of Mamba-2, [1, width]; ``state_output`` [hidden, width]; biases.
+    float32 [1, value heads], the rate of decay -exp(A_log); ``state_step`` [1, decays], added to
+    step sizes; ``state_skip`` [1, value heads], Mamba-2's D; ``state_norm`` [1, value_dim] or, of
+    Mamba-2, [1, width]; ``state_output`` [hidden, width]; biases.
 
-    Of ``mamba1``, fp16 ``state_parts`` [step_rank + 2 key_dim, width], which gives what step sizes
-    are made of, B and C, float32 ``state_part_norm`` [1, step_rank + 2 key_dim], the weights of
+    Of ``mamba1``, fp16 ``state_parts`` [step_rank + 2 key_dim, width], which gives the latents of
+    step sizes, B and C, float32 ``state_part_norm`` [1, step_rank + 2 key_dim], the weights of
     their norms, and fp16 ``state_steps`` [width, step_rank]; ``state_decay`` is float32 [key_dim,
     width], and ``state_step`` and ``state_skip`` are [1, width]; there is no ``state_norm``.
 

@@ -2,15 +2,15 @@
 
 Format version 1, a folder::
 
-    manifest.json             what the store holds and where; a store without it does not exist
+    manifest.json             contents of the store; a store without it does not exist
     dense.arrow               embeddings, attention, norms, head, predictors
     layers/ffn-000.arrow ...  the neurons of one layer each
-    layers/scales-000.arrow ...  their scales, where bundles have none
+    layers/scales-000.arrow ...  their scales, if bundles have none
     tokenizer.json            and other small files, such as activations.parquet, and how
                               conversations become prompts: tokenizer_config.json and
                               chat_template.jinja, as they come with the checkpoint
 
-Arrow files are in the IPC file format, metadata V5, and can be read as streams too.
+Arrow files are in the IPC file format, metadata V5, and can be read as streams as well.
 
 - A layer's file has one record batch with the columns ``bundle: fixed_size_binary(stride)``
   (`pi2.plan.weights.layout`, zeros up to the stride), ``neuron: int32`` (index in the checkpoint)
@@ -22,9 +22,8 @@ Arrow files are in the IPC file format, metadata V5, and can be read as streams 
 - ``dense.arrow`` has one record batch of one row per tensor: ``name``, ``precision`` (``int4``,
   ``int8``, ``fp16``, ``fp32``), ``rows``, ``length``, ``weights``, ``scales``; weights and scales
   begin at a multiple of 64 bytes.
-- The manifest (`pi2.store.manifest`) repeats all offsets, so that pi2 opens a store without an
-  Arrow library.  Its digest of the model covers what decides the weights (`pi2.store.identity`).
-
-  Of every file that is read as a whole it has the CRC-32 of each MiB.
+- The manifest (`pi2.store.manifest`) repeats all offsets: pi2 opens a store without an Arrow
+  library.  Its digest of the model covers the keys that decide the weights
+  (`pi2.store.identity`), and it has the CRC-32 of each MiB of files that are read as a whole.
 
 Numbers are little-endian."""

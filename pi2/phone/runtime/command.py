@@ -133,7 +133,7 @@ def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
         raise UserError.of(
             "P676",
             f"there is no neuron store in {resolved.store_path}",
-            help=f"copy the store of {resolved.model.id} to {folder / STORE}, or name it with --store",
+            help=f"copy the store of {resolved.model.id} to {folder / STORE}, or give --store",
         )
     return resolved
 

@@ -1,11 +1,11 @@
-"""Trees of values that remember where they came from, and how they merge.
+"""Trees of values that remember their origin, and their merging.
 
 The rules, for an inherited tree and one of its own:
 
 - tables merge, key by key;
-- scalars and arrays replace what is inherited;
-- arrays whose items are all tables with an ``id`` merge by it: items of an id that is inherited
-  merge as tables and keep their place, others follow;
+- scalars and arrays replace the inherited ones;
+- arrays whose items are all tables with an ``id`` merge by it: items of an inherited id merge as
+  tables and keep their place, others follow;
 - ``inherit`` makes an array follow (``append``) or precede (``prepend``) the inherited one."""
 
 from __future__ import annotations
