@@ -1,5 +1,4 @@
-"""What this machine has, and which shipped plans can run on it, for `pi2 doctor`; TVM is not
-imported."""
+"""This machine, and the shipped plans that can run on it, for `pi2 doctor`; TVM is not imported."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ def find_obstacles(name: str, machine: Machine) -> list[str]:
 
 
 def find_device_obstacles(name: str, *, emulated: bool) -> list[str]:
-    """What keeps a backend for other devices than the processor from one, which may be
-    ``emulated``."""
+    """Why a backend for other devices than the CPU has none, which may be ``emulated``."""
     backend = find_backend(name)
     if not hasattr(backend, "find_unit_obstacles") or len(backend.KINDS) != 1:
         return []
@@ -173,8 +171,7 @@ def judge_plan(
 
 
 def find_unit_obstacles(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """Why a unit that has the whole model, or a unit next to the sparse one, cannot be used
-    here."""
+    """Why a unit with the whole model, or a unit next to the sparse one, cannot be used here."""
     found = []
     whole = (resolved.sparse_unit,) if resolved.has_whole_unit else ()
     for name in (*whole, *resolved.dense_units):

@@ -1,5 +1,4 @@
-"""Logs on stderr: lines on a terminal, JSON elsewhere; structlog is imported when something is
-said."""
+"""Logs on stderr: lines on a terminal, JSON elsewhere; structlog is imported on demand."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def _wants_colour() -> bool:
 
 
 class Logger:
-    """Lines that carry ``bound``. structlog takes 6 MiB of memory: a run without log lines does not
-    import it."""
+    """Lines that carry ``bound``. structlog takes 6 MiB: only runs with log lines import it."""
 
     def __init__(self, bound: Mapping[str, Any]) -> None:
         self._bound = bound

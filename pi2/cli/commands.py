@@ -1,5 +1,5 @@
-"""Commands of ``pi2``: functions with the decorator `in_help`, listed from their text, imported
-when run."""
+"""Commands of ``pi2``: functions with the decorator `in_help`, found in the text, imported when
+run."""
 
 from __future__ import annotations
 

@@ -154,8 +154,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
 
 
 def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
-    """Write a GGUF file in several formats and report it; click's UsageError for options of
-    stores."""
+    """Write a GGUF file in several formats and report it; click's UsageError for stores'
+    options."""
     from pi2.importing.imatrix import read_imatrix
     from pi2.importing.quantize import quantize_checkpoint
     from pi2.importing.quantizers import ErrorReport

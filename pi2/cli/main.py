@@ -1,5 +1,5 @@
-"""The program ``pi2``.  Exit codes: 0 fine, 1 findings, 2 cannot run, 3 bug, 130 interrupted, 141
-broken pipe."""
+"""The program ``pi2``. Exit codes: 0 fine, 1 findings, 2 cannot run, 3 bug, 130 Ctrl-C, 141 no
+reader."""
 
 from __future__ import annotations
 

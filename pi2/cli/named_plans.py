@@ -73,8 +73,7 @@ def convert_once(path: Path, tokenizer: Path | None = None) -> Path:
 
 
 def write_plan(folder: Path) -> None:
-    """Write the plan that the store ``folder`` lacks; UserError P026 if there is too little
-    memory."""
+    """Write the plan that the store ``folder`` lacks; UserError P026 with too little memory."""
     from pi2.cli.convert import draft_plan_here
     from pi2.cli.options import read_model
     from pi2.pulled_models import PLAN
@@ -176,8 +175,8 @@ def make_model(
     origin: str,
     replace: bool,
 ) -> Path:
-    """Make the store ``output`` with model and plan; return the plan's path, which may not
-    exist."""
+    """Make the store ``output`` with model and plan; return the path of the plan, if there is
+    one."""
     from pi2.cli.convert import choose_precision, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint

@@ -41,8 +41,7 @@ Policy = Literal["lfu", "lru"]
 
 _NORMAL = NormalDist()
 _CHURN = 0.5
-"""Slots lost per missing neuron, which occupies one for about a token; counted with
-`NeuronCache`."""
+"""Slots lost per missing neuron, which takes one for about a token; counted with `NeuronCache`."""
 _MEMORY_TOKENS = 64.0 / log(2.0)
 """Tokens that the counts of ``lfu`` remember: their half-life is `pi2.memory.policy`'s."""
 ABSENT = 0.8
@@ -78,8 +77,7 @@ FINE = RoutingLaw(spread=0.84, repeat=0.26)
 FEW = RoutingLaw(spread=0.95, repeat=0.12)
 """Of 128 experts four: 2 GB of gpt-oss-120b's 57 hit 27 %."""
 LASTING_SPREAD = 0.13
-"""What of experts' popularity is the same in all texts: a list of the hottest 6 % of the experts
-hits 10 %."""
+"""Popularity that experts have in all texts: a list of the hottest 6 % of them hits 10 %."""
 _FINE_SHARE, _FEW = 0.04, 4
 
 
@@ -178,8 +176,7 @@ class LayerActivity:
         return lost + part * self._count(hot, hits, self.find_read_chances(hot, hits, leave_out))
 
     def find_read_chances(self, hot: float, hits: F64, leave_out: float) -> F64:
-        """Chance [CLASSES] that a named, missing neuron is read if ``leave_out`` may be left
-        out."""
+        """Chance [CLASSES] that a named, missing neuron is read, given ``leave_out``."""
         missing = (1.0 - weigh_hot(hot)) * (1.0 - hits)
         return find_read_chances(self._chances, missing, leave_out)
 
@@ -219,8 +216,7 @@ class LayerActivity:
         )
 
     def _find_frequent(self, hot: float, cold: float) -> F64:
-        """Counts over m remembered tokens have the mean c m and the variance c m / 2, c a
-        chance."""
+        """Counts over m remembered tokens have mean c m and variance c m / 2, c a chance."""
         absent = 1.0 - weigh_hot(hot)
         counts = self._chances * self.chosen * _MEMORY_TOKENS
         spread = np.sqrt(np.maximum(counts / 2.0, 1e-12))
@@ -302,8 +298,7 @@ def describe_activity(
     *,
     batch: int = 1,
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """Activity of each layer for ``batch`` sequences, by the ``store``'s statistics if it has
-    any."""
+    """Activity of each layer for ``batch`` sequences, by the ``store``'s statistics, if any."""
     found, source = _describe_single(model, mode, store, constants)
     return _unite_all(found, batch), source
 

@@ -42,8 +42,7 @@ from pi2.plan.arithmetic.sizes import (
 
 
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
-    """Resident bytes after ``tokens`` of context: needs of segments, used KV cache, neuron
-    cache."""
+    """Resident bytes after ``tokens`` of context: segments' needs, used KV cache, neuron cache."""
     segments = resolved.plan.memory.segments
     needs = dict(find_needs(resolved).items())
     names = ("attention", "kv", "state", "predictor", "hot", "workspace")

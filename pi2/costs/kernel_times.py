@@ -43,8 +43,8 @@ class KernelTimes:
         kv: KvType = "fp16",
         activations: ActivationType = "int16",
     ) -> None:
-        """``width`` of the model, None for the largest; other ``kv`` or ``activations`` replace
-        missing ones."""
+        """``width`` of the model, None for the largest; other ``kv`` or ``activations`` fill
+        gaps."""
         self._unit = unit
         self._width = width
         self._constants = constants

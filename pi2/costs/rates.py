@@ -15,8 +15,7 @@ from pi2.plan.documents.plan import ActivationType, KvType
 
 MISSING_FIGURE = "P351"
 _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
-"""Share and number of cores that read as fast as all; PowerInfer-2 uses five of eight on a
-phone."""
+"""Share and number of cores that read as fast as all; PowerInfer-2 uses 5 of 8 on a phone."""
 _STREAM_BLOCK = 4 << 20
 _NOTHING = Linear(call_s=0.0, bytes_s=inf)
 """A step that takes no time."""

@@ -22,8 +22,7 @@ Bias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How the next token is drawn, in this order: penalties, bias, temperature, top-k, top-p,
-    min-p."""
+    """How the next token is drawn, in order: penalties, bias, temperature, top-k, top-p, min-p."""
 
     temperature: float = 0.0
     """0 is greedy; otherwise logits are divided by it."""
@@ -222,8 +221,8 @@ class Answer:
     """The tokens of a request so far."""
 
     def __init__(self, request: GenerationRequest, decoder: TokenDecoder, context: int) -> None:
-        """``decoder`` is a new one; ``context``: tokens that a sequence has room for.  The clock
-        starts now."""
+        """``decoder``: a new one; ``context``: tokens that a sequence has room for. The clock
+        starts."""
         self._request = request
         self._decoder = decoder
         self._context = context

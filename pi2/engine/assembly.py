@@ -265,8 +265,7 @@ def _make_forward(
 
 
 def _bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:
-    """Bind the calling thread, which is the first compute thread, to its core; ``cleanup`` lets it
-    go."""
+    """Bind the calling thread, the first compute thread, to its core; ``cleanup`` lets it go."""
     if request.cores:
         free = list_allowed_cores()
         try:

@@ -104,8 +104,7 @@ class FeedForward(Waves):
         return self._predictor == "none"
 
     def _count_following(self, layer: int) -> int | None:
-        """Later layers than ``layer`` that now compute all neurons as well; None stands for all
-        later layers."""
+        """Layers after ``layer`` that now compute all neurons as well; None: all later layers."""
         return None
 
     def begin_step(self, tokens: int) -> None:
@@ -220,8 +219,7 @@ class FeedForward(Waves):
         return self._start_share(layer)
 
     def _start_share(self, layer: int) -> int:
-        """Let the unit of ``layer``, which has its input, begin; return how many neurons that
-        has."""
+        """Let the unit of ``layer``, which has its input, begin; return its number of neurons."""
         owned = self._count_owned(layer)
         self.counters.touched += owned
         self._jobs.append(self.shares.start(layer, owned, self._sequences))
@@ -381,8 +379,8 @@ class CutFeedForward(FeedForward):
         return next(others, self._layers) - layer - 1
 
     def run_dense(self, layer: int, chunks: int = 1) -> Iterator[int]:
-        """See `FeedForward`; neurons of steps are counted, for tokens compute others of other
-        layers."""
+        """See `FeedForward`; neurons of steps are counted: tokens compute different ones by
+        layer."""
         yield from super().run_dense(layer, chunks)
         computed = self._neurons * self._sequences
         self.counters.predicted += computed

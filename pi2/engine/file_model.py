@@ -83,8 +83,7 @@ def divide_matrices(
 def cut_rows(
     tensor: FileTensor, piece_bytes: int, multiple: int = PANEL_ROWS
 ) -> list[tuple[int, Piece]]:
-    """Pieces of whole rows, a multiple of ``multiple`` each but for the last, of about as many
-    bytes."""
+    """Pieces of whole rows, a multiple of ``multiple`` except the last, of about as many bytes."""
     rows = max(multiple, piece_bytes // tensor.row_bytes // multiple * multiple)
     return [
         (
@@ -180,8 +179,8 @@ class FileModel:
         return self._model.read_logits()
 
     def read_hidden(self, first: int) -> F32:
-        """What the head reads of the last chunk's tokens from ``first`` on [n, hidden]; valid until
-        the next call."""
+        """Head inputs of the last chunk's tokens from ``first`` on [n, hidden], until the next
+        call."""
         return self._model.read_hidden(first)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:

@@ -64,8 +64,7 @@ class Sequences(ABC):
             self._loan.begin()
 
     def go_on_from(self, sequence: int, position: int) -> None:
-        """Let a sequence go on after its first ``position`` tokens, which its KV cache already
-        has."""
+        """Continue a sequence after its first ``position`` tokens, which its KV cache has."""
         if position == 0:
             self.reset(sequence)
             return
@@ -120,8 +119,7 @@ class Sequences(ABC):
         assert self.positions[sequence] > 0, "a prompt cannot be taken back"
 
     def take_back(self, sequence: int, position: int) -> None:
-        """Forget the tokens of a sequence from ``position`` on, which steps have brought since
-        `mark`."""
+        """Forget the tokens of a sequence from ``position`` on, which came since `mark`."""
         self.positions[sequence] = position
 
     def _find_positions(self, sequences: Sequence[int]) -> list[int]:
@@ -384,8 +382,7 @@ class Forward(Sequences):
         self._executor.embed(self._find_rows(tokens))
 
     def _find_rows(self, tokens: I32) -> I32:
-        """Rows of the embedding that the executor has; rows of layers' own embeddings are read as
-        well."""
+        """Rows of the embedding that the executor has; layers' own embeddings are read as well."""
         if self._layer_embedding is not None:
             self._layer_embedding.load(tokens)
         return tokens if self._embedding is None else self._embedding.load(tokens)

@@ -68,8 +68,7 @@ class Driver:
 async def stream_pieces(
     driver: Driver, ticket: Ticket, *, submitted: bool = False
 ) -> AsyncGenerator[Piece, None]:
-    """Submit ``ticket`` unless ``submitted``, and yield its pieces; ending the iteration gives it
-    up."""
+    """Submit ``ticket`` unless ``submitted``, and yield its pieces; ending early gives it up."""
     import asyncio  # with TLS it takes 4 MiB, which runs that only generate do without
 
     loop = asyncio.get_running_loop()
@@ -133,8 +132,7 @@ class BatchResult:
 
     @property
     def best(self) -> int | None:
-        """Number of the sequence with the highest mean log probability; None if they were not
-        requested."""
+        """Number of the sequence with the highest mean log probability; None without scores."""
         values = [item.mean_log_probability for item in self.sequences]
         known = [(value, -number) for number, value in enumerate(values) if value is not None]
         return -max(known)[1] if known else None
@@ -152,8 +150,7 @@ class BatchGeneration(Iterator[tuple[int, str]]):
         read_statistics: Callable[[], RunStatistics],
         progress: Callable[[float], None],
     ) -> None:
-        """``progress`` is told the share of each prompt that is done, one prompt after the
-        other."""
+        """``progress`` is told the share of each prompt that is done, one after the other."""
         self._tickets = [Ticket(request, progress=progress) for request in requests]
         self._scheduler = scheduler
         self._read_statistics = read_statistics

@@ -68,8 +68,7 @@ class LoadedModel:
         self._parts = parts
         self._pressure = read_pressure()
         self.changes: tuple[str, ...] = ()
-        """Values that were made smaller or larger to fit the plan to another budget, a line
-        each."""
+        """Values made smaller or larger to fit the plan to another budget, a line each."""
         plan = parts.resolved.plan
         self._bytes_of_steps = find_step_bytes(parts)
         own = weakref.proxy(self)  # no circle: a closed model that is dropped gives its memory back
@@ -136,8 +135,7 @@ class LoadedModel:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes read from the store while loading, without the neurons of other units and without
-        gates."""
+        """Bytes read from the store while loading, without other units' neurons and gates."""
         return self._parts.loaded_bytes
 
     @property
@@ -400,8 +398,7 @@ class LoadedModel:
         )
 
     def keep_template_process(self) -> None:
-        """Let a process stay that renders chat templates: starting one takes longer than the
-        rendering."""
+        """Keep a process that renders chat templates: its start takes longer than rendering."""
         if self._template_child is None:
             self._template_child = make_staying_child()
 
@@ -465,8 +462,7 @@ class LoadedModel:
 
     @property
     def can_embed(self) -> bool:
-        """Whether `embed` works: a dry run has no numbers, and a unit with the whole model gives
-        only logits."""
+        """Whether `embed` works: not in a dry run, nor if a unit has the whole model."""
         return find_hidden_reader(self._parts) is not None
 
     def embed(

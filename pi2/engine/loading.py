@@ -97,8 +97,7 @@ def open_embedding(
 def open_layer_embedding(
     resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
 ) -> EmbeddingRows | None:
-    """Open the embeddings that layers have of their own, whose rows are always read; None without
-    them."""
+    """Open the layers' own embeddings, whose rows are always read; None without them."""
     if store is None or resolved.model.layer_embedding is None:
         return None
     allocate = partial(budget.allocate, "attention")
@@ -162,7 +161,7 @@ def count_tensor_bytes(tensor: Tensor) -> int:
 def begin_scales(
     resolved: ResolvedPlan, store: NeuronStore, budget: Budget, batch: Batch
 ) -> list[U8] | None:
-    """Begin to read the scales of every layer's neurons [neurons, bytes]; None where bundles have
+    """Begin to read the scales of every layer's neurons [neurons, bytes]; None if bundles have
     them."""
     if store.bundle.scales == "inline":
         return None
@@ -226,16 +225,14 @@ def _choose_settings(resolved: ResolvedPlan, *, granules: bool = False) -> ReadS
 
 
 def list_filled_layers(resolved: ResolvedPlan) -> Sequence[int]:
-    """Layers whose neurons fill the cold region at first; layers that are streamed as a whole never
-    use it."""
+    """Layers whose neurons fill the cold region at first; wholly streamed layers never use it."""
     return resolved.named_layers if resolved.plan.cache.fill else ()
 
 
 def begin_neurons(
     reader: FlashReader, cache: NeuronCache, batch: Batch, *, fill: Sequence[int]
 ) -> None:
-    """Begin to fill the hot region in stored order, and the cold one with neurons of the layers
-    ``fill``."""
+    """Begin to fill the hot region in stored order, and the cold one with the layers ``fill``."""
     single, size = SingleNeurons(cache), cache.granule
     runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
     for layer, hot in enumerate(single.hot_slots):
@@ -331,8 +328,7 @@ def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
 def _build_whole(
     resolved: ResolvedPlan, grouped: Sequence[I32] | None, budget: Budget, progress: Progress
 ) -> WholeModel:
-    """Make room for the model on the unit that has it; ``grouped``: an MoE model's neurons, expert
-    by expert."""
+    """Make room for the model on its unit; ``grouped``: an MoE model's neurons, by expert."""
     plan, name = resolved.plan, resolved.sparse_unit
     backend = find_whole_backend(resolved.name_backend(name))
     assert backend is not None, name

@@ -36,8 +36,8 @@ class Shape:
     writes_arguments: bool = False
     """Arguments are JSON texts, not objects."""
     has_no_content: bool = False
-    """A message with calls has no content, not even an empty one; its text is a message before
-    it."""
+    """A message with calls has no content, not even an empty one; its text is an earlier
+    message."""
     shortens_ids: bool = False
     """Ids of calls have nine letters and digits."""
     has_parts: bool = False

@@ -70,8 +70,7 @@ class Piece:
         return mine == theirs
 
     def find_missing(self, shortest: int) -> list[slice]:
-        """Ranges to read: the missing neurons, and at most ``shortest - 1`` others between two of
-        them."""
+        """Ranges to read: missing neurons, and at most ``shortest - 1`` others between two."""
         missing = np.flatnonzero(self.slots == ABSENT)
         if len(missing) == 0:
             return []
@@ -128,8 +127,7 @@ class NeuronStream:
         self.shortest_gap = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
         """Neurons between two missing ones that are not read with them, at least."""
         self._end = layers
-        """First layer of which it is not sure that all neurons will be wanted: it is not read
-        ahead."""
+        """First layer whose neurons may not all be wanted: it is not read ahead."""
         self._next_buffer = 0
         self._ahead: deque[_Filling] = deque()
         """Pieces under way, in the order in which they will be given."""
@@ -294,8 +292,7 @@ class NeuronStream:
         self.waited_s += time.perf_counter() - start_s
 
     def abandon(self) -> None:
-        """Forget pieces on their way once their reads are over: late ones would spoil the next
-        run."""
+        """Forget pieces under way once their reads are over: late ones would spoil the next run."""
         reads = [read for filling in self._ahead for read in filling.reads]
         self._ahead.clear()
         self._coming.clear()

@@ -1,5 +1,4 @@
-"""An open store and compiled kernels, made before memory is filled: compilers need more than 100
-MB."""
+"""An open store and compiled kernels, made before memory is filled: compilers need over 100 MB."""
 
 from __future__ import annotations
 

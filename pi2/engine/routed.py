@@ -1,5 +1,4 @@
-"""The FFN of an MoE model whose tokens compute all neurons of their experts (``predictor =
-"router"``)."""
+"""The FFN of an MoE model whose tokens compute whole experts (``predictor = "router"``)."""
 
 from __future__ import annotations
 
@@ -65,8 +64,8 @@ class ReadAhead:
 
 
 class NeuronParts:
-    """Stored indices [n] (ascending) in parts of ``size`` each but for the last one; computed ones
-    are dropped."""
+    """Stored indices [n] (ascending) in parts of ``size``, the last one smaller; computed ones are
+    dropped."""
 
     def __init__(self, indices: I32, size: int) -> None:
         self.indices = indices
@@ -96,8 +95,7 @@ class NeuronParts:
         return before
 
     def find_any(self, marks: Bits, count: int) -> list[bool]:
-        """Whether any neuron of each of the first ``count`` parts is marked: ``marks``
-        [neurons]."""
+        """Whether any neuron of each of the first ``count`` parts is in ``marks`` [neurons]."""
         end = self._bounds[count]
         own = marks.take(self.indices[:end])
         found: list[bool] = np.logical_or.reduceat(own, self._bounds[:count]).tolist()

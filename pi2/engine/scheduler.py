@@ -273,8 +273,8 @@ class Scheduler:
             raise _describe_closed()
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
-        """Drive until one of ``tickets`` has output or ended; UserError P613 if this thread keeps
-        all places."""
+        """Drive until one of ``tickets`` has output or ended; UserError P613 if this thread has all
+        places."""
 
         def is_there() -> bool:
             return any(ticket.pieces or ticket.ended for ticket in tickets)

@@ -36,8 +36,8 @@ class Drafter(Protocol):
     """Drafts tokens. One caller at a time."""
 
     def propose(self, place: int, ids: I64, most: int) -> list[int]:
-        """Draft up to ``most`` tokens after ``ids`` [n] of the sequence in ``place``; its last one
-        is unread."""
+        """Draft up to ``most`` tokens after ``ids`` [n] of ``place``'s sequence; the last id is
+        unread."""
 
     def forget(self, place: int) -> None:
         """Take notice that another sequence will have ``place``."""
@@ -326,8 +326,7 @@ class Speculation:
         return replace(self._counters)
 
     def propose(self, answers: Mapping[int, Answer]) -> dict[int, list[int]]:
-        """Draft tokens for each place, as far as it pays and a step has room; places without drafts
-        are left out."""
+        """Draft tokens by place, as far as it pays and a step has room; some have none."""
         self._bytes = self._count_bytes()
         payback = self._paybacks.setdefault(len(answers), Payback())
         if not self._always and not payback.wants_draft():

@@ -144,8 +144,7 @@ class RunStatistics(Counters):
 
     @property
     def active_share(self) -> float | None:
-        """Share of neurons with a non-zero activation; None if every layer ran densely, or they are
-        not counted."""
+        """Share of neurons with a non-zero activation; None if dense or not counted."""
         if self.active_neurons is None:
             return None
         return divide(self.active_neurons, self.possible_neurons)

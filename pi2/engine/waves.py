@@ -32,7 +32,7 @@ class Foresight:
         has_experts: bool,
         needs_scores: bool,
     ) -> None:
-        """``select_tokens`` takes a step's tokens in turn; ``needs_scores``: whether `read` gives
+        """``select_tokens`` takes a step's tokens in turn; ``needs_scores``: `read` gives
         scores."""
         self._executor = executor
         self._threshold = threshold

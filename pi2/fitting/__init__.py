@@ -36,8 +36,7 @@ def find_executor_backend(name: str) -> ExecutorBackend | None:
 
 
 def find_preparer(name: str) -> Preparer | None:
-    """Import the module of a backend that makes something before memory is filled; None if it does
-    not."""
+    """Import the module of a backend that prepares before memory is filled; None if it does not."""
     backend = find_backend(name)
     return cast("Preparer", backend) if hasattr(backend, "prepare") else None
 
@@ -60,15 +59,13 @@ def find_graph_backend(name: str) -> GraphBackend | None:
 
 
 def find_whole_backend(name: str) -> WholeBackend | None:
-    """Import the module of a backend whose units have whole models in their own memory; None if
-    they do not."""
+    """Import the module of a backend whose units have whole models in their memory, or None."""
     backend = find_backend(name)
     return cast("WholeBackend", backend) if hasattr(backend, "build_whole") else None
 
 
 def find_text_backend(name: str) -> TextBackend | None:
-    """Import the module of a backend that drives a program which gives text; None if it does
-    not."""
+    """Import the module of a backend that drives a program which gives text, or None."""
     backend = find_backend(name)
     return cast("TextBackend", backend) if hasattr(backend, "open_text") else None
 

@@ -77,7 +77,7 @@ def count_file_runtime(model: Model, *, has_table: bool) -> int:
 
 
 def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] = ()) -> int:
-    """Size of the segment ``runtime`` in whole MiB: resident parts, page tables, ``units``, and a
+    """Size of the segment ``runtime`` in whole MiB: resident parts, page tables, ``units``,
     reserve."""
     tables = budget_bytes // PAGE_TABLE_PART
     spare = SPARE_BYTES + sum(UNIT_BYTES[kind] for kind in units)

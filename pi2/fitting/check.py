@@ -89,8 +89,8 @@ def check_file(
     reuse: Reuse | None = None,
     fill: FillPlan | None = None,
 ) -> Report:
-    """Check the file at ``path`` by its suffix; ``text`` replaces its content, ``reuse`` is shared
-    by many."""
+    """Check the file at ``path`` by its suffix; ``text`` replaces its content, many share
+    ``reuse``."""
     shown = name or str(path)
     kind = detect_kind(path.name)
     if kind == "plan":

@@ -1,5 +1,4 @@
-"""Derives what a plan for a neuron store does not state; `fit_plan` decides what depends on
-memory."""
+"""Derives what a plan for a neuron store leaves open; `fit_plan` decides what memory decides."""
 
 from __future__ import annotations
 

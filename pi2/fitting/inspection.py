@@ -67,8 +67,7 @@ class Reuse:
 
     documents: dict[FileKey, ReadDocument] = field(default_factory=dict)
     findings: dict[tuple[str, int], tuple[Diagnostic, ...]] = field(default_factory=dict)
-    """Findings by the rule's code and the identity of the document, which ``documents`` keeps
-    alive."""
+    """Findings by the rule's code and the document's identity, which ``documents`` keeps alive."""
     composed: (
         dict[tuple[Kind, Path, str], tuple[Inspection, tuple[SourceFile, bool] | None]] | None
     ) = None
@@ -101,8 +100,7 @@ def give_to_author(
     chains: Mapping[str, Chain],
     sources: Mapping[str, str],
 ) -> Diagnostic:
-    """Move a finding from a shipped or fetched document to the entry of ``extends`` that takes it
-    up."""
+    """Move a finding from a shipped or fetched document to the ``extends`` that takes it up."""
     span = item.span
     link = None if span is None else find_entry(span.file, chains.get(span.file, ()))
     if span is None or link is None:
@@ -214,8 +212,8 @@ class Inspection:
     def put_together(
         self, located: Located, kind: Kind, text: str | None
     ) -> tuple[SourceFile, bool] | None:
-        """A document with everything it extends, and whether all of that exists; None if it is no
-        document."""
+        """A document with everything it extends, and whether all of that exists; None if it is
+        none."""
         path, name = located.path, located.name
         wrong = check_suffix(located.file_name, name, kind)
         if wrong is not None and os.path.exists(path):

@@ -22,7 +22,7 @@ _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 
 
 
 def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:
-    """What keeps a plan from running on ``machine``; plans without compiled kernels run
+    """Reasons why a plan cannot run on ``machine``; plans without compiled kernels run
     everywhere."""
     backends = [find_backend(name) for name in resolved.list_backends()]
     if not any(backend.COMPUTES for backend in backends):
@@ -192,7 +192,7 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
 
 
 def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """What a run would refuse about the store: P502-P506, P508, P520, P605, P689; nothing if it is
+    """Refusals of a run about the store: P502-P506, P508, P520, P605, P689; none if it is
     absent."""
     from pi2.store.agreement import check_files, check_model, find_bundle_misfits
     from pi2.store.manifest import read_manifest

@@ -117,8 +117,8 @@ def _need_hot(resolved: ResolvedPlan) -> Need:
 
 
 def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
-    """The sparse unit's backend; if the plan names none that computes models, which is an error,
-    any other."""
+    """The sparse unit's backend; any other if the plan names none that computes models, an
+    error."""
     unit = resolved.sparse_unit
     name = resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu"
     backend = find_executor_backend(name) or find_executor_backend("cpu")
@@ -138,7 +138,7 @@ def _need_workspace(resolved: ResolvedPlan) -> Need:
 
 
 def count_chunks(resolved: ResolvedPlan) -> int:
-    """Chunks of a prompt that pass a layer together: with ``layers-first`` 512 tokens, if there is
+    """Chunks of a prompt that pass a layer together: 512 tokens with ``layers-first``, given
     room."""
     plan = resolved.plan
     if plan.pipeline.prefill == "chunks-first" or resolved.has_whole_unit:
@@ -167,7 +167,6 @@ def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
 
 
 def list_graph_tokens(resolved: ResolvedPlan, name: str) -> tuple[int, ...]:
-    """Numbers of tokens that the graphs of a unit have, ascending; none where its backend computes
-    any number."""
+    """Numbers of tokens of a unit's graphs, ascending; none if its backend computes any number."""
     backend = find_graph_backend(resolved.name_backend(name))
     return () if backend is None else backend.list_graph_tokens(describe_unit(resolved, name))

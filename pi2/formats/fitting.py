@@ -104,8 +104,7 @@ class Lines:
 
 
 def fit_lines(columns: F32, weights: F32, top: int, *, is_free: bool = False) -> Lines:
-    """Return scales and minima of codes from 0 to ``top``; minima are not negative unless they are
-    free."""
+    """Return scales and minima of codes from 0 to ``top``; only free minima may be negative."""
     import numpy as np
 
     low, high = columns.min(axis=0), columns.max(axis=0)

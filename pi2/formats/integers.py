@@ -51,8 +51,7 @@ class _Odd(Packing):
     """Odd codes from ``-top`` to ``top``."""
 
     tried: tuple[float, ...]
-    """Scales that are tried, as parts of a group's root mean square: the second is best for normal
-    ones."""
+    """Scales to try, as parts of a group's root mean square: the second is best for normal ones."""
 
     def find_codes(self, rows: F32, scales_out: Scales) -> I8:
         import numpy as np

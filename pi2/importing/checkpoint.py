@@ -169,8 +169,7 @@ class Checkpoint:
         return content is not None and parse_json(file, content).get(_LAST) is True
 
     def find_unread(self, model: Model) -> Iterator[Diagnostic]:
-        """Statements of the checkpoint outside of its tensors that ``model``, which was made of it,
-        leaves out."""
+        """Statements of the checkpoint outside of its tensors that its ``model`` leaves out."""
         for name in _ADAPTERS:
             if (self.folder / name).is_file():
                 yield Diagnostic(
@@ -181,8 +180,7 @@ class Checkpoint:
                 )
 
     def describe_name(self, name: str) -> str:
-        """Name by which the checkpoint itself knows the tensor ``name``, whether it has it or
-        not."""
+        """The checkpoint's own name of the tensor ``name``, whether it has it or not."""
         for old, new in self.beginnings:
             if name.startswith(new):
                 return old + name[len(new) :]

@@ -45,8 +45,7 @@ ACTIVATIONS = {
 
 
 def _is_usable(value: object) -> bool:
-    """Whether pi2 can compute with a number: finite, and whole ones no larger than a float has
-    digits."""
+    """Whether pi2 can compute with a number: finite, and whole ones exact as floats."""
     if type(value) is float:
         return math.isfinite(value)
     return type(value) is not int or abs(value) <= _MOST_WHOLE
@@ -75,7 +74,7 @@ class Config:
         return self._values.get(key) is not None
 
     def read(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """Value of ``key``; `UserError` P544 if it is missing without default or has another
+        """Value of ``key``; `UserError` P544 if it is missing without default or of another
         type."""
         value: Any = self._values.get(key)
         if value is None:
@@ -360,8 +359,7 @@ def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _list_kimi(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """FFNs of Kimi Linear's layers without experts: transformers writes them by the name of an MoE
-    model."""
+    """FFNs of Kimi Linear's layers without experts: transformers names them as an MoE model's."""
     count = config.get("num_hidden_layers")
     layers = [f"model.layers.{n}" for n in range(min(count, 1024) if type(count) is int else 0)]
     return [(f"{layer}.block_sparse_moe.", f"{layer}.mlp.") for layer in layers]
@@ -395,8 +393,7 @@ _GGUF_SAMPLING = {
 
 
 def read_sampling(checkpoint: Checkpoint) -> Sampling | None:
-    """Sampling that the checkpoint recommends; None without a usable one.  ``do_sample`` false
-    turns it off."""
+    """Sampling that the checkpoint recommends; None without one, or with ``do_sample`` false."""
     content = checkpoint.read_file(_SAMPLING)
     if content is None:
         return None

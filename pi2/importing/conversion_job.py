@@ -90,8 +90,7 @@ def note_identity(store: NeuronStore) -> dict[str, str]:
 
 
 def read_counts(path: Path, layers: int, neurons: int) -> I64:
-    """Counts of a Parquet file, int64 [layers, neurons]; `UserError` P540 for another file or
-    model."""
+    """Counts of a Parquet file, int64 [layers, neurons]; `UserError` P540 for another's."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -271,8 +270,7 @@ def describe_files(source: Checkpoint) -> list[list[str | int]]:
 
 
 def describe_file(file: Path) -> list[str | int]:
-    """Values that identify a file's contents: its place, its bytes and the time of its last
-    change."""
+    """Values that identify a file's contents: its place, its bytes and its time of change."""
     found = file.stat()
     return [str(file.resolve()), found.st_size, found.st_mtime_ns]
 

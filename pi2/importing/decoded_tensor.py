@@ -187,8 +187,7 @@ def refuse_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> UserError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedTensor(SourceTensor, ABC):
-    """A matrix [rows, columns] whose numbers `decode` makes of other tensors; ``offset`` means
-    nothing here."""
+    """A matrix [rows, columns] that `decode` makes of other tensors; ``offset`` is unused."""
 
     @abstractmethod
     def decode(self, start: int, stop: int) -> F32:

@@ -29,7 +29,7 @@ class Metadata:
         self.architecture: str = self.read("general.architecture", str)
 
     def read(self, key: str, kind: type[object], default: Any = None) -> Any:
-        """Value of ``key`` with ``{arch}``; equal numbers of all layers are one.  `UserError`
+        """Value of ``key`` with ``{arch}``; equal numbers of all layers as one. `UserError`
         P532."""
         key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
         value: Any = self._take(key)
@@ -341,8 +341,7 @@ def read_cohere(metadata: Metadata, config: dict[str, Any], activation: str) -> 
 
 
 def read_olmo2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """OLMo 2, and OLMo 3, which has a window in three of four layers where the file does not say
-    in which."""
+    """OLMo 2, and OLMo 3 with a window in three of four layers if the file names no layers."""
     found = read_decoder(metadata, config, activation)
     if "sliding_window" not in found:
         return found

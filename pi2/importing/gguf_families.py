@@ -154,8 +154,7 @@ def _read_experts(metadata: Metadata, experts: int) -> dict[str, Any]:
 
 
 def complete_gemma4(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
-    """Add what tensors tell: whether keys are values, and how many tokens have embeddings of
-    layers."""
+    """Add facts of tensors: whether keys are values, and tokens with embeddings of layers."""
     first_shared = config["num_hidden_layers"] - config["num_kv_shared_layers"]
     kinds = config["layer_types"][:first_shared]
     full = (layer for layer, kind in enumerate(kinds) if kind == "full_attention")

@@ -37,8 +37,7 @@ Scale = Callable[[dict[str, Any], F32], bool]
 def scale_positions(
     config: dict[str, Any], metadata: Metadata, scale: Scale, read: Callable[[str], F32 | None]
 ) -> None:
-    """State the scaling in ``config``; ``read`` gives a tensor [pairs] or None.  `UserError` P544,
-    P532."""
+    """State the scaling in ``config``; ``read`` gives a tensor [pairs] or None. P544, P532."""
     divisors = read(_FREQUENCIES)
     if divisors is not None and not scale(config, divisors):
         raise _refuse(metadata.file, _FREQUENCIES)

@@ -108,8 +108,7 @@ def _make_table_pairs(told: GgufTokens) -> Pairs | None:
 
 
 def read_merges(merges: Texts, tokens: Texts) -> ListedMerges | None:
-    """Read merges as `ListedMerges.read`, or take the cached ones of an equal list: many take 0.1
-    s."""
+    """Read merges as `ListedMerges.read`, or take an equal list's cached ones: many take 0.1 s."""
     if len(merges) < MANY_MERGES:
         return ListedMerges.read(merges, tokens)
     key = hashlib.sha256(b"merges 1")
@@ -268,8 +267,7 @@ def _add_likeliest(tokenizer: Tokenizer, told: GgufTokens) -> None:
 
 
 def _list_changes(metadata: Mapping[str, Any]) -> list[Any]:
-    """Changes that are made to texts first: characters are replaced by a table, spaces taken
-    away."""
+    """First changes of texts: characters are replaced by a table, spaces taken away."""
     from tokenizers import Regex, normalizers
 
     table = bytes(metadata.get("tokenizer.ggml.precompiled_charsmap", b""))

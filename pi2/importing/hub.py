@@ -251,8 +251,7 @@ def _find_cached(name: str, commit: str, files: Sequence[str]) -> Path | None:
 
 
 def check_space(repository: Repository, folder: Path, size_bytes: int) -> None:
-    """`UserError` P764 if files of ``size_bytes`` find no room in addition to the files in
-    ``folder``."""
+    """`UserError` P764 if ``folder`` has no room for files of ``size_bytes`` more."""
     there = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
     needed, free = size_bytes - there, shutil.disk_usage(folder).free
     if needed > free:

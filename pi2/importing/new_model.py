@@ -88,8 +88,7 @@ _LONGER = ("language_model.model.", "model.language_model.", "model.text_model."
 _SINGLE_EXPERT = (".{expert}.gate_proj.weight", ".{expert}.w1.weight")
 """Ends of the name of one expert's gates."""
 _BLOCK = ".block_sparse_moe."
-"""What MoE models are called in the checkpoints of some families; transformers calls all FFNs one
-thing."""
+"""Names of MoE models in the checkpoints of some families; transformers has one name for FFNs."""
 _FIRST = ("schema_version", "name", "description", "id", "licence")
 
 

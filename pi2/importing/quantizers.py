@@ -130,7 +130,7 @@ def prepare_moments(moments: F32) -> F32:
 
 
 def quantize_with_compensation(rows: F32, factor: F32, importance: F32) -> tuple[U8, F16]:
-    """Quantise ``rows`` to int4 with ``factor`` [length, length] and ``importance`` [length];
+    """Quantise ``rows`` to int4 with ``factor`` [length, length], ``importance`` [length];
     ValueError."""
     count, length = rows.shape
     rest = rows.copy()

@@ -57,8 +57,7 @@ def is_by_expert(order: I32, neurons: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTensor(SourceTensor):
-    """What a tensor of all experts, [experts, ...], has of one of them; ``offset`` means nothing
-    here."""
+    """One expert's part of a tensor of all experts, [experts, ...]; ``offset`` is unused."""
 
     whole: SourceTensor
     expert: int

@@ -46,8 +46,7 @@ class SourceTensor:
     size_bytes: int
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; `UserError` P535,
-        P532."""
+        """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; P535, P532."""
         storage = self.check_type()
         rows = self.shape[0] if self.shape else 1
         stop = rows if stop is None else stop
@@ -146,8 +145,7 @@ def measure_header(path: Path, prefix: bytes, size: int) -> int:
 
 
 def parse_safetensors(path: Path, start: bytes, size: int) -> dict[str, SourceTensor]:
-    """Tensors of a file by name from ``start``, its first 8 bytes and header; `UserError` P532,
-    P536."""
+    """Tensors of a file by name from ``start``, 8 bytes and header; `UserError` P532, P536."""
     header_bytes = measure_header(path, start[:8], size)
     try:
         header = json.loads(

@@ -215,8 +215,7 @@ FINEST = 0.005
 TIMED, WARM = 32, 8
 """Tokens that are generated to measure a plan's speed, and the first ones, which do not count."""
 FEWEST_SCORED = 1024
-"""Tokens that a perplexity is computed over, if there are as many: fewer say too little of its
-error."""
+"""Tokens that a perplexity is computed over, if there are as many: fewer say too little."""
 TRIALS = 6
 """Targets that are tried where the loss is given: the last two are 1/64 apart."""
 
@@ -245,8 +244,7 @@ class Trial:
     """Tokens generated in a second, with the memory that the plan with thresholds has."""
 
     def find_needed_error(self, goal: Goal) -> float:
-        """Largest error with which a statement stands: the goal's, else half of the stated
-        growth."""
+        """Largest error of a usable statement: the goal's, else half of the stated growth."""
         if goal.max_error is not None:
             return goal.max_error
         return max(FINEST, abs(self.increase) / 2, (goal.max_increase or 0.0) / 2)

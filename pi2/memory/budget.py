@@ -124,8 +124,7 @@ HUGE_BYTES: Mapping[str, int] = {"cold": 64 << 20, "attention": 4 << 20, "predic
 
 
 class Budget:
-    """Gives out zeroed, page-aligned memory and counts it by segment; pages cost nothing until
-    written."""
+    """Gives out zeroed, page-aligned memory by segment; pages cost nothing until written."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self._limits = dict(limits)
@@ -186,8 +185,7 @@ class Budget:
         return np.frombuffer(region, np.uint8, count=size)
 
     def adopt(self, segment: str, region: U8) -> U8:
-        """Count ``region``, memory from elsewhere, and return it; UserError P610 as for
-        ``charge``."""
+        """Count ``region``, memory from elsewhere, and return it; UserError P610."""
         self.charge(segment, region.nbytes)
         return region
 

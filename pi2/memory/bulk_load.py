@@ -1,5 +1,4 @@
-"""Fills a run's memory by reads of a MiB in flight, checked while cached; memory is touched
-ahead."""
+"""Fills a run's memory by reads of a MiB, checked while cached; memory is touched ahead."""
 
 from __future__ import annotations
 
@@ -181,8 +180,7 @@ class BulkLoad:
                 window.is_touched.wait()
 
     def close(self) -> None:
-        """Forget reads that have not begun, wait for the rest, and close the files; may be called
-        again."""
+        """Forget reads that have not begun, wait for the rest, close the files; may be repeated."""
         self._is_closed = True
         with self._change:
             self._waiting.clear()
@@ -197,8 +195,7 @@ def count_touchers() -> int:
 
 
 def join_neighbours(targets: Iterable[U8]) -> list[tuple[int, int]]:
-    """Ranges of addresses, first and behind the last, with no gap between two targets that follow
-    each other."""
+    """Ranges of addresses, first and behind the last, with no gap between neighbouring targets."""
     stretches: list[tuple[int, int]] = []
     for target in targets:
         first, last = target.ctypes.data, target.ctypes.data + target.nbytes

@@ -1,5 +1,4 @@
-"""Files of neurons, opened for direct reads past the page cache, or buffered with a note if
-refused."""
+"""Files of neurons, opened for direct reads past the page cache, or buffered if refused."""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ class BundleFiles:
     def __init__(
         self, files: Sequence[BundleFile], *, direct: bool, gate_bytes: int, room: U8
     ) -> None:
-        """``room``: a slot for trial reads.  Raises `UserError` P506 for another size, P620 if it
-        cannot open."""
+        """``room``: a slot for trial reads. `UserError` P506 for another size, P620 on failure."""
         self.files = files
         self.descriptors: list[int] = []
         self.fallback: str | None = None

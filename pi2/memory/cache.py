@@ -138,8 +138,7 @@ class NeuronCache:
         return len(self.hot_slots[layer]) == self.neurons
 
     def is_all_hot(self, layer: int, indices: I32) -> bool:
-        """Whether ``indices`` [n] (ascending) are hot because all neurons from the first hot one on
-        are."""
+        """Whether ``indices`` [n] (ascending) are hot because all later neurons are."""
         hot = self.hot_range(layer)
         if hot.stop < self.neurons:
             return False
@@ -367,8 +366,7 @@ class NeuronCache:
         self._policy.drop(slots)
 
     def fill(self, layers: Collection[int] | None = None) -> Iterator[Filling]:
-        """Give the cold slots of an empty cache to neurons behind the hot ones, an equal share per
-        layer."""
+        """Give cold slots of an empty cache to neurons behind the hot ones, equally per layer."""
         assert (self._owner == ABSENT).all(), "only an empty cache is filled"
         firsts = np.array([self.hot_range(layer).stop for layer in range(len(self.hot_slots))])
         rest = self.neurons - firsts

@@ -169,8 +169,7 @@ class ExpertSlots:
         return self._layers[layer].group.cache.cold_capacity
 
     def find(self, layer: int, experts: I32) -> Held:
-        """Hold ``experts`` (ascending), for which there are slots, and begin to read the missing
-        ones."""
+        """Hold ``experts`` (ascending), which fit the slots, and begin to read missing ones."""
         own = self._layers[layer]
         cache = own.group.cache
         found = cache.look_up(own.group.row_of[layer], experts)
@@ -216,8 +215,8 @@ class ExpertSlots:
         self._engine.submit(batch)
 
     def wait(self, held: Held, *, inputs_only: bool = False) -> None:
-        """Wait for missing experts, or for all but their last matrix; `UserError` P532 if the file
-        was cut."""
+        """Wait for missing experts, or all but their last matrix; `UserError` P532 for a cut
+        file."""
         for batches in (held.inputs,) if inputs_only else (held.inputs, held.outputs):
             while batches:
                 self._finish(self._layers[held.layer].group.region, batches[0])

@@ -60,8 +60,7 @@ class ReadSettings:
     verify: bool = False
     """Check every bundle when it is read for the first time."""
     gate_bytes: int = 0
-    """First bytes of a bundle, its gate among them, that are read before the others; 0 reads
-    bundles whole."""
+    """First bytes of a bundle, with its gate, that are read before the others; 0: whole bundles."""
 
 
 @dataclass(slots=True, eq=False)

@@ -29,8 +29,7 @@ def choose_granule(layers: Sequence[I32], experts: int, stride: int) -> int:
 
 
 def find_granule(size: int, stride: int) -> int:
-    """The most neurons, up to `MOST_GRANULE_BYTES`, into which an expert of ``size`` neurons can be
-    divided."""
+    """The most neurons, up to `MOST_GRANULE_BYTES`, that divide an expert of ``size`` neurons."""
     most = max(1, MOST_GRANULE_BYTES // stride)
     return max(part for part in range(1, min(size, most) + 1) if size % part == 0)
 

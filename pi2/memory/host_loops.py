@@ -59,8 +59,7 @@ class HostSpec:
 
 
 def choose_checks(features: Set[str]) -> CheckInstruction | None:
-    """The check instruction that ``features`` imply: AVX2 has ``pclmulqdq``, ``dotprod`` has
-    ``crc32x``."""
+    """The check instruction that ``features`` imply: AVX2 ``pclmulqdq``, ``dotprod`` ``crc32x``."""
     if "avx2" in features:
         return "pclmulqdq"
     return "crc32x" if "dotprod" in features else None

@@ -140,7 +140,7 @@ class GranuleReads:
     """Plans reads of granules in equal requests; common parts are made once."""
 
     def __init__(self, *, address: int, size: int, request_bytes: int) -> None:
-        """Granules have ``size`` bytes, requests about ``request_bytes``; slot 0 is at
+        """Granules have ``size`` bytes, requests ``request_bytes`` or so; slot 0 is at
         ``address``."""
         each = max(1, round(size / request_bytes))
         step = -(-size // each // PAGE_BYTES) * PAGE_BYTES
@@ -235,8 +235,7 @@ def _make_merged(
 
 
 def keep_gates(batch: ReadBatch, gate_bytes: int, whole: Bits) -> tuple[ReadBatch, Bits]:
-    """Let single-bundle requests read ``gate_bytes`` only, except for ``whole`` [b]; return which
-    do."""
+    """Let single-bundle requests read only ``gate_bytes``, unless ``whole`` [b]; return which."""
     gates = (batch.counts == 1)[batch.requests] & ~whole
     requests = batch.requests[gates]
     batch.vectors[batch.firsts[requests], 1] = gate_bytes

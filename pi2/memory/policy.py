@@ -39,8 +39,8 @@ class Policy(Protocol):
         """Begin a request that finds ``keys`` [n] (distinct) in ``slots`` [n]."""
 
     def replace(self, keys: I64, held: Bits) -> I32:
-        """Distinct slots [n] for the absent ``keys`` [n], empty ones first; ``held`` and just used
-        slots stay."""
+        """Distinct slots [n] for the absent ``keys`` [n], empty first; ``held`` and just used ones
+        stay."""
 
     def adopt(self, keys: I64, order: I32) -> None:
         """Begin anew: slot i holds ``keys[i]`` (ABSENT: it is empty); ``order`` has all slots, the
@@ -66,8 +66,7 @@ def carry_over(values: I64, source: I32, empty: int) -> I64:
 
 
 def make_policy(name: PolicyName, capacity: int, keys: int, expected: F32 | None = None) -> Policy:
-    """The policy of a plan with ``capacity`` empty slots; ``expected`` [keys] uses per token, if
-    known."""
+    """The policy of a plan with ``capacity`` empty slots; ``expected`` [keys]: uses per token."""
     # Imported here, because the policies share the types above.
 
     if name == "lru":
@@ -194,8 +193,7 @@ the neurons make 80 % of the activations."""
 
 
 def expect_uses(layers: int, neurons: int, *, share: float = _UNKNOWN_USE) -> F32:
-    """Uses per token [layers, neurons] of neurons stored by hotness, if a token uses ``share`` of
-    them."""
+    """Uses per token [layers, neurons], by hotness, if a token uses ``share`` of them."""
     places = ((np.arange(neurons) + 0.5) / neurons) ** -_STEEPNESS
     uses = np.minimum(places * (share / places.mean()), 1.0)
     return np.tile(uses.astype(np.float32), (layers, 1))

@@ -84,7 +84,7 @@ class ReadSieve:
         return ReadLimits(zero + margin, zero + margin * self._beside, zero, self._allowance)
 
     def choose(self, indices: I32, missing: Bits, scores: F32) -> tuple[Bits, float]:
-        """Which of ``indices`` [n] stay: present ones, and missing ones worth a read or beyond the
+        """Which of ``indices`` [n] stay: present ones, and missing ones worth a read or over
         allowance."""
         least, beside, zero, allowance = self.limits
         sure = missing & (scores >= np.float32(least))

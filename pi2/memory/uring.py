@@ -309,8 +309,8 @@ class UringEngine:
         self._files = files
         self._depth = depth
         self._jobs: deque[_Job] = deque()
-        """Jobs whose results are in the pool, in the order of their names: the few that may still
-        be waited for."""
+        """Jobs whose results are in the pool, in the order of their names: some are still
+        awaited."""
         self._make_pool(_POOL)
         self._ring = self._open_ring(0)
         self._waits = False
@@ -321,8 +321,7 @@ class UringEngine:
         self._results: I64 = np.full(count, PENDING, np.int64)
 
     def _open_ring(self, name: int) -> Ring:
-        """Open a ring whose first request is called ``name``; the calling thread will be the one
-        that submits."""
+        """Open a ring whose first request is called ``name``; the calling thread will submit."""
         ring = Ring(self._depth, has_one_caller=self._has_one_caller)
         try:
             ring.register_files(self._files)

@@ -1,5 +1,4 @@
-"""Families of models from ``config.json``: documents ``MODEL_TYPE.family.toml``, of the checkpoint
-or of pi2."""
+"""Families of models from ``config.json``: ``MODEL_TYPE.family.toml``, of the checkpoint or pi2."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ def describe_family(config: Config) -> Tables:
 
 
 def unwrap_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the part that reads text; ``config`` itself for models that read only
-    text."""
+    """The configuration of the part that reads text; ``config`` itself of text-only models."""
     kind, text = config.get("model_type"), config.get("text_config")
     if not isinstance(kind, str) or kind not in list_families().wrappers:
         return config

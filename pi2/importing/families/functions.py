@@ -170,8 +170,7 @@ def read_two_factors(scope: Description) -> None:
 
 
 def limit_context(scope: Description) -> None:
-    """Leave contexts out that have more blocks of keys than MiniMax M3's index chooses, if any
-    layer has one."""
+    """Leave out contexts with more blocks of keys than MiniMax M3's index chooses in any layer."""
     config = scope.config
     names, older = config.read_list("layer_types"), config.read_table("sparse_attention_config")
     if not (

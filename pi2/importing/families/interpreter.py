@@ -53,8 +53,8 @@ def show(value: Any) -> str:
 
 
 class Completed:
-    """A configuration with what its family assumes and fixes; a key's value is computed when it is
-    asked for."""
+    """A configuration with its family's assumptions and fixed keys; values are computed on
+    demand."""
 
     def __init__(self, config: Config, sections: Sections, functions: ModuleType) -> None:
         self.config = self.raw = config
@@ -180,8 +180,7 @@ class Description(Completed):
         return self.config.read(key, kind, default)
 
     def put(self, name: str, value: Any) -> None:
-        """State a key of the model document, unless the family's document does; a table as a
-        whole."""
+        """State a key of the model document, unless the family's document does; a table whole."""
         if isinstance(value, Mapping):
             for key, item in value.items():
                 self.put(f"{name}.{key}", item)

@@ -32,8 +32,7 @@ def load_methods() -> dict[str, Read]:
 def decode_weights(
     file: Path, config: Mapping[str, Any], tensors: Mapping[str, SourceTensor]
 ) -> Mapping[str, SourceTensor]:
-    """Tensors as a plain checkpoint has them; `UserError` P533 to P535, P544 for unknown
-    methods."""
+    """Tensors as in a plain checkpoint; `UserError` P533 to P535, P544 for unknown methods."""
     settings = find_settings(config)
     if settings is None:
         return tensors
