@@ -77,8 +77,7 @@ class BuildRequest:
     chunk_type: ActivationType = "int16"
     """Precision of activations if several tokens go through a layer together."""
     step_type: Literal["int8"] | None = None
-    """Precision of activations if several tokens of a step share weights; None: a single
-    token's."""
+    """Precision of activations if tokens of a step share weights; None: a single token's."""
     looks_ahead: bool = False
     """Whether layers' neurons are predicted before their own input is known (`Foreseer`)."""
     passes: Literal[1, 2] | None = None
@@ -98,8 +97,7 @@ class BuildRequest:
     """Per layer of a model with a smooth activation, what counts as zero in ``predict_gate``:
     act(gate) smaller than the first, act(gate) * up smaller than the second; None stands for 0."""
     expert_limits: Sequence[Sequence[float]] | None = None
-    """Per layer of an MoE model, the first limit of each expert [experts], instead of the
-    layer's."""
+    """Per layer of an MoE model, the first limit of each expert [experts], not the layer's."""
     expert_neurons: Sequence[I32] | None = None
     """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each: of the rows of predictors and gates; needed to name neurons only."""
@@ -156,8 +154,7 @@ class Backend(Protocol):
     NATIVE: bool
     """Whether it needs the processor that the device describes."""
     KINDS: tuple[UnitKind, ...]
-    """Kinds of units that plans give to it by default; none for backends that only replace
-    others."""
+    """Kinds of units that plans give to it by default; none for replacements."""
     ONLY_EMULATED: bool
     """Whether its devices have been emulated so far, wherever it ran."""
 
@@ -185,8 +182,7 @@ class ExecutorBackend(Backend, Protocol):
 
 
 class Preparer(Protocol):
-    """Members of a backend's module whose executors need something made first; a backend need not
-    be one."""
+    """Members of a backend's module whose executors need something made first."""
 
     def prepare(self, request: BuildRequest) -> Callable[[BuildRequest], Executor]:
         """Compile kernels, unless they are cached; returns a function that builds the executor with

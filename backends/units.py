@@ -234,8 +234,7 @@ class WholeRequest:
 
 
 class SequenceModel(Protocol):
-    """A model whose layers need not be known: tokens go in, logits come out.  One calling
-    thread."""
+    """A model without visible layers: tokens go in, logits come out. One calling thread."""
 
     def expect(self, end: int) -> None:
         """Tell that the calls that follow bring a sequence to ``end`` tokens at most."""

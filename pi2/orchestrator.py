@@ -95,8 +95,7 @@ def build(
 def build_whole_model(
     resolved: ResolvedPlan, *, progress: Progress, start: float, observed: MakeObserver | None
 ) -> LoadedModel:
-    """Bring a model to the unit that has it as a whole; UserError P662 if its neurons are to be
-    observed."""
+    """Bring a model to the unit that has all of it; UserError P662 for observed neurons."""
     if observed is not None:
         raise UserError.of(
             "P662",

@@ -1,5 +1,4 @@
-"""Pulled models below ``PI2_CACHE_DIR`` or ``XDG_DATA_HOME/pi2/models``: a store each, with its
-origin."""
+"""Pulled models below ``PI2_CACHE_DIR`` or ``XDG_DATA_HOME/pi2/models``: stores with origin."""
 
 from __future__ import annotations
 
@@ -271,8 +270,7 @@ def remove_thing(thing: CachedThing) -> bool:
 
 @contextmanager
 def _hold(folder: Path) -> Iterator[bool]:
-    """Hold a folder and the folders in it as downloads do; returns whether no other process holds
-    it."""
+    """Hold a folder and its folders as downloads do; whether no other process holds one."""
     held: list[int] = []
     try:
         for path in (folder, *(item for item in folder.rglob("*") if item.is_dir())):

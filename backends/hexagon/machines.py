@@ -35,8 +35,7 @@ class Machine(Protocol):
         """The worker's program and arguments."""
 
     def open_memory(self, size: int) -> int:
-        """Return the file descriptor of memory that the worker can map; `UnitFailed` if there is
-        none."""
+        """Return a file descriptor of memory that the worker can map; or `UnitFailed`."""
 
 
 class Emulator:

@@ -132,8 +132,7 @@ def _pack_down(values: F32, room: int) -> Arrays:
 
 
 def pack_tokens(values: F32, tokens: int, weights: Weights) -> Tokens:
-    """Round inputs [n, length] for a graph of ``tokens``, not below n, whose weights are of a
-    kind."""
+    """Round inputs [n, length] for a graph of ``tokens`` >= n with weights of a kind."""
     count, length = values.shape
     wide, together = round_up(length, LENGTH_STEP), count_together(tokens)
     peaks = np.abs(values).max(axis=1, initial=0)

@@ -151,8 +151,7 @@ class Session:
         return f": {said[-1]}" if said else ""
 
     def catch_up(self) -> None:
-        """Wait until the worker is idle, by a message that asks for nothing: an interrupt loses
-        counts."""
+        """Wait until the worker is idle, with an empty message: an interrupt loses counts."""
         number = self.ask(NOTHING)
         while self.take_reply().number != number:
             pass

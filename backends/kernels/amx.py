@@ -54,8 +54,7 @@ LANES = 16
 """Lanes of a register of 32-bit numbers."""
 _CODE_BYTES = GROUP * ROWS
 _SUMS, _TOKEN_CODES, _WEIGHTS = 0, 4, 6
-"""First tile of each use: sums of two groups in two planes, codes of tokens in two planes, weights.
-"""
+"""First tile of each use: sums and codes of two groups in two planes, and weights."""
 
 
 def takes_blocks(isa: Isa, activations: Activations, precision: Precision) -> bool:

@@ -339,8 +339,7 @@ def emit_keep_row(kept: Kept, source: v.Buffer, place: v.Expr, at: v.Expr) -> No
 
 @dataclass(frozen=True, slots=True)
 class MixedHeads:
-    """Queries begin at ``sources`` of ``queries``, sums float32 [rank] at ``results`` of
-    ``target``."""
+    """Queries begin at ``sources`` of ``queries``, sums float32 [rank] at ``results``."""
 
     queries: v.Buffer
     sources: list[v.Expr]

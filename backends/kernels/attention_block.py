@@ -61,8 +61,8 @@ class MixingBlock:
     """What several residual streams begin a layer with."""
 
     def emit_input(self, store: Callable[[v.Expr, v.Expr, v.Expr], None]) -> None:
-        """Normalise x of all tokens and project it; ``store(token, row, product)``, the bias not
-        added."""
+        """Normalise x of all tokens and project it; ``store(token, row, product)``, without
+        bias."""
         spec = self.schedule.spec
 
         def prepare(token: v.Expr) -> None:
@@ -79,8 +79,7 @@ class MixingBlock:
             self.streams.emit_laurel(self.x, self.hidden, self.tokens)
 
     def emit_add(self, mixed: Activations, other_rows: int = 0) -> None:
-        """Project the ``mixed`` values and add them to x; the first ``other_rows`` are another
-        unit's."""
+        """Project the ``mixed`` values and add them to x; ``other_rows`` are another unit's."""
         spec, x, hidden = self.schedule.spec, self.x, self.hidden
         bias, norm = self.output_bias, self.output_norm
 

@@ -139,8 +139,7 @@ class _Task:
         return sees
 
     def ask_ahead(self, block: Block, slot: v.Expr) -> None:
-        """Ask for a query's part of the next block: all at once, requests would wait for each
-        other."""
+        """Ask for a query's part of the next block: all at once would wait for each other."""
         cache, layout = self.chunk.cache, self.room.layout
         size = self.chunk.schedule.spec.attention.head_dim
         part = round_up(ceil(layout.block * size / layout.slots), cache.line)

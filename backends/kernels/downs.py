@@ -19,8 +19,7 @@ from pi2.plan.weights.layout import GROUP, weight_bytes
 
 
 def find_neighbour(bundles: Bundles, place: v.Expr, first: v.Expr | None) -> Neuron:
-    """Return a neuron of ``bundles`` in stored order; the first has row ``first`` of resident
-    scales."""
+    """Return a neuron of ``bundles`` in stored order; ``first``: row of the first's scales."""
     return bundles.find(place, None if first is None else first + place)
 
 

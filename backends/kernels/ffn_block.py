@@ -295,8 +295,7 @@ def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
-    """Add contiguous neurons to y of all tokens; in an MoE model, an expert's neurons to its
-    tokens."""
+    """Add contiguous neurons to y of all tokens; in an MoE model, an expert's to its tokens."""
     count = take.take_number("count")
     tokens = take.take_number("tokens")
     spec = schedule.spec

@@ -77,8 +77,7 @@ class PlaceList:
         return [self.read(place) for place in self.list_places(first)]
 
     def look_ahead(self, first: v.Expr) -> list[Place]:
-        """Return the neurons from place ``first`` on that are prefetched, including some behind the
-        list."""
+        """Return the prefetched neurons from place ``first`` on, including some behind the list."""
         last = (self.count if self.ahead is None else self.ahead) - 1
         return [self.read(T.min(first + index, last)) for index in range(TOGETHER)]
 

@@ -159,8 +159,7 @@ def emit_clip(spec: KernelSpec, qkv: v.Buffer, limit: float, once: v.Expr, token
 
 
 def emit_append(spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, at: v.Expr) -> None:
-    """Append ``token``, at position ``at``, to the KV cache from ``qkv`` float32 [tokens,
-    qkv_rows]."""
+    """Append ``token``, at position ``at``, to the KV cache from ``qkv`` [tokens, qkv_rows]."""
     size = spec.attention.head_dim
     with T.serial(spec.attention.kv_heads) as head:
         context = v.let(v.wide(head) * v.wide(cache.context))

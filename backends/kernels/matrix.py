@@ -45,8 +45,7 @@ def emit_norm(
     token: v.Expr,
     width: int | None = None,
 ) -> None:
-    """Set ``target.values[token]`` to RMSNorm(``source[row]``) and quantise it; zeros beyond
-    ``width``."""
+    """Set ``target.values[token]`` to RMSNorm(``source[row]``), quantised; zeros from ``width``."""
     length = target.length
     sums = T.alloc_buffer((32,), "float32")
     for half in range(2):
@@ -66,8 +65,7 @@ def emit_norm(
 
 
 def emit_quantize(target: Activations, token: v.Expr) -> None:
-    """Set codes, scales and sums of ``target`` from its values; only codes if the target has
-    floats."""
+    """Set codes, scales and sums of ``target`` from its values; only codes of floats."""
     if target.several is not None:
         with T.If(target.several):
             with T.Then():

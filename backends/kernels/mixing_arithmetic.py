@@ -1,5 +1,4 @@
-"""Products of queries with keys and of shares with values, a block and a tile of queries at a
-time."""
+"""Products of queries with keys and of shares with values, for a block and a tile."""
 
 from __future__ import annotations
 

@@ -115,8 +115,7 @@ FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """Items ``begin`` to ``end``, each of ``parts`` vectors: one (a row) or two (a neuron's gate
-    and up)."""
+    """Items ``begin`` to ``end``, each of ``parts`` vectors: 1 (a row) or 2 (gate and up)."""
 
     begin: v.Expr
     end: v.Expr
@@ -160,8 +159,7 @@ class Vector:
 LINE = 64
 """Bytes of a cache line."""
 REQUESTS = 8
-"""Tiles of tokens in which vectors that are multiplied next are asked for, a part of them in each.
-"""
+"""Tiles of tokens in which the next vectors are asked for, a part of them in each."""
 
 
 def emit_request(vectors: Sequence[Vector], length: int, turn: v.Expr) -> None:

@@ -1,5 +1,4 @@
-"""MLC-LLM as a backend: a GPU has the whole model and gives text; the plan's ``weights`` are its
-folder."""
+"""MLC-LLM as a backend: a GPU has the whole model and gives text; ``weights``: its folder."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class MlcEngine:
         chunk: int = 128,
         device: str = "auto",
     ) -> None:
-        """Load ``folder``; UserError P686 without mlc_llm, P688 if it fails, P689 for another
+        """Load ``folder``; UserError P686 without mlc_llm, P688 on failure, P689 on another
         model."""
         check_folder(folder, model)
         self.load_s = -time.monotonic()
@@ -99,8 +98,7 @@ class MlcEngine:
         stop: Sequence[str] = (),
         seed: int | None = None,
     ) -> Iterator[str]:
-        """Yield pieces of a text, then set ``finished``; UserError P687 for unknown sampling,
-        P688."""
+        """Yield pieces of a text, then set ``finished``; P687 for unknown sampling, P688."""
         from pi2.backends.units import Finished
 
         check_sampling(sampling)

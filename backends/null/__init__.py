@@ -1,2 +1,1 @@
-"""Computes nothing and counts everything: segments, cache and prefetch are real, activations
-drawn."""
+"""Computes nothing and counts everything: segments, cache and prefetch are real."""

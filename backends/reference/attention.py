@@ -223,8 +223,7 @@ class Attention:
         return x
 
     def _keep(self, layer: int, key: F32, value: F32, sequence: int, position: int) -> None:
-        """Append keys and values [T, kv_heads, head_dim] of a sequence's tokens from ``position``
-        on."""
+        """Append keys and values [T, kv_heads, head_dim] of tokens from ``position`` on."""
         attention = self._model.attention
         if attention.value_norm:
             value = normalize(self._head_norm, value, np.ones(1, np.float32))

@@ -125,8 +125,7 @@ class ProcessUnit:
         return process
 
     def offer_room(self, layer: int) -> U8 | None:
-        """Return the shared memory in which the layer's neurons stay, if bundles have the
-        scales."""
+        """Return the shared memory in which the layer's neurons stay, if bundles have scales."""
         if self._request.scales is not None:
             return None
         return self._view_bundles(self._kept_at[layer], self._request.neurons[layer])

@@ -187,8 +187,7 @@ class States:
         return np.asarray(gates[:, shape.gates - shape.gate_rank :] @ weights.T)
 
     def _scan(self, projected: F32, place: _Place) -> F32:
-        """The first Mamba's recurrence: every element of a channel's state has a decay of its
-        own."""
+        """The first Mamba's recurrence: every element of a channel's state has its own decay."""
         shape = self._shape
         values = take_silu(self._convolve(projected[:, : shape.channels], place))
         parts = values @ self._read(place, "state_parts")[:, : shape.width].T

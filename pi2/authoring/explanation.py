@@ -1,5 +1,4 @@
-"""Explains values of documents, and writes their JSON Schemas in the part of draft 7 that editors
-know."""
+"""Explains values of documents, and writes their JSON Schemas in editors' part of draft 7."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Commands of ``pi2``: functions with the decorator `in_help`, found in the text, imported when
-run."""
+"""Commands of ``pi2``: functions with the decorator `in_help`, imported when they run."""
 
 from __future__ import annotations
 

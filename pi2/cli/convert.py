@@ -63,8 +63,7 @@ class ConvertOptions:
     quantizer: Literal["nearest", "search", "compensated"] = "search"
     """Rounding of int4: nearest is faster, compensated more accurate."""
     scales: Literal["inline", "resident"] = "inline"
-    """Place of the scales of neurons: in the bundles, or in separate files that stay in
-    memory."""
+    """Place of the scales of neurons: in the bundles, or in separate files kept in memory."""
     statistics: Path | None = option(metavar="STATS")
     """Folder of `pi2 activations --moments`; needed by search and compensated."""
     errors: Path | None = option(type=FILE, metavar="FILE")
@@ -154,8 +153,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
 
 
 def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
-    """Write a GGUF file in several formats and report it; click's UsageError for stores'
-    options."""
+    """Write a GGUF file in several formats and report it; UsageError for stores' options."""
     from pi2.importing.imatrix import read_imatrix
     from pi2.importing.quantize import quantize_checkpoint
     from pi2.importing.quantizers import ErrorReport

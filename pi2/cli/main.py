@@ -1,5 +1,4 @@
-"""The program ``pi2``. Exit codes: 0 fine, 1 findings, 2 cannot run, 3 bug, 130 Ctrl-C, 141 no
-reader."""
+"""The program ``pi2``. Exit codes: 0 fine, 1 findings, 2 cannot run, 3 bug, 130 and 141 cut off."""
 
 from __future__ import annotations
 

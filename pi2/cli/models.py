@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 @in_help("Run", "List models that were pulled or converted.")
 @click.command("list")
 def list_command() -> None:
-    """List models that were pulled, or converted to be run: name, size, and what each was made
-    from."""
+    """List pulled models, and models converted to be run: name, size and origin."""
     from pi2.pulled_models import LocalSource, list_models
 
     models = list_models()

@@ -175,8 +175,7 @@ def make_model(
     origin: str,
     replace: bool,
 ) -> Path:
-    """Make the store ``output`` with model and plan; return the path of the plan, if there is
-    one."""
+    """Make the store ``output`` with model and plan; return the plan's path, if there is one."""
     from pi2.cli.convert import choose_precision, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
@@ -237,8 +236,7 @@ def find_plan_path(path: Path, *, files: FileFiller | None = None) -> Path:
 def find_retokenized(
     path: Path, tokenizer: Path | None, *, files: FileFiller | None = None
 ) -> tuple[Path, dict[str, object]]:
-    """The named plan with ``tokenizer``, and the overrides it needs; UsageError if it is no
-    checkpoint."""
+    """The named plan with ``tokenizer``, and its overrides; UsageError without a checkpoint."""
     if tokenizer is None:
         return find_plan_path(path, files=files), {}
     if not is_checkpoint(path):

@@ -226,8 +226,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 def option(*names: str, **settings: Any) -> Any:
-    """A field of an options dataclass with click's ``settings``, and ``names`` other than its
-    own."""
+    """A field of an options dataclass with click's ``settings``, and other ``names``."""
     return field(metadata={"names": names, "settings": settings})
 
 

@@ -204,8 +204,7 @@ def _make_wish(given: PlanOptions) -> Wish:
 
 
 def _add_thresholds(wish: Wish, file: Path, output: Path | None) -> Wish:
-    """The wish with thresholds; UserError P258 for another model's, and the errors of reading
-    them."""
+    """The wish with thresholds; UserError P258 for another model's, and errors of reading."""
     from pi2.plan.reading.thresholds import read_thresholds
 
     found = read_thresholds(file)

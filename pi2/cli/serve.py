@@ -395,8 +395,7 @@ def list_plans(
     memory_bytes: int | None = None,
     tokenizer: Path | None = None,
 ) -> list[ServedPlan]:
-    """Plans to serve, fitted to ``memory_bytes`` if needed; UserError for bad plans or equal
-    names."""
+    """Plans to serve, fitted to ``memory_bytes``; UserError for bad plans or equal names."""
     from pi2.refit import read_plan
     from pi2.serving.hosts import ServedPlan
     from pi2.sharing.resolver import LockedReferences

@@ -43,8 +43,7 @@ class KernelTimes:
         kv: KvType = "fp16",
         activations: ActivationType = "int16",
     ) -> None:
-        """``width`` of the model, None for the largest; other ``kv`` or ``activations`` fill
-        gaps."""
+        """``width`` of the model, None for the largest; other ``kv`` or ``activations`` as well."""
         self._unit = unit
         self._width = width
         self._constants = constants

@@ -221,8 +221,7 @@ class Answer:
     """The tokens of a request so far."""
 
     def __init__(self, request: GenerationRequest, decoder: TokenDecoder, context: int) -> None:
-        """``decoder``: a new one; ``context``: tokens that a sequence has room for. The clock
-        starts."""
+        """``decoder``: a new one; ``context``: tokens of a sequence. The clock starts."""
         self._request = request
         self._decoder = decoder
         self._context = context

@@ -379,8 +379,7 @@ class CutFeedForward(FeedForward):
         return next(others, self._layers) - layer - 1
 
     def run_dense(self, layer: int, chunks: int = 1) -> Iterator[int]:
-        """See `FeedForward`; neurons of steps are counted: tokens compute different ones by
-        layer."""
+        """See `FeedForward`; neurons of steps are counted: layers compute different ones."""
         yield from super().run_dense(layer, chunks)
         computed = self._neurons * self._sequences
         self.counters.predicted += computed

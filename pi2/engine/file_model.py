@@ -179,8 +179,7 @@ class FileModel:
         return self._model.read_logits()
 
     def read_hidden(self, first: int) -> F32:
-        """Head inputs of the last chunk's tokens from ``first`` on [n, hidden], until the next
-        call."""
+        """Head inputs of the chunk's tokens from ``first`` on [n, hidden], until the next call."""
         return self._model.read_hidden(first)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:

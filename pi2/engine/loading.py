@@ -161,8 +161,7 @@ def count_tensor_bytes(tensor: Tensor) -> int:
 def begin_scales(
     resolved: ResolvedPlan, store: NeuronStore, budget: Budget, batch: Batch
 ) -> list[U8] | None:
-    """Begin to read the scales of every layer's neurons [neurons, bytes]; None if bundles have
-    them."""
+    """Begin to read the scales of all neurons [neurons, bytes]; None if bundles have them."""
     if store.bundle.scales == "inline":
         return None
     found = []

@@ -36,8 +36,7 @@ class Shape:
     writes_arguments: bool = False
     """Arguments are JSON texts, not objects."""
     has_no_content: bool = False
-    """A message with calls has no content, not even an empty one; its text is an earlier
-    message."""
+    """A message with calls has no content, not even an empty one; its text comes before it."""
     shortens_ids: bool = False
     """Ids of calls have nine letters and digits."""
     has_parts: bool = False

@@ -64,8 +64,7 @@ class ReadAhead:
 
 
 class NeuronParts:
-    """Stored indices [n] (ascending) in parts of ``size``, the last one smaller; computed ones are
-    dropped."""
+    """Stored indices [n] (ascending) in parts of ``size``; computed parts are dropped."""
 
     def __init__(self, indices: I32, size: int) -> None:
         self.indices = indices

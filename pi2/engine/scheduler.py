@@ -273,7 +273,7 @@ class Scheduler:
             raise _describe_closed()
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
-        """Drive until one of ``tickets`` has output or ended; UserError P613 if this thread has all
+        """Drive until one of ``tickets`` has output or ended; P613 if this thread has all
         places."""
 
         def is_there() -> bool:
@@ -306,8 +306,7 @@ class Scheduler:
 
     @contextmanager
     def borrow_place(self) -> Iterator[int]:
-        """A place without a request until it is given back, after driving others if needed;
-        UserError P613."""
+        """A place without a request for a while, after driving others if needed; UserError P613."""
         with self._lock:
             self.check_open()
             while not self._free:

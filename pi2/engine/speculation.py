@@ -36,8 +36,7 @@ class Drafter(Protocol):
     """Drafts tokens. One caller at a time."""
 
     def propose(self, place: int, ids: I64, most: int) -> list[int]:
-        """Draft up to ``most`` tokens after ``ids`` [n] of ``place``'s sequence; the last id is
-        unread."""
+        """Draft up to ``most`` tokens after ``ids`` [n] of a place; the last id is unread."""
 
     def forget(self, place: int) -> None:
         """Take notice that another sequence will have ``place``."""

@@ -32,8 +32,7 @@ class Foresight:
         has_experts: bool,
         needs_scores: bool,
     ) -> None:
-        """``select_tokens`` takes a step's tokens in turn; ``needs_scores``: `read` gives
-        scores."""
+        """``select_tokens`` takes a step's tokens in turn; ``needs_scores``: `read` has scores."""
         self._executor = executor
         self._threshold = threshold
         self._select_tokens = select_tokens

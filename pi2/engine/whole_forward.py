@@ -25,8 +25,7 @@ class HiddenReader(Protocol):
     """A model that shows what its head reads."""
 
     def read_hidden(self, first: int) -> F32:
-        """Head inputs of the last chunk's tokens from ``first`` on [n, hidden], until the next
-        call."""
+        """Head inputs of the chunk's tokens from ``first`` on [n, hidden], until the next call."""
 
 
 class WholeForward(Sequences):

@@ -38,8 +38,7 @@ LIBRARY_BYTES = 78 << 20
 LAYER_BYTES = 100 << 10
 """Python's objects of a layer, and pages of which it uses a part."""
 VOCABULARY_BYTES = 700
-"""What a tokenizer with merges has of each token in memory: 560 to 750 of 4 thousand to 256
-thousand tokens."""
+"""Bytes of memory of each token of a tokenizer with merges: 560 to 750 were found."""
 TOKENIZER_FILE_PART = 12.5
 """The same for each byte of ``tokenizer.json``: 9 to 18."""
 TABLE_BYTES = 160
@@ -77,8 +76,7 @@ def count_file_runtime(model: Model, *, has_table: bool) -> int:
 
 
 def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] = ()) -> int:
-    """Size of the segment ``runtime`` in whole MiB: resident parts, page tables, ``units``,
-    reserve."""
+    """Size of the segment ``runtime`` in whole MiB: libraries, page tables, ``units``, reserve."""
     tables = budget_bytes // PAGE_TABLE_PART
     spare = SPARE_BYTES + sum(UNIT_BYTES[kind] for kind in units)
     return round_up(count_libraries(model) + tables + spare, _MIB)

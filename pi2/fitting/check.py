@@ -89,8 +89,7 @@ def check_file(
     reuse: Reuse | None = None,
     fill: FillPlan | None = None,
 ) -> Report:
-    """Check the file at ``path`` by its suffix; ``text`` replaces its content, many share
-    ``reuse``."""
+    """Check the file at ``path`` by its suffix; ``text`` replaces its content."""
     shown = name or str(path)
     kind = detect_kind(path.name)
     if kind == "plan":

@@ -212,8 +212,7 @@ class Inspection:
     def put_together(
         self, located: Located, kind: Kind, text: str | None
     ) -> tuple[SourceFile, bool] | None:
-        """A document with everything it extends, and whether all of that exists; None if it is
-        none."""
+        """A document with everything it extends, and whether all of that exists; or None."""
         path, name = located.path, located.name
         wrong = check_suffix(located.file_name, name, kind)
         if wrong is not None and os.path.exists(path):

@@ -22,8 +22,7 @@ _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 
 
 
 def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:
-    """Reasons why a plan cannot run on ``machine``; plans without compiled kernels run
-    everywhere."""
+    """Reasons why a plan cannot run on ``machine``; without compiled kernels there are none."""
     backends = [find_backend(name) for name in resolved.list_backends()]
     if not any(backend.COMPUTES for backend in backends):
         return []
@@ -192,8 +191,7 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
 
 
 def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """Refusals of a run about the store: P502-P506, P508, P520, P605, P689; none if it is
-    absent."""
+    """Refusals of a run about the store: P502-P506, P508, P520, P605, P689; none without it."""
     from pi2.store.agreement import check_files, check_model, find_bundle_misfits
     from pi2.store.manifest import read_manifest
 

@@ -117,8 +117,7 @@ def _need_hot(resolved: ResolvedPlan) -> Need:
 
 
 def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
-    """The sparse unit's backend; any other if the plan names none that computes models, an
-    error."""
+    """The sparse unit's backend; any other if the plan names none that computes models."""
     unit = resolved.sparse_unit
     name = resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu"
     backend = find_executor_backend(name) or find_executor_backend("cpu")
@@ -138,8 +137,7 @@ def _need_workspace(resolved: ResolvedPlan) -> Need:
 
 
 def count_chunks(resolved: ResolvedPlan) -> int:
-    """Chunks of a prompt that pass a layer together: 512 tokens with ``layers-first``, given
-    room."""
+    """Chunks of a prompt that pass a layer together: up to 512 tokens with ``layers-first``."""
     plan = resolved.plan
     if plan.pipeline.prefill == "chunks-first" or resolved.has_whole_unit:
         return 1

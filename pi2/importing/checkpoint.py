@@ -355,8 +355,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(folder: Path, file: Path) -> None:
-    """`UserError` P538 for a weight file that is a link out of ``folder``, P532 for one that is no
-    regular file."""
+    """`UserError` P538 for a weight file that links out of ``folder``, P532 for no regular one."""
     try:
         check_place(folder, file)
     except OSError as error:

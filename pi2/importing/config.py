@@ -74,8 +74,7 @@ class Config:
         return self._values.get(key) is not None
 
     def read(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """Value of ``key``; `UserError` P544 if it is missing without default or of another
-        type."""
+        """Value of ``key``; `UserError` P544 if it has another type, or no value and default."""
         value: Any = self._values.get(key)
         if value is None:
             if default is None:

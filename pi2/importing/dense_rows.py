@@ -22,8 +22,7 @@ from pi2.plan.documents.model import Model
 def find_dense_rows(
     tensors: Mapping[str, SourceTensor], model: Model, tensor: DenseTensor
 ) -> list[Rows]:
-    """Rows that follow each other in ``tensor``; of vectors of states, what `read_state_vector`
-    reads."""
+    """Neighbouring rows of ``tensor``; of vectors of states, as `read_state_vector` has them."""
     found = [find_rows(tensors, model, source) for source in tensor.sources]
     first = found[0].tensor
     if tensor.transform == "stack":

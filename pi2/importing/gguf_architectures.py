@@ -175,8 +175,7 @@ def find_place(names: Names, name: str) -> Place | None:
 
 
 def name_in_file(names: Names, wanted: str) -> str:
-    """What a file calls the tensor ``wanted`` of a Hugging Face checkpoint; ``wanted`` itself if
-    no file has it."""
+    """A file's name of the Hugging Face tensor ``wanted``; ``wanted`` itself if there is none."""
     for name, pattern in names.items():
         parts = re.split(r"\{(\w+)\}", pattern)
         expression = "".join(

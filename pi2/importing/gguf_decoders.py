@@ -29,8 +29,7 @@ class Metadata:
         self.architecture: str = self.read("general.architecture", str)
 
     def read(self, key: str, kind: type[object], default: Any = None) -> Any:
-        """Value of ``key`` with ``{arch}``; equal numbers of all layers as one. `UserError`
-        P532."""
+        """Value of ``key`` with ``{arch}``; equal numbers of layers as one. `UserError` P532."""
         key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
         value: Any = self._take(key)
         if isinstance(value, np.ndarray) and kind in (int, float) and len(value):

@@ -49,8 +49,7 @@ def read_gemma3(metadata: Metadata, config: dict[str, Any], activation: str) -> 
 
 
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """The configuration, without the facts that only tensors show. `UserError` P532 as
-    `Metadata.read`."""
+    """The configuration, without facts that only tensors show. `UserError` P532."""
     read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
     narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
     narrow = [(layer + 1) % 5 != 0 for layer in range(layers)] if narrow is None else narrow
@@ -101,8 +100,7 @@ _STILL = 1e20
 
 
 def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """The configuration, without the facts that only tensors show. `UserError` P532 as
-    `Metadata.read`."""
+    """The configuration, without facts that only tensors show. `UserError` P532."""
     read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
     narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
     narrow = [(layer + 1) % 6 != 0 for layer in range(layers)] if narrow is None else narrow

@@ -468,8 +468,8 @@ def _expect_bytes(value: Value) -> bytes:
 
 
 def parse_config(content: bytes | None) -> dict[str, Any]:
-    """Values of ``tokenizer_config.json``; empty if there is none, or if it is broken, which is
-    said elsewhere."""
+    """Values of ``tokenizer_config.json``; empty if it is missing, or broken, as reported
+    elsewhere."""
     try:
         values = json.loads(content or b"{}")
     except (ValueError, RecursionError):

@@ -24,8 +24,7 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 _MOST_NAME = 1024
 _EXPERT = re.compile(r"(.+\.ffn_(?:gate|up|down|gate_up))\.(\d+)\.weight")
 _LEAST = 1e-5
-"""Least weight of every column as a share of the mean: inputs at 0 in the text are not 0
-everywhere."""
+"""Least weight of a column, by the mean: inputs at 0 in the text are not 0 everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

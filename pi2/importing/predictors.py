@@ -152,8 +152,7 @@ class LayerPredictor:
 def find_predictors(
     checkpoint: Checkpoint, model: Model, file: Path | None
 ) -> list[LayerPredictor] | None:
-    """Predictors of every layer in ``file`` or the checkpoint, or None. `UserError` P533, P534,
-    P542."""
+    """Predictors of every layer in ``file`` or the checkpoint, or None. P533, P534, P542."""
     if model.predictor is None:
         if file is not None:
             raise UserError.of(

@@ -77,8 +77,7 @@ _TILE_WEIGHTS = 2**15
 def quantize_by_search(
     rows: F32, precision: Precision, importance: F32 | None = None
 ) -> tuple[U8, Scales | None]:
-    """Quantise ``rows`` like `Packing.quantize`, weighing columns by ``importance`` [length]; only
-    int4 gains."""
+    """Quantise ``rows`` as `Packing.quantize`, with ``importance`` [length]; only int4 gains."""
     packing = find_packing(precision)
     if not packing.is_searched:
         return packing.quantize(rows)
@@ -130,8 +129,7 @@ def prepare_moments(moments: F32) -> F32:
 
 
 def quantize_with_compensation(rows: F32, factor: F32, importance: F32) -> tuple[U8, F16]:
-    """Quantise ``rows`` to int4 with ``factor`` [length, length], ``importance`` [length];
-    ValueError."""
+    """Quantise ``rows`` to int4 with ``factor`` [length, length] and ``importance``; ValueError."""
     count, length = rows.shape
     rest = rows.copy()
     codes = np.empty((count, length), np.int8)

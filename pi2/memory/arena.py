@@ -1,5 +1,4 @@
-"""The arena, the neuron cache over it, and context memory lent to the cache until tokens need
-it."""
+"""The arena, the neuron cache over it, and context memory lent to it until tokens need it."""
 
 from __future__ import annotations
 

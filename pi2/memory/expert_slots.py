@@ -215,8 +215,7 @@ class ExpertSlots:
         self._engine.submit(batch)
 
     def wait(self, held: Held, *, inputs_only: bool = False) -> None:
-        """Wait for missing experts, or all but their last matrix; `UserError` P532 for a cut
-        file."""
+        """Wait for missing experts, or all but their last matrix; P532 for a cut file."""
         for batches in (held.inputs,) if inputs_only else (held.inputs, held.outputs):
             while batches:
                 self._finish(self._layers[held.layer].group.region, batches[0])

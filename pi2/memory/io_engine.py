@@ -140,8 +140,7 @@ class GranuleReads:
     """Plans reads of granules in equal requests; common parts are made once."""
 
     def __init__(self, *, address: int, size: int, request_bytes: int) -> None:
-        """Granules have ``size`` bytes, requests ``request_bytes`` or so; slot 0 is at
-        ``address``."""
+        """Granules have ``size`` bytes, requests ``request_bytes``; slot 0 is at ``address``."""
         each = max(1, round(size / request_bytes))
         step = -(-size // each // PAGE_BYTES) * PAGE_BYTES
         self._size = size

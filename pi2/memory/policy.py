@@ -39,8 +39,7 @@ class Policy(Protocol):
         """Begin a request that finds ``keys`` [n] (distinct) in ``slots`` [n]."""
 
     def replace(self, keys: I64, held: Bits) -> I32:
-        """Distinct slots [n] for the absent ``keys`` [n], empty first; ``held`` and just used ones
-        stay."""
+        """Distinct slots [n] for absent ``keys`` [n]; ``held`` and just used ones stay."""
 
     def adopt(self, keys: I64, order: I32) -> None:
         """Begin anew: slot i holds ``keys[i]`` (ABSENT: it is empty); ``order`` has all slots, the

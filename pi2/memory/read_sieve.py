@@ -84,8 +84,7 @@ class ReadSieve:
         return ReadLimits(zero + margin, zero + margin * self._beside, zero, self._allowance)
 
     def choose(self, indices: I32, missing: Bits, scores: F32) -> tuple[Bits, float]:
-        """Which of ``indices`` [n] stay: present ones, and missing ones worth a read or over
-        allowance."""
+        """Which of ``indices`` [n] stay: present ones, and missing ones that have to be read."""
         least, beside, zero, allowance = self.limits
         sure = missing & (scores >= np.float32(least))
         left = missing & ~sure

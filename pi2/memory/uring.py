@@ -203,8 +203,7 @@ class Ring:
         self._words[self._tail] = (tail + len(valid)) & _WORD
 
     def _note(self, results: I64) -> None:
-        """Note results.  Completions are taken off the ring at the end: after an interrupt they
-        are noted again."""
+        """Note results. Completions leave the ring at the end: an interrupt notes them again."""
         words = self._words
         head, tail = words[self._done_head], words[self._done_tail]
         count = (tail - head) & _WORD
@@ -309,8 +308,7 @@ class UringEngine:
         self._files = files
         self._depth = depth
         self._jobs: deque[_Job] = deque()
-        """Jobs whose results are in the pool, in the order of their names: some are still
-        awaited."""
+        """Jobs whose results are in the pool, by their names: some are still awaited."""
         self._make_pool(_POOL)
         self._ring = self._open_ring(0)
         self._waits = False

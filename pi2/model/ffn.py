@@ -1,5 +1,4 @@
-"""The feed-forward network and experts: kinds, neurons in checkpoints, routers, FFNs next to
-experts."""
+"""The FFN and experts: kinds, neurons in checkpoints, routers, FFNs next to experts."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ def find_neurons(at: Place, own: Ffn, part: str, expert: int) -> Source:
 
 
 def _take_rows(at: Place, key: str, fused: str | None, total: int, rows: range) -> Source:
-    """Some of the ``total`` neurons of a dense FFN or of shared experts, padded with zeros to an
-    expert's number."""
+    """Some of the ``total`` neurons of a dense FFN or shared experts, zeros up to an expert's."""
     hidden, missing = at.model.shape.hidden, at.model.shape.ffn - len(rows)
     if key.endswith("_down"):
         return at.take(key, hidden, total, rows=lambda: rows, missing=missing)

@@ -193,8 +193,7 @@ def list_head_rows(
 
 
 def name_layer_tensor(layer: int, kind: str) -> str:
-    """Name of a layer's tensor, for example ``layers.3.qkv``; the operators of this room say what
-    the kinds are."""
+    """Name of a layer's tensor, such as ``layers.3.qkv``; operators of this room name kinds."""
     return f"layers.{layer}.{kind}"
 
 

@@ -1,5 +1,4 @@
-"""Builds a bundle, reproducible byte by byte; the folder appears under its name when it is
-whole."""
+"""Builds a bundle, reproducible byte by byte; the whole folder gets its name at the end."""
 
 from __future__ import annotations
 

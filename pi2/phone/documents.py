@@ -123,8 +123,7 @@ def describe_file(facts: FileFacts) -> dict[str, Any]:
 
 
 def read_file_facts(folder: Path, model: Model) -> FileFacts:
-    """Read the stored facts about the GGUF file in a bundle's folder of weights; raises as
-    `read_resolved`."""
+    """Read the facts about the GGUF file in a bundle's folder; raises as `read_resolved`."""
     from pi2.weights.gguf_weights import GgufWeights
 
     table = json.loads((folder / TABLE).read_text(encoding="utf-8"))

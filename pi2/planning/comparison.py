@@ -79,8 +79,7 @@ def _resolve(planned: PlannedPlan, values: dict[str, Any]) -> ResolvedPlan:
 LEAST_TOKENS = 16
 """Fewer tokens say little about a speed."""
 CLOSE = 0.15
-"""Share of a prediction that a run may miss it by, in addition to the spread of the
-measurements."""
+"""Share of a prediction that a run may miss it by, plus the measurements' spread."""
 
 
 def find_promise(resolved: ResolvedPlan, position: int) -> Cost | None:

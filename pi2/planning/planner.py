@@ -1,5 +1,4 @@
-"""From a wish to a plan: pose the problem, solve it, write the plan, or name the impossible
-wish."""
+"""From a wish to a plan: pose the problem, solve it, write the plan, or refuse the wish."""
 
 from __future__ import annotations
 

@@ -91,8 +91,7 @@ def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
 
 
 MOST_PADDING = 1.25
-"""Distance of whole pages over distance of blocks from which it is not worth a plan: small
-neurons."""
+"""Ratio of a page's to a block's distance that is not worth a plan: small neurons."""
 LEAST_SAVING = 0.2
 """Share of the distance that separate scales must save: with 1/7, a 7B plan ran no faster."""
 REWRITE_GAIN = 0.02

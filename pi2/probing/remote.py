@@ -1,5 +1,4 @@
-"""Kernel times on another machine through TVM's RPC (`pi2 probe --rpc`), by that machine's
-clock."""
+"""Kernel times on another machine through TVM's RPC (`pi2 probe --rpc`), by its clock."""
 
 from __future__ import annotations
 

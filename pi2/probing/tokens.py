@@ -1,5 +1,4 @@
-"""Times the engine's steps within whole tokens, in which each step finds its weights evicted by
-others."""
+"""Times the engine's steps within whole tokens, whose other steps evict their weights."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""Processes for strangers' programs, chat templates and tokenizers, which may hang or exhaust
-memory."""
+"""Processes for strangers' programs (chat templates, tokenizers), which may hang."""

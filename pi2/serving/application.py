@@ -89,8 +89,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 def list_own_names(
     address: str, *, has_keys: bool, origins: Iterable[str] = ()
 ) -> frozenset[str] | None:
-    """Names allowed in ``Host``; None allows all: a public server has unknown names, one with keys
-    is safe."""
+    """Names allowed in ``Host``; None allows all: for a public server, or one with keys."""
     if has_keys or not is_loopback(address) or "*" in origins:
         return None
     return _LOCAL | {_cut_port(address)} | {_cut_port(item.split("://")[-1]) for item in origins}
@@ -138,8 +137,7 @@ class Settings:
     keys: Sequence[str] = ()
     """Keys, one of which a client must know; none lets everybody in."""
     origins: Sequence[str] = ()
-    """Origins whose pages may send requests (CORS); if empty, pages of other origins are
-    refused."""
+    """Origins whose pages may send requests (CORS); if empty, other origins are refused."""
     names: frozenset[str] | None = None
     """Names that ``Host`` may have (`list_own_names`); None lets all be."""
     limits: Limits = field(default_factory=Limits)

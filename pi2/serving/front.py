@@ -1,5 +1,4 @@
-"""One address for several replicas.  A lost replica's request goes to another unless events were
-sent."""
+"""One address for several replicas. Requests of a lost one move unless events were sent."""
 
 from __future__ import annotations
 

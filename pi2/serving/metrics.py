@@ -178,8 +178,7 @@ class _ModelCollector(Collector):
 def _count(
     counters: Mapping[str, tuple[str, str]], found: Sequence[tuple[str, object]]
 ) -> Iterator[Metric]:
-    """A metric for each of ``counters`` (a text and an attribute), with the values ``found`` by
-    model."""
+    """A metric for each of ``counters`` (text and attribute), with values ``found`` by model."""
     for key, (text, field) in counters.items():
         family = CounterMetricFamily(key, text, labels=["model_name"])
         for name, counts in found:

@@ -17,8 +17,7 @@ class Fields:
 
     ignored: frozenset[str] = frozenset()
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Fields that would change the answer, with their harmless values; null and empty ones are
-    harmless in all."""
+    """Fields that would change the answer, with harmless values besides null and empty ones."""
 
     def leave_out(self, values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         """The ``values`` of other fields; ApiError 400 for one that would change the answer."""

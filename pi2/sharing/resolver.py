@@ -1,5 +1,4 @@
-"""References while plans are read: ``pi2.lock`` and the cache, never a network, imported when
-needed."""
+"""References while plans are read: ``pi2.lock`` and the cache, never a network."""
 
 from __future__ import annotations
 

@@ -271,8 +271,7 @@ def lay_out_dense_file(tensors: Sequence[TensorSize]) -> DenseFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """A record batch: buffers of each column as bytes, or sizes of later data; no validity
-    buffers."""
+    """A record batch: buffers of columns as bytes, or sizes of later data; no validity."""
 
     rows: int
     columns: tuple[tuple[bytes | int, ...], ...]

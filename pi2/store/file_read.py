@@ -57,8 +57,7 @@ class FileRead:
     def __init__(
         self, folder: Path, entry: StoredFile, *, direct: bool = True, verify: bool = True
     ) -> None:
-        """``verify``: compare pieces with the store's checks.  `UserError` P506 for another size,
-        P508."""
+        """``verify``: compare pieces with checks. `UserError` P506 for another size, P508."""
         self._path = folder / entry.path
         self._size = entry.bytes
         self._checks = entry.checks if verify else None

@@ -21,8 +21,7 @@ _READ_BYTES = 2**20
 
 
 class HashedFile:
-    """A new file: ``write`` in order, ``seek_forward`` over gaps, ``close`` syncs it; raises
-    `OSError`."""
+    """A new file: ``write`` in order, ``seek_forward`` over gaps, ``close`` syncs; `OSError`."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=2**20)

@@ -1,5 +1,4 @@
-"""A store's statement of its model: parts of the document, their digest, and its weights'
-digest."""
+"""A store's statement of its model: parts of the document, their digest, its weights'."""
 
 from __future__ import annotations
 

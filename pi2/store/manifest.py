@@ -179,8 +179,7 @@ class StoredFile(Table):
     scales_offset: Offset | None = None
     """Byte at which the scales of neuron 0 begin, in a file of scales."""
     checks: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
-    """CRC-32 of every MiB of a file that is read as a whole; stores that were written before have
-    none."""
+    """CRC-32 of every MiB of a file that is read as a whole; older stores have none."""
 
 
 class StoredTensor(Table):

@@ -171,8 +171,7 @@ class NeuronStore:
         return (self.path / MANIFEST).read_bytes()
 
     def check_unchanged(self) -> None:
-        """UserError P509 if the folder has another manifest by now; call it once all files are
-        open."""
+        """UserError P509 if the folder has another manifest by now; for when all files are open."""
         try:
             unchanged = read_manifest(self.path) == self.manifest
         except UserError:

@@ -1,5 +1,4 @@
-"""Writes a store again with its neurons in another order, or another distance apart, a layer at a
-time."""
+"""Writes a store again, layer by layer, with neurons in another order or distance."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ class UnfinishedStore:
         self._append(entry.model_dump(mode="json"))
 
     def drop(self, beginning: str) -> None:
-        """Delete the finished files whose paths have this ``beginning``, which ends a folder's
-        name."""
+        """Delete the finished files whose paths have this ``beginning``, up to a folder's end."""
         for path in [path for path in self.finished if path.startswith(beginning)]:
             del self.finished[path]
         if (self.folder / beginning).exists():

@@ -108,8 +108,7 @@ class StoreWriter:
         self.model = model
         self._stored: BundleLayout = model.lay_out_bundle(stride, scales)
         self.bundle: BundleLayout = self._stored
-        """Layout of the given bundles: scales that have files of their own are taken out of them
-        here."""
+        """Layout of the given bundles: scales with files of their own are taken out here."""
         if self._stored.scales == "resident":
             self.bundle = self._stored.inline
         self.tensors: list[DenseTensor] = list_tensors(model, ranks)

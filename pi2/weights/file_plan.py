@@ -36,8 +36,7 @@ DRAFT_TOKENS = 6
 """Tokens that are drafted at once where weights are streamed: with the token before them, the most
 that have the bits of one by one."""
 LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
-"""Bytes of the ring of a run that streams: room for so many pieces, at least, and where there is
-enough."""
+"""Bytes of a streaming run's ring: room for so many pieces, at least and usually."""
 _MIB = 1 << 20
 
 

@@ -166,8 +166,7 @@ def find_kind(path: Path) -> Kind | None:
 
 
 def check_document(path: Path, **given: Any) -> Report:
-    """Check a document as `pi2.fitting.check.check_file` does; a GGUF file counts as the plan
-    that runs it."""
+    """Check a document as `pi2.fitting.check.check_file`; a GGUF file counts as its plan."""
     from pi2.fitting.check import check_file, check_plan
 
     bare, fill = describe_bare(path), FileFiller()

@@ -129,8 +129,7 @@ class Unpacking:
         return isa.lanes == WIDE and lanes < WIDE and bool(self.values)
 
     def emit_narrow_block(self, block: Block) -> Tile:
-        """Unpack a block: (place in y, weights without their scale as float32 x 16) of each 16
-        elements."""
+        """Unpack a block: (place in y, float32 x 16 weights without scale) of each 16 elements."""
         vector, lanes, first = block.vector, block.lanes, block.first
         byte = vector.weights_base + v.wide(first * self.group_bytes)
         words = _Words(vector.weights, byte, lanes)
@@ -181,8 +180,7 @@ class Unpacking:
         return True
 
     def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
-        """Return the sum of codes from the sum of fields; ``sums`` are -8 times the inputs'
-        sums."""
+        """Return the sum of codes from the sum of fields; ``sums``: -8 times the inputs' sums."""
         raise NotImplementedError
 
     # Tiles of bytes (`kernels.amx`, `kernels.i8mm`) and rows of tables.

@@ -53,8 +53,7 @@ def show(value: Any) -> str:
 
 
 class Completed:
-    """A configuration with its family's assumptions and fixed keys; values are computed on
-    demand."""
+    """A configuration with its family's assumed and fixed keys; values are computed on demand."""
 
     def __init__(self, config: Config, sections: Sections, functions: ModuleType) -> None:
         self.config = self.raw = config

@@ -34,8 +34,7 @@ _FLOATS = ("F32", "BF16", "F16")
 
 
 def unpack(words: Raw, bits: int, count: int) -> I32:
-    """The first ``count`` codes of rows of 32-bit words [n, m], lowest bits first, none across
-    words."""
+    """The first ``count`` codes of rows of 32-bit words [n, m], lowest bits first."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     codes = words.view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
     return codes.reshape(len(words), -1)[:, :count].astype(np.int32)

@@ -1,5 +1,4 @@
-"""``python -m pi2_phone [DIR]``: generate, verify a bundle, look at the machine; exit codes as
-pi2's."""
+"""``python -m pi2_phone [DIR]``: generate, verify, look at the machine; exit codes of pi2."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``python -m pi2_phone --probe``: a device file from reads, memory bandwidth, noise and
-kernels."""
+"""``python -m pi2_phone --probe``: a device file of reads, memory, noise and kernels."""
 
 from __future__ import annotations
 

@@ -104,8 +104,7 @@ def estimate_hot_part(model: Model, hot: float) -> float:
 
 
 def count_absent(resolved: ResolvedPlan, number: int) -> float | None:
-    """Active neurons of the layer ``number`` that are not hot, for one token; None where nothing is
-    known."""
+    """Active neurons of layer ``number`` that are not hot, for one token; None if unknown."""
     active = find_active_share(resolved)
     if active is None:
         return None

@@ -134,8 +134,7 @@ class FillPlan(Protocol):
     """The facts of this machine's files and memory."""
 
     def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
-        """Complete the values of a plan that runs a GGUF file and is stored at a path;
-        `UserError`."""
+        """Complete the values of a plan for a GGUF file, stored at a path; `UserError`."""
 
     def names_file(self, weights: object, path: Path) -> bool:
         """Whether ``weights`` of the plan at a path are a GGUF file, and not a neuron store."""
@@ -254,8 +253,7 @@ class ResolvedPlan:
         return tuple(name for name in names if self.has_backend(name))
 
     def find_owned_share(self, unit: str) -> float:
-        """Share of all neurons that a dense unit computes in steps of ``decode.batch``
-        sequences."""
+        """Share of all neurons that a dense unit computes in steps of ``decode.batch``."""
         batch = self.plan.decode.batch
         owned = [item for item in self.layers if item.dense is not None and item.dense.unit == unit]
         return sum(item.find_dense_share(batch) for item in owned) / len(self.layers)

@@ -239,8 +239,7 @@ _UNDIVIDED = {"other_heads", "attention.kv_shared_layers", "altup"}
 
 
 def list_unknown_formats(model: Model) -> list[str]:
-    """Precisions that such a unit does not know, each as the end of a sentence that begins with
-    its name."""
+    """Precisions unknown to such a unit, each as the end of a sentence about it."""
     precisions, limits = model.quantization, []
     tables = name_packings("tables")
     if precisions.ffn not in tables:

@@ -301,7 +301,7 @@ def find_node(root: Node, path: KeyPath) -> tuple[Node, KeyPath]:
 
 
 def remove_node(root: Node, names: Sequence[str]) -> Node | int:
-    """The tree without the value at ``names``, or the index of the missing name; array items go by
+    """The tree without the value at ``names``, or the index of the missing name; items by
     ``id``."""
     name, rest = names[0], names[1:]
     if root.table is not None and name in root.table:
@@ -369,8 +369,7 @@ class Removal:
         return f"{place}: removed here"
 
     def covers(self, path: str | None) -> bool:
-        """Whether the key at ``path``, as findings write it, was removed, or is below a removed
-        one."""
+        """Whether the key at ``path``, as findings write it, was removed with a key above it."""
         own = format_path(self.names)
         return path is not None and (path == own or path.startswith(f"{own}."))
 
@@ -462,8 +461,7 @@ class Step:
     """The place of the step: ``file:line:column``, or ``--set:1:3``."""
     file: str
     verb: str
-    """What the step does: ``sets``, ``replaces it by``, ``adds to``, ``appends`` or
-    ``prepends``."""
+    """The step's verb: ``sets``, ``replaces it by``, ``adds to``, ``appends`` or ``prepends``."""
     value: Any
     """The value as it stands at the place."""
 

@@ -82,8 +82,7 @@ def describe_layers(layers: Sequence[int], count: int) -> str:
 
 
 def spread_blocks(source: SourceFile) -> tuple[SourceFile, list[Diagnostic]]:
-    """The file as it would be with keys by layer instead of blocks, and the faults of the
-    blocks."""
+    """The file as it would be with keys by layer instead of blocks, and the blocks' faults."""
     if "blocks" not in source.values:
         return source, []
     from pi2.plan.documents.model_mixing import BlockEntries

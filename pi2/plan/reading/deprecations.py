@@ -1,5 +1,4 @@
-"""Documents of older versions, renamed and deleted keys: read with a warning, and upgraded by
-`pi2 migrate`."""
+"""Documents of older versions, renamed and deleted keys: read with a warning; `pi2 migrate`."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ from pi2.plan.toml.source import Kind, detect_kind, display_path
 
 
 def list_documents(paths: Iterable[str | Path]) -> list[Path]:
-    """Files, and documents below folders, sorted and unique, without hidden folders; empty folders
-    stay."""
+    """Files, and documents below folders, sorted and unique, without hidden folders."""
     found: dict[Path, None] = {}
     for item in paths:
         path = Path(item)
@@ -125,8 +124,8 @@ class Resolver(Protocol):
     """Finds files of references that have a scheme, without fetching anything."""
 
     def find(self, reference: str, kind: Kind) -> Located | None:
-        """The file of ``reference``, None for an unknown short name; `UserError` for faulty or
-        missing ones."""
+        """The file of ``reference``, None for an unknown short name; `UserError` for faulty
+        ones."""
         ...
 
     def join(self, reference: str, relative: str) -> str:

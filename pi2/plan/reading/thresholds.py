@@ -1,5 +1,4 @@
-"""Files of thresholds (``*.thresholds.toml``), measured by `pi2 sparsity` and named in
-``[sparsity]``."""
+"""Files of thresholds (``*.thresholds.toml``), from `pi2 sparsity`, named in ``[sparsity]``."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class LayerThresholds(Table):
     """In an MoE model, the thresholds of the gates of each expert's neurons, expert 0 first;
     ``gate`` is for all together then."""
     down: Magnitude = 0.0
-    """Neurons that remain and whose act(gate) * up is smaller count as zero: their down is not
-    read."""
+    """Remaining neurons with a smaller act(gate) * up count as zero: their down is not read."""
     computed: Share
     """Share of neurons (in an MoE model, of a token's experts) whose up is read."""
     active: Share

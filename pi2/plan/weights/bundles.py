@@ -1,5 +1,4 @@
-"""Assembles neurons' bundles (`pi2.plan.weights.layout`) from packed vectors, and takes them
-apart."""
+"""Assembles neurons' bundles (`pi2.plan.weights.layout`) from packed vectors, and back."""
 
 from __future__ import annotations
 

@@ -119,8 +119,7 @@ class BundleLayout:
 
     @property
     def inline(self) -> BundleLayout:
-        """The layout of the same neuron with its scales in the bundle, a multiple of 512 bytes
-        apart."""
+        """The layout with scales in the bundle, a multiple of 512 bytes apart."""
         return lay_out_bundle(
             self.hidden,
             self.precision,
