@@ -231,8 +231,7 @@ class InputReader(Protocol):
     need not have it."""
 
     def read_router_input(self) -> F32:
-        """What an MoE model's router read in the last ``begin_ffn`` [T, hidden]; valid until the
-        next call."""
+        """An MoE router's input in the last ``begin_ffn`` [T, hidden], until the next call."""
 
     def read_routes(self) -> F32:
         """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do

@@ -170,8 +170,8 @@ class ExecutorBackend(Backend, Protocol):
     """Members of a backend's module that computes whole models."""
 
     def need_workspace(self, resolved: ResolvedPlan) -> Need:
-        """Bytes that its executor needs in the segment ``workspace``, staging buffers of the engine
-        not included."""
+        """Bytes of its executor in the segment ``workspace``, without the engine's staging
+        buffers."""
 
     def count_chunk_bytes(self, resolved: ResolvedPlan) -> int:
         """Bytes in ``workspace`` of every chunk of a prompt beyond the first that goes through a

@@ -51,8 +51,7 @@ class BlockSpec:
 
 
 def list_libraries(model: Model) -> list[str]:
-    """Return the libraries that a model needs with any formats: `STEPS`, then the slowest to
-    compile first."""
+    """Return the libraries that any model needs: `STEPS`, then the slowest to compile first."""
     groups = [own.heads // own.kv_heads for own, _ in list_attention(model)]
     counts = {TOGETHER[0] for group in groups if group >= TOGETHER[0]}
     counts |= {group % TOGETHER[0] for group in groups} - {0}

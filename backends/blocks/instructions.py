@@ -49,8 +49,8 @@ class Threads:
         self._library.pi2_blocks_work(ctypes.c_int64(index), since)
 
     def run(self, program: int, begin: int, end: int, most: int) -> None:
-        """Run instructions of the program at an address on all threads, or only on the caller's
-        (``most`` 1)."""
+        """Run a program's instructions at an address on all threads, or the caller's (``most``
+        1)."""
         self._run(program, begin, end, most)
 
     def close(self) -> None:

@@ -99,8 +99,8 @@ class Machine:
         """Whether products of two bytes are added to 16 bits, and scaled there."""
 
     def spread_scales(self, scales: v.Expr, count: int, chunks: Sequence[int]) -> v.Expr:
-        """Return the argument of `add_scaled`: of ``count`` int16 scales of a block, the ones of
-        ``chunks``."""
+        """Return `add_scaled`'s argument: the int16 scales of ``chunks`` among a block's
+        ``count``."""
         places = [chunk * count // 16 for chunk in chunks]
         each = CHUNK // (2 if self.pairs else 4)
         spread = [place for place in places for _ in range(each)]

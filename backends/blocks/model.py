@@ -404,15 +404,13 @@ class BlockModel:
         self._run(begin, end)
 
     def run_rows(self, number: int, first: int, end: int, address: int) -> None:
-        """Compute rows ``first`` to ``end`` of an instruction that multiplies; row 0 would lie at
-        ``address``."""
+        """Compute rows ``first`` to ``end`` of a product; row 0 would be at ``address``."""
         self._program.set_value(number, "weights", address)
         self._program.set_rows(number, first, end, self._lanes)
         self._run(number, number + 1)
 
     def put_rows(self, number: int, rows: U8) -> None:
-        """Give the rows [T, bytes] of the embedding, matrix ``number``, that the tokens of the
-        call have."""
+        """Give the tokens' rows [T, bytes] of the embedding, matrix ``number``."""
         self._given = rows  # compiled code reads it until the step ends
         self.set_tensor(number, rows.ctypes.data)
         self._builder.numbers[: len(rows)] = np.arange(len(rows))

@@ -147,8 +147,7 @@ class Order:
     place: Callable[[int, int], int]
 
     def list_parts(self, width: int) -> list[tuple[int, ...]]:
-        """Return what registers of ``width`` bytes have, in the order in which kernels take
-        them."""
+        """Return the content of registers of ``width`` bytes, in the kernels' order."""
         each = width // CHUNK
         return [
             tuple(self.place(load, field) for load in range(first, first + each))
@@ -289,8 +288,7 @@ def allocate(size: int) -> U8:
 
 
 class KvCache:
-    """KV cache of the layers, fp16 [sequences, heads, context, head_dim] each for keys and
-    values."""
+    """KV cache of the layers, fp16 [sequences, heads, context, head_dim], keys and values each."""
 
     def __init__(self, model: Model, context: int, sequences: int) -> None:
         self._layers: dict[int, tuple[F16, F16]] = {}

@@ -156,7 +156,7 @@ class Results:
     def put_lanes(
         self, pair: v.Expr, expert: v.Expr, first: v.Expr, sums: v.Buffer, place: v.Expr, lanes: int
     ) -> None:
-        """Store the sums of existing rows among ``lanes`` from ``first`` on; they are at a byte of
+        """Store the sums of existing rows among ``lanes`` from ``first`` on, at a byte of
         ``sums``."""
         with T.If(first + lanes <= self._rows):
             with T.Then():

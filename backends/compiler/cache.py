@@ -43,8 +43,7 @@ class Spec(Protocol):
 
     @property
     def program(self) -> str:
-        """The module whose ``read_program`` makes the functions; all files in its folder are their
-        sources."""
+        """The module whose ``read_program`` makes the functions; its folder has their sources."""
 
     def to_json(self) -> str:
         """Return canonical JSON."""
@@ -176,8 +175,7 @@ def _find_or_make(
 
 @cache
 def _make_own_folder(folder: Path, reason: str, *, runs_code: bool) -> Path:
-    """Make a folder that goes with the process, and warn that ``folder`` is unusable; `UserError`
-    P655."""
+    """Make a folder for this process, and warn that ``folder`` is unusable; `UserError` P655."""
     try:
         common = Path(tempfile.gettempdir())
     except OSError as error:

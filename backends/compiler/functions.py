@@ -106,8 +106,7 @@ class CompiledFunctions:
     """The functions of a library."""
 
     def __init__(self, path: Path, threads: int | None = None, cores: Sequence[int] = ()) -> None:
-        """Load ``path``; parallel loops run on ``threads``, the caller included, bound to
-        ``cores``."""
+        """Load ``path``; parallel loops run on ``threads``, with the caller, bound to ``cores``."""
         if threads is not None:
             # A library looks for the pool when it is loaded.
             _start_threads(threads, cores)

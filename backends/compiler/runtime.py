@@ -42,8 +42,7 @@ NoteKernel = Callable[[str, int | None, float, float], None]
 
 
 class BoundCall(functools.partial[object]):
-    """A function bound to its arrays, called like a ``functools.partial`` unless the library is
-    observed."""
+    """A function bound to its arrays; a ``functools.partial`` unless the library is observed."""
 
     function: Callable[..., object]
     """The compiled function, even if another one is called in its place."""

@@ -226,8 +226,7 @@ class Attention:
         ]
 
     def bind_parts(self, views: Views) -> list[tuple[PartCalls, ...]]:
-        """Return the calls of each layer and mixer where rows are divided, of a chunk with
-        ``views``."""
+        """Return the calls of each layer and mixer with divided rows, of a chunk with ``views``."""
         names = ("attend_own_project", "attend_mix_tokens", "attend_own_output")
         return [self._bind_three(names, layer, views, "tokens") for layer in self._layers]
 
@@ -241,8 +240,7 @@ class Attention:
     def _bind_three(
         self, names: tuple[str, str, str], layer: int, views: Views, which: str
     ) -> tuple[PartCalls, ...]:
-        """Return the calls ``names`` of each mixer of a layer; ``which``: tokens that are mixed at
-        once."""
+        """Return the calls ``names`` of each mixer of a layer; ``which``: tokens mixed at once."""
         project, mix, output = names
         found = []
         for number in range(len(self._mixers[layer])):

@@ -143,8 +143,7 @@ class Bindings:
         ids: I32,
         logits: F32,
     ) -> None:
-        """``ids`` [chunk] are the tokens to embed; ``logits`` [n, vocab] receives the logits of n
-        tokens."""
+        """``ids`` [chunk]: tokens to embed; ``logits`` [n, vocab] receives n tokens' logits."""
         model, layers = request.model, range(request.model.shape.layers)
         chunk = count_tokens(request)
         self._space = space
@@ -157,11 +156,9 @@ class Bindings:
         self.is_routed = [spec.router is not None and own.weights is not None for own in routers]
         """By layer of an MoE model, whether the call that begins its FFN routes."""
         self.begin_given = [(*self._tell_routed(layer), *self.signs[layer]) for layer in layers]
-        """By layer, arguments of a call that begins its FFN, in addition to the number of
-        tokens."""
+        """By layer, arguments of a call that begins its FFN, after the number of tokens."""
         self._layers = [space.wrap_layer(layer) for layer in layers]
-        """Tensors of each layer; without a router of its own, another layer's fills in and is not
-        used."""
+        """Tensors of each layer; another layer's router fills in for a missing one, unused."""
         spare = next((n for n, routed in enumerate(self.is_routed) if routed), None)
         if spare is not None:
             places = (Place(model), model.blocks[spare].ffn)
@@ -184,8 +181,7 @@ class Bindings:
         self._vocabulary |= self._make_joining_room(spec.model.altup, len(logits))
 
     def _make_joining_room(self, altup: AltUp | None, logits: int) -> Views:
-        """Return views of what joins several residual streams, for so many ``logits``; none where
-        there is one."""
+        """Return views that join residual streams, for so many ``logits``; none of one stream."""
         if altup is None:
             return {}
         space, count = self._space, altup.others
@@ -216,8 +212,7 @@ class Bindings:
         )
 
     def bind_step(self, chunk: ChunkState, tokens: int) -> StepCalls:
-        """Return the calls for steps of ``tokens`` tokens at most, which have the arrays of
-        ``chunk``."""
+        """Return the calls for steps of up to ``tokens`` tokens with the arrays of ``chunk``."""
         arrays, spec = chunk.arrays, self._spec
         begin, end, embed_layers = chunk.begin, chunk.end, chunk.embed_layers
         if spec.sequences and spec.has_other_chunks:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from pi2.plan.documents.plan import Plan
 
 PANEL_FLOATS = PANEL + PARTS
-"""Floats of scratch for every token: FFN neurons that a dense layer computes together, and a bit
-for each."""
+"""Floats of scratch per token: FFN neurons that a dense layer computes at once, and their bits."""
 THREAD_BYTES = 33 << 10
 """Scratch of a compute thread."""
 SHARED_BYTES, SHARED_TOKEN_BYTES = 4 << 10, 2 * 4 * BLOCK_ROOM
@@ -240,8 +239,7 @@ def _may_pair_tokens(device: Device) -> bool:
 
 
 def _may_use_tiles(device: Device) -> bool:
-    """Whether kernels multiply many tokens in tiles: with AMX, which unstated features may
-    include."""
+    """Whether kernels multiply many tokens in tiles: with AMX, stated or not."""
     cpus = [unit for unit in device.units.values() if unit.kind == "cpu"]
     return any(
         "amx-int8" in unit.features

@@ -22,8 +22,7 @@ from pi2.plan.weights.bundles import slice_experts
 
 
 def list_groups(experts: I32, routes: F32) -> Iterator[tuple[I32, I32]]:
-    """An expert's places in ``experts`` [n] and its tokens in ``routes`` [T, experts], if it has
-    both."""
+    """An expert's places in ``experts`` [n] and tokens in ``routes`` [T, experts], if any."""
     # A radix sort, where integers are short.
     order = np.argsort(experts.astype(np.uint16), kind="stable").astype(np.int32)
     counts = np.bincount(experts)
@@ -289,15 +288,13 @@ class Neurons:
         self._add_parts[layer](count, stretch, size * stretch, finished, *self._token, bundles)
 
     def can_share(self, tokens: int, known: bool) -> bool:
-        """Return whether `add_shared` adds neurons that ``tokens`` have named, whose gates may be
-        ``known``."""
+        """Whether `add_shared` adds neurons named by ``tokens``, with gates perhaps ``known``."""
         return bool(self._shared) and not known and 1 < tokens <= MOST_NAMING
 
     def add_shared(
         self, layer: int, arena: U8, slots: I32, indices: I32 | None, named: I64, tokens: int
     ) -> None:
-        """Add the neurons in ``slots`` [n] to the ``tokens`` that have ``named`` [n] them, a bit
-        for each."""
+        """Add the neurons in ``slots`` [n] to ``tokens`` that have ``named`` [n] them, by bits."""
         count = len(slots)
         self._slots[:count] = slots
         self._named[:count] = named

@@ -56,8 +56,7 @@ class Workspace:
         return self._library.wrap(array)
 
     def wrap_tensors(self, **tensors: str) -> Views:
-        """Views of the store's tensors by the kernels' names. fp16 weights replace missing
-        scales."""
+        """Views of the store's tensors by kernels' names. fp16 weights replace missing scales."""
         return self.wrap_parts(0, 1, **tensors)
 
     def wrap_layer(self, layer: int | None, mixer: int | None = None) -> Views:
@@ -124,8 +123,7 @@ class Workspace:
         isa: Isa | None = None,
         upper: bool = False,
     ) -> Views:
-        """Views of codes, scales, sums and values for ``tokens`` vectors, in the layout of
-        ``isa``."""
+        """Views of codes, scales, sums and values for ``tokens`` vectors, laid out for ``isa``."""
         if values is None:
             values = self.make("float32", tokens, length)
         groups = length // GROUP
@@ -308,8 +306,7 @@ class Scratch:
         self._raw = space.make("uint8", spec.threads * max(sizes))
 
     def cut(self, *parts: tuple[str, int]) -> list[npt.NDArray[Any]]:
-        """Return arrays, one behind the other, of types and numbers of elements; each takes whole
-        cache lines."""
+        """Return arrays of types and numbers of elements, side by side in whole cache lines."""
         arrays, done = [], 0
         for dtype, number in parts:
             size = number * np.dtype(dtype).itemsize

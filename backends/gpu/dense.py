@@ -137,8 +137,7 @@ class DenseRows:
         return place.launches[key]
 
     def finish(self, job: int) -> F32:
-        """Wait for the products float32 [T, rows] of a job; valid until the next call of
-        `start`."""
+        """Wait for a job's products float32 [T, rows]; valid until the next call of `start`."""
         self._launcher.enter()
         found = self._jobs[job]
         found.event.wait()

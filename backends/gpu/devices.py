@@ -179,8 +179,7 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def open_unit(unit: Unit) -> Launcher:
-    """Open the unit's device; raises P360 if there is none, or only the processor while the unit is
-    not emulated."""
+    """Open the unit's device; P360 if there is none, or only a CPU while it is not emulated."""
     surveys = []
     for api in list_apis(unit):
         survey = survey_api(api)
@@ -198,8 +197,7 @@ def open_unit(unit: Unit) -> Launcher:
 
 
 def _is_suitable(survey: Survey, unit: Unit) -> bool:
-    """Whether an API has a device for the unit: a plan for a GPU was not made for a processor that
-    emulates one."""
+    """Whether an API has a device for the unit: a CPU only if the unit is emulated."""
     return any(unit.emulated or not device.is_emulated for device in survey.devices)
 
 

@@ -163,8 +163,7 @@ class RowSizes:
 
     @property
     def host_bytes(self) -> int:
-        """Further bytes of main memory: inputs and outputs of jobs, and rows while they are
-        rearranged."""
+        """Further bytes of main memory: inputs and outputs of jobs, and rows being rearranged."""
         moving = max(
             min(shape.rows, PIECE_ROWS)
             * (

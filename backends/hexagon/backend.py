@@ -1,5 +1,4 @@
-"""The backend for Hexagon NPUs, as `pi2.backends.protocol` requires it: it serves units next to an
-executor."""
+"""The backend for Hexagon NPUs (`pi2.backends.protocol`): units next to an executor."""
 
 from __future__ import annotations
 

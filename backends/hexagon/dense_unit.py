@@ -1,5 +1,4 @@
-"""A dense unit on a Hexagon NPU: `pi2.backends.units.DenseUnit` over graphs that a worker
-process runs."""
+"""A dense unit on a Hexagon NPU: graphs that a worker process runs (`DenseUnit`)."""
 
 from __future__ import annotations
 

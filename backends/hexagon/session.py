@@ -75,7 +75,7 @@ class Session:
     def __init__(
         self, machine: Machine, library: str, graphs: int, size: int, scratch: int = 0
     ) -> None:
-        """Start a worker for ``graphs`` with ``size`` bytes, ``scratch`` of them for graphs; raises
+        """Start a worker for ``graphs`` with ``size`` bytes, ``scratch`` of them theirs;
         `UnitFailed`."""
         file = machine.open_memory(size)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115

@@ -61,8 +61,7 @@ class MixingBlock:
     """What several residual streams begin a layer with."""
 
     def emit_input(self, store: Callable[[v.Expr, v.Expr, v.Expr], None]) -> None:
-        """Normalise x of all tokens and project it; ``store(token, row, product)``, without
-        bias."""
+        """Normalise x of all tokens and project it; ``store(token, row, product)``, no bias."""
         spec = self.schedule.spec
 
         def prepare(token: v.Expr) -> None:

@@ -144,8 +144,7 @@ def add_squares(values: v.Buffer, first: v.Expr, count: v.Expr) -> v.Expr:
 
 
 def emit_count(spec: KernelSpec, counts: v.Buffer) -> None:
-    """Add what each thread has counted to the last of ``counts`` int32 [threads + 1], which counts
-    for ever."""
+    """Add each thread's count to the last of ``counts`` int32 [threads + 1], never reset."""
     threads = spec.threads
     for thread in range(threads):
         v.store(counts, threads, counts[threads] + counts[thread], 1)

@@ -329,8 +329,8 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Add y to x, with norms of outputs through ``whole`` [T, hidden]; then what the layer has of
-    its own."""
+    """Add y to x, with norms of outputs through ``whole`` [T, hidden]; then the layer's own
+    parts."""
     spec = schedule.spec
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")

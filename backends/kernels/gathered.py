@@ -420,8 +420,7 @@ def _keep_active(
     dots: tuple[v.Expr, v.Expr],
     limit: v.Expr | None,
 ) -> None:
-    """Compute an activation of gate and up, and keep its neuron if it is not zero, or if it reaches
-    ``limit``."""
+    """Compute an activation of gate and up; keep its neuron unless it is 0 or below ``limit``."""
     gate, up = dots
     value = v.let(run.activate(gate, up) if limit is None else gate * adjust_up(run.spec, up))
     weighed = v.let(run.weigh(place, value))

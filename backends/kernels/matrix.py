@@ -297,8 +297,7 @@ def count_rows(matrix: Matrix) -> int:
 def emit_row(
     isa: Isa, vector: Vector, activations: Activations, origin: v.Expr, row: v.Expr, finish: Finish
 ) -> None:
-    """Compute one row for token 0, with the activations of ``origin``, prefetching `PREFETCH_BYTES`
-    ahead."""
+    """Compute a row for token 0 with the activations of ``origin``, prefetching ahead."""
 
     dots = emit_dots(isa, [vector], activations, [origin], _ask_ahead([vector], PREFETCH_BYTES))
     finish(T.int32(0), row, dots[0][0])

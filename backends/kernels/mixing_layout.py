@@ -9,8 +9,7 @@ from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import round_up
 
 MIXED_QUERIES = 128
-"""Queries of several tokens that a thread takes through the KV cache together, unless more heads
-share it."""
+"""Queries of several tokens that go through the KV cache together, or more heads."""
 LANES = 16
 """Numbers of a vector; registers may be narrower."""
 PLANES = 2

@@ -193,8 +193,7 @@ SMALLEST = 1e-37
 
 
 def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> None:
-    """Compute the scores of a layer's neurons, or of an expert's, and list the neurons that reach a
-    threshold."""
+    """Compute the scores of a layer's or expert's neurons, and list the ones above a threshold."""
     neurons = take.take_number("neurons")
     threshold = take.take_number("threshold", "float32")
     several = _take_several(schedule, take)

@@ -69,8 +69,7 @@ class _StateBlock(MixingBlock):
             emit_multiply(isa, spec.threads, self.gates, self.hidden, self.tokens, store)
 
     def emit_mix(self, first: v.Expr | None, count: v.Expr | None) -> None:
-        """Mix the first ``count`` tokens, or the one whose number is ``first``; it stands at the
-        position."""
+        """Mix the first ``count`` tokens, or token number ``first``, which is at the position."""
         emit_state_mix(self.schedule, self.arrays, self.position, first, count)
 
     def emit_output(self) -> None:

@@ -156,8 +156,7 @@ class _Window:
 
 
 def _emit_convolution(arrays: StateArrays, first: v.Expr, count: v.Expr) -> None:
-    """Replace the convolution's input by SiLU of its output; the first Mamba puts it in the place
-    of its result."""
+    """Replace the convolution's input by SiLU of its output, in the first Mamba in its result."""
     shape = arrays.shape
     lanes = count_lanes(shape.channels)
     target = arrays.projected if arrays.scan is None else arrays.mixed.values

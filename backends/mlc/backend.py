@@ -51,8 +51,7 @@ class MlcEngine:
         chunk: int = 128,
         device: str = "auto",
     ) -> None:
-        """Load ``folder``; UserError P686 without mlc_llm, P688 on failure, P689 on another
-        model."""
+        """Load ``folder``; P686 without mlc_llm, P688 on failure, P689 on another model."""
         check_folder(folder, model)
         self.load_s = -time.monotonic()
         self.finished: Finished | None = None

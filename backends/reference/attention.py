@@ -28,8 +28,7 @@ from pi2.plan.weights.layout import fill_groups
 
 
 def quantize_kv(x: F32) -> tuple[I8, F16]:
-    """int8 codes and fp16 scales (largest magnitude / 127) of vectors [..., head_dim]; tiny ones
-    become 0."""
+    """int8 codes and fp16 scales (largest magnitude / 127) of vectors [..., head_dim]."""
     scales = (np.abs(x).max(-1) * np.float32(1 / 127)).astype(np.float16)
     kept = scales.astype(np.float32)[..., None]
     factor = np.divide(np.float32(1), kept, out=np.zeros_like(kept), where=kept > 0)

@@ -3,12 +3,9 @@ limit from this process's group to the root counts; missing groups set none."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,10 +178,3 @@ def measure_reads(region: U8, threads: int) -> float:
             list(pool.map(np.max, parts))  # numpy lets other threads run while it reduces
             taken_s.append(time.perf_counter() - start)
     return read.nbytes / min(taken_s)
-
-
-def release_free_memory() -> None:
-    """Give pages that the C library keeps free back to the system, if it can."""
-    gc.collect()
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

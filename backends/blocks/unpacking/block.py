@@ -104,8 +104,8 @@ def fill(values: Sequence[int], dtype: str = "uint8") -> v.Expr:
 
 
 def shift_right(value: v.Expr, places: int | Sequence[int], size: int) -> v.Expr:
-    """Shift bytes, in words of 32 bits: bits of neighbours come along; ``places`` may be of each
-    16 bytes."""
+    """Shift bytes, in words of 32 bits with neighbours' bits; ``places`` may be of each 16
+    bytes."""
     if places == 0:
         return value
     words = v.reinterpret(value, "uint32", size // 4)

@@ -1,5 +1,4 @@
-"""A model as a list of kernels that depends on token counts only: a step is recorded once and
-replayed."""
+"""A model as a list of kernels that depends only on token counts: recorded once, replayed."""
 
 from __future__ import annotations
 

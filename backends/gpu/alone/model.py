@@ -125,8 +125,7 @@ class GpuModel:
         return self._finish(count)
 
     def list_step(self, tokens: int, end: int) -> list[Work]:
-        """The kernels of a step of ``tokens`` sequences, the longest of which has ``end``
-        tokens."""
+        """The kernels of a step of ``tokens`` sequences, the longest of ``end`` tokens."""
         return self._graph.list_step(self._graph.choose_shape(tokens, end))
 
     def _record(self, shape: StepShape) -> Recording:

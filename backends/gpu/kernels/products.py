@@ -161,8 +161,7 @@ class Panels:
         first: c.Expr,
         stride: int,
     ) -> None:
-        """Unpack a word of weights; its elements go to ``first`` and ``stride`` times their
-        numbers."""
+        """Unpack a word of weights; elements go to ``first`` plus multiples of ``stride``."""
         for element, value in zip(elements, unpack_word(weights.precision, word), strict=True):
             c.store(self.weights, first + element * stride, value * scale)
 

@@ -206,8 +206,7 @@ class NormKernels:
     spreads: bool = False
     """Whether the FFN's sum begins with biases."""
     experts: int = 0
-    """Experts of an MoE model, each of which has biases of its own; 0 for a model without
-    experts."""
+    """Experts of an MoE model with biases of their own; 0 for a model without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
