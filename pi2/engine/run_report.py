@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import BatchResult, GenerationResult
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.statistics import RunStatistics, SpeculationCounters, divide, read_peak_rss_bytes
+from pi2.engine.statistics import (
+    Cause,
+    RunStatistics,
+    SpeculationCounters,
+    divide,
+    read_peak_rss_bytes,
+    split_time,
+)
 from pi2.plan.arithmetic.costs import find_read_rate
 from pi2.plan.documents.plan import Decode
 from pi2.plan.documents.quantities import approximate_bytes
@@ -156,37 +163,6 @@ def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
             result.statistics,
             result.rounds.prompt_tokens + sum(len(item.token_ids) for item in result.sequences),
         ),
-    }
-
-
-Cause = Literal["disk", "waiting for reads", "memory bandwidth", "compute"]
-
-
-def split_time(
-    statistics: RunStatistics, memory_bytes_s: float | None, disk_bytes_s: float | None
-) -> dict[Cause, float]:
-    """Shares of the time of a run's steps, or of its prompt if it made none; empty without either.
-
-    Waiting is measured.  It counts as the disk's for as long as the read bytes take at
-    ``disk_bytes_s``; all of it does if the rate is unknown.  Memory has the time of the counted
-    bytes at its rate, and computing has the rest."""
-    steps_s = statistics.steps_s
-    total_s = steps_s or statistics.prefill_s
-    if not total_s:
-        return {}
-    read_bytes, waited_s = statistics.steps_read_bytes, statistics.steps_waited_s
-    if not steps_s:
-        read_bytes, waited_s = statistics.flash_read_bytes, statistics.waited_s
-    waited_s = min(waited_s, total_s)
-    disk_s = waited_s if disk_bytes_s is None else min(waited_s, read_bytes / disk_bytes_s)
-    memory_s = 0.0
-    if steps_s and memory_bytes_s is not None:
-        memory_s = min(total_s - waited_s, statistics.step_bytes / memory_bytes_s)
-    return {
-        "disk": disk_s / total_s,
-        "waiting for reads": (waited_s - disk_s) / total_s,
-        "memory bandwidth": memory_s / total_s,
-        "compute": (total_s - waited_s - memory_s) / total_s,
     }
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 
 class Counters:
@@ -173,6 +173,37 @@ class RunStatistics(Counters):
     def hit_rate(self) -> float | None:
         """Share of named neurons that were in memory."""
         return divide(self.cache_hits, self.cache_hits + self.cache_misses)
+
+
+Cause = Literal["disk", "waiting for reads", "memory bandwidth", "compute"]
+
+
+def split_time(
+    statistics: RunStatistics, memory_bytes_s: float | None, disk_bytes_s: float | None
+) -> dict[Cause, float]:
+    """Shares of the time of a run's steps, or of its prompt if it made none; empty without either.
+
+    Waiting is measured.  It counts as the disk's for as long as the read bytes take at
+    ``disk_bytes_s``; all of it does if the rate is unknown.  Memory has the time of the counted
+    bytes at its rate, and computing has the rest."""
+    steps_s = statistics.steps_s
+    total_s = steps_s or statistics.prefill_s
+    if not total_s:
+        return {}
+    read_bytes, waited_s = statistics.steps_read_bytes, statistics.steps_waited_s
+    if not steps_s:
+        read_bytes, waited_s = statistics.flash_read_bytes, statistics.waited_s
+    waited_s = min(waited_s, total_s)
+    disk_s = waited_s if disk_bytes_s is None else min(waited_s, read_bytes / disk_bytes_s)
+    memory_s = 0.0
+    if steps_s and memory_bytes_s is not None:
+        memory_s = min(total_s - waited_s, statistics.step_bytes / memory_bytes_s)
+    return {
+        "disk": disk_s / total_s,
+        "waiting for reads": (waited_s - disk_s) / total_s,
+        "memory bandwidth": memory_s / total_s,
+        "compute": (total_s - waited_s - memory_s) / total_s,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from pi2.cli.commands import ProgressBar
 from pi2.cli.main import run
 from pi2.cli.run import choose_hint, hint_reads
 from pi2.diagnostics import UserError
-from pi2.engine.run_report import split_time
-from pi2.engine.statistics import RunStatistics
+from pi2.engine.statistics import RunStatistics, split_time
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
