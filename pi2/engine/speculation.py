@@ -263,7 +263,7 @@ class StepBytes:
         resolved, file = parts.resolved, parts.resolved.file
         self._forward, self._reader = parts.forward, parts.reader
         self._counters = None if parts.layers is None else parts.feed_forward.counters
-        self._neuron_bytes = resolved.bundle.neuron_bytes
+        self._neuron_bytes = 0 if parts.layers is None else resolved.bundle.neuron_bytes
         self._dense_bytes = count_dense_bytes(resolved) if file is None else file.token_bytes
         kind = resolved.plan.kv.type if file is None else "fp16"
         layers = resolved.model.shape.layers
