@@ -170,10 +170,10 @@ class TraceOptions:
 def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
     """Run PLAN for a few tokens and record a timeline.
 
-    The trace has a lane for each compute thread, each unit next to the CPU, and each reading thread
-    or queue, with arrows from reads to the kernels that waited for them, and counters of the neuron
-    cache.  Open it at ui.perfetto.dev or chrome://tracing.  A summary of where the time went, and
-    of how long units worked at the same time, is printed."""
+    The trace has a lane for each compute thread, each other unit, and each reading thread or queue.
+    Arrows lead from reads to the kernels that waited for them, and counters show the neuron cache.
+    Open it at ui.perfetto.dev or chrome://tracing. A summary of the time, and of units that worked
+    at the same time, is printed."""
     from pi2.measuring.timeline import record_run
     from pi2.sharing.fetching import write_report
     from pi2.tracing import make_chrome_trace

@@ -45,8 +45,8 @@ class Speed:
 def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_code: bool) -> int:
     """Compare two plans, devices or models, A and B, with everything resolved.
 
-    For plans, this includes the memory that each segment needs, what stays in memory layer by layer
-    and, if the device has the figures, the speed: simulated, not measured."""
+    For plans, this includes the need of each memory segment and the resident neurons by layer. If
+    the device has the figures, it includes the speed: simulated, not measured."""
     from pi2.authoring.difference import (
         compare_documents,
         compare_layers,

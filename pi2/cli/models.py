@@ -61,14 +61,13 @@ class PullOptions:
 def pull_command(model: str, given: PullOptions) -> None:
     """Fetch a model from the hub, convert it, and write a plan for this machine.
 
-    A safetensors file is fetched when the conversion needs it, and deleted when nothing in it is
-    left to convert, so a checkpoint in many files is never whole on the disk.  After Ctrl-C
-    or a failure the same command goes on with the first file that is not whole.  HF_ENDPOINT,
-    HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE are respected.  Files in the Hugging Face cache
-    are reused and left in place.
+    A safetensors file is fetched when the conversion needs it, and deleted once it is converted. A
+    checkpoint in many files is never whole on the disk. After Ctrl-C or a failure the same command
+    goes on with the first incomplete file. HF_ENDPOINT, HF_TOKEN (or `hf auth login`) and
+    HF_HUB_OFFLINE are respected. Files in the Hugging Face cache are reused and left in place.
 
     With PLAN, the weights that it names by hf:ORG/NAME/FILE.gguf are fetched as they are, into the
-    Hugging Face cache.  pi2.lock pins their commit and SHA-256."""
+    Hugging Face cache. pi2.lock pins their commit and SHA-256."""
     if model.endswith(".plan.toml"):
         pull_weights(Path(model))
         return

@@ -58,9 +58,9 @@ class TrainOptions(TextOptions):
 def train(plan: ChosenPlan, given: TrainOptions) -> None:
     """Train low-rank predictors for PLAN's model on its activations for a text.
 
-    FOLDER gets a store with the predictors (neurons are shared with the old store), a model
-    document that lists them, and a plan that uses them.  Existing files are not changed.  With
-    --rank auto, each layer's rank grows as long as that saves bytes per token."""
+    FOLDER gets a store with the predictors, which shares the old store's neurons, a model document
+    and a plan. Existing files are not changed. With --rank auto, each layer's rank grows as long as
+    that saves bytes per token."""
     from pi2.measuring.fitting import Recipe
     from pi2.measuring.training import train_predictors
 

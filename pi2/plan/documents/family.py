@@ -35,8 +35,8 @@ class Sections(Table):
     require: dict[str, str] = Field(default={}, examples=[{"swiglu_limit": "swiglu_limit > 0"}])
     """Expressions that must hold, by any name; the model is refused (`P544`) otherwise."""
     read: dict[str, Any] = Field(default={}, examples=[{"norm": {"epsilon": ["eps", 1e-5]}}])
-    """Keys of the model document, each with the keys of the configuration of which the first that
-    is stated counts, and perhaps a default, which is no text."""
+    """Keys of the model document, each with keys of the configuration, of which the first stated
+    one counts. A default may follow, which is no text."""
     set: dict[str, Any] = Field(default={}, examples=[{"rope": {"pairs": "neighbours"}}])
     """Values of keys of the model document, which count before `read`; a text that begins with `=`
     is an expression, and a key without a value is left out."""
@@ -92,16 +92,16 @@ class Architecture(Table):
 class Family(Document, Sections):
     """A family of models (``*.family.toml``): the file is named after ``model_type``.
 
-    Expressions have numbers, texts, ``true``, ``false`` and ``none``, keys of the configuration by
-    their names, keys of the model document with their dots (``shape.hidden``), and Python's
-    operators; ``each(...)`` is a list of values, one for every ``layer``, ``where(...)`` one of the
-    layers for which it holds."""
+    Expressions have numbers, texts, ``true``, ``false`` and ``none``, and Python's operators. Keys
+    of the configuration have their names, keys of the model document their dots (``shape.hidden``).
+    ``each(...)`` is a list of values, one for every ``layer``, ``where(...)`` one of the layers for
+    which it holds."""
 
     aliases: tuple[str, ...] = Field(default=(), examples=[["sparsellama"]])
     """Other names of the same family."""
     wrappers: dict[str, dict[str, Any]] = Field(default={}, examples=[{"llava": {}}])
-    """Families of models that read pictures, sound or video too and whose text is of this one, with
-    values that their configurations leave out of the text's."""
+    """Families of models that also read pictures, sound or video and whose text model is of this
+    one, with values that their text configurations leave out."""
     refused: str = Field(default="", max_length=500, examples=["two attentions in a layer"])
     """What models of this family have that no model document states; nothing else counts then."""
     layer: str = Field(default="model.layers.{layer}", examples=["model.layers.{layer}"])

@@ -220,9 +220,9 @@ class LayerKinds(Table):
 
 
 class Recurrence(Table):
-    """Sizes of layers of the kinds ``delta`` (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
+    """Sizes of recurrent layers: ``delta`` (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
     Networks"; with decays of keys, Kimi Team 2025, "Kimi Linear"), ``mamba`` (Dao and Gu 2024,
-    "Transformers are SSMs") and ``mamba1`` (Gu and Dao 2023, "Mamba"), which has one head, whose
+    "Transformers are SSMs") and ``mamba1`` (Gu and Dao 2023, "Mamba"). The last has one head, whose
     channels are its values."""
 
     key_heads: Annotated[int, Field(ge=1, le=2**14, examples=[16])]
@@ -285,12 +285,12 @@ class Convolution(Table):
 
 
 class LayerEmbedding(Table):
-    """Embeddings that every layer has of its own (Gemma 4 E2B), in one table that stays
-    on flash: a token needs one row of it.
+    """Embeddings that every layer has of its own (Gemma 4 E2B), in one table that stays on flash: a
+    token needs one row of it.
 
-    A layer's row, times ``factor``, and the norm of what a projection makes of the first layer's
-    input, times ``projection_factor``, are added and divided by sqrt(2): e.  After its FFN the
-    layer adds norm(output(act(gate x) * e)) to the residual stream x, with the FFN's activation."""
+    A layer's row times ``factor``, plus the norm of a projection of the first layer's input times
+    ``projection_factor``, divided by sqrt(2), is e. After its FFN the layer adds
+    norm(output(act(gate x) * e)) to the residual stream x, with the FFN's activation."""
 
     width: Annotated[int, Field(ge=1, le=2**14, examples=[256])]
     """Elements of a token's embedding for one layer."""

@@ -96,8 +96,8 @@ class Moe(Table):
     equal parts of one FFN and compute every token; layers may have FFNs of different widths (Gemma
     4 E2B)."""
     router_input: Literal["ffn", "layer", "stream"] = "ffn"
-    """What the router reads: the normalised input of the FFN, the layer's input as it is, or what
-    the FFN normalises, through an RMSNorm of the router's own (Gemma 4)."""
+    """Input of the router: the normalised input of the FFN, the layer's unchanged input, or the
+    FFN's unnormalised input through an RMSNorm of the router's own (Gemma 4)."""
     input_scale: float = Field(default=1.0, gt=0.0, examples=[0.02])
     """Factor of what the router reads (``stream``)."""
     weighs: Literal["output", "input"] = "output"

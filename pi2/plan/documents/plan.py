@@ -55,8 +55,9 @@ class Memory(Table):
     """The budget is a promise: the process, everything included, stays under it."""
 
     budget: MemoryBytes
-    """Maximum resident set size of the whole process: a size, or a share such as `"60 %"` of the
-    device's memory (of the machine's, if the device states none), or `"60 % of the file"`."""
+    """Maximum resident set size of the whole process: a size, or a share. `"60 %"` is a share of
+    the device's memory (of the machine's, if the device states none); `"60 % of the file"` of the
+    file."""
     segments: Segments
     """What the budget is spent on."""
     weights: Literal["mapped", "loaded"] = "loaded"
