@@ -1,7 +1,9 @@
 """What a run says while it goes and at its end."""
 
+import io
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,3 +207,19 @@ def test_a_pipe_gets_no_progress(clock: Clock, capsys: pytest.CaptureFixture[str
         for clock.now, share in ((0.0, 0.0), (2.0, 0.5), (4.0, 1.0)):
             bar("compiling kernels", share)
     assert capsys.readouterr() == ("", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_what_reports_once_and_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr("pi2.cli.commands.PATIENCE_S", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressBar() as bar:
+        bar("planning", 0.0)
+        while "planning" not in screen.getvalue():
+            time.sleep(0.01)
