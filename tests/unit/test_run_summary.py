@@ -221,5 +221,8 @@ def test_a_terminal_shows_what_reports_once_and_takes_long(monkeypatch: pytest.M
     monkeypatch.setenv("TERM", "xterm")
     with ProgressBar() as bar:
         bar("planning", 0.0)
-        while "planning" not in screen.getvalue():
+        for _ in range(1000):
+            if "planning" in screen.getvalue():
+                break
             time.sleep(0.01)
+    assert "planning" in screen.getvalue()
