@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -137,7 +138,7 @@ def summarise_backends(checkup: Checkup) -> Iterator[str]:
     yield f"can run here: {', '.join(real) or 'none'}"
     for name in checkup.backends:
         if name not in real:
-            yield f"{name}: {describe_backend(checkup, name).partition(';')[0]}"
+            yield f"{name}: {re.split(': |; ', describe_backend(checkup, name))[0]}"
 
 
 def _is_limited(checkup: Checkup, name: str) -> bool:

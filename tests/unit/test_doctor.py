@@ -124,7 +124,7 @@ def test_a_device_that_the_cpu_emulates_is_called_that() -> None:
     for whole in (False, True):
         text = read(found, whole=whole)
         assert "webgpu: llvmpipe (Mesa), emulated by the CPU" in text
-        assert "emulated only: the CPU computes for it here" in text
+        assert "emulated only" in text
     assert "can run here: cpu\n" in read(found)
 
 
