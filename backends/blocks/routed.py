@@ -17,7 +17,7 @@ _TABLES = ("expert_of", "x_of", "y_of", "routes")
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayer:
-    """Place in the program at which the experts of a layer are computed."""
+    """Where the program computes the experts of a layer."""
 
     layer: int
     chosen: int

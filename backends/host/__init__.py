@@ -1,4 +1,5 @@
-"""Compiled loops of the host: cache look-up, placing, read lists, reads; once a machine."""
+"""Compiled loops of the host: cache look-up, placing, read lists, reads; compiled once a
+machine."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def emit_norm(
     token: v.Expr,
     width: int | None = None,
 ) -> None:
-    """Set ``target.values[token]`` to RMSNorm(``source[row]``), quantised; zeros from ``width``."""
+    """Set ``target.values[token]`` to RMSNorm(``source[row]``) and quantise it; zeros beyond
+    ``width``."""
     length = target.length
     sums = T.alloc_buffer((32,), "float32")
     for half in range(2):
@@ -65,7 +66,7 @@ def emit_norm(
 
 
 def emit_quantize(target: Activations, token: v.Expr) -> None:
-    """Set codes, scales and sums of ``target`` from its values; only codes of floats."""
+    """Set codes, scales and sums of ``target`` from its values; codes alone if those are floats."""
     if target.several is not None:
         with T.If(target.several):
             with T.Then():
@@ -297,7 +298,8 @@ def count_rows(matrix: Matrix) -> int:
 def emit_row(
     isa: Isa, vector: Vector, activations: Activations, origin: v.Expr, row: v.Expr, finish: Finish
 ) -> None:
-    """Compute a row for token 0 with the activations of ``origin``, prefetching ahead."""
+    """Compute one row for token 0, whose activations are those of ``origin``, asking for what lies
+    `PREFETCH_BYTES` ahead."""
 
     dots = emit_dots(isa, [vector], activations, [origin], _ask_ahead([vector], PREFETCH_BYTES))
     finish(T.int32(0), row, dots[0][0])

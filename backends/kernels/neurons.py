@@ -20,7 +20,7 @@ from pi2.plan.weights.layout import GROUP, PartName, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neuron:
-    """First byte of a neuron."""
+    """Where a neuron begins, in bytes."""
 
     base: v.Expr
     """Its bundle, in an array of bundles."""
@@ -28,7 +28,7 @@ class Neuron:
     """What the offsets of its scales count from where they are resident: its row of them, or what
     the rows of its group have together."""
     expert_base: v.Expr | None = None
-    """First byte of a neuron of the same expert; None: the neuron itself has it."""
+    """Where a neuron of the same expert begins; None: the neuron itself is asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Bundles:
         )
 
     def take_parts(self, neurons: Sequence[Neuron], names: Sequence[PartName]) -> list[Vector]:
-        """Return parts of some neurons, one neuron after the other."""
+        """Return parts of some neurons, those of one after those of the other."""
         return [self.take_part(neuron, name) for neuron in neurons for name in names]
 
     def load_expert(self, neuron: Neuron) -> v.Expr:
@@ -97,7 +97,7 @@ def activate(
     spec: KernelSpec, gate: v.Expr, up: v.Expr | None, cutoff: v.Expr | None = None
 ) -> v.Expr:
     """Return act(gate) * up as the model defines it, or act(gate) without ``up``; scalars.
-    ``cutoff``: the gates' cutoff, if layers have one."""
+    ``cutoff``: that of gates, if layers have one."""
     zero = v.constant(0.0, "float32")
     if cutoff is not None:
         gate = close_gate(gate, cutoff)

@@ -37,7 +37,8 @@ def write_objects(
 
 
 def link(files: list[Path], output: Path) -> list[str]:
-    """Make a program of all ``files``, or one object of all but the worker; return the fault."""
+    """Make a program of all ``files``, or one object of all but the worker; return what went
+    wrong."""
     linker = find_linker()
     if linker is None:
         return [f"{LINKERS[0]}: not installed"]
