@@ -101,8 +101,8 @@ def test_another_file_that_is_resident_drafts_and_the_text_stays(file: Path) -> 
 
 def test_the_slower_of_disk_and_computing_bounds_what_is_expected() -> None:
     rates = Rates(disk=1e9, computing=10e9)
-    assert rates.expect(500_000_000, 1_000_000_000) == (2.0, True)
-    assert rates.expect(50_000_000, 1_000_000_000) == (10.0, False)
+    assert rates.expect(500_000_000, 1_000_000_000) == (2.0, True, 1e9)
+    assert rates.expect(50_000_000, 1_000_000_000) == (10.0, False, 1e9)
 
 
 def test_logits_are_the_same_bits_wherever_weights_are(file: Path) -> None:

@@ -152,10 +152,10 @@ def test_missing_store_has_a_plain_path(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_gpu_without_a_driver_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = [devices.Survey(api="opencl", obstacle="no OpenCL driver finds a device (why)")]
     monkeypatch.setattr("pi2.backends.gpu.devices.survey_devices", lambda apis: nothing)
-    assert find_device_obstacles("gpu") == [
-        "no device here: opencl: no OpenCL driver finds a device"
-    ]
-    assert find_device_obstacles("cpu") == find_device_obstacles("null") == []
+    for emulated in (False, True):
+        found = find_device_obstacles("gpu", emulated=emulated)
+        assert found == ["no device here: opencl: no OpenCL driver finds a device"]
+        assert find_device_obstacles("cpu", emulated=emulated) == []
 
 
 def test_crashes_are_reported_though_the_installation_has_gone() -> None:

@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from pi2.cli.commands import ProgressBar
 from pi2.cli.main import run
 from pi2.cli.run import choose_hint, hint_reads
 from pi2.diagnostics import UserError
-from pi2.engine.statistics import RunStatistics, split_time
+from pi2.engine.statistics import Cause, RunStatistics, split_time
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
@@ -100,7 +101,7 @@ STEPS = RunStatistics(steps_s=10.0, step_bytes=20 * 10**9, steps_read_bytes=10**
     ],
 )
 def test_time_is_split_between_what_was_measured_and_counted(
-    changes: dict[str, float], rates: tuple[float, float | None], expected: dict[str, float]
+    changes: dict[str, Any], rates: tuple[float, float | None], expected: dict[Cause, float]
 ) -> None:
     shares = split_time(replace(STEPS, **changes), *rates)
     assert {name: shares[name] for name in expected} == pytest.approx(expected)
