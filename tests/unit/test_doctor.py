@@ -105,17 +105,8 @@ def test_report_for_people(name: str, whole: bool) -> None:
 
 
 def test_a_device_that_the_cpu_emulates_is_called_that() -> None:
-    emulated = DeviceFacts(
-        api="webgpu",
-        number=0,
-        name="llvmpipe",
-        driver="Mesa",
-        kind="processor",
-        memory_bytes=None,
-        fp16=False,
-        compute_units=None,
-        max_array_bytes=GIB,
-        shared_bytes=32768,
+    emulated = dataclasses.replace(
+        CHECKUP.gpus[0].devices[0], api="webgpu", name="llvmpipe", driver="Mesa", kind="processor"
     )
     surveys = (Survey(api="webgpu", devices=(emulated,)), *CHECKUP.gpus[1:])
     found = dataclasses.replace(
