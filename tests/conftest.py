@@ -53,8 +53,7 @@ def every_core(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiler_at_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels are compiled by processes that need not load TVM first, each function once for all
-    workers."""
+    """Kernels are compiled by processes without TVM at first, each once for all workers."""
     folder = tmp_path_factory.getbasetemp()
     objects = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
     objects.mkdir(exist_ok=True)

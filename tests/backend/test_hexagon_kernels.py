@@ -1,5 +1,4 @@
-"""Kernels of Hexagon NPUs under the emulator, against numpy: sums of integers are equal, bit by
-bit."""
+"""Kernels of Hexagon NPUs under the emulator, against numpy: equal integer sums, bit by bit."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def spec() -> KernelSpec:
-    """The smallest program."""
     return make_spec(hidden=32, heads=1, kv_heads=1, head_dim=32, gates=False, ranks=())
 
 

@@ -44,8 +44,7 @@ FLASH = {"layers.hot": 0.1, "memory.segments.cold": "700 KiB", "memory.budget": 
 
 
 def run(plan: Path, **settings: Any) -> tuple[F32, LoadedModel]:
-    """Logits of a prompt's last token and of tokens one by one; the closed model, for its
-    counters."""
+    """Logits of a prompt's last token and of single tokens; the closed model, for counters."""
     values = {key.replace("__", "."): value for key, value in settings.items()}
     with pi2.load(plan, set=values) as model:
         forward = model._parts.forward

@@ -31,8 +31,7 @@ place = ("127.0.0.1", tracker)
 state = PopenRPCServerState("127.0.0.1", own, own + 1, tracker_addr=place, key="phone")
 state.thread.join()
 """
-"""What ``python -m tvm.exec.rpc_server`` starts in a process of its own, which an emulated program
-cannot start."""
+"""``tvm.exec.rpc_server``'s other process, which an emulated program cannot start."""
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 

@@ -1,5 +1,4 @@
-"""What is rounded and how far, weights to few bits or activations: the cpu backend against the
-reference backend."""
+"""Rounded weights and activations, and how far: the cpu backend against the reference."""
 
 import dataclasses
 from typing import Any
@@ -45,7 +44,6 @@ def round_bundles(bundles: U8, old: BundleLayout, layout: BundleLayout) -> U8:
 
 
 def compute(executor: Executor, model: RandomModel) -> F32:
-    """Logits of a token."""
     executor.embed(np.array([7], np.int32))
     for layer, bundles in enumerate(model.bundles):
         executor.attend(layer, 0)

@@ -41,7 +41,6 @@ class Server:
     plan: Path
 
     def list_replicas(self) -> list[int]:
-        """The processes of its replicas."""
         found = []
         for folder in Path("/proc").iterdir():
             try:

@@ -45,7 +45,6 @@ def make_arm_spec(features: tuple[str, ...], **changes: Any) -> KernelSpec:
 def generate(
     processor: Processor, architecture: str, name: str, emit: Callable[[Any], None]
 ) -> Any:
-    """Return a function's compiled module."""
     import tvm
 
     from pi2.backends.compiler.compile import generate, make_target

@@ -50,7 +50,6 @@ class PlainBlockModel:
         self._rounds = rounds
 
     def compute(self, tokens: list[int]) -> F64:
-        """Return logits [T, vocab]."""
         model = self._model
         embedding = self._decode(self._need("embedding", 0))
         x = embedding[tokens].astype(np.float64) * model.multipliers.embedding

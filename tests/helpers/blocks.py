@@ -55,8 +55,7 @@ def make_blocks(
 
 
 def put_edges(own: Format, raw: U8) -> None:
-    """Let rows of blocks [rows, n x block_bytes] begin with zeros, ones, the largest scales and the
-    smallest ones."""
+    """Begin rows [rows, n x block_bytes] with zeros, ones, the largest and smallest scales."""
     blocks = raw.reshape(len(raw), -1, own.block_bytes)
     blocks[0], blocks[1] = 0, 255
     if own.is_plain:
@@ -74,8 +73,6 @@ def put_edges(own: Format, raw: U8) -> None:
 
 
 class Kernels:
-    """The kernels of a library."""
-
     def __init__(self, library: str, isa: str, folder: Path) -> None:
         """Compile them for the schedule ``isa`` (`tests.helpers.kernels.X86_FEATURES`)."""
         from pi2.backends.blocks.program import Program
@@ -132,7 +129,6 @@ class ArmKernels:
         )
 
     def call(self, kernel: str, items: int, **values: Any) -> None:
-        """Compute all items, see `Kernels`."""
         assert set(values) == set(FIELDS[kernel])
         given = [values[name] for name in FIELDS[kernel]]
         message = struct.pack("<qq", items, len(given))
@@ -245,7 +241,6 @@ def multiply(
 
 
 def take_rows(kernels: Kernels | ArmKernels, own: Format, raw: U8, numbers: Sequence[int]) -> F32:
-    """Rows of blocks as float32."""
     length = raw.shape[1] // own.block_bytes * own.block
     y: F32 = np.full((len(numbers), length), np.nan, np.float32)
     kernels.call(
@@ -266,7 +261,6 @@ class RandomWeights:
     """Tensors of a model with random numbers, made when they are asked for."""
 
     def __init__(self, model: Model, formats: Sequence[str], seed: int = 0) -> None:
-        """Matrices have ``formats`` in turn."""
         self._model = model
         self._formats = formats
         self._seed = seed

@@ -15,7 +15,6 @@ BROKEN = Path(__file__).parents[1] / "plans" / "broken"
 
 
 def list_names() -> list[str]:
-    """Names of the broken files."""
     return sorted(path.name for path in BROKEN.glob("*.toml"))
 
 
@@ -38,7 +37,6 @@ def validate(*arguments: str) -> tuple[int, str, str]:
 
 
 def main() -> None:
-    """Write all expected outputs."""
     for name in list_names():
         _, stdout, _ = validate(name)
         find_expected(name).write_text(stdout, encoding="utf-8")

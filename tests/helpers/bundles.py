@@ -25,8 +25,7 @@ def pack_bundles(
 
 
 def unpack_bundles(bundles: U8, layout: BundleLayout) -> tuple[F32, F32, F32]:
-    """Undo `pack_bundles` of gated neurons: gate, up and down (columns as rows), float32
-    [n, hidden] each."""
+    """Undo `pack_bundles` of gated neurons: gate, up, down (columns as rows) [n, hidden]."""
     assert layout.is_gated, layout
     gate, up, down = (unpack_part(bundles, layout, index) for index in range(3))
     return gate, up, down

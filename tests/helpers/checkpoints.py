@@ -44,7 +44,6 @@ def narrow(values: F32, dtype: Dtype) -> F32:
 
 
 def make_config(model: Model) -> dict[str, Any]:
-    """The ``config.json`` of ``model``."""
     shape = model.shape
     return {
         "architectures": ["LlamaForCausalLM"],

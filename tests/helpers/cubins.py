@@ -12,8 +12,6 @@ _FRAME_SIZE, _REGISTERS = 0x11, 0x2F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a kernel takes."""
-
     registers: int
     """Of a thread."""
     frame_bytes: int
@@ -23,7 +21,6 @@ class Resources:
 
 
 def read_resources(cubin: bytes) -> Mapping[str, Resources]:
-    """Resources by kernel."""
     sections = _list_sections(cubin)
     names = _list_symbols(sections)
     found: dict[int, dict[str, int]] = {}

@@ -1,5 +1,4 @@
-"""Dense units of every kind that this machine has, random neurons for them, and the sums that they
-should give."""
+"""Dense units of this machine, random neurons for them, and the sums to expect."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +25,6 @@ from tests.helpers.models import make_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitKind:
-    """A kind of dense unit."""
-
     name: str
     make: Callable[[UnitRequest], DenseUnit]
     tolerance: float

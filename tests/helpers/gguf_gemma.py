@@ -63,8 +63,7 @@ def write_gemma3n(file: Path, checkpoint: Path) -> Path:
 
 
 def write_gemma4(file: Path, checkpoint: Path, divisors: Mapping[int, float] | None = None) -> Path:
-    """A file of Gemma 4 as llama.cpp's converter writes it; ``divisors`` of frequencies replace its
-    own."""
+    """A file of Gemma 4 as llama.cpp's converter writes it; ``divisors`` of frequencies."""
     config, weights = read_checkpoint(checkpoint)
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, layers)

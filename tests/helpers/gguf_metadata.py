@@ -170,7 +170,6 @@ def add_latent(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def add_factors(writer: Any, config: Mapping[str, Any]) -> None:
-    """Granite's factors."""
     writer.add_attention_scale(config["attention_multiplier"])
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
@@ -178,7 +177,6 @@ def add_factors(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def add_mamba(writer: Any, config: Mapping[str, Any]) -> None:
-    """Sizes of Granite's Mamba-2 layers."""
     writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     writer.add_ssm_conv_kernel(config["mamba_d_conv"])
     writer.add_ssm_state_size(config["mamba_d_state"])

@@ -1,5 +1,4 @@
-"""Tensors of tiny models with the names, the order of rows and the numbers that llama.cpp's
-converter gives them."""
+"""Tensors of tiny models with names, rows and numbers as llama.cpp's converter has them."""
 
 import json
 import re
@@ -129,7 +128,6 @@ _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
 def name_tensor(name: str) -> str:
-    """GGUF's name of a tensor."""
     stem, _, kind = name.rpartition(".")
     for pattern, replacement in _NAMES:
         if re.fullmatch(pattern, stem):
@@ -153,7 +151,6 @@ def stack_groups(values: F32, heads: int, kv_heads: int) -> F32:
 
 
 def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str, F32]:
-    """Tensors of a GGUF file."""
     family = config["model_type"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads

@@ -29,15 +29,12 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Golden:
-    """What the reference implementation computed."""
-
     prompt: list[int]
     logits: F32
     greedy: list[int]
 
 
 def list_goldens() -> list[str]:
-    """Names of the golden models."""
     return sorted(path.parent.name for path in FOLDER.glob("*/golden.npz"))
 
 
@@ -52,7 +49,6 @@ def read_golden(name: str) -> Golden:
 
 
 def make_small_tokenizer(vocab: int) -> bytes:
-    """A ``tokenizer.json`` of ``vocab`` words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{index}": index for index in range(vocab)}
@@ -72,7 +68,6 @@ def copy_checkpoint(name: str, folder: Path) -> Path:
 
 
 def change_config(checkpoint: Path, **values: Any) -> None:
-    """Set values of config.json."""
     file = checkpoint / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 

@@ -66,7 +66,6 @@ class RandomNeurons:
         )
 
     def make_inputs(self, tokens: int) -> F32:
-        """Inputs [tokens, hidden]."""
         random = np.random.default_rng(tokens)
         return random.standard_normal((tokens, self.ffn.hidden)).astype(np.float32)
 
@@ -94,7 +93,6 @@ class RandomNeurons:
         return values if weights is None or self.ffn.weighs_input else values * weights
 
     def compute_sums(self, values: F64) -> F64:
-        """Their sums [tokens, hidden]."""
         last = len(self.layout.parts) - 1
         return values @ unpack_part(self.bundles, self.layout, last).astype(np.float64)
 
@@ -114,7 +112,6 @@ class Bench:
         self._kernels = launcher.load(build_image(kernels, launcher.facts.target))
 
     def list_arrays(self, name: str) -> Sequence[str]:
-        """Arrays that a kernel takes."""
         return self._kernels[name].signature.arrays
 
     def run(

@@ -85,7 +85,6 @@ class Bench:
         return {name: first + place for name, place in room.places.items()}
 
     def write(self, places: dict[str, int], arrays: Arrays) -> None:
-        """Write arrays to their places."""
         for name, values in arrays.items():
             self.session.memory[places[name] : places[name] + len(values)] = values
 
@@ -95,7 +94,6 @@ class Bench:
         return self.session.memory[place : place + size].view(np.float32).reshape(shape).copy()
 
     def give(self, tokens: Tokens, places: dict[str, int]) -> None:
-        """Write a graph's inputs."""
         self.write(
             places,
             {
@@ -166,5 +164,4 @@ class Bench:
         assert self.session.take_reply().number == number
 
     def close(self) -> None:
-        """End the worker."""
         self.session.close()

@@ -40,7 +40,6 @@ def count_multiply(features: str, precision: Precision, planes: int) -> dict[int
 
 
 def main() -> None:
-    """Print the table."""
     print("| weights, activations | tokens | dotprod | i8mm | ratio |")
     print("|---|---|---|---|---|")
     for precision in PRECISIONS:

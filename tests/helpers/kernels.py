@@ -86,7 +86,6 @@ def list_runnable_isas() -> list[str]:
 
 
 def make_isa(name: str) -> Isa:
-    """Return a schedule by name."""
     isa = choose_isa(X86_FEATURES[name], "x86-64")
     assert isa.name == name
     return isa

@@ -64,7 +64,6 @@ def write_report(name: str) -> str:
 
 
 def main() -> None:
-    """Write the golden files."""
     for name, file in FILES.items():
         (GOLDEN / file).write_text(write_report(name), encoding="utf-8")
 

@@ -71,7 +71,6 @@ def make_scripted_plan(
 
 
 def _list_tensors(table: F32, places: F32) -> dict[str, F32]:
-    """All tensors of the checkpoint."""
     start, layer = "model.decoder.", "model.decoder.layers.0."
     found = {start + "embed_tokens.weight": table, start + "embed_positions.weight": places}
     zeros = {

@@ -45,8 +45,7 @@ def make_chat_plan(
     template: str | None = "chatml",
     context: int = 1024,
 ) -> Path:
-    """A plan of a tiny random model that knows a chat template, one of the golden ones or a text
-    with lines of its own."""
+    """A plan of a tiny random model with a chat template: a golden one or given lines."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny = make_tiny(folder, {"shape": {"context": context}})
     if template is not None:
@@ -61,7 +60,6 @@ def make_chat_plan(
 def describe_plan(
     path: Path, name: str = "tiny", overrides: Mapping[str, object] | None = None
 ) -> ServedPlan:
-    """A plan to be served."""
     overrides = overrides or {}
     resolved = load_plan(path, overrides=overrides)
     budget = resolved.plan.memory.budget

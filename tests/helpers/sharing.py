@@ -75,13 +75,11 @@ class Repository:
         target.write_bytes(text.encode() if isinstance(text, str) else text)
 
     def commit(self, message: str = "change") -> str:
-        """Commit everything; return the commit."""
         run_git(self.folder, "add", "-A")
         run_git(self.folder, "commit", "--quiet", "--allow-empty", "-m", message)
         return run_git(self.folder, "rev-parse", "HEAD")
 
     def tag(self, name: str, *, move: bool = False) -> None:
-        """Tag the last commit."""
         force = ["--force"] if move else []
         run_git(self.folder, "tag", "-m", name, *force, name)
 
@@ -117,7 +115,6 @@ class Server:
         return f"http://{host}:{self.port}{path}"
 
     def serve(self, path: str, data: bytes | str, status: int = 200, **headers: str) -> None:
-        """Answer ``path`` with ``data``."""
         body = data.encode() if isinstance(data, str) else data
 
         def answer(handler: BaseHTTPRequestHandler) -> None:

@@ -23,14 +23,12 @@ def has_package(path: Path) -> bool:
 
 
 def read_device(name: str) -> Device:
-    """A shipped device."""
     document = read_document(name, "device").document
     assert isinstance(document, Device)
     return document
 
 
 def read_model(name: str) -> Model:
-    """A shipped model."""
     document = read_document(name, "model").document
     assert isinstance(document, Model)
     return document

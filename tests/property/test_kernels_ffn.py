@@ -86,8 +86,7 @@ class Layer:
         return values @ down, int(np.count_nonzero(values))
 
     def gather(self, slots: npt.NDArray[Any], *, known: bool = False) -> tuple[F32, int]:
-        """What ``add_neurons`` makes of the first token, or ``add_open_neurons`` of those with
-        ``known`` gates."""
+        """Sum of ``add_neurons`` for the first token, or of ``add_open_neurons`` with ``known``."""
         spec, count = self.spec, len(slots)
         # A line more than the kernels may use: nobody must have written to it.
         lists = [allocate(dtype, count + 16) for dtype in ("float32", "float32", "int32")]

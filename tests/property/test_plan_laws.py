@@ -73,7 +73,6 @@ def list_paths(tree: Any, base: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
 
 
 def cut(text: str, span: Span) -> str:
-    """The characters of a span."""
     lines = text.split("\n")[span.line - 1 : span.end_line]
     lines[-1] = lines[-1][: span.end_column - 1]
     lines[0] = lines[0][span.column - 1 :]

@@ -1,5 +1,4 @@
-"""A GGUF file with flipped bytes or cut short is refused with a finding, or is sound: never a
-traceback."""
+"""A GGUF file with flipped bytes or cut short is refused or sound: never a traceback."""
 
 import struct
 from pathlib import Path

@@ -56,7 +56,6 @@ def run_together(plan: Path, settings: dict[str, Any]) -> dict[int, list[F32]]:
 
 
 def run_alone(plan: Path, settings: dict[str, Any], number: int, steps: Sequence[int]) -> list[F32]:
-    """The same of one."""
     with pi2.load(plan, set=settings) as model:
         feed(model, PROMPTS[number], 0)
         return [model._parts.forward.decode(10 * number + step).copy() for step in steps]

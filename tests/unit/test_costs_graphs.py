@@ -16,7 +16,6 @@ DRY: dict[str, object] = {"backends.cpu": "null", "backends.npu": "null"}
 
 
 def describe(overrides: dict[str, object] | None = None) -> Description:
-    """The plan, with other values."""
     return describe_plan(load_plan(PLAN, overrides=overrides))
 
 

@@ -178,7 +178,6 @@ DEMO = find_shipped_folder() / "demo.plan.toml"
 
 
 def judge(machine: Machine, **backends: tuple[str, ...]) -> PlanVerdict:
-    """The demo plan on ``machine``."""
     return judge_plan(DEMO, DEMO.name, machine, {"cpu": (), **backends})
 
 

@@ -37,7 +37,6 @@ class Counted:
         self.rendered = 0
 
     def render(self, messages: Sequence[Any] = MESSAGES, write_calls: Any = None) -> str:
-        """What is rendered of messages."""
         return self.shaped.render(messages, self._render, write_calls)
 
     def _render(self, messages: Sequence[Any]) -> str:

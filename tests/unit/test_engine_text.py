@@ -57,8 +57,7 @@ LLAMA_PIECES = ("▁", "▁a", "a", "▁▁", "b", "c", "v", "na", "\n")
 
 @cache
 def make_tokenizer(kind: str) -> Tokenizer:
-    """``bytes`` as GPT-2 and Llama 3 have them, ``fallback`` as Llama 2: pieces, and bytes for
-    what has none."""
+    """``bytes`` as in GPT-2 and Llama 3, ``fallback`` as in Llama 2: pieces, else bytes."""
     if kind == "bytes":
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocab = {token: index for index, token in enumerate(alphabet)}

@@ -53,7 +53,6 @@ def make_device(**unit: Any) -> Device:
 def find(
     device: Device, machine: Machine, budget_bytes: int = GIB, **more: Any
 ) -> list[Diagnostic]:
-    """Shorthand."""
     return find_misfits(device, machine, budget_bytes, **more)
 
 

@@ -189,7 +189,6 @@ def find(path: Path, text: str) -> Diagnostic:
 
 
 def show(item: Diagnostic) -> tuple[str, str, str | None]:
-    """Code, place, and help."""
     assert item.span is not None
     return item.code, f"{item.span.line}:{item.span.column}", item.help
 

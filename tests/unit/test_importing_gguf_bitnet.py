@@ -1,5 +1,4 @@
-"""GGUF files of BitNet: ternary weights stay what they are, in all types of numbers that hold
-them."""
+"""GGUF files of BitNet: ternary weights stay ternary, in all types of numbers."""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""What a GGUF file states is computed, or it is refused by its name: nothing is left out in
-silence."""
+"""Statements of a GGUF file are computed or refused by name: nothing is dropped silently."""
 
 from pathlib import Path
 from typing import Any

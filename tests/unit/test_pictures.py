@@ -25,7 +25,6 @@ SERIES = 12
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that were saved."""
     figures: list[Any] = []
     save = figure_module.Figure.savefig
 

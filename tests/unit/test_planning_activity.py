@@ -80,8 +80,7 @@ def test_expected_misses_are_those_that_the_cache_counts(
 
 
 def count_reads(activity: LayerActivity, hot: float, cold: float, share: float) -> float:
-    """Mean reads of a real cache and sieve over tokens whose scores are drawn from the same
-    distribution."""
+    """Mean reads of a real cache and sieve over tokens with scores of one distribution."""
     random, layers, warm = np.random.default_rng(0), 2, 100
     resident = round(hot * NEURONS) + round(cold * NEURONS)
     cache = NeuronCache(

@@ -349,8 +349,6 @@ def test_units_that_cannot_be_measured_are_named_with_the_reason(
 
 
 def make_worker(survey: Survey) -> Any:
-    """A worker that finds ``survey``."""
-
     class Finding:
         def __init__(self, *_: object) -> None:
             self.measured = {step.key: [1e-3] for step in GPU_STEPS}

@@ -47,8 +47,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 
 
 def pull(environment: dict[str, str], hub: Hub, *words: str, **more: str) -> tuple[int, str]:
-    """Exit code and messages of the command in a process of its own: the library reads its
-    environment once."""
+    """Exit code and messages of a process of its own: the library reads its environment once."""
     done = start_pi2("pull", *words, env={**environment, "HF_ENDPOINT": hub.address, **more})
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr

@@ -27,7 +27,6 @@ QUICK = ["--max-tokens", "3", "--set", "backends.cpu=reference"]
 
 
 def summarise(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
-    """The labelled lines."""
     capsys.readouterr()
     assert run(["run", *arguments, "--prompt", "def ", *QUICK]) == 0
     lines = capsys.readouterr().err.splitlines()
@@ -106,10 +105,7 @@ def test_time_is_split_between_what_was_measured_and_counted(
     shares = split_time(replace(STEPS, **changes), *rates)
     assert {name: shares[name] for name in expected} == pytest.approx(expected)
     assert sum(shares.values()) == pytest.approx(1)
-
-
-def test_a_run_without_steps_and_prompt_has_no_shares() -> None:
-    assert split_time(RunStatistics(), 1e9, 1e9) == {}
+    assert split_time(RunStatistics(), *rates) == {}, "no steps and no prompt"
 
 
 def test_the_hint_fits_what_bounds_the_run() -> None:

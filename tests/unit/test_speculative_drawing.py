@@ -91,8 +91,7 @@ def draw_texts(count: int) -> Counter[tuple[int, ...]]:
 
 
 def measure_distance(found: Counter[tuple[int, ...]]) -> float:
-    """Chi squared of texts, divided by their degrees of freedom: about 1 where chances are those
-    of the model."""
+    """Chi squared of texts by degrees of freedom: about 1 if chances are the model's."""
     count, total = sum(found.values()), 0.0
     for text in np.ndindex(4, 4, 4, 4):
         chance = float(np.prod([CHANCES[a, b] for a, b in zip((0, *text), text, strict=False)]))

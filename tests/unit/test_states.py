@@ -1,5 +1,4 @@
-"""Layers that keep a state: it is the same however the tokens before came, and never another
-sequence's."""
+"""Layers that keep a state: the same however the tokens came, and never another sequence's."""
 
 import json
 from pathlib import Path

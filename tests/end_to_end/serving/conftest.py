@@ -30,7 +30,6 @@ def openai() -> Any:
 
 @pytest.fixture(scope="session")
 def anthropic() -> Any:
-    """Anthropic's, likewise."""
     return pytest.importorskip("anthropic", reason="needs Anthropic's client")
 
 
