@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import numpy.typing as npt
 
 import pi2
 from pi2.cli.named_plans import find_plan_path
@@ -208,7 +209,8 @@ async def run(load: Load, process: int, clients: int, seconds: float) -> None:
 
 def follow(model: LoadedModel, question: Mapping[str, Any], ids: Sequence[int]) -> bool:
     """Whether a model that does nothing else could have answered so, but for rounding: each token
-    has to be the one that is drawn, or one that is drawn where logits are a little different."""
+    has to be the one that is drawn after the same tokens, read in one of three ways, or one that is
+    drawn where logits are a little different."""
     if len(ids) != question["max_tokens"]:
         return False
     prompt = model.encode(question["prompt"])
@@ -216,22 +218,39 @@ def follow(model: LoadedModel, question: Mapping[str, Any], ids: Sequence[int]) 
         prompt, temperature=question["temperature"], seed=question["seed"]
     )
     sampler, noise = Sampler(request.sampling), np.random.default_rng(0)
-    forward = model._parts.forward
-    forward.reset_all()
-    logits = forward.prefill(np.array(prompt, np.int32))[0]
+    ways = list(read_in_turn(model, prompt, ids))
     for number, token in enumerate(ids):
         seen = np.array([*prompt, *ids[:number]], np.int64)
         before = copy.deepcopy(sampler)
-        if sampler.sample(logits, seen, prompt=len(prompt)) != token:
-            for _ in range(300):
-                changed = logits + noise.normal(0, ROUNDING, len(logits)).astype(np.float32)
-                again = copy.deepcopy(before)
-                if again.sample(changed, seen, prompt=len(prompt)) == token:
-                    break
-            else:
-                return False
-        logits = forward.decode(token).copy()
+        if sampler.sample(ways[0][number], seen, prompt=len(prompt)) == token:
+            continue
+        changed = (
+            way[number] + noise.normal(0, size, way.shape[1:]).astype(np.float32)
+            for way in ways
+            for size in (0.0, *[ROUNDING] * 300)
+        )
+        if not any(
+            copy.deepcopy(before).sample(logits, seen, prompt=len(prompt)) == token
+            for logits in changed
+        ):
+            return False
     return True
+
+
+def read_in_turn(
+    model: LoadedModel, prompt: Sequence[int], ids: Sequence[int]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Logits [n, vocab] before each of ``ids``: read one by one after a prompt in chunks, all one
+    by one, and all in chunks.  Activations of 8 bits round differently in each."""
+    forward, rest = model._parts.forward, ids[:-1]
+    forward.reset_all()
+    logits = [forward.prefill(np.array(prompt, np.int32))[0].copy()]
+    yield np.array(logits + [forward.decode(int(token)).copy() for token in rest])
+    forward.reset_all()
+    steps = [forward.decode(int(token)).copy() for token in [*prompt, *rest]]
+    yield np.array(steps[len(prompt) - 1 :])
+    forward.reset_all()
+    yield forward.prefill(np.array([*prompt, *rest], np.int32), all_logits=True)[len(prompt) - 1 :]
 
 
 def find_wrong(load: Load, plan: Path, settings: Sequence[str]) -> int:
