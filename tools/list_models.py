@@ -72,7 +72,7 @@ ASKED = (
     ("MiniMax M3, contexts before its index chooses", "minimax_m3_vl_text", "minimax-m3"),
     ("LFM2.5", "lfm2", "lfm2"),
     ("LFM2.5, mixtures", "lfm2_moe", "lfm2moe"),
-    ("Ling 3", "bailing_hybrid", ""),
+    ("Ling 3", "bailing_hybrid", "bailingmoe3"),
 )
 """Models with their ``model_type`` and ``general.architecture``, where one is known."""
 

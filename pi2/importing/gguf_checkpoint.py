@@ -35,7 +35,7 @@ from pi2.importing.gguf_statements import find_unread
 from pi2.importing.gguf_states import (
     POSITIONS,
     read_delta_heads,
-    restore_mamba,
+    restore_plain,
     restore_state,
     scale_positions,
 )
@@ -369,8 +369,8 @@ def _place_tensor(
         order=_restore_order(place.kind, entry, architecture, metadata),
         factors=scale if scale is not None and len(scale) == 1 else None,
     )
-    if ".mamba." in place.pattern:
-        return {place.pattern: restore_mamba(place.pattern, tensor)}
+    if place.kind.startswith("ssm_") and ".linear_attn." not in place.pattern:
+        return {place.pattern: restore_plain(place.pattern, tensor)}
     heads = read_delta_heads(metadata, architecture.stated.tiles_values)
     if heads is not None and ".linear_attn." in place.pattern:
         restored = restore_state(place.pattern, tensor, heads)

@@ -156,7 +156,7 @@ def read_experts(metadata: Metadata, ffn: int) -> dict[str, Any]:
     }
 
 
-_KEYS, _VALUES, _JOINED = (f".self_attn.{name}_proj.weight" for name in ("k_b", "v_b", "kv_b"))
+_KEYS, _VALUES, _JOINED = (f".{name}_proj.weight" for name in ("k_b", "v_b", "kv_b"))
 
 
 def read_latent(metadata: Metadata, rotated: int) -> dict[str, Any]:
@@ -231,6 +231,8 @@ def join_heads(tensors: dict[str, SourceTensor]) -> None:
 def complete_latent(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
     """Put matrices together, and state how experts are chosen.  Raises as `join_heads`."""
     join_heads(tensors)
+    if config["model_type"] != "deepseek_v2":
+        return
     # Files of GLM 4.7 Flash do not say how they route; only sigmoids have this bias.
     if any(name.endswith(".e_score_correction_bias") for name in tensors):
         config["model_type"] = "deepseek_v3"
@@ -323,6 +325,31 @@ def read_mixture(metadata: Metadata, config: dict[str, Any], activation: str) ->
     if "moe_intermediate_size" in found:
         found["intermediate_size"] = found["moe_intermediate_size"]
     return found
+
+
+def read_index(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """Decoders with an index that chooses keys (GLM 5), or blocks of keys (MiniMax M3)."""
+    found = read_decoder(metadata, config, activation)
+    if metadata.has("{arch}.attention.indexer.top_k"):
+        chosen = metadata.read_count("{arch}.attention.indexer.top_k")
+        found |= {"index_topk": chosen, "index_topk_blocks": chosen}
+        found["index_block_size"] = metadata.read("{arch}.attention.indexer.block_size", int, 128)
+    return found
+
+
+def complete_minimax_m3(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    """State the kinds of layers, and the widths of FFNs, which tensors tell."""
+    starts = [f"model.layers.{layer}" for layer in range(config["num_hidden_layers"])]
+    indexes = [f"{start}.self_attn.index_q_proj.weight" in tensors for start in starts]
+    config["layer_types"] = [("full_attention", "minimax_m3_sparse")[own] for own in indexes]
+    routers = [f"{start}.block_sparse_moe.gate.weight" in tensors for start in starts]
+    config["mlp_layer_types"] = ["sparse" if has_router else "dense" for has_router in routers]
+    config["dense_intermediate_size"] = config["intermediate_size"]
+    config["intermediate_size"] = config["moe_intermediate_size"]
+    for start in starts:
+        shared = tensors.get(f"{start}.block_sparse_moe.shared_experts.gate_proj.weight")
+        if shared is not None:
+            config["shared_intermediate_size"] = shared.shape[0]
 
 
 def read_gpt_oss(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:

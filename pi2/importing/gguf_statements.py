@@ -17,6 +17,10 @@ from pi2.plan.documents.model import Model
 _HARMLESS = frozenset(
     {
         "attention.head_count_kv",
+        "attention.indexer.head_count",
+        "attention.indexer.key_length",
+        "attention.indexer.local_blocks",
+        "attention.indexer.types",
         "attention.key_length",
         "attention.value_length",
         "attention.value_length_swa",
@@ -31,7 +35,8 @@ _HARMLESS = frozenset(
     }
 )
 """Keys that change nothing, or nothing that the shapes of tensors would not contradict: texts have
-one position for three sections, and only pictures have deep stacks."""
+one position for three sections, only pictures have deep stacks, and contexts are too short for an
+index."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.max_alibi_bias": (0.0,),
@@ -47,6 +52,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "router_logit_softcapping": (0.0,),
+    **dict.fromkeys(("swiglu_clamp_exp", "swiglu_clamp_shexp"), (0.0,)),
     "swin_norm": (False,),
     "use_parallel_residual": (False,),
 }
@@ -165,7 +171,9 @@ def find_unread(metadata: Metadata, model: Model) -> Iterator[Diagnostic]:
                 yield _contradict(metadata, model, key, value, path)
         elif own in _COMPARED or own in _HARMLESS or key in metadata.used:
             continue
-        elif not any(_is_same(value, neutral) for neutral in _NEUTRAL.get(own, ())):
+        elif not all(
+            any(_is_same(item, n) for n in _NEUTRAL.get(own, ())) for item in _list_values(value)
+        ):
             yield _refuse(metadata, key, value)
 
 

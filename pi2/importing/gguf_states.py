@@ -21,7 +21,7 @@ from pi2.arrays import F32, I64, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.config import TURN_FACTOR
 from pi2.importing.decoded_tensor import DecodedTensor, PackedTensor, describe_decoded
-from pi2.importing.gguf_decoders import Metadata, read_decoder
+from pi2.importing.gguf_decoders import Metadata, join_heads, read_decoder
 from pi2.importing.safetensors_file import SourceTensor
 
 _FREQUENCIES = "rope_freqs.weight"
@@ -179,6 +179,40 @@ def _read_states(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def read_kimi(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """Kimi's delta rule, with as many heads as its attention has."""
+    kernel = metadata.read_count("{arch}.ssm.conv_kernel")
+    return read_decoder(metadata, config, activation) | {
+        **dict.fromkeys(("linear_conv_kernel_dim", "short_conv_kernel_size"), kernel),
+        "linear_head_dim": metadata.read_count("{arch}.kda.head_dim"),
+    }
+
+
+def read_ling(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """Ling 3: Kimi's delta rule with a least decay."""
+    return read_kimi(metadata, config, activation) | {
+        "kda_safe_gate": metadata.read("{arch}.kda.safe_gate", bool, True),
+        "kda_lower_bound": metadata.read("{arch}.kda.gate_lower_bound", float, -5.0),
+    }
+
+
+def complete_kimi(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
+    """Join heads; state the kinds of layers and the heads of those with a state."""
+    join_heads(tensors)
+    rates = {int(name.split(".")[2]): own for name, own in tensors.items() if _is_rate(name)}
+    kinds = ("full_attention", "linear_attention")
+    config["layer_types"] = [kinds[n in rates] for n in range(config["num_hidden_layers"])]
+    config["linear_num_heads"] = next((own.shape[0] for own in rates.values()), 1)
+
+
+def complete_ling(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
+    """The same; files of Ling have rates that are not negated."""
+    complete_kimi(config, tensors)
+    for name, own in tensors.items():
+        if isinstance(own, RateLogarithms):
+            tensors[name] = replace(own, is_negated=False)
+
+
 def read_lfm2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """LFM2, with short convolutions."""
     found = read_decoder(metadata, config, activation)
@@ -198,14 +232,17 @@ def complete_kinds(config: dict[str, Any], tensors: Container[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLogarithms(DecodedTensor):
-    """Logarithms of rates of decay, of which a file has the rates themselves, negated."""
+    """Logarithms of rates of decay, of which a file has the rates themselves."""
 
     source: SourceTensor
     """The rates: logarithms and back again would round them."""
+    is_negated: bool = True
+    """Whether the file has them with a minus sign."""
 
     def decode(self, start: int, stop: int) -> F32:
+        rates = self.source.read(start, stop)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.log(-self.source.read(start, stop))
+            return np.log(-rates if self.is_negated else rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,15 +257,21 @@ class _OrderedColumns(DecodedTensor):
         return np.ascontiguousarray(self.read_raw().T)
 
 
-def restore_mamba(name: str, tensor: PackedTensor) -> SourceTensor:
-    """A tensor of Mamba-2 as the original, which calls it ``name``, has it: files have matrices
-    where it has vectors, and rates of decay."""
-    part = name.partition(".mamba.")[2]
-    if part == "conv1d.weight" and len(tensor.shape) == 2:
-        return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
-    if part in ("A_log", "D", "norm.weight"):
+_VECTORS = (".A_log", ".D", ".mamba.norm.weight")
+
+
+def _is_rate(name: str) -> bool:
+    return name.endswith(".A_log")
+
+
+def restore_plain(name: str, tensor: PackedTensor) -> SourceTensor:
+    """A tensor of Mamba-2 or of Kimi's delta rule as the original, which calls it ``name``, has it:
+    files have other dimensions, and rates of decay."""
+    if name.endswith("conv1d.weight"):
+        return replace(tensor, shape=(prod(tensor.shape[:-1]), 1, tensor.shape[-1]))
+    if name.endswith(_VECTORS):
         tensor = replace(tensor, shape=(prod(tensor.shape),))
-    if part == "A_log":
+    if _is_rate(name):
         described = describe_decoded(tensor.name, tensor.shape, tensor)
         return RateLogarithms(**described, source=tensor)
     return tensor

@@ -18,7 +18,7 @@ GOLDENS = (
     *("minimax-m2", "mistral-window", "mixtral", "nemotron", "olmo2", "olmo3", "olmoe", "opt"),
     *("phi3", "phi3-longrope", "phimoe", "qwen2", "qwen2-moe", "qwen3", "qwen3-5", "qwen3-5-moe"),
     *("qwen3-moe", "qwen3-next", "seed-oss", "smollm3", "stablelm", "stablelm-parallel"),
-    "starcoder2",
+    *("starcoder2", "kimi-linear", "minimax-m3", "bailing-hybrid"),
 )
 
 
@@ -54,7 +54,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     },
     "dots1": {"sliding_window": None},
     "hunyuan-dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 874339.3}},
-    "gpt-oss": {"swiglu_limit": 7.0},
+    **{key: {"swiglu_limit": 7.0} for key in ("gpt-oss", "minimax-m3")},
     "smollm3": {"no_rope_layer_interval": 4, "no_rope_layers": None, "layer_types": None},
     "lfm2-moe": {"routed_scaling_factor": 1.0},
     "granite-hybrid": {"time_step_limit": None},
@@ -93,8 +93,8 @@ def forget_names(model: Model) -> dict[str, Any]:
     values = model.model_dump(mode="json")
     for key in ("name", "description", "tokenizer"):
         del values[key]
-    apart = {"fused_order", "gate_up_order", "experts_turned"}
-    parts = ("fused_gate_up", "fused_shared", "gate", "up", "down", "shared_")
+    apart = {"gate_up_order", "experts_turned", "router", "choice_bias"}
+    parts = ("fused_", "gate", "up", "down", "shared_")
     for key in list(values["tensors"]):
         if key in apart or key.startswith(("state_", *parts)):
             del values["tensors"][key]

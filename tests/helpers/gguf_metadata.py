@@ -5,9 +5,43 @@ from typing import Any
 
 import pytest
 
+_KIMI = {
+    "model_max_length": "max_position_embeddings",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_expert_group": "n_group",
+    "moe_renormalize": "norm_topk_prob",
+}
+"""What others call the keys of Kimi and Ling."""
+_LISTED = ("lfm2", "granitemoehybrid", "kimi_linear", "bailing_hybrid")
+"""Names of families whose files state keys and values of each layer."""
+_INDEX = {
+    "index_n_heads": "head_count",
+    "index_head_dim": "key_length",
+    "index_topk": "top_k",
+    "index_topk_blocks": "top_k",
+    "index_block_size": "block_size",
+    "index_local_blocks": "local_blocks",
+}
+"""Names of an index's sizes in configurations and in files."""
+
 
 def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     """Write what GGUF files say of ``config``."""
+    if "num_experts_per_token" in config:
+        config = {**config, **{new: config[old] for old, new in _KIMI.items()}}
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_uint32(f"{writer.arch}.kda.head_dim", config["linear_head_dim"])
+    if "kda_lower_bound" in config:
+        writer.add_bool(f"{writer.arch}.kda.safe_gate", True)
+        writer.add_float32(f"{writer.arch}.kda.gate_lower_bound", config["kda_lower_bound"])
+    for key, name in _INDEX.items():
+        if key in config:
+            writer.add_uint32(f"{writer.arch}.attention.indexer.{name}", config[key])
+    if "mlp_layer_types" in config:
+        dense = config["mlp_layer_types"].count("dense")
+        config = {**config, "first_k_dense_replace": dense}
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -15,7 +49,13 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(config["num_hidden_layers"])
-    keys = ["intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"]
+    keys = [
+        "dense_intermediate_size",
+        "intermediate_size",
+        "ffn_dim",
+        "ffn_hidden_size",
+        "moe_intermediate_size",
+    ]
     if config.get("num_local_experts") == 0:
         keys = ["shared_intermediate_size"]
     sizes = (config.get(key) for key in keys)
@@ -40,7 +80,8 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     kv_heads = config.get("num_key_value_heads") or heads
     if config["model_type"] == "falcon":
         kv_heads = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
-    if config["model_type"].startswith(("lfm2", "granitemoehybrid")):
+    if config["model_type"].startswith(_LISTED):
+        kv_heads = 1 if "kv_lora_rank" in config else kv_heads
         kinds = config["layer_types"]
         writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in kinds])
     else:
@@ -71,7 +112,7 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     for key in ("num_dense_layers", "first_k_dense_replace", "moe_layer_start_index"):
         if key in config:
             writer.add_leading_dense_block_count(config[key])
-    if config["model_type"] in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe"):
+    if config["model_type"] in ("gpt_oss", "minimax_m2", "minimax_m3_vl_text", "hunyuan_v1_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config["model_type"].startswith("cohere"):
         writer.add_logit_scale(config["logit_scale"])
@@ -124,6 +165,9 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
 
 
+_SIGMOID = ("deepseek_v3", "dots1", "glm", "kimi", "bailing", "lfm2_moe", "minimax")
+
+
 def add_routing(writer: Any, config: Mapping[str, Any]) -> None:
     """What the mixtures state that route as DeepSeek's do."""
     family = config["model_type"]
@@ -137,7 +181,7 @@ def add_routing(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"])
     if "moe_layer_interval" in config:
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
-    if family in ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "minimax_m2"):
+    if family.startswith(_SIGMOID):
         gguf = pytest.importorskip("gguf")
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("n_group"):
@@ -146,7 +190,14 @@ def add_routing(writer: Any, config: Mapping[str, Any]) -> None:
     if "n_routed_experts" in config:
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         # The code of DeepSeek V2 takes no word on it.
-        writer.add_expert_weights_norm(config["norm_topk_prob"] and family != "deepseek_v2")
+        if family != "kimi_linear":
+            writer.add_expert_weights_norm(config["norm_topk_prob"] and family != "deepseek_v2")
+    if family == "minimax_m3_vl_text":
+        writer.add_expert_shared_count(
+            -(-config["shared_intermediate_size"] // config["intermediate_size"])
+        )
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(True)
     if family == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
@@ -156,7 +207,7 @@ def add_latent(writer: Any, config: Mapping[str, Any]) -> None:
     have keys and values of every head."""
     rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
     writer.add_kv_lora_rank(rank)
-    if config["q_lora_rank"]:
+    if config.get("q_lora_rank"):
         writer.add_q_lora_rank(config["q_lora_rank"])
     key, value = config["qk_nope_head_dim"] + turned, config["v_head_dim"]
     if config.get("has_whole_keys"):

@@ -3,24 +3,30 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pi2.arrays import F32
 
 ARCHITECTURES = {
+    "bailing_hybrid": "bailingmoe3",
     "cohere": "command-r",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
+    "glm_moe_dsa": "glm-dsa",
     "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
+    "kimi_linear": "kimi-linear",
     "minimax_m2": "minimax-m2",
+    "minimax_m3_vl_text": "minimax-m3",
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
@@ -38,85 +44,20 @@ ARCHITECTURES = {
 """Where GGUF's name of a family is not that of transformers."""
 
 
-_DELTA = {
-    "in_proj_qkv": "attn_qkv",
-    "in_proj_z": "attn_gate",
-    "in_proj_b": "ssm_beta",
-    "in_proj_a": "ssm_alpha",
-    "in_proj_ba": "ssm_ba",
-    "conv1d": "ssm_conv1d",
-    "norm": "ssm_norm",
-    "out_proj": "ssm_out",
-}
-
-
 _PERMUTED = ("arcee", "bamboo", "granite", "granitehybrid", "granitemoe", "llama", "smollm3")
 """Names of families whose pairs of elements become neighbours."""
 
 
-_NAMES = (
-    *(
-        (rf"model\.layers\.(\d+)\.linear_attn\.{name}", rf"blk.\1.{gguf}")
-        for name, gguf in _DELTA.items()
-    ),
-    (r"model\.layers\.(\d+)\.self_attn\.(q_a|q_b|kv_b)_proj", r"blk.\1.attn_\2"),
-    (r"model\.layers\.(\d+)\.self_attn\.kv_a_proj_with_mqa", r"blk.\1.attn_kv_a_mqa"),
-    (r"model\.layers\.(\d+)\.self_attn\.(q|kv)_a_layernorm", r"blk.\1.attn_\2_a_norm"),
-    (r"model\.layers\.(\d+)\.self_attn\.query_layernorm", r"blk.\1.attn_q_norm"),
-    (r"model\.layers\.(\d+)\.self_attn\.key_layernorm", r"blk.\1.attn_k_norm"),
-    (r"model\.layers\.(\d+)\.mlp\.gate\.wg", r"blk.\1.ffn_gate_inp"),
-    (
-        r"model\.layers\.(\d+)\.mlp\.shared_(?:experts|mlp)\.(gate|up|down)_proj",
-        r"blk.\1.ffn_\2_shexp",
-    ),
-    (r"model\.embedding_norm", "token_embd_norm"),
-    (r"model\.layers\.(\d+)\.operator_norm", r"blk.\1.attn_norm"),
-    (r"model\.layers\.(\d+)\.ffn_norm", r"blk.\1.ffn_norm"),
-    (r"model\.layers\.(\d+)\.self_attn\.out_proj", r"blk.\1.attn_output"),
-    (r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm", r"blk.\1.attn_\2_norm"),
-    (r"model\.layers\.(\d+)\.conv\.(conv|in_proj|out_proj)", r"blk.\1.shortconv.\2"),
-    (r"model\.layers\.(\d+)\.feed_forward\.gate", r"blk.\1.ffn_gate_inp"),
-    (r"model\.layers\.(\d+)\.mlp\.router", r"blk.\1.ffn_gate_inp"),
-    (r"model\.layers\.(\d+)\.block_sparse_moe\.router\.layer", r"blk.\1.ffn_gate_inp"),
-    (r"model\.layers\.(\d+)\.feed_forward\.w1", r"blk.\1.ffn_gate"),
-    (r"model\.layers\.(\d+)\.feed_forward\.w3", r"blk.\1.ffn_up"),
-    (r"model\.layers\.(\d+)\.feed_forward\.w2", r"blk.\1.ffn_down"),
-    (r"model\.(?:decoder\.)?embed_tokens", "token_embd"),
-    (r"model\.norm", "output_norm"),
-    (r"lm_head", "output"),
-    (r"model\.layers\.(\d+)\.input_layernorm", r"blk.\1.attn_norm"),
-    (r"model\.(?:decoder\.)?layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk.\1.attn_\2"),
-    (r"model\.layers\.(\d+)\.self_attn\.qkv_proj", r"blk.\1.attn_qkv"),
-    (r"model\.layers\.(\d+)\.self_attn\.o_proj", r"blk.\1.attn_output"),
-    (r"model\.layers\.(\d+)\.self_attn\.([qk])_norm", r"blk.\1.attn_\2_norm"),
-    (r"model\.layers\.(\d+)\.post_attention_layernorm", r"blk.\1.ffn_norm"),
-    (r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj", r"blk.\1.ffn_\2"),
-    (r"model\.layers\.(\d+)\.mlp\.gate_up_proj", r"blk.\1.ffn_up"),
-    (r"model\.layers\.(\d+)\.mlp\.c_fc", r"blk.\1.ffn_up"),
-    (r"model\.layers\.(\d+)\.mlp\.c_proj", r"blk.\1.ffn_down"),
-    (r"model\.layers\.(\d+)\.mlp\.predictor\.(fc[12])", r"blk.\1.\2"),
-    (r"model\.layers\.(\d+)\.block_sparse_moe\.gate", r"blk.\1.ffn_gate_inp"),
-    (r"model\.layers\.(\d+)\.pre_feedforward_layernorm", r"blk.\1.ffn_norm"),
-    (r"model\.layers\.(\d+)\.post_feedforward_layernorm", r"blk.\1.post_ffw_norm"),
-    (r"model\.layers\.(\d+)\.mlp\.gate", r"blk.\1.ffn_gate_inp"),
-    (r"model\.layers\.(\d+)\.mlp\.shared_expert_gate", r"blk.\1.ffn_gate_inp_shexp"),
-    (r"model\.layers\.(\d+)\.mlp\.shared_expert\.(gate|up|down)_proj", r"blk.\1.ffn_\2_shexp"),
-    (r"transformer\.word_embeddings", "token_embd"),
-    (r"transformer\.ln_f", "output_norm"),
-    (r"transformer\.h\.(\d+)\.(input_layernorm|ln_mlp)", r"blk.\1.attn_norm"),
-    (r"transformer\.h\.(\d+)\.ln_attn", r"blk.\1.attn_norm_2"),
-    (r"transformer\.h\.(\d+)\.self_attention\.query_key_value", r"blk.\1.attn_qkv"),
-    (r"transformer\.h\.(\d+)\.self_attention\.dense", r"blk.\1.attn_output"),
-    (r"transformer\.h\.(\d+)\.mlp\.dense_h_to_4h", r"blk.\1.ffn_up"),
-    (r"transformer\.h\.(\d+)\.mlp\.dense_4h_to_h", r"blk.\1.ffn_down"),
-    (r"model\.decoder\.embed_positions", "position_embd"),
-    (r"model\.decoder\.final_layer_norm", "output_norm"),
-    (r"model\.decoder\.layers\.(\d+)\.self_attn_layer_norm", r"blk.\1.attn_norm"),
-    (r"model\.decoder\.layers\.(\d+)\.self_attn\.out_proj", r"blk.\1.attn_output"),
-    (r"model\.decoder\.layers\.(\d+)\.final_layer_norm", r"blk.\1.ffn_norm"),
-    (r"model\.decoder\.layers\.(\d+)\.fc1", r"blk.\1.ffn_up"),
-    (r"model\.decoder\.layers\.(\d+)\.fc2", r"blk.\1.ffn_down"),
+_SIMILAR = ("qwen3", "kimi-linear", "glm-dsa")
+"""Architectures that know names which others share, where the gguf package has not all of one."""
+_OPT = (
+    (r"\.decoder\.(?=layers|embed_tokens)", "."),
+    (r"\.decoder\.final_layer_norm", ".norm"),
+    (r"\.self_attn_layer_norm", ".input_layernorm"),
+    (r"\.final_layer_norm", ".post_attention_layernorm"),
+    (r"(\.\d+)\.fc", r"\1.mlp.fc"),
 )
+"""Names of OPT, which the package does not know."""
 
 
 _EXPERT = re.compile(
@@ -127,12 +68,30 @@ _EXPERT = re.compile(
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
-def name_tensor(name: str) -> str:
+def name_tensor(name: str, family: str) -> str:
     stem, _, kind = name.rpartition(".")
-    for pattern, replacement in _NAMES:
-        if re.fullmatch(pattern, stem):
-            return f"{re.sub(pattern, replacement, stem)}.{kind}"
+    if stem.startswith("model.decoder.embed_positions"):
+        return f"position_embd.{kind}"
+    if ".predictor." in stem:
+        return f"blk.{stem.split('.')[2]}.{stem.rpartition('.')[2]}.{kind}"
+    for old, new in _OPT if family == "opt" else ():
+        stem = re.sub(old, new, stem)
+    for own in (ARCHITECTURES.get(family, family), *_SIMILAR):
+        found = _list_names(own).get(stem)
+        if found is not None:
+            return f"{found[1]}.{kind}"
     raise AssertionError(name)
+
+
+@cache
+def _list_names(architecture: str) -> Mapping[str, tuple[object, str]]:
+    gguf = pytest.importorskip("gguf")
+    kinds = {own: kind for kind, own in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in kinds:
+        return {}
+    found: Mapping[str, tuple[object, str]]
+    found = gguf.get_tensor_name_map(kinds[architecture], 32).mapping
+    return found
 
 
 def permute(values: F32, heads: int) -> F32:
@@ -165,7 +124,12 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
             group.append(stored)
             continue
         values = stored
-        special = translate_other(name, values, config)
+        if ".attention." in name:
+            name = name.replace(".attention.", ".self_attn.")
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
+            found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = values
+            continue
+        special = translate_own(name, values, config) or translate_other(name, values, config)
         if special is not None:
             found |= special
             continue
@@ -174,7 +138,7 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
                 values = permute(values, heads)
             if ".k_proj." in name:
                 values = permute(values, kv_heads)
-        if family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+        if family.startswith(("gemma", "nemotron", "minimax_m3")) and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if "query_key_value" in name:
             newer = config["new_decoder_architecture"]
@@ -188,14 +152,7 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
             values = values[:, 0]
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
-        translated = name_tensor(name)
-        newer = family.startswith(
-            ("gemma2", "gemma3", "gpt_oss", "olmo", "qwen3_5", "qwen3_next", "seed_oss")
-        )
-        newer |= family == "glm4_moe"
-        if newer and family != "olmoe" and "post_attention" in name:
-            translated = translated.replace("ffn_norm", "post_attention_norm")
-        found[translated] = values
+        found[name_tensor(name, family)] = values
     for (layer, part), group in experts.items():
         found[f"blk.{layer}.ffn_{part}_exps.weight"] = np.stack(group)
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -208,17 +165,50 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
     return found
 
 
+def translate_own(name: str, values: F32, config: Mapping[str, Any]) -> dict[str, F32] | None:
+    """Tensors of Kimi's delta rule, also in Ling's layers, and of MiniMax M3's FFNs; None of all
+    others."""
+    family, place = config["model_type"], name.split(".")
+    block, part = f"blk.{place[2]}" if len(place) > 3 else "", ".".join(place[4:])
+    if family == "minimax_m3_vl_text" and "gate_up_proj" in name:
+        end = "_shexp" if "shared" in name else "_exps" if "experts" in name else ""
+        halves = np.split(values, 2, axis=-2)
+        return {
+            f"{block}.ffn_{own}{end}.weight": v
+            for own, v in zip(("gate", "up"), halves, strict=True)
+        }
+    if family == "minimax_m3_vl_text" and part == "experts.down_proj":
+        return {f"{block}.ffn_down_exps.weight": values}
+    if family == "minimax_m3_vl_text" and part.startswith("indexer."):
+        return {f"{block}.{part}": values + np.float32("norm" in part)}
+    if family not in ("kimi_linear", "bailing_hybrid"):
+        return None
+    is_ling = family == "bailing_hybrid"
+    if part == "A_log":
+        rates = np.exp(values).reshape(-1, 1)
+        return {f"{block}.ssm_a": rates if is_ling else -rates[None, None]}
+    if part == "dt_bias":
+        return {f"{block}.ssm_dt.bias": values}
+    if part.endswith("conv1d.weight"):
+        return {f"{block}.ssm_conv1d_{part[0]}.weight": values.reshape(1, len(values), 1, -1)}
+    if is_ling and part in ("f_proj.weight", "g_proj.weight"):
+        attends = config["layer_types"][int(place[2])] == "full_attention"
+        return {f"{block}.{'attn_gate' if attends else f'ssm_{part[0]}_a'}.weight": values}
+    if ".block_sparse_moe." in name and part in (f"{own}_proj.weight" for own in _PARTS.values()):
+        return {f"{block}.ffn_{part.partition('_')[0]}.weight": values}
+    return None
+
+
 _OTHER = re.compile(
     r"model\.layers\.(\d+)"
-    r"\.(mamba|shared_mlp|block_sparse_moe|mlp\.experts|mlp\.gate|mlp\.moe_statics|self_attn"
-    r"|feed_forward)\.(in_proj|conv1d|out_proj|norm|A_log|D|dt_bias|input_linear|output_linear|sinks|expert_bias"
-    r"|e_score_correction_bias|kv_b_proj|gate_up_proj|down_proj|gate_up_proj_bias|down_proj_bias)(?:\.(weight|bias))?"
+    r"\.(mamba|shared_mlp|block_sparse_moe|mlp\.experts|self_attn"
+    r")\.(in_proj|conv1d|out_proj|norm|A_log|D|dt_bias|input_linear|output_linear|sinks"
+    r"|kv_b_proj|gate_up_proj|down_proj|gate_up_proj_bias|down_proj_bias)(?:\.(weight|bias))?"
 )
 
 
 def translate_other(name: str, values: F32, config: Mapping[str, Any]) -> dict[str, F32] | None:
-    """Tensors of Mamba-2, Granite's and gpt-oss's experts, sinks and LFM2's biases of choices; None
-    of all others."""
+    """Tensors of Mamba-2, Granite's and gpt-oss's experts and sinks; None of all others."""
     place = _OTHER.fullmatch(name)
     if place is None:
         return None
@@ -235,9 +225,8 @@ def translate_other(name: str, values: F32, config: Mapping[str, Any]) -> dict[s
             values = values[:, 0]
         own = {"in_proj": "in", "out_proj": "out"}.get(part, part)
         return {f"{block}.ssm_{own}.{kind}": values}
-    if part in ("sinks", "expert_bias", "e_score_correction_bias"):
-        own = "attn_sinks.weight" if part == "sinks" else "exp_probs_b.bias"
-        return {f"{block}.{own}": values}
+    if part == "sinks":
+        return {f"{block}.attn_sinks.weight": values}
     if part == "kv_b_proj":
         heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
         stacked = values.reshape(heads, -1, values.shape[1])
@@ -302,7 +291,7 @@ def translate_delta(name: str, values: F32, config: Mapping[str, Any]) -> dict[s
         return {f"{block}.ssm_a": tile(-np.exp(values.astype(np.float32)), 1)}
     elif part == "dt_bias":
         return {f"{block}.ssm_dt.bias": tile(values, 1)}
-    return {name_tensor(name): values}
+    return {name_tensor(name, config["model_type"]): values}
 
 
 def _find_divisors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> F32:
