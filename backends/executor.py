@@ -341,6 +341,15 @@ class RowDivider(Protocol):
 
 
 @runtime_checkable
+class InputJoiner(Protocol):
+    """An executor of MTP heads; a backend need not have it."""
+
+    def join(self, given: F32) -> None:
+        """Join x, the embeddings of the tokens, with ``given`` [T, hidden], what the main model's
+        head reads (`RowDivider.read_head_input`)."""
+
+
+@runtime_checkable
 class LengthAware(Protocol):
     """An executor that computes long sequences otherwise; a backend need not have it."""
 

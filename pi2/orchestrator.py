@@ -53,6 +53,14 @@ def load(
         )
     else:
         found = path
+    if found.resolved.model.is_mtp:
+        raise UserError.of(
+            "P284",
+            f"{found.resolved.path} runs an MTP head, which only drafts for its model",
+            help='write decode.speculation = { drafts = "plan", plan = "..." } into the plan of '
+            "that model, and name this plan there",
+            file=str(found.resolved.path),
+        )
     if found.changes:
         get_logger().info("plan fitted", changes=found.changes)
     report = progress or ignore_progress

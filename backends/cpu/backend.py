@@ -92,6 +92,7 @@ COMPUTED = read_options("""
     layer_embedding: . vocab factor projection_factor
     altup: . scaled
     multipliers: embedding residual logits
+    operators: mtp
     rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
     rope: pairs=swapped pairs=neighbours
     layers: kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution

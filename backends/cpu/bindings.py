@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.arithmetic import Router
+from pi2.backends.arithmetic import Router, read_rows
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.attention import Attention, PartCalls
 from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
@@ -23,7 +23,7 @@ from pi2.backends.cpu.workspace import (
 )
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.reference.operators import cap, normalize
+from pi2.backends.reference.operators import cap, join_input, normalize
 from pi2.model.ffn import list_router_tensors
 from pi2.model.tensor import (
     EMBEDDING,
@@ -105,6 +105,14 @@ class DividedEnds:
     def normalize_head(self, x: F32) -> F32:
         """What the head reads [T, hidden]."""
         return self.normalize(x, FINAL_NORM)
+
+    def join(self, x: F32, given: F32) -> None:
+        """Set embeddings ``x`` [T, hidden] to what the layer of an MTP head reads."""
+
+        def read(kind: str) -> F32:
+            return read_rows(self._request.tensors[name_layer_tensor(0, kind)])
+
+        x[:] = join_input(self._model, x, given, read)
 
     def put_projected(self, qkv: F32, layer: int, values: F32) -> None:
         """Set the first columns of ``qkv`` [T, rows] to ``values`` [T, n] and their biases."""

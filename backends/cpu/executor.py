@@ -138,6 +138,9 @@ class CpuExecutor:
         if embed_layers is not None:
             embed_layers(count, self._now.arrays.layer_inputs.shape[1])
 
+    def join(self, given: F32) -> None:
+        self._ends.join(self._now.arrays.x[: self._now.tokens], given)
+
     def attend(self, layer: int, position: int) -> None:
         now = self._now
         if layer == 0 and now.positions is not None:

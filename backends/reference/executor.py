@@ -22,6 +22,7 @@ from pi2.backends.reference.operators import (
     cap,
     compute_activations,
     enter_layers,
+    join_input,
     multiply_down,
     widen,
 )
@@ -108,6 +109,11 @@ class ReferenceExecutor(ObservableExecutor):
         self._now = begin_chunk(x, added, streams)
         self._token = 0
         self._step = None
+
+    def join(self, given: F32) -> None:
+        self._now.x = join_input(
+            self._model, self._now.x, given, partial(self._dense.read_layer, 0)
+        )
 
     @noted
     def attend(self, layer: int, position: int) -> None:

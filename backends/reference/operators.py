@@ -74,6 +74,19 @@ def normalize(
     return np.asarray(result if bias is None else result + bias)
 
 
+def join_input(model: Model, x: F32, given: F32, read: Callable[[str], F32]) -> F32:
+    """What the layer of an MTP head reads [T, hidden], of embeddings ``x`` and of ``given``, which
+    the main model's head reads; ``read`` gives a tensor of the layer by its kind."""
+    width = model.shape.hidden
+    parts = [
+        normalize(model.norm, rows[:, :width], read(f"mtp_{kind}_norm"))
+        for kind, rows in (("token", x), ("stream", given))
+    ]
+    joined = np.zeros_like(x)
+    joined[:, :width] = np.concatenate(parts, axis=1) @ read("mtp_in").T
+    return joined
+
+
 def enter_layers(model: Model, rows: F32) -> F32:
     """Rows of the embedding [n, hidden] as the first layer reads them."""
     x = rows * np.float32(model.multipliers.embedding)

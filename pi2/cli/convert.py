@@ -60,6 +60,8 @@ class ConvertOptions:
     folder (model_0.pt, ...; needs torch)."""
     activations: Path | None = option(metavar="FILE")
     """Parquet file of activation counts: neurons are stored in order of hotness."""
+    mtp: bool = option("--mtp")
+    """Convert the checkpoint's MTP head only, into a store that drafts for its model."""
     quantizer: Literal["nearest", "search", "compensated"] = "search"
     """Rounding of int4: nearest is faster, compensated more accurate."""
     scales: Literal["inline", "resident"] = "inline"
@@ -91,7 +93,12 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     two operations per weight and token each time, with one layer in memory."""
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
-    from pi2.importing.new_model import describe_checkpoint, name_origin
+    from pi2.importing.new_model import (
+        describe_checkpoint,
+        describe_mtp,
+        name_mtp_tensors,
+        name_origin,
+    )
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts
@@ -104,6 +111,10 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
             document = announce_predictors(document, opened, given.predictors)
     else:
         document, origin = read_model(given.model), given.model
+    if given.mtp:
+        if given.texts or has_gguf_suffix(given.output) or given.quantization in MIXTURES:
+            raise click.UsageError("--mtp makes a neuron store, and nothing that --evaluate runs")
+        document = describe_mtp(opened, document)
     if given.quantization is None and has_gguf_suffix(given.output):
         given = replace(given, quantization=BEST)
     if given.quantization in MIXTURES:
@@ -136,8 +147,15 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     kept = describe_kept(document)
     files = len(manifest.files)
     click.echo(f"{given.output}: {files} files, {size_mib:.1f} MiB ({kept})", err=True)
+    if document.is_mtp:
+        plan = f'{{ drafts = "plan", plan = "{given.output / PLAN}" }}'
+        click.echo(f"next: write decode.speculation = {plan} into the model's plan", err=True)
+        return
     for line in describe_other_parts(opened):
         click.echo(line, err=True)
+    if name_mtp_tensors(opened, document)[1]:
+        advice = f"pi2 convert {checkpoint} --mtp -o {given.output}-mtp"
+        click.echo(f"its MTP head drafts tokens: `{advice}`", err=True)
     if given.quantization is None and not is_gguf(checkpoint) and _runs_as_it_is(document):
         advice = f"pi2 convert {checkpoint} -o {given.output.name}.gguf"
         click.echo(f"every neuron is computed: {BEST} rounds less, `{advice}`", err=True)

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.executor import CONTEXT_BLOCK, ContextKeeper, LengthAware, RowDivider, StateKeeper
+from pi2.backends.executor import (
+    CONTEXT_BLOCK,
+    ContextKeeper,
+    InputJoiner,
+    LengthAware,
+    RowDivider,
+    StateKeeper,
+)
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
 
@@ -235,6 +242,11 @@ class Forward(Sequences):
         """Whether every step is a token of the only sequence."""
         self._marks: dict[int, _Mark] = {}
         """Positions to which sequences with states may be taken back."""
+        self.watch: Callable[[int, int, I32, F32], None] | None = None
+        """Called with sequence, first position, tokens that went through the layers, and what the
+        head reads of them [n, hidden].  Needs a `RowDivider`."""
+        self.given: F32 | None = None
+        """Of an MTP head, what the main model's head reads of the next tokens [n, hidden]."""
 
     def abandon(self) -> None:
         """Forget work in progress; the neuron cache keeps its content."""
@@ -373,6 +385,11 @@ class Forward(Sequences):
                         self._rows.attend(layer + 1, int(places[number]))
                 if len(chunks) > 1 or layer + 1 == self._layers:
                     progress((layer + 1) / self._layers)
+            if self.watch is not None:
+                for number, tokens in enumerate(chunks):
+                    executor.select_chunk(number)
+                    inputs = self.read_inputs(len(tokens))
+                    self.watch(sequence, int(places[number]), tokens, inputs)
         except BaseException:
             self._interrupt([sequence])
             raise
@@ -380,6 +397,19 @@ class Forward(Sequences):
 
     def _embed(self, tokens: I32) -> None:
         self._executor.embed(self._find_rows(tokens))
+        self._join(len(tokens))
+
+    def _join(self, count: int) -> None:
+        """Join embeddings of ``count`` tokens with what an MTP head is given."""
+        if self.given is not None:
+            assert isinstance(self._executor, InputJoiner)
+            self._executor.join(self.given[:count])
+            self.given = self.given[count:]
+
+    def read_inputs(self, count: int) -> F32:
+        """What the head reads of the ``count`` tokens of the last chunk or step [count, hidden]."""
+        assert isinstance(self._executor, RowDivider)
+        return np.concatenate(read_rows(self._executor.read_head_input, count, True, None))
 
     def _find_rows(self, tokens: I32) -> I32:
         """Rows of the embedding that the executor has; layers' own embeddings are read as well."""
@@ -398,6 +428,7 @@ class Forward(Sequences):
                 self._embed(tokens)
             else:
                 executor.begin_step(self._find_rows(tokens), sequences, positions)
+                self._join(len(tokens))
             feed_forward.begin_step(len(tokens))
             names = False
             for layer in range(self._layers):
@@ -416,6 +447,11 @@ class Forward(Sequences):
                     feed_forward.run_sparse(layer)
             if names:
                 feed_forward.end_token()
+            if self.watch is not None:
+                inputs = self.read_inputs(len(tokens))
+                for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+                    own = slice(row, row + 1)
+                    self.watch(sequence, position, tokens[own], inputs[own])
         except BaseException:
             self._interrupt(sequences)
             raise

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from pi2.arrays import I64
-from pi2.backends.protocol import StateKeeper
+from pi2.arrays import F32, I32, I64
+from pi2.backends.protocol import RowDivider, StateKeeper
 from pi2.engine.answer import Answer
 from pi2.engine.forward import Forward, Sequences
 from pi2.engine.parts import Parts
@@ -122,6 +122,93 @@ class PlanDrafts:
     def forget(self, place: int) -> None:
         if place < len(self._known):
             self._known[place] = np.empty(0, np.int64)
+            self._forward.reset(place)
+
+
+@dataclass(slots=True)
+class _Trail:
+    """The tokens of a sequence that the main model has read since an MTP head follows it."""
+
+    first: int = 0
+    """Position of the first of them."""
+    tokens: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    inputs: list[F32] = field(default_factory=list)
+    """What the main model's head read of the last of them [hidden]: the MTP head has not."""
+
+    @property
+    def done(self) -> int:
+        """Tokens that the MTP head has read; each belongs to the position before its own."""
+        return len(self.tokens) - len(self.inputs)
+
+    def cut(self, count: int) -> None:
+        """Forget all but the first ``count`` tokens."""
+        del self.inputs[max(0, count - self.done) :]
+        self.tokens = self.tokens[:count]
+
+
+class MtpDrafts:
+    """Guesses with an MTP head, which reads a token and what the main model's head read before it.
+
+    The head's entry at a position is of that position's input and of the token that follows it.
+    Later guesses of a draft take the head's own inputs; they are forgotten, and read again from the
+    main model's."""
+
+    def __init__(self, forward: Forward, context: int) -> None:
+        """``forward``: the MTP head's; ``context``: tokens that its places have room for."""
+        self._forward = forward
+        self._context = context
+        self._trails = [_Trail() for _ in forward.positions]
+
+    def watch(self, place: int, position: int, tokens: I32, inputs: F32) -> None:
+        """See `Forward.watch`.  Prompts are read at once: their inputs need no room."""
+        if place >= len(self._trails):
+            return
+        trail = self._trails[place]
+        if not trail.done <= position - trail.first <= len(trail.tokens):
+            self.forget(place)  # it went on after a prefix that was read before
+            trail = self._trails[place]
+            trail.first = position
+        trail.cut(position - trail.first)
+        trail.tokens = np.concatenate([trail.tokens, tokens])
+        trail.inputs += list(inputs.copy())
+        if len(trail.tokens) > self._context:
+            trail.inputs.clear()
+        elif len(tokens) > 1:
+            self._read(place, trail, trail.tokens[trail.done + 1 :])
+
+    def _read(self, place: int, trail: _Trail, following: I32) -> None:
+        """Read the first inputs, each with the token after it."""
+        count = len(following)
+        self._forward.go_on_from(place, trail.done)
+        self._forward.given = np.stack(trail.inputs[:count])
+        self._forward.prefill(following, end=trail.done + count, sequence=place)
+        del trail.inputs[:count]
+
+    def propose(self, place: int, ids: I64, most: int) -> list[int]:
+        """See `pi2.engine.speculation.Drafter`; nothing for places or contexts that it has not."""
+        if place >= len(self._trails):
+            return []
+        forward, trail = self._forward, self._trails[place]
+        count = len(ids) - 1 - trail.first
+        if count + most > self._context or not trail.done < count <= len(trail.tokens):
+            return []
+        trail.cut(count)
+        following = ids[trail.first + trail.done + 1 :].astype(np.int32)
+        if len(following) > 1:
+            self._read(place, trail, following[:-1])
+        forward.go_on_from(place, trail.done)
+        forward.given = np.stack(trail.inputs)
+        trail.inputs.clear()
+        found = [int(following[-1])]
+        for _ in range(most):
+            logits = forward.step(found[-1:], [place])[0]
+            found.append(int(logits.argmax()))
+            forward.given = forward.read_inputs(1).copy()
+        return found[1:]
+
+    def forget(self, place: int) -> None:
+        if place < len(self._trails):
+            self._trails[place] = _Trail()
             self._forward.reset(place)
 
 
@@ -402,7 +489,7 @@ def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculat
         other = None if parts.draft is None else find_step_bytes(parts.draft)
         if parts.draft is None or other is None:
             return None
-        drafter = PlanDrafts(parts.draft.forward, parts.draft.resolved.plan.kv.context)
+        drafter = _follow_plan(parts, parts.draft)
         count = partial(_add_counts, count, other.count)
     return Speculation(
         drafter,
@@ -411,6 +498,17 @@ def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculat
         count_bytes=count,
         always=settings.when == "always",
     )
+
+
+def _follow_plan(parts: Parts, draft: Parts) -> Drafter:
+    context = draft.resolved.plan.kv.context
+    if not draft.resolved.model.is_mtp:
+        return PlanDrafts(draft.forward, context)
+    assert isinstance(draft.forward, Forward) and isinstance(parts.forward, Forward)
+    drafter = MtpDrafts(draft.forward, context)
+    if isinstance(parts.executor, RowDivider):
+        parts.forward.watch = drafter.watch
+    return drafter
 
 
 def find_step_bytes(parts: Parts) -> StepBytes | None:

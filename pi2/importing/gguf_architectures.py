@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import ChainMap
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +70,15 @@ def find_architecture(name: str) -> Architecture | None:
     if name not in list_families().architectures:
         return None
     family, table = list_families().architectures[name]
-    stated = Stated.model_validate_json(json.dumps(table))
+    stated = Stated.model_validate_json(json.dumps({**table, "keys": _collect_keys(name)}))
     names = _collect_names(name)
     return Architecture(model_type=stated.model_type or family, names=names, stated=stated)
+
+
+def _collect_keys(name: str) -> dict[str, list[Any]]:
+    _, table = list_families().architectures[name]
+    bases = (_collect_keys(base) for base in table.get("extends", ()))
+    return dict(ChainMap(table.get("keys", {}), *reversed([*bases])))
 
 
 def _collect_names(name: str) -> Names:
@@ -118,8 +125,12 @@ def make_config(
         **_read_tokens(metadata, vocab),
     }
     activation = "relu" if sparse else architecture.stated.activation
+    found = config | architecture.read(metadata, config, activation)
+    for key, (own, *default) in architecture.stated.keys.items():
+        path = f"{{arch}}.{own}"
+        found[key] = read(path, type(default[0]), default[0]) if default else count(path)
     # A setting of the family says what its files do not.
-    return config | architecture.read(metadata, config, activation) | architecture.stated.settings
+    return found | architecture.stated.settings
 
 
 def _read_tokens(metadata: Metadata, vocab: int) -> dict[str, Any]:

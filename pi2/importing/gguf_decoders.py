@@ -327,16 +327,6 @@ def read_mixture(metadata: Metadata, config: dict[str, Any], activation: str) ->
     return found
 
 
-def read_index(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Decoders with an index that chooses keys (GLM 5), or blocks of keys (MiniMax M3)."""
-    found = read_decoder(metadata, config, activation)
-    if metadata.has("{arch}.attention.indexer.top_k"):
-        chosen = metadata.read_count("{arch}.attention.indexer.top_k")
-        found |= {"index_topk": chosen, "index_topk_blocks": chosen}
-        found["index_block_size"] = metadata.read("{arch}.attention.indexer.block_size", int, 128)
-    return found
-
-
 def complete_minimax_m3(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
     """State the kinds of layers, and the widths of FFNs, which tensors tell."""
     starts = [f"model.layers.{layer}" for layer in range(config["num_hidden_layers"])]

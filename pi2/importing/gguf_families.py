@@ -38,16 +38,6 @@ def read_gemma2(metadata: Metadata, config: dict[str, Any], activation: str) -> 
     return found
 
 
-def read_gemma3(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Gemma 3, with other positions in layers with a window."""
-    read = metadata.read
-    return read_gemma2(metadata, config, activation) | {
-        "rope_theta": read("{arch}.rope.freq_base", float, 1_000_000.0),
-        "rope_local_base_freq": read("{arch}.rope.freq_base_swa", float, 10_000.0),
-        "sliding_window_pattern": read("{arch}.attention.sliding_window_pattern", int, 6),
-    }
-
-
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """The configuration, without facts that only tensors show. `UserError` P532."""
     read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
@@ -176,22 +166,12 @@ def scale_gemma4(config: dict[str, Any], divisors: F32) -> bool:
     return True
 
 
-def read_granite(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    read = metadata.read
-    return read_decoder(metadata, config, activation) | {
-        "attention_multiplier": read("{arch}.attention.scale", float, 1.0),
-        "embedding_multiplier": read("{arch}.embedding_scale", float, 1.0),
-        "residual_multiplier": read("{arch}.residual_scale", float, 1.0),
-        "logits_scaling": read("{arch}.logit_scale", float, 1.0),
-    }
-
-
 def read_granite_hybrid(
     metadata: Metadata, config: dict[str, Any], activation: str
 ) -> dict[str, Any]:
     """Granite with Mamba-2 in most layers."""
     read, count = metadata.read, metadata.read_count
-    found = read_granite(metadata, config, activation)
+    found = read_decoder(metadata, config, activation)
     experts = read("{arch}.expert_count", int, 0)
     shared = read("{arch}.expert_shared_feed_forward_length", int, 0)
     return found | {
@@ -203,10 +183,6 @@ def read_granite_hybrid(
         if read("{arch}.rope.scaling.finetuned", bool, True)
         else "nope",
         "mamba_expand": count("{arch}.ssm.inner_size") / max(1, config["hidden_size"]),
-        "mamba_n_heads": count("{arch}.ssm.time_step_rank"),
-        "mamba_n_groups": count("{arch}.ssm.group_count"),
-        "mamba_d_state": count("{arch}.ssm.state_size"),
-        "mamba_d_conv": count("{arch}.ssm.conv_kernel"),
     }
 
 

@@ -179,23 +179,6 @@ def _read_states(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def read_kimi(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Kimi's delta rule, with as many heads as its attention has."""
-    kernel = metadata.read_count("{arch}.ssm.conv_kernel")
-    return read_decoder(metadata, config, activation) | {
-        **dict.fromkeys(("linear_conv_kernel_dim", "short_conv_kernel_size"), kernel),
-        "linear_head_dim": metadata.read_count("{arch}.kda.head_dim"),
-    }
-
-
-def read_ling(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Ling 3: Kimi's delta rule with a least decay."""
-    return read_kimi(metadata, config, activation) | {
-        "kda_safe_gate": metadata.read("{arch}.kda.safe_gate", bool, True),
-        "kda_lower_bound": metadata.read("{arch}.kda.gate_lower_bound", float, -5.0),
-    }
-
-
 def complete_kimi(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
     """Join heads; state the kinds of layers and the heads of those with a state."""
     join_heads(tensors)

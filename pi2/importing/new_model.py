@@ -18,10 +18,11 @@ from pi2.diagnostics import UserError
 from pi2.fitting.completion import USUAL_CONTEXT
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config, read_sampling
-from pi2.importing.families import describe_family
+from pi2.importing.families import describe_family, find_family
 from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings
 from pi2.model.ffn import name_part
 from pi2.model.tensor import fill_name
+from pi2.model.tensors import list_sources
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.device import Device
@@ -144,6 +145,57 @@ def describe_checkpoint(
     left = [*checkpoint.find_unread(model), *find_leftovers(checkpoint, model, says)]
     raise_findings(left)
     return NewModel(model=model, text=write_model(model, name_origin(place)))
+
+
+_SHARED = ("embedding", "head")
+"""Tensors that an MTP head has of its own, or takes from its model."""
+_OF_LAYERS = ("layers", "recurrence", "convolution", "predictor", "sparsity")
+"""Tables of a model that say nothing of its MTP head."""
+
+
+def name_mtp_tensors(checkpoint: Checkpoint, model: Model) -> tuple[str, dict[str, str]]:
+    """How names of the layer of a checkpoint's MTP head begin, and names of its other tensors by
+    their keys in the family's document; none without such a head."""
+    head = find_family(Config(checkpoint.config_file, checkpoint.config)).mtp
+    if head is None:
+        return "", {}
+    start = model.tensors.attention_norm.partition("{layer}")[0]
+    layer = head.layer or f"{start}{model.shape.layers}"
+    names = {
+        key: f"{layer}{name}" if name.startswith(".") else name for key, name in head.names.items()
+    }
+    return layer, names if names["in"] in checkpoint.tensors else {}
+
+
+def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:
+    """The MTP head that drafts for ``model``, as a model of one layer.
+
+    Raises `UserError` P544 where the checkpoint has none; P533 or P534 as `check_checkpoint`."""
+    config = Config(checkpoint.config_file, checkpoint.config)
+    layer, names = name_mtp_tensors(checkpoint, model)
+    if not names:
+        raise config.refuse("the checkpoint has no MTP head that its family describes")
+    values = model.model_dump(mode="json", exclude_defaults=True)
+    for key in _OF_LAYERS:
+        values.pop(key, None)
+    for key in ("dense_layers", "dense_ffn"):
+        values.get("moe", {}).pop(key, None)
+    own = {key: names.pop(key) for key in ("in", "token_norm", "stream_norm")}
+    values |= {
+        "id": f"{model.id[:60]}-mtp",
+        "name": f"MTP head of {model.name or model.id}"[:120],
+        "shape": {**values["shape"], "layers": 1},
+        "operators": {"mtp": own},
+    }
+    keys = {source.key for source in list_sources(_validate(config, values))}
+    patterns = {key: name for key, name in model.tensors if key in keys and "{layer}" in name}
+    values.setdefault("tensors", {}).update(
+        {key: re.sub(r"^.*\{layer\}", layer, name) for key, name in patterns.items()}
+        | {k: name for k, name in names.items() if k not in _SHARED or name in checkpoint.tensors}
+    )
+    made = _validate(config, values)
+    check_checkpoint(checkpoint, made)
+    return made
 
 
 def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:

@@ -227,6 +227,9 @@ def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic
     if model.attention.latent is not None:
         # There the configuration means the heads that keys and values would have.
         del document["num_key_value_heads"], document["head_dim"]
+    if model.is_mtp:
+        # Its layer is none of the model's.
+        del document["num_hidden_layers"]
     if stated.get("num_attention_heads_per_layer") is not None:
         # It is what counts, and a family has read it.
         del document["num_attention_heads"]

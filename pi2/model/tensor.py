@@ -68,7 +68,7 @@ class Source:
 
     def name(self, names: Tensors) -> str:
         # Operators that are added say themselves what checkpoints call their tensors.
-        pattern = self.key if "{" in self.key else getattr(names, self.key)
+        pattern = getattr(names, self.key, self.key)
         return fill_name(pattern, self.layer, self.expert, self.stream, self.mixer)
 
 

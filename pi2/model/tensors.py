@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from pi2.model.ffn import (
     list_router_tensors,
     list_side_tensors,
 )
-from pi2.model.options import list_own
+from pi2.model.options import Options, list_own
 from pi2.model.states import list_state_tensors
 from pi2.model.tensor import (
     EMBEDDING,
@@ -41,6 +41,7 @@ from pi2.model.tensor import (
 )
 
 if TYPE_CHECKING:
+    from pi2.arrays import F32
     from pi2.plan.documents.model import Model
 
 
@@ -77,6 +78,33 @@ def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
                 for n in range(others)
             ]
             yield at.matrix(key, others * stored, stored, *sources)
+
+
+class MtpHead:
+    """Input of the layer of an MTP head: float32 ``mtp_in`` [hidden, 2 hidden] reads a token's
+    embedding and what the main model's head reads, each by its norm."""
+
+    name = "mtp"
+
+    def find_fault(self, options: Options) -> str | None:
+        """The fault in ``options``, names of tensors in the checkpoint."""
+        wanted = ("in", "token_norm", "stream_norm")
+        is_sound = set(options) == set(wanted) and all(type(own) is str for own in options.values())
+        return None if is_sound else f"its keys are {', '.join(wanted)}, each a tensor's name"
+
+    def list_tensors(self, at: Place, options: Options) -> Iterator[DenseTensor]:
+        hidden = at.model.shape.hidden
+        source = at.take(options["in"], hidden, 2 * hidden)
+        yield at.vector("mtp_in", 2 * hidden, source, rows=hidden)
+        for kind in ("token_norm", "stream_norm"):
+            yield at.vector(f"mtp_{kind}", hidden, at.take(options[kind], hidden))
+
+    def compute(self, x: F32, options: Options, read: Callable[[str], F32]) -> F32:
+        """``x`` as it is: the operator works before the layer."""
+        return x
+
+
+OPERATORS = (MtpHead(),)
 
 
 def list_head_tensors(at: Place) -> Iterator[DenseTensor]:

@@ -102,6 +102,11 @@ def _find_documents(kind: str, folder: Path) -> Iterator[Path]:
 
 def describe_family(config: Config) -> Tables:
     """Tables of the model document; `UserError` P544 for an unknown family or option."""
+    return Description(config, find_family(config), functions).describe()
+
+
+def find_family(config: Config) -> Family:
+    """The family's document; `UserError` P544 for an unknown one."""
     kind = config.read("model_type", str)
     file = next(
         (file for file in _find_documents(kind, config.file.parent) if file.is_file()), None
@@ -124,7 +129,7 @@ def describe_family(config: Config) -> Tables:
     if not report.is_sound:
         raise report.make_error()
     assert isinstance(report.document, Family)
-    return Description(config, report.document, functions).describe()
+    return report.document
 
 
 def unwrap_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -79,6 +79,11 @@ class Architecture(Table):
     """Number that the file has added to the weights of norms."""
     tiles_values: bool = False
     """Whether value heads that share a key head are apart."""
+    keys: dict[str, Annotated[list[Any], Field(min_length=1, max_length=2)]] = Field(
+        default={}, examples=[{"index_topk": ["attention.indexer.top_k", 2048]}]
+    )
+    """Further keys of the configuration, each with the file's key after the architecture's name and
+    its default; without one it is a whole number of 1 or more. Those of `extends` count too."""
     settings: dict[str, Any] = Field(default={}, examples=[{"norm_topk_prob": True}])
     """Further keys of the configuration, which files do not state."""
     read: str = Field(default="decoder", examples=["gemma3"])
@@ -87,6 +92,17 @@ class Architecture(Table):
     """What adds to it what tensors tell: a function `complete_NAME`."""
     scale: str = Field(default="llama3", examples=["gemma4"])
     """What says how divisors of frequencies scale positions: a function `scale_NAME`."""
+
+
+class MtpHead(Table):
+    """The MTP head of a checkpoint, which drafts for its model."""
+
+    layer: str = Field(default="", max_length=200, examples=["mtp.layers.0"])
+    """How names of its layer's tensors begin; absent means the layer after the model's last."""
+    names: dict[str, str] = Field(default={}, examples=[{"in": ".eh_proj.weight"}])
+    """Names of its other tensors: `in` projects both inputs, `token_norm` and `stream_norm` are
+    their norms, and others are keys of the table `tensors`. A name that begins with a dot follows
+    `layer`."""
 
 
 class Family(Document, Sections):
@@ -111,5 +127,7 @@ class Family(Document, Sections):
     head."""
     when: dict[str, When] = Field(default={})
     """Conditions, by any name."""
+    mtp: MtpHead | None = None
+    """Its MTP heads, if it has some."""
     gguf: dict[str, Architecture] = Field(default={})
     """Architectures of GGUF files; a family does not inherit them."""

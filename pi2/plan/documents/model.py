@@ -85,7 +85,8 @@ class ModelKeys(Document):
     altup: AltUp | None = None
     """Several residual streams, if the model has them."""
     operators: Annotated[dict[str, dict[str, Any]], AfterValidator(check_operators)] = {}
-    """Options of operators at the end of every layer that modules of ``pi2.model`` add, by name."""
+    """Options of operators that modules of ``pi2.model`` add, by name: ``mtp`` is the input of an
+    MTP head, others work at the end of every layer."""
     multipliers: Multipliers = Multipliers.default()
     """Constant factors."""
     layer_scale: bool = False
@@ -199,6 +200,11 @@ class Model(ModelKeys):
     def state_layers(self) -> tuple[int, ...]:
         """Layers that keep a state, or several of them."""
         return tuple(layer for layer, block in enumerate(self.blocks) if block.states)
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether it is the MTP head of another model, for which it drafts."""
+        return "mtp" in self.operators
 
     @property
     def side_width(self) -> int:

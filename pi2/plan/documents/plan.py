@@ -176,9 +176,9 @@ class Speculation(Table):
     drafts: Literal["prompt", "resident", "plan"] = "prompt"
     """Source of drafts: ``prompt`` copies the continuation of an earlier occurrence of the last
     tokens; ``resident`` uses the model itself with the neurons in memory, without reads; ``plan``
-    uses a smaller model with the same tokens."""
+    uses a smaller model with the same tokens, or an MTP head."""
     plan: Annotated[Reference, Field(examples=["./draft.plan.toml"])] | None = None
-    """Plan of the smaller model, with ``drafts = "plan"``: a path relative to this file, or a short
+    """Plan of that model, with ``drafts = "plan"``: a path relative to this file, or a short
     name; both plans run GGUF files, or both stores. Its segments except ``runtime`` use the part of
     ``memory.budget`` that this plan leaves."""
     tokens: Annotated[int, Field(ge=1, le=32)] = 4

@@ -228,6 +228,8 @@ def check_tensor_names_layers(facts: Facts) -> Iterator[Finding]:
         if model.predictor is None and key.startswith("predictor"):
             continue
         found = set(_PLACEHOLDER.findall(name))
+        if model.shape.layers == 1:
+            wanted &= found | {"{expert}", "{mixer}", "{stream}"}
         if model.moe is not None and key in _MAYBE_PER_EXPERT:
             wanted |= found & {"{expert}"}
         if key.startswith("state_") or key == "inner_norm":

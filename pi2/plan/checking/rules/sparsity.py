@@ -234,8 +234,8 @@ def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
     """Draft model does not fit.
 
     Why: the larger model verifies the drafts, and both need the same vocabulary. Rejected drafts
-    are taken back, and layers with a state cannot do that. The budget is a promise for the whole
-    process.
+    are taken back, and layers with a state cannot do that. An MTP head reads its own model's last
+    hidden states, and does not run without it. The budget is a promise for the whole process.
 
     Example: ``drafts = "plan"`` without ``plan``, or with one whose model has another vocabulary.
 
@@ -265,6 +265,12 @@ def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tup
         yield (
             f"its model has a vocabulary of {other} tokens, and this one of {own}",
             "name the plan of a model with the same tokenizer",
+        )
+    hidden, width = draft.model.shape.hidden, resolved.model.shape.hidden
+    if draft.model.is_mtp and hidden != width:
+        yield (
+            f"it is the MTP head of a model of width {hidden}, and this one's is {width}",
+            "name the plan of this model's own MTP head: `pi2 convert CHECKPOINT --mtp`",
         )
     if (draft.file is None) != (resolved.file is None):
         yield "one of both runs a GGUF file, the other a store", "take two plans of the same kind"
