@@ -42,8 +42,8 @@ unless the family is refused.
 
 {asked}
 
-[MTP heads](../howto/draft-tokens.md#mtp-heads) of DeepSeek V3, GLM 4.5 and 5, Qwen3-Next and Qwen 3.5
-draft.
+[MTP heads](../howto/draft-tokens.md#mtp-heads) of DeepSeek V3, GLM 4.5 and 5, Qwen3-Next and
+Qwen 3.5 draft.
 
 ## Text parts
 

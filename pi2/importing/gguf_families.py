@@ -40,25 +40,14 @@ def read_gemma2(metadata: Metadata, config: dict[str, Any], activation: str) -> 
 
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """The configuration, without facts that only tensors show. `UserError` P532."""
-    read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
+    layers = config["num_hidden_layers"]
     narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
     narrow = [(layer + 1) % 5 != 0 for layer in range(layers)] if narrow is None else narrow
     return {
         "hidden_activation": activation,
-        "num_key_value_heads": count("{arch}.attention.head_count_kv"),
-        "head_dim": count("{arch}.attention.key_length"),
-        "intermediate_size": count("{arch}.feed_forward_length"),
         "layer_types": ["sliding_attention" if flag else "full_attention" for flag in narrow],
-        "sliding_window": count("{arch}.attention.sliding_window"),
-        "num_kv_shared_layers": read("{arch}.attention.shared_kv_layers", int, 0),
-        "hidden_size_per_layer_input": read("{arch}.embedding_length_per_layer_input", int, 0),
-        "altup_active_idx": read("{arch}.altup.active_idx", int, 0),
-        "altup_num_inputs": count("{arch}.altup.num_inputs"),
-        "rms_norm_eps": read("{arch}.attention.layer_norm_rms_epsilon", float),
-        "final_logit_softcapping": read("{arch}.final_logit_softcapping", float, 30.0),
+        "rms_norm_eps": metadata.read("{arch}.attention.layer_norm_rms_epsilon", float),
         "activation_sparsity_pattern": read_shares(metadata, layers),
-        "rope_theta": read("{arch}.rope.freq_base", float, 1_000_000.0),
-        "rope_local_base_freq": read("{arch}.rope.freq_base_swa", float, 10_000.0),
     }
 
 
@@ -196,7 +185,6 @@ def read_llama4(metadata: Metadata, config: dict[str, Any], activation: str) -> 
     found |= {
         "intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
         "intermediate_size_mlp": found["intermediate_size"],
-        "interleave_moe_layer_step": metadata.read_count("{arch}.interleave_moe_layer_step"),
         "use_qk_norm": metadata.read_count("{arch}.expert_count") != _WITHOUT_NORMS,
     }
     window = "{arch}.attention.sliding_window"
@@ -227,9 +215,6 @@ def read_nemotron_hybrid(
         "layer_norm_epsilon": metadata.read(epsilon, float, 1e-5),
         "mamba_num_heads": heads,
         "mamba_head_dim": max(1, count("{arch}.ssm.inner_size") // heads),
-        "n_groups": count("{arch}.ssm.group_count"),
-        "ssm_state_size": count("{arch}.ssm.state_size"),
-        "conv_kernel": count("{arch}.ssm.conv_kernel"),
     }
     if metadata.read("{arch}.expert_count", int, 0):
         shared = "{arch}.expert_shared_feed_forward_length"
