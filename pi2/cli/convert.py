@@ -153,7 +153,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
         return
     for line in describe_other_parts(opened):
         click.echo(line, err=True)
-    if name_mtp_tensors(opened, document)[1]:
+    if given.model is None and name_mtp_tensors(opened, document)[1]:
         advice = f"pi2 convert {checkpoint} --mtp -o {given.output}-mtp"
         click.echo(f"its MTP head drafts tokens: `{advice}`", err=True)
     if given.quantization is None and not is_gguf(checkpoint) and _runs_as_it_is(document):

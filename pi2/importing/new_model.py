@@ -164,7 +164,7 @@ def name_mtp_tensors(checkpoint: Checkpoint, model: Model) -> tuple[str, dict[st
     names = {
         key: f"{layer}{name}" if name.startswith(".") else name for key, name in head.names.items()
     }
-    return layer, names if names["in"] in checkpoint.tensors else {}
+    return layer, names if names.get("in") in checkpoint.tensors else {}
 
 
 def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:
@@ -180,7 +180,7 @@ def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:
         values.pop(key, None)
     for key in ("dense_layers", "dense_ffn"):
         values.get("moe", {}).pop(key, None)
-    own = {key: names.pop(key) for key in ("in", "token_norm", "stream_norm")}
+    own = {key: names.pop(key) for key in ("in", "token_norm", "stream_norm") if key in names}
     values |= {
         "id": f"{model.id[:60]}-mtp",
         "name": f"MTP head of {model.name or model.id}"[:120],

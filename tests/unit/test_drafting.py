@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.arrays import F32
+from pi2.cli.main import run
 from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.speculation import (
@@ -25,6 +26,7 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint, describe_mtp
 from pi2.plan.documents.model_parts import Quantization
+from pi2.pulled_models import PLAN
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,
@@ -247,3 +249,21 @@ def test_a_checkpoint_without_a_head_gives_none(tmp_path: Path) -> None:
     opened = open_checkpoint(copy_checkpoint("deepseek-v3", tmp_path / "checkpoint"))
     with pytest.raises(pi2.UserError, match=r"P544.*no MTP head"):
         describe_mtp(opened, describe_checkpoint(opened).model)
+
+
+def test_a_conversion_names_the_command_that_converts_its_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, store = copy_checkpoint("deepseek-v3", tmp_path / "checkpoint"), tmp_path / "model"
+    add_head("deepseek-v3", checkpoint, is_blind=True)
+    assert run(["convert", str(checkpoint), "-o", str(store)]) == 0
+    advice = f"pi2 convert {checkpoint} --mtp -o {store}-mtp"
+    assert advice in capsys.readouterr().err
+    assert run(advice.split()[1:]) == 0
+    assert "decode.speculation = " in capsys.readouterr().err
+    speculation = {"drafts": "plan", "plan": f"../model-mtp/{PLAN}", "when": "always"}
+    changes = {"decode.speculation": speculation, "memory.budget": "2 GiB"}
+    with pi2.load(store / PLAN, set=changes) as model:
+        result = model.generate([5, 9, 33], max_tokens=12, temperature=0.0, ignore_eos=True).result
+        counters = result.statistics.speculation
+    assert counters.accepted_tokens == counters.draft_tokens > 4
