@@ -182,10 +182,12 @@ def _read_states(metadata: Metadata) -> dict[str, Any]:
 def complete_kimi(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
     """Join heads; state the kinds of layers and the heads of those with a state."""
     join_heads(tensors)
-    rates = {int(name.split(".")[2]): own for name, own in tensors.items() if _is_rate(name)}
+    ends = (".self_attn.A_log", ".attention.A_log")
+    names = [[f"model.layers.{n}{end}" for end in ends] for n in range(config["num_hidden_layers"])]
+    rates = [next((tensors[name] for name in own if name in tensors), None) for own in names]
     kinds = ("full_attention", "linear_attention")
-    config["layer_types"] = [kinds[n in rates] for n in range(config["num_hidden_layers"])]
-    config["linear_num_heads"] = next((own.shape[0] for own in rates.values()), 1)
+    config["layer_types"] = [kinds[own is not None] for own in rates]
+    config["linear_num_heads"] = next((own.shape[0] for own in rates if own is not None), 1)
 
 
 def complete_ling(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
@@ -243,10 +245,6 @@ class _OrderedColumns(DecodedTensor):
 _VECTORS = (".A_log", ".D", ".mamba.norm.weight")
 
 
-def _is_rate(name: str) -> bool:
-    return name.endswith(".A_log")
-
-
 def restore_plain(name: str, tensor: PackedTensor) -> SourceTensor:
     """A tensor of Mamba-2 or of Kimi's delta rule as the original, which calls it ``name``, has it:
     files have other dimensions, and rates of decay."""
@@ -254,7 +252,7 @@ def restore_plain(name: str, tensor: PackedTensor) -> SourceTensor:
         return replace(tensor, shape=(prod(tensor.shape[:-1]), 1, tensor.shape[-1]))
     if name.endswith(_VECTORS):
         tensor = replace(tensor, shape=(prod(tensor.shape),))
-    if _is_rate(name):
+    if name.endswith(".A_log"):
         described = describe_decoded(tensor.name, tensor.shape, tensor)
         return RateLogarithms(**described, source=tensor)
     return tensor
