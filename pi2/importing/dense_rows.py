@@ -78,7 +78,7 @@ def read_state_vector(
 
 def _read_vector(rows: Rows) -> F32:
     tensor = rows.tensor
-    values = tensor.source.read() if isinstance(tensor, RateLogarithms) else tensor.read()
+    values = tensor.read_rates() if isinstance(tensor, RateLogarithms) else tensor.read()
     return values if rows.index is None else values[rows.index]
 
 

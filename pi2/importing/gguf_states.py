@@ -224,10 +224,14 @@ class RateLogarithms(DecodedTensor):
     is_negated: bool = True
     """Whether the file has them with a minus sign."""
 
-    def decode(self, start: int, stop: int) -> F32:
+    def read_rates(self, start: int = 0, stop: int | None = None) -> F32:
+        """The rates with a minus sign."""
         rates = self.source.read(start, stop)
+        return rates if self.is_negated else -rates
+
+    def decode(self, start: int, stop: int) -> F32:
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.log(-rates if self.is_negated else rates)
+            return np.log(-self.read_rates(start, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

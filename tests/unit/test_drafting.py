@@ -156,7 +156,7 @@ def write_plans(name: str, folder: Path, backend: str, *, is_blind: bool = False
     plan = write_plan(folder, convert_golden(checkpoint, folder, EXACT), {})
     opened = open_checkpoint(checkpoint)
     head = describe_mtp(opened, describe_checkpoint(opened, "golden").model)
-    exact = {"quantization": Quantization.model_validate(dict(EXACT))}
+    exact = {"id": "golden", "quantization": Quantization.model_validate(dict(EXACT))}
     (folder / "mtp").mkdir()
     convert_checkpoint(opened, head.model_copy(update=exact), folder / "mtp" / "store")
     write_plan(folder / "mtp", head.model_copy(update=exact), {"backends": {"cpu": backend}})
@@ -178,7 +178,7 @@ BOTH = pytest.mark.parametrize(
 def test_a_text_is_the_same_with_an_mtp_head(tmp_path: Path, name: str, backend: str) -> None:
     plan, golden = write_plans(name, tmp_path, backend), read_golden(name)
     with load_both(plan, backend, **{"decode.batch": 2}) as model:
-        answer = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
+        answer: dict[str, Any] = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
         results = model.generate_batch([golden.prompt, golden.prompt[:9]], **answer).result
         counters = model.stats.speculation
     assert list(results.sequences[0].token_ids) == golden.greedy
