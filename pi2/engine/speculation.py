@@ -147,10 +147,10 @@ class _Trail:
 
 
 class MtpDrafts:
-    """Guesses with an MTP head, which reads a token and what the main model's head read before it.
+    """Drafts with an MTP head, which reads a token and what the main model's head read before it.
 
     The head's entry at a position is of that position's input and of the token that follows it.
-    Later guesses of a draft take the head's own inputs; they are forgotten, and read again from the
+    Later tokens of a draft take the head's own inputs; they are forgotten, and read again from the
     main model's."""
 
     def __init__(self, forward: Forward, context: int) -> None:

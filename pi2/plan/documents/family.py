@@ -83,7 +83,7 @@ class Architecture(Table):
         default={}, examples=[{"index_topk": ["attention.indexer.top_k", 2048]}]
     )
     """Further keys of the configuration, each with the file's key after the architecture's name and
-    its default; without one it is a whole number of 1 or more. Those of `extends` count too."""
+    its default; without one it is a whole number of 1 or more. `extends` adds its keys."""
     settings: dict[str, Any] = Field(default={}, examples=[{"norm_topk_prob": True}])
     """Further keys of the configuration, which files do not state."""
     read: str = Field(default="decoder", examples=["gemma3"])

@@ -269,7 +269,7 @@ def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tup
     hidden, width = draft.model.shape.hidden, resolved.model.shape.hidden
     if draft.model.is_mtp and hidden != width:
         yield (
-            f"it is the MTP head of a model of width {hidden}, and this one's is {width}",
+            f"it is the MTP head of a model of width {hidden}, and this model has {width}",
             "name the plan of this model's own MTP head: `pi2 convert CHECKPOINT --mtp`",
         )
     if (draft.file is None) != (resolved.file is None):
