@@ -117,6 +117,8 @@ def list_missing(path: Path) -> Iterator[str]:
     """References to the hub in the plan at ``path`` itself whose files are not here."""
     import tomli
 
+    if path.suffix != ".toml":  # a GGUF file names no weights, and is as large as they are
+        return
     try:
         text = path.read_text("utf-8")
         weights = tomli.loads(text).get("weights") if HUB in text else None

@@ -23,6 +23,7 @@ from pi2.memory.flash import ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, Rates, WeightStream
 from pi2.weights.file_plan import derive_plan
+from pi2.weights.file_reading import list_missing
 from pi2.weights.file_tensor import FileTensor
 from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import write_random_gguf
@@ -97,6 +98,13 @@ def test_another_file_that_is_resident_drafts_and_the_text_stays(file: Path) -> 
     assert drafts is not None and drafts.accepted_tokens == drafts.draft_tokens > 0
     with pytest.raises(UserError, match="not enough"):
         pi2.load(plan, memory="100 MiB")
+
+
+def test_a_file_is_not_read_as_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "huge.gguf"
+    with path.open("wb") as made:
+        made.truncate(1 << 40)
+    assert list(list_missing(path)) == []
 
 
 def test_the_slower_of_disk_and_computing_bounds_what_is_expected() -> None:
