@@ -88,7 +88,8 @@ def plan(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
 
     def plan_next(own: Wish) -> PlannedPlan:
         found, number = _plan_within(own), next(tried)
-        progress(f"planning, {number} of about {USUAL_LIMITS} memory limits", min(number / USUAL_LIMITS, 0.95))
+        label = f"planning, {number} of about {USUAL_LIMITS} memory limits"
+        progress(label, min(number / USUAL_LIMITS, 0.95))
         return found
 
     return reach_speed(wish, plan_next, find_bounds(problem))
