@@ -117,6 +117,11 @@ GRIDS: Mapping[str, int] = {
 """Bytes of each format's grid."""
 
 
+def count_table_bytes(name: str) -> int:
+    """Return the bytes of the tables of a format; 0 where it has none."""
+    return GRIDS[name] + 128 if name in GRIDS else 0
+
+
 def make_tables(name: str) -> U8:
     """Return the tables of a format; zeros where it has none."""
     if name not in GRIDS:

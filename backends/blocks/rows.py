@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, join, pick
 from pi2.backends.blocks.unpacking import Unpacking
-from pi2.backends.blocks.unpacking.block import Block, Part, Source
+from pi2.backends.blocks.unpacking.block import Block, Source
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
@@ -441,29 +441,7 @@ def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
             source = Source(machine, weights, base, grid)
             for piece, open_block in enumerate(unpacking.opens):
                 block = open_block(source)
-                for part in block.parts:
-                    _emit_decode(block, part, y, place + piece * unpacking.elements, factor)
-
-
-def _emit_decode(block: Block, part: Part, y: v.Buffer, place: v.Expr, factor: v.Expr) -> None:
-    """Store the numbers of a register, times ``factor``."""
-    size = 16 * len(part.chunks)
-    for index, chunk in enumerate(part.chunks):
-        codes = pick(part.weights, size, range(16 * index, 16 * index + 16))
-        values = v.cast(codes, "float32", 16)
-        if block.offset:
-            values = values - v.constant(float(block.offset), "float32", 16)
-        scale, least = block.scale, block.min_scale
-        if block.part_scales is not None:
-            scale = block.part_scales[chunk]
-        own = chunk * block.scale_count // 16
-        if block.scales is not None:
-            scale = scale * v.cast(v.take_lane(block.scales, own), "float32", 1)
-        values = values * v.splat(v.let(scale), 16)
-        if block.mins is not None:
-            assert least is not None
-            lowest = v.let(least * v.cast(v.take_lane(block.mins, own), "float32", 1))
-            values = values - v.splat(lowest, 16)
-        elif least is not None:
-            values = values + v.splat(least, 16)
-        v.store(y, place + 16 * chunk, values * v.splat(factor, 16), 16)
+                read = block.open_numbers()
+                for chunk in (own for part in block.parts for own in part.chunks):
+                    at = place + piece * unpacking.elements + 16 * chunk
+                    v.store(y, at, read(chunk) * v.splat(factor, 16), 16)

@@ -28,10 +28,13 @@ from pi2.progress import COMPILING, Progress
 
 _DIGITS = 32
 _SHARED = (
-    *("plan/weights/layout.py", "formats/packing.py"),
+    *("plan/weights/layout.py", "formats/format.py", "formats/packing.py"),
+    *("backends/blocks/machine.py", "backends/blocks/unpacking/block.py"),
+    *("backends/blocks/unpacking/codebooks.py", "backends/blocks/unpacking/groups.py"),
+    *("backends/blocks/unpacking/k_quants.py", "backends/blocks/room.py"),
     *("model/attention.py", "model/states.py"),
 )
-"""Modules of pi2 that say how long rows are in kernels."""
+"""Modules of pi2 that say how long rows are in kernels, and how blocks of GGUF files are read."""
 _NO_TOOL = 3
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_BYTES = 8 << 20

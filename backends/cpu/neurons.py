@@ -183,7 +183,7 @@ class Neurons:
             ]
         self._least_gate = spec.ffn.threshold
         self._layout = request.bundle
-        self._in_pairs = spec.isa.pairs and not find_packing(spec.precision.ffn).is_plain
+        self._in_pairs = spec.isa.pairs and not find_packing(spec.precision.gates).meets_values
         self._arenas: dict[int, tuple[U8, Any]] = {}
 
     def _make_block_room(self, request: BuildRequest, space: Workspace) -> Views:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.workspace import Views, Workspace
+from pi2.backends.cpu.workspace import Views, Workspace, wrap_table
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.model.tensor import name_layer_tensor
@@ -204,6 +204,7 @@ def _wrap_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Vie
         views = {"gate_weights": space.wrap(rows[part])}
         # Rows without scales stand in for them, and are not read as such.
         views["gate_scales"] = views["gate_weights"]
+        views |= wrap_table(space, request.model.quantization.gates, "gate_scales")
         if scales is not None:
             views["gate_scales"] = space.wrap(scales[part].view(np.uint8))
         if request.gate_biases is not None:

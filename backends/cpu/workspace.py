@@ -25,7 +25,7 @@ from pi2.model.tensor import (
     split_name,
 )
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.weights.layout import GROUP, fill_groups, round_up
+from pi2.plan.weights.layout import GROUP, Precision, fill_groups, round_up
 
 Views = dict[str, View]
 """Views of arrays by the names that parameters of kernels have."""
@@ -182,12 +182,20 @@ class Arrays:
         return self.views | renamed
 
 
+def wrap_table(space: Workspace, precision: Precision, name: str) -> Views:
+    """Return a view of what codes of blocks are looked up in, if they are."""
+    from pi2.backends.blocks.room import GRIDS, make_tables
+
+    return {name: space.wrap(make_tables(precision))} if precision in GRIDS else {}
+
+
 def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
     x, normalized = (space.make("float32", chunk, spec.hidden) for _ in range(2))
     total = space.make("float32", chunk, spec.neuron_width)
     layer_input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None
     routes = space.make("float32", chunk, max(1, spec.experts))
     views = {"x": space.wrap(x), "y": space.wrap(total), "routes": space.wrap(routes)}
+    views |= wrap_table(space, spec.precision.gates, "block_table")
     if spec.sub_norm:
         views["squares"] = space.wrap(space.make("float32", chunk))
     views |= space.make_activations(

@@ -25,8 +25,8 @@ def emit_dots(
 ) -> list[list[v.Expr]]:
     """vector . x for each vector and token, sharing loads and unpacking; ``prefetch`` is told of
     reads."""
-    if find_unpacking(vectors[0].precision).packing.is_plain:
-        return _emit_half_dots(vectors, activations, tokens, prefetch)
+    if find_unpacking(vectors[0].precision).packing.meets_values:
+        return _emit_value_dots(isa, vectors, activations, tokens, prefetch)
     emit_block = _emit_float_block if activations.planes == FLOAT_PLANES else _emit_block
     tokens = [v.let(v.wide(token)) for token in tokens]
     dots = _Dots(isa, vectors, activations, tokens, prefetch)
@@ -264,30 +264,31 @@ def _load_values(activations: Activations, place: v.Expr, lanes: int) -> v.Expr:
     return v.load_as(activations.codes, place * 4, "float32", lanes)
 
 
-def _emit_half_dots(
+def _emit_value_dots(
+    isa: Isa,
     vectors: Sequence[Vector],
     activations: Activations,
     tokens: Sequence[v.Expr],
     prefetch: Prefetch | None,
 ) -> list[list[v.Expr]]:
-    """Return dot products of fp16 vectors with the float32 values."""
-    length = activations.length
+    """Return dot products with the float32 values."""
+    length, unpacking = activations.length, find_unpacking(vectors[0].precision)
+    piece = unpacking.piece
+    size = unpacking.packing.count_weight_bytes(piece)
     sums = [T.alloc_buffer((len(tokens) * 32,), "float32") for _ in vectors]
     for buffer in sums:
         for part in range(2 * len(tokens)):
             v.store(buffer, part * 16, v.constant(0.0, "float32", 16), 16)
-    with T.serial(length // GROUP * activations.once) as group:
+    with T.serial(length // piece * activations.once) as number:
         if prefetch is not None:
             for index in range(len(vectors)):
-                prefetch(index, v.wide(group * 2 * GROUP), 2 * GROUP)
-        for half in range(2):
-            at = group * GROUP + half * 16
-            rows = [
-                v.let(v.load_halves(vector.weights, vector.weights_base + v.wide(at * 2), 16))
-                for vector in vectors
-            ]
+                prefetch(index, v.wide(number * size), size)
+        opened = [unpacking.open_piece(isa, vector, number) for vector in vectors]
+        for sixteen in range(piece // 16):
+            at = number * piece + sixteen * 16
+            rows = [v.let(read(sixteen)) for read in opened]
             for index, token in enumerate(tokens):
-                place = index * 32 + half * 16
+                place = index * 32 + sixteen % 2 * 16
                 value = v.let(v.load(activations.values, token * length + at, 16))
                 for buffer, weights in zip(sums, rows, strict=True):
                     old = v.load(buffer, place, 16)

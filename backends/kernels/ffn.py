@@ -59,7 +59,7 @@ def emit_dense(
     is at: in y itself, those of one token after the other push each other out of the caches."""
     spec, chosen, count = every.bundles.spec, every.chosen, every.size
     threads, hidden = spec.threads, spec.hidden
-    if takes_blocks(isa, activations, spec.precision.ffn):
+    if takes_blocks(isa, activations, spec.precision.gates):
         with T.If(has_many(activations, tokens)), T.Then():
             emit_blocks(activations, tokens, chosen)
     with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as number:

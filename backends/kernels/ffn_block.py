@@ -40,6 +40,7 @@ from pi2.backends.kernels.side_ffn import (
     take_side_ffn,
 )
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED
+from pi2.backends.kernels.unpacking import find_unpacking
 from pi2.backends.kernels.vocabulary import take_layer_input
 
 
@@ -136,7 +137,9 @@ def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
     scales = None
     if spec.scales == "resident":
         scales = take.take_array("scales", "uint8", "neurons", spec.bundle.scales_stride)
-    return Bundles(spec=spec, arena=arena, scales=scales)
+    size = find_unpacking(spec.precision.gates).table_bytes
+    table = take.take_array("block_table", "uint8", size) if size else None
+    return Bundles(spec=spec, arena=arena, scales=scales, table=table)
 
 
 def _take_squares(schedule: Schedule, take: Parameters) -> v.Buffer | None:

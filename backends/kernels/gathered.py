@@ -31,7 +31,7 @@ from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron, activate, adjust_up, is_firing
 from pi2.backends.kernels.operands import LINE, Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, vector_bytes, weight_bytes
+from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, weight_bytes
 
 TOGETHER = 4
 """Neurons that a thread computes at the same time.  A loop that only reads rows of 7 KB, spread
@@ -125,7 +125,7 @@ def emit_gathered_gates(
             for place, gate in zip(places, found, strict=True):
                 v.store(gates, place, gate[0], 1)
 
-    emit_shared(spec.threads, v.wide(count) * vector_bytes(spec.hidden, spec.precision.ffn), emit)
+    emit_shared(spec.threads, v.wide(count) * spec.bundle.gate_bytes, emit)
 
 
 DOWN_TURNS = 16
@@ -183,8 +183,6 @@ class Run:
         parts, scales = self.take_parts(places, name), self.bundles.scales
         part = next(part for part in self.spec.bundle.parts if part.name == name)
         has_rows = scales is not None and part.resident
-        own = GROUP if part.spread else scale_bytes(GROUP, self.spec.precision.ffn)
-        weights = weight_bytes(GROUP, self.spec.precision.ffn)
 
         def ask(index: int, byte: v.Expr, size: int) -> None:
             # Scales follow the weights: the processor has begun to read ahead by then.
@@ -192,6 +190,8 @@ class Run:
                 v.prefetch(self.bundles.arena, parts[index].weights_base + byte + line)
             if has_rows:
                 # Elsewhere it has not.
+                own = GROUP if part.spread else scale_bytes(GROUP, part.precision)
+                weights = weight_bytes(GROUP, part.precision)
                 v.prefetch(scales, parts[index].scales_base + T.floordiv(byte * own, weights))
 
         return ask
@@ -231,7 +231,7 @@ def emit_gathered(
     of smooth activations it is the activation itself.  These have a ``limit``: neurons whose
     activation, up included, is smaller than that are left out."""
     spec, scratch, token, count = run.spec, run.scratch, run.token, gathered.count
-    threads, hidden = spec.threads, spec.hidden
+    threads = spec.threads
 
     def emit(thread: v.Expr) -> None:
         target = emit_clear(spec, scratch.partial, thread)
@@ -256,7 +256,7 @@ def emit_gathered(
         if scratch.squares is not None:
             scratch.squares.set_own(thread, scratch.values, first, fired)
 
-    read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.precision.ffn))
+    read_bytes = v.wide(count) * (2 * spec.bundle.down_bytes)
     emit_shared(threads, read_bytes, emit)
     emit_add(spec, scratch.partial, total, token)
     if scratch.squares is not None:

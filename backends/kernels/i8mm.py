@@ -50,7 +50,7 @@ def emit_smmla(total: v.Expr, weights: v.Expr, codes: v.Expr) -> v.Expr:
 
 def takes_pairs(isa: Isa, precision: Precision) -> bool:
     """Return whether several tokens are multiplied with weights of a precision in this way."""
-    return isa.pairs and not find_unpacking(precision).packing.is_plain
+    return isa.pairs and not find_unpacking(precision).packing.meets_values
 
 
 def emit_items(

@@ -34,11 +34,13 @@ class Neuron:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundles:
     """Neurons in memory: ``arena`` uint8 [slots, stride], and ``scales`` uint8 [neurons, scales
-    stride] where they are resident, else None."""
+    stride] where they are resident, else None; ``table`` uint8 of what codes of gates and ups are
+    looked up in, if they are."""
 
     spec: KernelSpec
     arena: v.Buffer
     scales: v.Buffer | None = None
+    table: v.Buffer | None = None
 
     def find(self, slot: v.Expr, row: v.Expr | None = None) -> Neuron:
         """Return the neuron in ``slot``; resident scales have it in ``row``."""
@@ -55,12 +57,13 @@ class Bundles:
         part = next(part for part in self.spec.bundle.parts if part.name == name)
         scales_base = neuron.scales_base if part.resident else neuron.base
         factor = self.spec.bundle.factor_offset if name == "down" else None
+        inline = self.arena if self.table is None or name == "down" else self.table
         return Vector(
             weights=self.arena,
             weights_base=v.let(neuron.base + part.weights_offset),
-            scales=self.scales if part.resident else self.arena,
+            scales=self.scales if part.resident else inline,
             scales_base=v.let(scales_base + part.scales_offset),
-            precision=self.spec.precision.ffn,
+            precision=part.precision,
             spread=part.spread,
             factor_base=None if factor is None else neuron.base + factor,
         )

@@ -145,7 +145,8 @@ def list_runs(length: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vector:
-    """A packed weight vector: where its weights and scales begin, in bytes of uint8 buffers."""
+    """A packed weight vector: where its weights and scales begin, in bytes of uint8 buffers; blocks
+    whose codes are looked up have a table as ``scales``."""
 
     weights: v.Buffer
     weights_base: v.Expr

@@ -145,10 +145,10 @@ def _emit_products(
         begin=share.start, end=share.stop, parts=parts, take_vectors=take_vectors, finish=finish
     )
     given = (activations, share.tokens, share.thread, items)
-    if takes_pairs(isa, spec.precision.ffn):
+    if takes_pairs(isa, spec.precision.gates):
         emit_items(*given, panel.chosen)
         return
-    if takes_blocks(isa, activations, spec.precision.ffn):
+    if takes_blocks(isa, activations, spec.precision.gates):
         with T.If(has_many(activations, share.tokens)):
             with T.Then():
                 emit_block_items(*given)
@@ -212,7 +212,7 @@ class Opened:
 
 def count_sharing(isa: Isa, spec: KernelSpec) -> int:
     """Return how many tokens have their open gates in one list."""
-    return 2 if takes_pairs(isa, spec.precision.ffn) else 1
+    return 2 if takes_pairs(isa, spec.precision.gates) else 1
 
 
 def emit_open_values(
@@ -232,7 +232,7 @@ def emit_open_values(
         return opens[0] if len(opens) == 1 else T.Or(*opens)
 
     opened = Opened(numbers, emit_list(isa, v.let(share.stop - start), test, numbers), start)
-    if takes_pairs(isa, spec.precision.ffn):
+    if takes_pairs(isa, spec.precision.gates):
         _emit_paired_ups(activations, panel, opened, token, tokens, share.thread)
     else:
         _emit_listed_ups(isa, activations, panel, opened, token)

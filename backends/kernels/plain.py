@@ -199,27 +199,28 @@ class _LinesAhead:
         every = self._own * len(neurons)
         self._with_inputs = round(INPUTS_SHARE * every)
         self._with_downs = every - self._with_inputs
-        self._vector_bytes = weight_bytes(spec.hidden, spec.precision.ffn)
+        self._gate_bytes = weight_bytes(spec.hidden, spec.precision.gates)
+        self._down_bytes = weight_bytes(spec.hidden, spec.precision.ffn)
 
     def ask_with_inputs(self, index: int, byte: v.Expr, size: int) -> None:
         """Ask for the first lines, at the pace at which gates and ups are read."""
         if index == 0:
-            self._ask(byte, size, 0, self._with_inputs)
+            self._ask(byte, size, self._gate_bytes, 0, self._with_inputs)
 
     def ask_with_downs(self, index: int, byte: v.Expr, size: int) -> None:
         if index == 0:
-            self._ask(byte, size, self._with_inputs, self._with_downs)
+            self._ask(byte, size, self._down_bytes, self._with_inputs, self._with_downs)
 
-    def _ask(self, byte: v.Expr, size: int, first: int, count: int) -> None:
+    def _ask(self, byte: v.Expr, size: int, whole: int, first: int, count: int) -> None:
         """Ask for as many of ``count`` lines from ``first`` on as ``size`` bytes are of a vector's
-        weights; the vector is read at ``byte``."""
-        start = v.let(T.floordiv(byte * count, self._vector_bytes) + first)
+        ``whole`` weights; the vector is read at ``byte``."""
+        start = v.let(T.floordiv(byte * count, whole) + first)
         number = v.let(T.floordiv(start, self._own))
         base = self._neurons[-1].base
         for index, neuron in enumerate(self._neurons[:-1]):
             base = T.Select(number == index, neuron.base, base)
         place = v.let(base + (start - number * self._own) * LINE)
-        for line in range(-(-size * count // self._vector_bytes)):
+        for line in range(-(-size * count // whole)):
             v.prefetch(self._arena, place + line * LINE)
 
 

@@ -92,17 +92,6 @@ class DotPrimitive:
             raw = v.reinterpret(raw, "uint8", 4 * self.width)
         return raw & v.constant(3, "uint8", 4 * self.width)
 
-    def take_highest(self, raw: v.Expr, number: int) -> v.Expr:
-        """Return 4 for bytes that have bit ``number``, and 0 for others."""
-        lanes, words = 2 * self.width, raw
-        if number != 2:
-            words = v.reinterpret(raw, "uint16", lanes)
-            shift = v.constant(abs(number - 2), "uint16", lanes)
-            words = v.reinterpret(
-                words >> shift if number > 2 else words << shift, "uint8", 4 * self.width
-            )
-        return words & v.constant(4, "uint8", 4 * self.width)
-
     def add(self, total: v.Expr, weights: v.Expr, codes: v.Expr) -> v.Expr:
         """Return ``total`` plus the products of 4 ``width`` bytes."""
         width, bits = self.width, self._bits

@@ -240,7 +240,7 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
 
     Smooth activations are computed too: those that reach ``limit`` count as open."""
     spec = schedule.spec
-    precision = spec.precision.ffn
+    precision = spec.precision.gates
     neurons = take.take_number("neurons")
     least = take.take_number("limit", "float32") if spec.is_smooth else None
     several = _take_several(schedule, take)

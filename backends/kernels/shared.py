@@ -12,7 +12,6 @@ from pi2.backends.kernels.gathered import PlaceList, Run, emit_at_once, emit_in_
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING
-from pi2.plan.weights.layout import vector_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
                     v.store(squares.own, place, squares.own[place] + more, 1)
         v.store(scratch.counts, thread, fired.get(), 1)
 
-    read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.precision.ffn))
+    read_bytes = v.wide(count) * (2 * spec.bundle.down_bytes)
     emit_shared(threads, read_bytes, emit)
     with T.serial(tokens) as token, T.serial(hidden // 16) as step:
         place = v.let(token * hidden + step * 16)

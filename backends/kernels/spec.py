@@ -202,6 +202,7 @@ class KernelSpec:
             factor=ffn.sub_norm,
             mixed=self.experts > 0,
             scales=self.scales,
+            gate_up=self.precision.gate_up,
         )
 
     @property

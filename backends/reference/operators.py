@@ -364,7 +364,7 @@ class Prediction:
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
         layout = self._request.bundle
-        gate = find_packing(layout.precision).dequantize(weights, scales, layout.hidden) @ u[0]
+        gate = find_packing(layout.gate_up).dequantize(weights, scales, layout.hidden) @ u[0]
         if self._request.gate_biases is not None:
             gate = gate + self._request.gate_biases[layer]
         if self._model.is_smooth:

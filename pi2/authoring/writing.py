@@ -174,6 +174,7 @@ _SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("threads",): ("workspace",),
     ("model", "shape"): ("attention", "kv", "predictor", "hot", "cold", "workspace"),
     ("model", "quantization", "ffn"): ("hot", "cold", "predictor", "workspace"),
+    ("model", "quantization", "gate_up"): ("hot", "cold", "predictor", "workspace"),
     ("model", "quantization", "attention"): ("attention",),
     ("model", "quantization", "embedding"): ("attention",),
     ("model", "quantization", "head"): ("attention",),

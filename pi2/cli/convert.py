@@ -101,7 +101,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     )
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers import Quantizer
-    from pi2.importing.requirements import describe_kept, describe_other_parts
+    from pi2.importing.requirements import describe_kept, describe_other_parts, describe_rounded
     from pi2.measuring.texts import read_texts
 
     opened = use_tokenizer(open_checkpoint(checkpoint), given.tokenizer)
@@ -151,7 +151,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
         plan = f'{{ drafts = "plan", plan = "{given.output / PLAN}" }}'
         click.echo(f"next: write decode.speculation = {plan} into the model's plan", err=True)
         return
-    for line in describe_other_parts(opened):
+    rounded = describe_rounded(opened, document) if given.quantization is None else []
+    for line in (*describe_other_parts(opened), *rounded):
         click.echo(line, err=True)
     if given.model is None and name_mtp_tensors(opened, document)[1]:
         advice = f"pi2 convert {checkpoint} --mtp -o {given.output}-mtp"

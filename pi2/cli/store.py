@@ -48,7 +48,7 @@ def show_info(path: Path, as_json: bool) -> None:
 
     with NeuronStore.open(path) as store:
         if as_json:
-            click.echo(json.dumps(store.manifest.model_dump(mode="json"), indent=2))
+            click.echo(json.dumps(store.manifest.dump(), indent=2))
         else:
             print_tables(path, store.manifest)
 

@@ -86,6 +86,8 @@ class Sizes:
     """Number of weights of attention and of an FFN next to experts, for arithmetic."""
     hidden: int
     is_gated: bool
+    down_weight: float
+    """Bytes of a down column, of which a gate row has 1."""
 
 
 def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleLayout) -> Sizes:
@@ -96,9 +98,10 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleL
     neuron = bundle.neuron_bytes
     predictor, predictor_weights = 0.0, 0
     if mode == "gate":
-        predictor = active * matrix_bytes(shape.ffn, width, precision.ffn)
+        predictor = active * (shape.ffn * bundle.gate_bytes)
         predictor_weights = round(active * shape.ffn * width)
-        neuron -= neuron // len(bundle.parts)  # gates are known then
+        every = (len(bundle.parts) - 1) * bundle.gate_bytes + bundle.down_bytes
+        neuron -= neuron * bundle.gate_bytes // every  # gates are known then
     elif mode == "low-rank" and model.predictor is not None:
         rank = model.predictor.rank
         predictor = matrix_bytes(rank, width, precision.predictor)
@@ -114,7 +117,8 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleL
         experts=0 if model.moe is None else model.moe.experts,
         neuron=neuron,
         whole_neuron=bundle.neuron_bytes,
-        dense_neuron=len(bundle.parts) * weight_bytes(width, precision.ffn),
+        dense_neuron=sum(weight_bytes(width, part.precision) for part in bundle.parts),
+        down_weight=bundle.down_bytes / bundle.gate_bytes,
         stride=bundle.stride,
         head=matrix_bytes(shape.vocab, shape.stored_hidden, head),
         head_weights=shape.vocab * shape.stored_hidden,

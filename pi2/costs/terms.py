@@ -287,5 +287,6 @@ def _count_neuron_bytes(
     if not rates.measured or not sizes.is_gated or names_all:
         return float(sizes.neuron)
     if settings.predictor == "gate":
-        return sizes.neuron * (1.0 + activity.fired) / 2
-    return sizes.neuron * (1.0 + activity.opened + activity.fired) / 3
+        return sizes.neuron * (1.0 + sizes.down_weight * activity.fired) / (1 + sizes.down_weight)
+    read = 1.0 + activity.opened + sizes.down_weight * activity.fired
+    return sizes.neuron * read / (2 + sizes.down_weight)

@@ -36,7 +36,6 @@ from pi2.plan.arithmetic.sizes import (
     reads_embedding,
 )
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
-from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.progress import Progress
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.agreement import find_bundle_misfits
@@ -74,7 +73,7 @@ def group_by_expert(
         return [np.arange(model.layer_neurons, dtype=np.int32)] * len(resolved.layers)
     found = []
     for layer in store.layers:
-        grouped = np.argsort(layer.copy_original() // model.shape.ffn, kind="stable")
+        grouped = np.argsort(layer.original // model.shape.ffn, kind="stable")
         if resolved.plan.decode.predictor == "none":
             found.append(grouped.astype(np.int32))
         else:
@@ -176,12 +175,13 @@ def begin_scales(
 def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, Scales | None]:
     """Room for the gate weights and scales of one layer, in the predictor segment."""
     bundle, neurons = resolved.bundle, resolved.model.layer_neurons
-    weights = budget.allocate("predictor", neurons * weight_bytes(bundle.hidden, bundle.precision))
-    size = scale_bytes(bundle.hidden, bundle.precision)
+    packing = find_packing(bundle.gate_up)
+    weights = budget.allocate("predictor", neurons * packing.count_weight_bytes(bundle.hidden))
+    size = packing.count_scale_bytes(bundle.hidden)
     if size == 0:
         return weights.reshape(neurons, -1), None
     scales = budget.allocate("predictor", neurons * size)
-    return weights.reshape(neurons, -1), find_packing(bundle.precision).view_scales(scales, neurons)
+    return weights.reshape(neurons, -1), packing.view_scales(scales, neurons)
 
 
 def open_reader(
@@ -197,7 +197,7 @@ def open_reader(
             stride=stride,
             count=resolved.model.layer_neurons,
             bytes=layer.bytes,
-            read_checks=layer.copy_checks,
+            read_checks=partial(getattr, layer, "checks"),
         )
         for layer in store.layers
     ]

@@ -21,7 +21,6 @@ from pi2.model.tensor import EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_kv_token_bytes
-from pi2.plan.weights.layout import vector_bytes
 
 if TYPE_CHECKING:
     from pi2.engine.feed_forward import FeedForward
@@ -376,8 +375,7 @@ def count_dense_bytes(resolved: ResolvedPlan) -> int:
         if tensor.name != EMBEDDING or model.tied_head
     )
     if resolved.plan.decode.predictor == "gate":
-        row = vector_bytes(resolved.bundle.hidden, resolved.bundle.precision)
-        total += len(resolved.named_layers) * model.layer_neurons * row
+        total += len(resolved.named_layers) * model.layer_neurons * resolved.bundle.gate_bytes
     return total
 
 

@@ -15,6 +15,7 @@ from pi2.formats.fitting import (
     weigh,
 )
 from pi2.formats.format import Format, check_finite
+from pi2.formats.packing import keep_blocks
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, U8
@@ -93,3 +94,4 @@ FORMATS = (
     _make("q8_0", 8, 34, 8, 0),
     Format(name="iq4_nl", number=20, block=_BLOCK, block_bytes=18, activations="q8_0", halves=(0,)),
 )
+PACKINGS = keep_blocks(own for own in FORMATS if own.name not in ("q4_0", "q8_0"))

@@ -1,9 +1,7 @@
-"""Integers with a scale: int4 and int8 to nearest, int2 and int3 of odd codes, ternary.
+"""Integers with a scale: int4 and int8 to nearest, ternary.
 
 - int4: ``scale = fp16(max|w| / 7)``, ``code = clip(rint(w / scale), -8, 7)``
 - int8: ``scale = fp16(max|w| / 127)``, ``code = clip(rint(w / scale), -127, 127)``
-- int2: the odd code from -3 to 3 that is nearest to ``w / scale``; the scale is the best of a few
-  for the squared error; int3: likewise from -7 to 7
 - ternary: ``code = clip(rint(w / mean|w|), -1, 1)`` over the vector, whose one float32 scale is the
   mean of |w| where the code is not 0: vectors of -s, 0 and s keep their numbers exactly
 
@@ -44,48 +42,6 @@ class _Nearest(Packing):
         # A scale that underflowed to 0 stands for zeros whatever the tiny weights were.
         codes[scales_out == 0.0] = 0
         return codes.reshape(rows.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Odd(Packing):
-    """Odd codes from ``-top`` to ``top``."""
-
-    tried: tuple[float, ...]
-    """Scales to try, as parts of a group's root mean square: the second is best for normal ones."""
-
-    def find_codes(self, rows: F32, scales_out: Scales) -> I8:
-        import numpy as np
-
-        groups = rows.reshape(len(rows), -1, GROUP)
-        if not np.isfinite(groups).all():
-            raise ValueError(explain_overflow(rows))
-        spread = np.sqrt(np.square(groups).mean(axis=2, keepdims=True))
-        spread[spread == 0.0] = 1.0
-        best = np.full(spread.shape, np.inf, np.float32)
-        scales = np.zeros_like(spread)
-        for part in self.tried:
-            codes = self._round(groups, spread * np.float32(part))
-            # The best scale for these codes.
-            found = (groups * codes).sum(axis=2, keepdims=True)
-            found = np.maximum(found / np.square(codes).sum(axis=2, keepdims=True), 0)
-            error = np.square(groups - codes * found).sum(axis=2, keepdims=True)
-            better = error < best
-            best, scales = np.where(better, error, best), np.where(better, found, scales)
-        with np.errstate(over="ignore"):
-            scales_out[:] = scales[:, :, 0]
-        if not np.isfinite(scales_out).all():
-            raise ValueError(explain_overflow(rows))
-        rounded = scales_out.astype(np.float32)[:, :, None]
-        rounded[rounded == 0.0] = 1.0
-        return self._round(groups, rounded).astype(np.int8).reshape(rows.shape)
-
-    def _round(self, groups: F32, scales: F32) -> F32:
-        """The nearest odd numbers to ``groups`` over ``scales``."""
-        import numpy as np
-
-        half = self.top // 2
-        places = np.clip(np.floor(groups / (2 * scales)), -half - 1, half)
-        return np.asarray(2 * places + 1, np.float32)
 
 
 class _Ternary(Packing):
@@ -137,8 +93,6 @@ PACKINGS = (
         uses=frozenset({"tables", "projections", "neurons"}),
         like="q8_0",
     ),
-    _Odd(name="int2", bits=2, offset=3, step=2, top=3, tried=(0.42, 0.5, 0.58)),
-    _Odd(name="int3", bits=3, offset=7, step=2, top=7, tried=(0.24, 0.29, 0.34)),
     _Ternary(
         name="ternary",
         bits=2,

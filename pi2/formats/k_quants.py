@@ -17,6 +17,7 @@ from pi2.formats.fitting import (
     weigh,
 )
 from pi2.formats.format import Format, check_finite
+from pi2.formats.packing import keep_blocks
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, U8
@@ -141,3 +142,4 @@ FORMATS = (
     _make(_WithMinima, "q5_k", 13, 176, _share(8, 0, 63, 0, 31), 0, 2),
     _make(_WithoutMinima, "q6_k", 14, 210, _share(16, -128, 127, -32, 31), 208),
 )
+PACKINGS = keep_blocks(FORMATS)

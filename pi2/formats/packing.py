@@ -17,9 +17,11 @@ numbers (fp16) lie in their own order.  Scales follow in the order of groups."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from pi2.formats.format import Format, check_finite
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I8, U8, U32, Scales
@@ -28,8 +30,9 @@ GROUP = 32
 """Weights that share a scale."""
 ALIGNMENT = 64
 """Alignment in bytes: every allocation begins at a multiple of it."""
-Use = Literal["tables", "projections", "neurons", "vectors"]
-"""Tensors of a store: tables are embeddings, heads and predictors; vectors are norms and biases."""
+Use = Literal["tables", "projections", "neurons", "gates", "vectors"]
+"""Tensors of a store: tables are embeddings, heads and predictors; gates are gate and up rows of
+neurons in blocks as GGUF files have them; vectors are norms and biases."""
 _CHUNK_WEIGHTS = 2**18
 """Weights quantised together: their temporaries stay within a core's cache."""
 
@@ -70,7 +73,6 @@ class Packing:
     uses: frozenset[Use] = frozenset()
     """Tensors that a model document may keep so."""
     offset: int = 0
-    step: int = 1
     scale_type: str = "<f2"
     """NumPy's name of the type of scales."""
     scaled: Literal["groups", "vectors", "nothing"] = "groups"
@@ -85,6 +87,10 @@ class Packing:
     """Whether checkpoints come in it: it is kept as it is unless another one is asked for."""
     is_searched: bool = False
     """Whether scales that are searched for err less than the largest weight's."""
+    meets_values: bool = False
+    """Whether kernels multiply it with activations that are not rounded."""
+    length_step: int = GROUP
+    """What the length of a vector is a multiple of."""
     shares_down_scales: bool = False
     """Whether 32 neurons share the scale of each element of their down columns: these are
     ``spread``, a scale for every element."""
@@ -181,8 +187,8 @@ class Packing:
             elements = blocks * lanes * GROUP
             size = self.count_weight_bytes(elements)
             block = codes[:, group * GROUP : group * GROUP + elements]
-            if self.step > 1 or self.offset:
-                block = (block + np.int8(self.offset)) >> np.int8(self.step - 1)
+            if self.offset:
+                block = block + np.int8(self.offset)
             # Four elements are a word; word w of all lanes comes before word w + 1.
             words = np.ascontiguousarray(block).view("<u4").reshape(count, blocks, lanes, 8)
             ordered = self._join(np.ascontiguousarray(words.transpose(0, 1, 3, 2)))
@@ -230,8 +236,6 @@ class Packing:
                 low += size
                 byte += 4 * size * lanes
             whole = block.view(np.int8).reshape(count, lanes * GROUP)
-            if self.step > 1:
-                whole *= np.int8(self.step)
             if self.offset:
                 whole -= np.int8(self.offset)
             codes[:, group * GROUP : (group + lanes) * GROUP] = whole
@@ -259,6 +263,49 @@ class Packing:
             group += groups
             byte += size
         return ordered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPacking(Packing):
+    """Whole blocks of a GGUF file, byte for byte."""
+
+    block: Format
+
+    def count_weight_bytes(self, length: int) -> int:
+        # What fills no block is a finding (P253), and sizes are asked for before.
+        return self.block.count_bytes(round_up(length, self.length_step))
+
+    def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, None]:
+        import numpy as np
+
+        if not rows.any():  # in every format, blocks of zeros stand for zeros
+            return np.zeros((len(rows), self.count_weight_bytes(rows.shape[1])), np.uint8), None
+        check_finite(rows)
+        if not self.block.can_encode:
+            raise ValueError(f"numbers of another format cannot become {self.name}")
+        return self.block.encode(rows), None
+
+    def dequantize(
+        self, weights: U8, scales: Scales | None, length: int, *, spread: bool = False
+    ) -> F32:
+        assert scales is None and not spread
+        return self.block.decode(weights).reshape(len(weights), length)
+
+
+def keep_blocks(formats: Iterable[Format]) -> tuple[Packing, ...]:
+    return tuple(
+        BlockPacking(
+            name=own.name,
+            bits=8 * own.block_bytes // own.block,
+            uses=frozenset({"gates"}),
+            scaled="nothing",
+            like=own.name,
+            meets_values=True,
+            length_step=own.block,
+            block=own,
+        )
+        for own in formats
+    )
 
 
 def explain_overflow(rows: F32) -> str:

@@ -67,6 +67,7 @@ PACKINGS = (
         bits=16,
         uses=frozenset({"tables", "projections", "neurons"}),
         scaled="nothing",
+        meets_values=True,
         plain_type="<f2",
         like="f16",
     ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.formats.format import Format
+from pi2.formats.packing import keep_blocks
 
 if TYPE_CHECKING:
     from pi2.arrays import U8, Bits
@@ -52,3 +53,4 @@ FORMATS = (
     _make("tq1_0", 34, 54, 52),
     _make("tq2_0", 35, 66, 64),
 )
+PACKINGS = keep_blocks(own for own in FORMATS if not own.name.startswith("tq"))

@@ -38,7 +38,7 @@ from pi2.model.ffn import find_factors
 from pi2.model.tensor import DenseTensor, Place, StoredPrecision, split_name
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import assemble_bundles
-from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
+from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace, round_up
 from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.writer import StoreWriter, TensorPieces
@@ -251,7 +251,11 @@ class _Conversion:
                     owner = owners[first]
                     rows = raw[owner][place][neurons[first:last] - owner * neurons_of_expert]
                     tensor = sources[owner][place].tensor
-                    packed, some = self._pack_neurons(rows, tensor, layer, part)
+                    # The rows of gate and up meet the FFN's input; those of down do not.
+                    own = None if part.name == "down" else layer
+                    packed, some = self._pack_rows(
+                        rows, part.precision, tensor, bundle.hidden, own, spread=part.spread
+                    )
                     weights.append(packed)
                     scales += [] if some is None else [some]
                 if len(weights) == 1:
@@ -352,14 +356,6 @@ class _Conversion:
                 biases.append(_check_floats(bias, source.bias or source.outer))
         if biases:
             yield np.concatenate(biases, axis=1), None
-
-    def _pack_neurons(
-        self, raw: Raw, source: SourceTensor, layer: int, part: Part
-    ) -> tuple[Raw, Raw | None]:
-        precision, length = self._model.quantization.ffn, self._model.stored_neuron_width
-        # The rows of gate and up meet the FFN's input; those of down do not.
-        ffn_layer = None if part.name == "down" else layer
-        return self._pack_rows(raw, precision, source, length, ffn_layer, spread=part.spread)
 
     def _pack_rows(
         self,

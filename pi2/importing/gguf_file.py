@@ -22,6 +22,7 @@ from pi2.arrays import F16, I8, U8
 from pi2.caches import GGUF_MAGICS, open_stream
 from pi2.diagnostics import UserError
 from pi2.formats import Format, find_packing, list_formats
+from pi2.formats.packing import BlockPacking
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.tokens.texts import Texts
 
@@ -47,11 +48,13 @@ def check_block(block: Format, tensor: str, file: str) -> None:
         raise UserError.of("P535", f"tensor {tensor!r} in {file} has the type {block.name.upper()}")
 
 
-def take_blocks(raw: U8, block: Format, precision: Precision) -> tuple[U8, F16] | None:
-    """Rows of blocks as packed weights and scales of a store, if they are just that: codes with one
-    scale for 32, in Q4_0, Q5_0, Q8_0 and IQ4_NL."""
+def take_blocks(raw: U8, block: Format, precision: Precision) -> tuple[U8, F16 | None] | None:
+    """Rows of blocks as packed weights and scales of a store, if they are just that: blocks as they
+    are, or codes with one scale for 32, in Q4_0, Q5_0, Q8_0 and IQ4_NL."""
     packing = find_packing(precision)
-    if packing.top == 0 or packing.step > 1 or packing.scaled != "groups":
+    if packing.name == block.name and isinstance(packing, BlockPacking):
+        return None if block.find_faults(raw).any() else (raw, None)
+    if packing.top == 0 or packing.scaled != "groups":
         return None
     if block.is_plain or 8 * block.block_bytes > (packing.bits + 1) * GROUP:
         return None

@@ -252,7 +252,7 @@ def write_model(model: Model, origin: str) -> str:
         **values.get("norm", {}),
     }
     values["rope"] = {"kind": model.rope.kind, **values.get("rope", {})}
-    values["quantization"] = model.quantization.model_dump(mode="json")
+    values["quantization"] = model.quantization.model_dump(mode="json", exclude_none=True)
     entries = list_entries(model)
     blocks = []
     if len(entries) > 1:

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.formats import find_packing, list_packings
+from pi2.formats import find_packing, list_packings, name_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources
-from pi2.model.tensor import Place, fill_name
+from pi2.model.tensor import Place, Source, fill_name
 from pi2.model.tensors import list_sources, list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
 
 _WIDE, _WIDEST = find_packing("int8"), find_packing("fp16")
+_EXACT = {"", "f64", "f32", "bf16", "f16", "q8_0", "q5_0", "q4_0", "iq4_nl"}
+"""Formats of rows that no word is said of, such as those whose codes int8 has."""
 _WIDE_BITS = _WIDE.bits + 8 * _WIDE.count_scale_bytes(256) / 256
 
 
@@ -30,33 +32,68 @@ def keep_bits(checkpoint: Checkpoint, model: Model) -> Model:
     """Return ``model`` with a format for each class of tensors that has the bits of all of its
     tensors in a GGUF file; unchanged for other checkpoints, and for formats of stores.
 
-    Rows of Q4_0 and Q8_0 are kept bit for bit. Other blocks, and down projections whose blocks run
-    across neurons, get 8 bits; blocks with more bits get fp16, the widest that stores have."""
+    Gate and up rows of one format are kept block by block, rows of Q4_0 and Q8_0 bit for bit. Other
+    blocks, and down projections whose blocks run across neurons, get 8 bits; blocks with more bits
+    get fp16, the widest that stores have."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return model
-    own = model.quantization
+    own, formats = model.quantization, _list_formats(checkpoint, model)
+    has_blocks = len(formats) == 1 and formats < {*name_packings("gates")}
+    gate_up = next(iter(formats)) if has_blocks and not find_packing(own.ffn).is_published else None
     kept = {
-        key: _find_widest(checkpoint, model, key)
-        for key in Quantization.model_fields
+        key: _find_widest(checkpoint, model, key, only_across=key == "ffn" and gate_up is not None)
+        for key in _CLASSES
         if not find_packing(getattr(own, key)).is_published
     }
-    chosen = own.model_copy(update={key: name for key, name in kept.items() if name is not None})
-    return model.model_copy(update={"quantization": chosen})
+    changes = {key: name for key, name in kept.items() if name is not None} | {"gate_up": gate_up}
+    return model.model_copy(update={"quantization": own.model_copy(update=changes)})
+
+
+_CLASSES = tuple(key for key in Quantization.model_fields if key != "gate_up")
+
+
+def describe_rounded(checkpoint: Checkpoint, model: Model) -> list[str]:
+    """Say which gate and up rows of a GGUF file a store rounds, in at most one line."""
+    rounded = sorted(_list_formats(checkpoint, model) - _EXACT)
+    own = model.quantization
+    if own.gate_up is not None or not rounded or find_packing(own.ffn).is_published:
+        return []
+    return [
+        f"gate and up rows ({', '.join(rounded)}) are rounded to {own.ffn}: stores "
+        "keep blocks if all have one format"
+    ]
+
+
+def _list_formats(checkpoint: Checkpoint, model: Model) -> set[str]:
+    """Return the formats of gate and up rows in a file; "" is what blocks are not kept of."""
+    found = set[str]()
+    for source in _list_neurons(model):
+        tensor = checkpoint.tensors.get(source.name(model.tensors))
+        if tensor is None or len(tensor.shape) < 2 or source.key.endswith("down"):
+            continue
+        is_own = isinstance(tensor, GgufTensor) and not tensor.is_turned and tensor.factors is None
+        fits = tensor.shape[-1] == model.stored_neuron_width
+        is_own = is_own and fits and not source.is_turned and not source.is_stacked
+        found.add(tensor.dtype.lower() if is_own else "")
+    return found
 
 
 def describe_kept(model: Model) -> str:
     """Return the formats of a model's weights, for people."""
-    formats = model.quantization.model_dump()
+    formats = model.quantization.model_dump(exclude_none=True)
     return ", ".join(f"{key} {name}" for key, name in formats.items())
 
 
-def _find_widest(checkpoint: Checkpoint, model: Model, key: str) -> str | None:
-    """Return the widest format that tensors of a class need; None if there is no such tensor."""
+def _find_widest(
+    checkpoint: Checkpoint, model: Model, key: str, *, only_across: bool
+) -> str | None:
+    """Return the widest format that tensors of a class need, or of those whose columns are rows of
+    stores; None if there is no such tensor."""
     tensors, order = checkpoint.tensors, list(list_packings())
     found = {
         _choose(tensors[name], is_across=is_across)
         for name, is_across in _list_names(model, key)
-        if name in tensors and len(tensors[name].shape) > 1
+        if name in tensors and len(tensors[name].shape) > 1 and (is_across or not only_across)
     }
     return max(found, key=order.index, default=None)
 
@@ -72,19 +109,23 @@ def _choose(tensor: SourceTensor, *, is_across: bool) -> str:
     return _WIDE.name if bits <= _WIDE_BITS else _WIDEST.name
 
 
+def _list_neurons(model: Model) -> Iterator[Source]:
+    for layer, block in enumerate(model.blocks):
+        yield from list_neuron_sources(Place(model, layer), block.ffn)
+
+
 def _list_names(model: Model, key: str) -> Iterator[tuple[str, bool]]:
     """Yield the names of a class of tensors, and whether a store has their columns as rows."""
     names = model.tensors
     if key == "ffn":
-        for layer, block in enumerate(model.blocks):
-            for source in list_neuron_sources(Place(model, layer), block.ffn):
-                yield source.name(names), source.key.endswith("down") != source.is_turned
+        for source in _list_neurons(model):
+            yield source.name(names), source.key.endswith("down") != source.is_turned
     elif key == "predictor":
         for layer, expert in product(range(model.shape.layers), range(model.expert_count)):
             for pattern in (names.predictor_in, names.predictor_out):
                 yield fill_name(pattern, layer, expert), False
     else:
-        wide = dict.fromkeys(Quantization.model_fields, _WIDE.name)
+        wide = dict.fromkeys(_CLASSES, _WIDE.name)
         low, high = (
             list_tensors(model.model_copy(update={"quantization": Quantization(**wide | own)}))
             for own in ({}, {key: _WIDEST.name})

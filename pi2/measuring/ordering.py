@@ -101,7 +101,7 @@ def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
     if statistics is not None:
         by_hotness = order_by_hotness(statistics, model.shape.layers, model.layer_neurons)
     elif manifest.order == "hotness":
-        by_hotness = np.stack([layer.copy_original() for layer in store.layers])
+        by_hotness = np.stack([layer.original for layer in store.layers])
     else:
         raise UserError.of(
             "P524",

@@ -19,7 +19,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
-from pi2.plan.weights.layout import vector_bytes
 
 Kind = Literal["pp", "tg"]
 """``pp``: a prompt is processed; ``tg``: tokens are generated one by one."""
@@ -286,7 +285,6 @@ def count_token_bytes(
     head = embedding if model.tied_head else sizes.pop(HEAD)
     predictors = {name: sizes.pop(name) for name in list(sizes) if ".predictor_" in name}
     neurons = model.token_neurons
-    part = vector_bytes(bundle.hidden, bundle.precision)
     match plan.decode.predictor:
         case "none" | "router":
             predictor, computed = 0.0, float(neurons * bundle.neuron_bytes)
@@ -294,8 +292,9 @@ def count_token_bytes(
             assert active is not None
             # Of layers without a cutoff, beside some that have one, every neuron is computed.
             whole = sum(model.blocks[layer].ffn.neurons for layer in resolved.whole_layers)
-            predictor = float((neurons - whole) * part)
-            computed = (neurons * active - whole) * 2 * part + whole * bundle.neuron_bytes
+            predictor = float((neurons - whole) * bundle.gate_bytes)
+            part = bundle.gate_bytes + bundle.down_bytes
+            computed = (neurons * active - whole) * part + whole * bundle.neuron_bytes
         case _:
             assert active is not None
             predictor, computed = (
@@ -320,12 +319,12 @@ def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:
     sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, None)}
     embedding = sizes.pop(EMBEDDING)
     head = embedding if model.tied_head else sizes.pop(HEAD)
-    part = vector_bytes(model.stored_neuron_width, model.quantization.ffn)
+    bundle = model.lay_out_bundle()
     return TokenBytes(
         attention=sum(sizes.values()) + embedding / shape.vocab,
         head=head,
         predictor=0.0,
-        neurons=model.token_neurons * 3 * part,
+        neurons=model.token_neurons * (2 * bundle.gate_bytes + bundle.down_bytes),
         kv=_count_kv(model, position, "fp16"),
     )
 

@@ -105,10 +105,14 @@ class DenseTensor:
     def row_scale_bytes(self) -> int:
         return self.packing.count_scale_bytes(self.length)
 
+    def count_bytes(self) -> tuple[int, int]:
+        """Return the bytes of all weights, and of all scales."""
+        return self.rows * self.row_weight_bytes, self.rows * self.row_scale_bytes
+
     @property
     def size_bytes(self) -> int:
         """Bytes in memory, whole cache lines."""
-        return align_bytes(self.rows * (self.row_weight_bytes + self.row_scale_bytes))
+        return align_bytes(sum(self.count_bytes()))
 
     @property
     def layer(self) -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pi2.plan.weights.layout import round_up
 
 if TYPE_CHECKING:
+    from pi2.model.tensor import DenseTensor
     from pi2.store.files import HashedFile
 
 
@@ -185,18 +186,6 @@ class RowsFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSize:
-    """A dense tensor as the file sees it."""
-
-    name: str
-    precision: str
-    rows: int
-    length: int
-    weights_bytes: int
-    scales_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseFile:
     """Places in ``dense.arrow``: per tensor, the offsets of its weights and scales, in bytes."""
 
@@ -234,7 +223,7 @@ def lay_out_rows_file(column: str, neurons: int, row_bytes: int) -> RowsFile:
     return RowsFile(pieces=pieces, size=size, offset=offset)
 
 
-def lay_out_dense_file(tensors: Sequence[TensorSize]) -> DenseFile:
+def lay_out_dense_file(tensors: Sequence[DenseTensor]) -> DenseFile:
     """Lay out ``dense.arrow``: one record batch of one row per tensor."""
     integer = {0: Scalar("i", 64), 1: Scalar("?", True)}
     schema = [
@@ -253,8 +242,7 @@ def lay_out_dense_file(tensors: Sequence[TensorSize]) -> DenseFile:
                 _hold_text(tensor.precision),
                 (struct.pack("<q", tensor.rows),),
                 (struct.pack("<q", tensor.length),),
-                (struct.pack("<qq", 0, tensor.weights_bytes), tensor.weights_bytes),
-                (struct.pack("<qq", 0, tensor.scales_bytes), tensor.scales_bytes),
+                *((struct.pack("<qq", 0, size), size) for size in tensor.count_bytes()),
             ),
             alignment=ALIGNMENT,
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import I32, U8, Raw
+from pi2.arrays import I32, U8
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
 from pi2.model.tensor import EMBEDDING
@@ -23,8 +23,8 @@ from pi2.plan.weights.layout import GROUP, Tensor, round_up
 from pi2.store.agreement import report_size
 from pi2.store.arrow_file import ALIGNMENT as ALIGNMENT_of_arrow_file
 from pi2.store.arrow_file import PAGE
-from pi2.store.manifest import CHECKED_BYTES, DENSE_FILE, StoredFile, StoredTensor
-from pi2.store.reader import NeuronStore, StoredLayer
+from pi2.store.manifest import CHECKED_BYTES, DENSE_FILE, StoredFile
+from pi2.store.reader import NeuronStore, StoredLayer, view_tensor
 from pi2.store.verification import report_file
 
 Range = tuple[int, int]
@@ -66,23 +66,12 @@ class FileRead:
         self._straight: dict[int, U8] = {}
         """By piece: the target of the whole piece."""
         self._buffers = threading.local()
-        self._fd, self._is_direct = self._open(direct)
+        flag = getattr(os, "O_DIRECT", 0) if direct else 0
+        self._fd, self._is_direct = _open(self._path, flag)
         found = os.fstat(self._fd).st_size
         if found != entry.bytes:
             self.close()
             raise report_size(self._path, entry, found)
-
-    def _open(self, direct: bool) -> tuple[int, bool]:
-        flag = getattr(os, "O_DIRECT", 0) if direct else 0
-        try:
-            try:
-                return open_regular(self._path, flag), flag != 0
-            except OSError as error:
-                if not flag or error.errno != errno.EINVAL:
-                    raise
-                return open_regular(self._path), False
-        except OSError as error:
-            raise self._describe(error) from None
 
     def place(
         self, ranges: Sequence[Range], allocate: Callable[[int, int], U8], charged_bytes: int
@@ -131,22 +120,7 @@ class FileRead:
         offset = number * CHECKED_BYTES
         target = self._straight.get(number)
         piece = self._take_buffer() if target is None else target
-        done = 0
-        while done < size:
-            try:
-                count = os.preadv(self._fd, [piece[done:].data], offset + done)
-            except OSError as error:
-                raise self._describe(error) from None
-            if count == 0:
-                raise UserError.of(
-                    "P506",
-                    f"{self._path} ends too early: it was cut or replaced",
-                    help="make the store again, or copy it again as a whole",
-                )
-            done += count
-        if not self._is_direct and hasattr(os, "posix_fadvise"):
-            # It is in our memory now: the page cache would be a second copy.
-            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
+        read_bytes(self._fd, self._path, piece, offset, size, forget=not self._is_direct)
         if self._checks is not None and zlib.crc32(piece[:size].data) != self._checks[number]:
             problem = "its contents have changed: a checksum differs"
             raise UserError((report_file("P507", self._path, problem),), exit_code=2)
@@ -164,14 +138,25 @@ class FileRead:
         buffer: U8 = self._buffers.piece
         return buffer
 
-    def _describe(self, error: OSError) -> UserError:
-        return UserError.of("P508", f"cannot read {self._path}: {error.strerror}")
-
     def close(self) -> None:
         """Close the file; may be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _open(path: Path, flag: int = 0) -> tuple[int, bool]:
+    """Open a file with a flag, unless its file system has none; return whether it has.  `UserError`
+    P508."""
+    try:
+        try:
+            return open_regular(path, flag), flag != 0
+        except OSError as error:
+            if not flag or error.errno != errno.EINVAL:
+                raise
+            return open_regular(path), False
+    except OSError as error:
+        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
 
 
 def _find(stretches: Sequence[_Stretch], region: U8, first: int, size: int) -> U8:
@@ -194,11 +179,8 @@ def place_tensors(
     `FileRead.place`); the file's pieces fill it."""
     wanted = set(names)
     found = [tensor for tensor in store.manifest.tensors if tensor.name in wanted]
-    ranges = []
-    for tensor in found:
-        weights_bytes, scales_bytes = count_bytes(tensor)
-        ranges += [(tensor.weights_offset, weights_bytes), (tensor.scales_offset, scales_bytes)]
-    charged = sum(round_up(sum(count_bytes(tensor)), ALIGNMENT) for tensor in found)
+    ranges = [own for tensor in found for own in tensor.ranges]
+    charged = sum(round_up(sum(tensor.dense.count_bytes()), ALIGNMENT) for tensor in found)
     places = iter(file.place(ranges, allocate, charged))
     return {tensor.name: view_tensor(tensor, next(places), next(places)) for tensor in found}
 
@@ -210,15 +192,12 @@ def read_pieces(
     the share read."""
     entries = {tensor.name: tensor for tensor in store.manifest.tensors}
     wanted = [entries[name] for name in names]
-    total, done = sum(sum(count_bytes(tensor)) for tensor in wanted), 0
+    total, done = sum(sum(tensor.dense.count_bytes()) for tensor in wanted), 0
     path = store.path / DENSE_FILE
-    try:
-        fd = open_regular(path)
-    except OSError as error:
-        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+    fd, _ = _open(path)
     try:
         for tensor in wanted:
-            weights_row, scales_row = (size // tensor.rows for size in count_bytes(tensor))
+            weights_row, scales_row = (size // tensor.rows for size in tensor.dense.count_bytes())
             row_bytes = weights_row + scales_row
             rows = tensor.rows
             if rows * row_bytes + ALIGNMENT > len(buffer):
@@ -247,30 +226,13 @@ def place_scales(file: FileRead, layer: StoredLayer, allocate: Callable[[int, in
     return place.reshape(layer.neurons, -1)
 
 
-def count_bytes(tensor: StoredTensor) -> tuple[int, int]:
-    return tensor.rows * tensor.dense.row_weight_bytes, tensor.rows * tensor.dense.row_scale_bytes
-
-
-def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
-    """The tensor whose bytes are ``weights`` and ``scales``, uint8."""
-    rows, length = tensor.rows, tensor.length
-    if tensor.dense.packing.is_float32:
-        values: Raw = weights.view(np.float32).reshape(rows, length)
-        return Tensor(name=tensor.name, rows=rows, length=length, precision=None, weights=values)
-    return Tensor(
-        name=tensor.name,
-        rows=rows,
-        length=length,
-        precision=tensor.precision,
-        weights=weights.reshape(rows, -1),
-        scales=tensor.dense.packing.view_scales(scales, rows) if len(scales) else None,
-    )
-
-
-def read_bytes(fd: int, path: Path, target: U8, offset: int, *, forget: bool = True) -> None:
-    """Fill ``target`` from byte ``offset``; ``forget`` the pages.  `UserError` P506 or P508."""
+def read_bytes(
+    fd: int, path: Path, target: U8, offset: int, size: int | None = None, *, forget: bool = True
+) -> None:
+    """Fill ``target``, or at least ``size`` bytes of it, from byte ``offset``; ``forget`` the
+    pages.  `UserError` P506 or P508."""
     done = 0
-    while done < len(target):
+    while done < (len(target) if size is None else size):
         piece = target[done : done + _PIECE_BYTES]
         try:
             count = os.preadv(fd, [piece.data], offset + done)
@@ -283,7 +245,7 @@ def read_bytes(fd: int, path: Path, target: U8, offset: int, *, forget: bool = T
                 help="make the store again, or copy it again as a whole",
             )
         if forget and hasattr(os, "posix_fadvise"):
-            # The tensor is in our memory now: the page cache would be a second copy.
+            # It is in our memory now: the page cache would be a second copy.
             os.posix_fadvise(fd, offset + done, count, os.POSIX_FADV_DONTNEED)
         done += count
 
@@ -299,7 +261,7 @@ class EmbeddingRows:
         stored = next(tensor for tensor in store.manifest.tensors if tensor.name == name)
         self._stored_rows = stored.rows
         some = stored.model_copy(update={"rows": rows})
-        weights_bytes, scales_bytes = count_bytes(some)
+        weights_bytes, scales_bytes = some.dense.count_bytes()
         region = allocate(weights_bytes + scales_bytes)
         self._weights = region[:weights_bytes].reshape(rows, -1)
         self._scales = region[weights_bytes:].reshape(rows, -1)
@@ -308,10 +270,7 @@ class EmbeddingRows:
         self.tensor: Tensor = view_tensor(some, region[:weights_bytes], region[weights_bytes:])
         """The rows of the last ``load``, in the order of its tokens."""
         self._numbers = np.arange(rows, dtype=np.int32)
-        try:
-            self._fd = open_regular(self._path)
-        except OSError as error:
-            raise UserError.of("P508", f"cannot read {self._path}: {error.strerror}") from None
+        self._fd, _ = _open(self._path)
         if hasattr(os, "posix_fadvise"):
             # What lies beside a row is that of some other token.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)

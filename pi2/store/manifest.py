@@ -12,11 +12,12 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 
 from pi2.caches import read_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.formats import find_packing
 from pi2.model.tensor import DenseTensor, StoredPrecision
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_parts import FfnPrecision
+from pi2.plan.documents.model_parts import BlockFormat, FfnPrecision
 from pi2.plan.weights.layout import GROUP, BundleLayout, PartName, ScalesPlace, lay_out_bundle
 from pi2.store.arrow_file import ALIGNMENT, PAGE
 from pi2.store.identity import compute_digest
@@ -88,6 +89,8 @@ class StoredBundle(Table):
     """Elements of each vector."""
     precision: FfnPrecision
     """Type of the weights."""
+    gate_up: BlockFormat | None = None
+    """Type of gate and up rows that are blocks of a GGUF file."""
     stride: Count
     """Bytes from one neuron to the next."""
     used_bytes: Count
@@ -109,6 +112,7 @@ class StoredBundle(Table):
         return cls(
             hidden=layout.hidden,
             precision=layout.precision,
+            gate_up=None if layout.gate_up == layout.precision else layout.gate_up,
             stride=layout.stride,
             used_bytes=layout.used_bytes,
             parts=_describe_parts(layout),
@@ -122,6 +126,8 @@ class StoredBundle(Table):
     def _lies_as_the_layout_says(self) -> Self:
         if self.hidden % 32 or self.stride < self.used_bytes or self.stride % ALIGNMENT:
             raise ValueError(f"a stride of {self.stride} bytes does not fit the bundles")
+        if self.gate_up is not None and self.hidden % find_packing(self.gate_up).length_step:
+            raise ValueError(f"{self.hidden} elements are no whole blocks of {self.gate_up}")
         layout = self.layout
         biases = tuple(bias.offset for bias in layout.biases)
         offsets = (self.factor_offset, self.expert_offset)
@@ -142,6 +148,7 @@ class StoredBundle(Table):
             factor=self.factor_offset is not None,
             mixed=self.expert_offset is not None,
             scales=self.scales,
+            gate_up=self.gate_up,
         )
 
 
@@ -205,6 +212,12 @@ class StoredTensor(Table):
             name=self.name, precision=self.precision, rows=self.rows, length=self.length
         )
 
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """First byte and number of bytes of the weights, and of the scales."""
+        offsets = (self.weights_offset, self.scales_offset)
+        return list(zip(offsets, self.dense.count_bytes(), strict=True))
+
 
 class Manifest(Table):
     """``manifest.json``, format version 1."""
@@ -229,6 +242,11 @@ class Manifest(Table):
     """Every file but the manifest."""
     tensors: tuple[StoredTensor, ...]
     """Dense tensors."""
+
+    def dump(self) -> dict[str, Any]:
+        """Return the values of the file, which has no key for blocks if it has none."""
+        absent = {"bundle": {"gate_up"}} if self.bundle.gate_up is None else None
+        return self.model_dump(mode="json", exclude=absent)
 
     def find_file(self, path: str) -> StoredFile | None:
         return next((entry for entry in self.files if entry.path == path), None)
@@ -271,8 +289,9 @@ class Manifest(Table):
         model = self.describe_model()
         if self.layers != model.shape.layers:
             raise ValueError(f"{self.layers} layer files for {model.shape.layers} layers")
-        bundle = self.bundle
-        if (bundle.hidden, bundle.precision) != (model.stored_neuron_width, model.quantization.ffn):
+        own, formats = self.bundle, model.quantization
+        wanted = (model.stored_neuron_width, formats.ffn, formats.gate_up)
+        if (own.hidden, own.precision, own.gate_up) != wanted:
             raise ValueError("the bundles do not fit the model's shape or precision")
         ranks = None if self.predictor is None else self.predictor.rank
         if ranks is not None and len(ranks) != model.shape.layers:
@@ -296,14 +315,14 @@ class Manifest(Table):
         if entry.scales_offset % ALIGNMENT or entry.scales_offset + size > entry.bytes:
             raise ValueError(f"{path} is too short for its contents, or they are misplaced")
 
-    def _check_layer_file(self, path: str, stride: int | None = None) -> None:
+    def _check_layer_file(self, path: str) -> None:
         entry = self.find_file(path)
         if entry is None:
             raise ValueError(f"{path} is not listed")
         offsets = (entry.bundles_offset, entry.neurons_offset, entry.checks_offset)
         if entry.rows is None or None in offsets:
             raise ValueError(f"{path} has no rows or offsets")
-        sizes = (entry.rows * (stride or self.bundle.stride), 4 * entry.rows, 4 * entry.rows)
+        sizes = (entry.rows * self.bundle.stride, 4 * entry.rows, 4 * entry.rows)
         for offset, size, multiple in zip(offsets, sizes, (PAGE, 4, 4), strict=True):
             assert offset is not None
             if offset % multiple or offset + size > entry.bytes:
@@ -313,11 +332,7 @@ class Manifest(Table):
 def _check_tensor(tensor: StoredTensor, file_bytes: int) -> None:
     if tensor.length % GROUP and not tensor.dense.packing.is_float32:
         raise ValueError(f"tensor {tensor.name!r}: its length is not a multiple of 32")
-    dense = tensor.dense
-    for offset, size in (
-        (tensor.weights_offset, tensor.rows * dense.row_weight_bytes),
-        (tensor.scales_offset, tensor.rows * dense.row_scale_bytes),
-    ):
+    for offset, size in tensor.ranges:
         if offset % ALIGNMENT or offset + size > file_bytes:
             raise ValueError(f"tensor {tensor.name!r} does not lie inside {DENSE_FILE}")
 

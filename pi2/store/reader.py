@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pi2.arrays import I32, I64, U8, U32
+from pi2.arrays import I32, I64, U8, U32, Raw
 from pi2.caches import open_stream
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
@@ -56,13 +56,9 @@ class StoredLayer:
         self.bytes: int = entry.bytes
         """Size of the file."""
         self._entry = entry
-        self._scales = scales
-        self._folder = folder
-
-    @property
-    def scales_entry(self) -> StoredFile | None:
+        self.scales_entry = scales
         """The file of the layer's scales; None if bundles have them."""
-        return self._scales
+        self._folder = folder
 
     @property
     def bundles(self) -> U8:
@@ -74,11 +70,11 @@ class StoredLayer:
     @property
     def scales(self) -> U8 | None:
         """uint8 [neurons, scales stride], mapped; None if bundles have the scales."""
-        if self._scales is None:
+        if self.scales_entry is None:
             return None
-        assert self._scales.scales_offset is not None
+        assert self.scales_entry.scales_offset is not None
         size = self.neurons * self.layout.scales_stride
-        flat = np.frombuffer(self._scales_map, np.uint8, size, self._scales.scales_offset)
+        flat = np.frombuffer(self._scales_map, np.uint8, size, self.scales_entry.scales_offset)
         return flat.reshape(self.neurons, -1)
 
     def read_inline(self, rows: slice | I64) -> U8:
@@ -89,27 +85,18 @@ class StoredLayer:
 
     @property
     def original(self) -> I32:
-        """int32 [neurons]: index in the checkpoint of the neuron at every stored place."""
-        assert self._entry.neurons_offset is not None
-        return np.frombuffer(self._map, np.int32, self.neurons, self._entry.neurons_offset)
+        """int32 [neurons], read anew: index in the checkpoint of the neuron at every stored place;
+        `UserError` P508."""
+        return self._read(np.int32, self._entry.neurons_offset)
 
     @property
     def checks(self) -> U32:
-        """uint32 [neurons]: CRC-32 (`zlib.crc32`) of all ``stride`` bytes of every bundle."""
-        assert self._entry.checks_offset is not None
-        return np.frombuffer(self._map, np.uint32, self.neurons, self._entry.checks_offset)
+        """uint32 [neurons], read anew: CRC-32 (`zlib.crc32`) of all ``stride`` bytes of every
+        bundle; `UserError` P508."""
+        return self._read(np.uint32, self._entry.checks_offset)
 
-    def copy_original(self) -> I32:
-        """A copy of ``original`` in memory of its own; nothing stays mapped."""
-        assert self._entry.neurons_offset is not None
-        return self._copy(np.int32, self._entry.neurons_offset)
-
-    def copy_checks(self) -> U32:
-        """A copy of ``checks`` in memory of its own; nothing stays mapped."""
-        assert self._entry.checks_offset is not None
-        return self._copy(np.uint32, self._entry.checks_offset)
-
-    def _copy(self, dtype: type[Number], offset: int) -> npt.NDArray[Number]:
+    def _read(self, dtype: type[Number], offset: int | None) -> npt.NDArray[Number]:
+        assert offset is not None
         try:
             with open_stream(self.path) as file:
                 return np.fromfile(file, dtype, self.neurons, offset=offset)
@@ -128,8 +115,8 @@ class StoredLayer:
 
     @cached_property
     def _scales_map(self) -> mmap.mmap:
-        assert self._scales is not None
-        return _map_file(self._folder / self._scales.path, self._scales)
+        assert self.scales_entry is not None
+        return _map_file(self._folder / self.scales_entry.path, self.scales_entry)
 
 
 class NeuronStore:
@@ -187,10 +174,12 @@ class NeuronStore:
     def tensors(self) -> Mapping[str, Tensor]:
         """Dense tensors by name (`pi2.model.tensors`), mapped."""
         entry = _find(self.manifest, DENSE_FILE)
-        content = _map_file(self.path / DENSE_FILE, entry)
-        return MappingProxyType(
-            {tensor.name: _view_tensor(content, tensor) for tensor in self.manifest.tensors}
-        )
+        content = np.frombuffer(_map_file(self.path / DENSE_FILE, entry), np.uint8)
+        found = {}
+        for tensor in self.manifest.tensors:
+            parts = (content[first : first + size] for first, size in tensor.ranges)
+            found[tensor.name] = view_tensor(tensor, *parts)
+        return MappingProxyType(found)
 
     def close(self) -> None:
         """Let go of the mappings; they end when the last array does."""
@@ -211,31 +200,19 @@ def _find(manifest: Manifest, path: str) -> StoredFile:
     return entry
 
 
-def _view_tensor(content: mmap.mmap, tensor: StoredTensor) -> Tensor:
+def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
+    """The tensor whose bytes are ``weights`` and ``scales``, uint8."""
     rows, length = tensor.rows, tensor.length
     if tensor.dense.packing.is_float32:
-        weights = np.frombuffer(content, np.float32, rows * length, tensor.weights_offset)
-        return Tensor(
-            name=tensor.name,
-            rows=rows,
-            length=length,
-            precision=None,
-            weights=weights.reshape(rows, length),
-        )
-    width = tensor.dense.row_weight_bytes
-    packed = np.frombuffer(content, np.uint8, rows * width, tensor.weights_offset)
-    scales = None
-    if tensor.dense.row_scale_bytes:
-        size = rows * tensor.dense.row_scale_bytes
-        raw = np.frombuffer(content, np.uint8, size, tensor.scales_offset)
-        scales = tensor.dense.packing.view_scales(raw, rows)
+        values: Raw = weights.view(np.float32).reshape(rows, length)
+        return Tensor(name=tensor.name, rows=rows, length=length, precision=None, weights=values)
     return Tensor(
         name=tensor.name,
         rows=rows,
         length=length,
         precision=tensor.precision,
-        weights=packed.reshape(rows, width),
-        scales=scales,
+        weights=weights.reshape(rows, -1),
+        scales=tensor.dense.packing.view_scales(scales, rows) if len(scales) else None,
     )
 
 

@@ -55,7 +55,7 @@ def reorder_store(
         assert orders.shape == (model.shape.layers, model.layer_neurons)
         orders = keep_groups(model, orders)
         places = [
-            _find_places(layer.copy_original(), order)
+            _find_places(layer.original, order)
             for layer, order in zip(old.layers, orders, strict=True)
         ]
         with StoreWriter(
@@ -141,7 +141,7 @@ def repack_store(
 def _gather(layer: StoredLayer, places: I64, stride: int) -> Iterator[U8]:
     """Bundles with their scales in them, ``stride`` bytes apart, in their new order; UserError P507
     if one is not as it was written."""
-    checks, layout = layer.copy_checks(), layer.layout
+    checks, layout = layer.checks, layer.layout
     step = round_up(max(1, _PIECE_BYTES // layer.stride), GROUP)
     for start in range(0, len(places), step):
         wanted = places[start : start + step]
@@ -175,7 +175,7 @@ def _read_tensor(
     if kind not in ("predictor_out", "predictor_bias"):
         return [(known.weights, known.scales)]
     layer = int(tensor.name.split(".")[1])
-    rows = _find_rows(model, old.layers[layer].copy_original(), places[layer])
+    rows = _find_rows(model, old.layers[layer].original, places[layer])
     if kind == "predictor_bias":
         return [(np.ascontiguousarray(known.weights[:, rows]), None)]
     scales = None if known.scales is None else np.ascontiguousarray(known.scales[rows])
@@ -195,7 +195,7 @@ def _keeps_rows(old: NeuronStore, places: list[I64]) -> bool:
     neurons of an expert stay in order among themselves."""
     model = old.manifest.describe_model()
     return all(
-        bool((np.diff(_find_rows(model, layer.copy_original(), found)) == 1).all())
+        bool((np.diff(_find_rows(model, layer.original, found)) == 1).all())
         for layer, found in zip(old.layers, places, strict=True)
     )
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -270,11 +270,15 @@ def _check_file(
     problem = None
     if entry.path == DENSE_FILE:
         problem = _compare_dense(file, manifest)
-    elif entry.bundles_offset is not None:
-        problem = _compare_layer(file, entry, manifest.bundle.stride)
-    elif entry.scales_offset is not None:
-        size = manifest.bundle.layout.scales_stride
-        problem = _compare_rows(file, entry, "scales", size, entry.scales_offset)
+    elif entry.bundles_offset is not None or entry.scales_offset is not None:
+        columns = {
+            "bundle": (manifest.bundle.stride, entry.bundles_offset),
+            "neuron": (None, entry.neurons_offset),
+            "check": (None, entry.checks_offset),
+            "scales": (manifest.bundle.layout.scales_stride, entry.scales_offset),
+        }
+        own = {name: column for name, column in columns.items() if column[1] is not None}
+        problem = _compare_columns(file, entry.rows, own)
     if problem is not None:
         yield report_file("P510", file, problem)
 
@@ -306,31 +310,10 @@ def _compare_hash(
         yield report_file("P508", file, f"it cannot be read: {error.strerror}")
 
 
-def _compare_layer(file: Path, entry: StoredFile, stride: int) -> str | None:
-    import pyarrow as pa
-
-    try:
-        with pa.memory_map(str(file)) as source:
-            start = source.read_buffer(1).address
-            source.seek(0)
-            batch = pa.ipc.open_file(source).get_batch(0)
-            columns = {name: batch.column(name) for name in ("bundle", "neuron", "check")}
-    except (pa.ArrowException, KeyError, OSError) as error:
-        return f"Arrow cannot read it: {error}"
-    if columns["bundle"].type != pa.binary(stride) or batch.num_rows != entry.rows:
-        return f"it is not {entry.rows} bundles of {stride} bytes"
-    offsets = tuple(column.buffers()[1].address - start for column in columns.values())
-    if offsets != (entry.bundles_offset, entry.neurons_offset, entry.checks_offset):
-        return f"its columns begin at {offsets}, the manifest says otherwise"
-    original = np.sort(columns["neuron"].to_numpy())
-    if not np.array_equal(original, np.arange(len(original))):
-        return "its original indices do not name every neuron once"
-    return None
-
-
-def _compare_rows(
-    file: Path, entry: StoredFile, name: str, row_bytes: int, place: int
+def _compare_columns(
+    file: Path, rows: int | None, wanted: Mapping[str, tuple[int | None, int | None]]
 ) -> str | None:
+    """Compare columns of a file: how wide they are, if they are bytes, and where they begin."""
     import pyarrow as pa
 
     try:
@@ -338,14 +321,20 @@ def _compare_rows(
             start = source.read_buffer(1).address
             source.seek(0)
             batch = pa.ipc.open_file(source).get_batch(0)
-            column = batch.column(name)
+            columns = {name: batch.column(name) for name in wanted}
     except (pa.ArrowException, KeyError, OSError) as error:
         return f"Arrow cannot read it: {error}"
-    if column.type != pa.binary(row_bytes) or batch.num_rows != entry.rows:
-        return f"it is not {entry.rows} rows of {row_bytes} bytes"
-    offset = column.buffers()[1].address - start
-    if offset != place:
-        return f"its rows begin at {offset}, the manifest says otherwise"
+    for name, (size, place) in wanted.items():
+        kind = columns[name].type
+        if batch.num_rows != rows or (size is not None and kind != pa.binary(size)):
+            return f"its column {name} is not {rows} rows of {size} bytes"
+        offset = columns[name].buffers()[1].address - start
+        if offset != place:
+            return f"its column {name} begins at {offset}, the manifest says otherwise"
+    if "neuron" in columns:
+        original = np.sort(columns["neuron"].to_numpy())
+        if not np.array_equal(original, np.arange(len(original))):
+            return "its original indices do not name every neuron once"
     return None
 
 

@@ -23,9 +23,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import split_scales
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
 from pi2.store.arrow_file import (
-    DenseFile,
     PieceFeed,
-    TensorSize,
     lay_out_dense_file,
     lay_out_layer_file,
     lay_out_rows_file,
@@ -115,7 +113,7 @@ class StoreWriter:
         self._ranks = None if ranks is None else tuple(ranks)
         self._order = order
         self._synthetic = synthetic
-        self._dense = _lay_out_dense(self.tensors)
+        self._dense = lay_out_dense_file(self.tensors)
         self._store = UnfinishedStore(path, job=job, replace=replace)
         self._keep_failed = keep_failed
         self._published = False
@@ -195,12 +193,12 @@ class StoreWriter:
                 scales += [] if some is None else [some]
             for some in scales:
                 file.write(some)
-            assert file.position == tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)
+            assert file.position == sum(tensor.count_bytes())
             self._record(_name_aside(tensor), file)
 
     def _read_aside(self, tensor: DenseTensor) -> TensorPieces:
         whole = np.memmap(self._store.folder / _name_aside(tensor), np.uint8, "r")
-        weights, scales = np.split(whole, [tensor.rows * tensor.row_weight_bytes])
+        weights, scales = np.split(whole, [tensor.count_bytes()[0]])
         yield weights, scales if len(scales) else None
 
     def write_dense(self, read: Callable[[DenseTensor], TensorPieces]) -> None:
@@ -214,6 +212,7 @@ class StoreWriter:
             known = PieceFeed(file, plan.pieces)
             places = zip(plan.weights_offsets, plan.scales_offsets, strict=True)
             for tensor, (weights_offset, scales_offset) in zip(self.tensors, places, strict=True):
+                weights_bytes, scales_bytes = tensor.count_bytes()
                 known.write_before(weights_offset)
                 scales = []
                 aside = self.has_file(_name_aside(tensor))
@@ -221,11 +220,11 @@ class StoreWriter:
                     file.write(weights)
                     if piece_scales is not None:
                         scales.append(piece_scales)
-                assert file.position == weights_offset + tensor.rows * tensor.row_weight_bytes
+                assert file.position == weights_offset + weights_bytes
                 known.write_before(scales_offset)
                 for piece_scales in scales:
                     file.write(piece_scales)
-                assert file.position == scales_offset + tensor.rows * tensor.row_scale_bytes
+                assert file.position == scales_offset + scales_bytes
             known.write_rest(plan.size)
             self._record(DENSE_FILE, file, rows=len(self.tensors))
         self._store.drop(_ASIDE)
@@ -259,7 +258,7 @@ class StoreWriter:
     def finish(self) -> Manifest:
         """Write the manifest and make the store visible under its name."""
         manifest = self._describe()
-        text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        text = json.dumps(manifest.dump(), indent=1, ensure_ascii=False)
         try:
             with self._create(MANIFEST) as file:
                 file.write(text.encode() + b"\n")
@@ -292,30 +291,11 @@ class StoreWriter:
         target.parent.mkdir(exist_ok=True)
         return HashedFile(target)
 
-    def _record(
-        self,
-        path: str,
-        file: HashedFile,
-        *,
-        rows: int | None = None,
-        bundles_offset: int | None = None,
-        neurons_offset: int | None = None,
-        checks_offset: int | None = None,
-        scales_offset: int | None = None,
-    ) -> None:
-        entry = StoredFile(
-            path=path,
-            bytes=file.position,
-            sha256=file.finish(),
-            rows=rows,
-            bundles_offset=bundles_offset,
-            neurons_offset=neurons_offset,
-            checks_offset=checks_offset,
-            scales_offset=scales_offset,
-            # Neurons have checks of their own.
-            checks=file.checks if bundles_offset is None else None,
-        )
-        self._store.record(entry)
+    def _record(self, path: str, file: HashedFile, **places: int) -> None:
+        # Neurons have checks of their own.
+        checks = None if "bundles_offset" in places else file.checks
+        facts = {"path": path, "bytes": file.position, "sha256": file.finish(), "checks": checks}
+        self._store.record(StoredFile.model_validate(facts | places))
 
     def _describe(self) -> Manifest:
         files = self._store.finished
@@ -356,19 +336,3 @@ _ASIDE = "aside/"
 
 def _name_aside(tensor: DenseTensor) -> str:
     return f"{_ASIDE}{tensor.name}"
-
-
-def _lay_out_dense(tensors: Sequence[DenseTensor]) -> DenseFile:
-    return lay_out_dense_file(
-        [
-            TensorSize(
-                name=tensor.name,
-                precision=tensor.precision,
-                rows=tensor.rows,
-                length=tensor.length,
-                weights_bytes=tensor.rows * tensor.row_weight_bytes,
-                scales_bytes=tensor.rows * tensor.row_scale_bytes,
-            )
-            for tensor in tensors
-        ]
-    )

@@ -46,6 +46,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "precision": {"ffn": "fp16", "attention": "fp16", "predictor": "fp16"},
         "threads": 3,
     },
+    "blocks": {**DEMO_LIKE, "precision": {"gate_up": "q4_k"}},
+    "smooth blocks": {
+        **DEMO_LIKE,
+        "activation": "silu",
+        "limits": (0.15, 0.05),
+        "precision": {"ffn": "int8", "gate_up": "q6_k"},
+    },
 }
 
 

@@ -124,13 +124,14 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
     ("features", "ffn", "hidden"),
     [
         *((features, "int4", 544) for features in DECODING),
-        *(("neon", "mxfp4", 544), ("dotprod", "mxfp4", 544), (DECODING[-1], "int2", 704)),
+        *(("neon", "mxfp4", 544), ("dotprod", "mxfp4", 544), (DECODING[-1], "q6_k", 512)),
     ],
 )
 def test_gathered_neurons_on_aarch64(features: str, ffn: Any, hidden: int, tmp_path: Path) -> None:
     from tests.property.test_kernels_ffn import Layer
 
-    spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, ffn=ffn)
+    formats = {"ffn": "int8", "gate_up": ffn} if ffn == "q6_k" else {"ffn": ffn}
+    spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, **formats)
     layer = Layer(spec, 30, 1, 0)
     slots = np.arange(29, -1, -2).astype(np.int32)
     y, counts = allocate("float32", spec.hidden), allocate("int32", spec.threads + 1)

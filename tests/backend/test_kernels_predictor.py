@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi2.arrays import F32
 from pi2.backends.reference.operators import activate
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
@@ -78,54 +79,48 @@ def test_thresholds_beyond_all_scores_take_all_or_none(low: float, count: int) -
     assert np.array_equal(indices[:count], np.arange(count))
 
 
+NEURONS = 203
+
+
+def draw_gates() -> tuple[list[Any], list[Any], F32]:
+    """Gate rows and inputs of 160 elements, lists in whole lines of 16, and what gates are."""
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((NEURONS, 160)).astype(np.float32)
+    weights, scales = find_packing("int4").quantize(rows)
+    u = rng.standard_normal((1, 160)).astype(np.float32) * 0.1
+    arrays, stands_for = quantize_activations(u, 2)
+    assert scales is not None
+    gates = stands_for[0] @ find_packing("int4").dequantize(weights, scales, 160).T
+    lists = [allocate("float32", 208), allocate("int32", 208), allocate("int32", 1)]
+    return [weights, scales.view(np.uint8), *arrays], lists, gates.astype(np.float32)
+
+
 @pytest.mark.parametrize(("activation", "limit"), [("drelu", 0.0), ("relu", 0.0), ("fatrelu", 0.3)])
 def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> None:
-    rng = np.random.default_rng(1)
-    hidden, neurons = 160, 203
-    spec = make_spec(hidden=hidden, activation=activation, threshold=limit)
-    weights, scales = find_packing("int4").quantize(
-        rng.standard_normal((neurons, hidden)).astype(np.float32)
+    given, lists, gates = draw_gates()
+    _, indices, found = lists
+    kernel = compile_program(
+        "predict_gate", make_spec(hidden=160, activation=activation, threshold=limit)
     )
-    u = rng.standard_normal((1, hidden)).astype(np.float32) * 0.1
-    arrays, stands_for = quantize_activations(u, 2)
-    # Whole lines of 16 scores and indices.
-    scores, indices = allocate("float32", 208), allocate("int32", 208)
-    found = allocate("int32", 1)
-    assert scales is not None
-    kernel = compile_program("predict_gate", spec)
-    kernel(neurons, weights, scales.view(np.uint8), *arrays, scores, indices, found)
-    gates = stands_for[0] @ find_packing("int4").dequantize(weights, scales, hidden).T
+    kernel(NEURONS, *given, *lists)
     assert np.array_equal(indices[: found[0]], np.flatnonzero(gates > limit))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_gate_predictor_of_smooth_activations_lists_those_that_reach_limit(activation: str) -> None:
-    rng = np.random.default_rng(1)
-    hidden, neurons = 160, 203
-    spec = make_spec(hidden=hidden, activation=activation)
-    weights, scales = find_packing("int4").quantize(
-        rng.standard_normal((neurons, hidden)).astype(np.float32)
-    )
-    u = rng.standard_normal((1, hidden)).astype(np.float32) * 0.1
-    arrays, stands_for = quantize_activations(u, 2)
-    # Whole lines of 16 scores and indices.
-    scores, indices = allocate("float32", 208), allocate("int32", 208)
-    found = allocate("int32", 1)
-    assert scales is not None
-    kernel = compile_program("predict_gate", spec)
-    gates = (stands_for[0] @ find_packing("int4").dequantize(weights, scales, hidden).T).astype(
-        np.float32
-    )
+    given, lists, gates = draw_gates()
+    scores, indices, found = lists
+    kernel = compile_program("predict_gate", make_spec(hidden=160, activation=activation))
     model = make_model({"ffn": {"activation": activation}, "predictor": None})
     expected = activate(model, gates, None)
     counts = []
     for limit in (0.0, 0.05, 0.3, 1e9):
-        kernel(neurons, limit, weights, scales.view(np.uint8), *arrays, scores, indices, found)
-        assert np.allclose(scores[:neurons], expected, atol=3e-6)
-        listed = np.abs(scores[:neurons]) >= np.float32(limit)
+        kernel(NEURONS, limit, *given, *lists)
+        assert np.allclose(scores[:NEURONS], expected, atol=3e-6)
+        listed = np.abs(scores[:NEURONS]) >= np.float32(limit)
         assert np.array_equal(indices[: found[0]], np.flatnonzero(listed))
         counts.append(int(found[0]))
-    assert counts[0] == neurons > counts[1] > counts[2] > counts[3] == 0
+    assert counts[0] == NEURONS > counts[1] > counts[2] > counts[3] == 0
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])

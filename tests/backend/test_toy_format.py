@@ -64,8 +64,11 @@ class Toy(Nibbles):
         highest = v.let(chunk.load(16 * chunk.lanes, 4 * dot.width))
         found = []
         for half, low in enumerate(self.split(dot, raw)):
-            four = v.let(dot.take_highest(highest, chunk.number + 4 * half))
-            found.append(v.let(low + four + four + four + four))
+            size, turn = 4 * dot.width, chunk.number + 4 * half
+            pairs = v.reinterpret(highest, "uint16", size // 2)
+            words = pairs >> v.constant(turn, "uint16", size // 2)
+            bit = v.reinterpret(words, "uint8", size) & v.constant(1, "uint8", size)
+            found.append(v.let(low + bit * v.constant(16, "uint8", size)))
         return found
 
     def finish(self, total, sums, width):

@@ -18,7 +18,7 @@ def pack_bundles(
     assert (gate is not None) == layout.is_gated, layout
     rows = [up, down] if gate is None else [gate, up, down]
     packed = [
-        find_packing(layout.precision).quantize(values, spread=part.spread)
+        find_packing(part.precision).quantize(values, spread=part.spread)
         for values, part in zip(rows, layout.parts, strict=True)
     ]
     return assemble_bundles(packed, layout, biases)

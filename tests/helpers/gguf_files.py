@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
+from pi2.formats import find_format
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_metadata import add_config
-from tests.helpers.gguf_tensors import ARCHITECTURES, translate
+from tests.helpers.gguf_tensors import ARCHITECTURES, translate, write_all
 from tests.helpers.models import draw_weights, make_model
 
 
@@ -21,10 +22,12 @@ def write_gguf(
     tensors: Mapping[str, F32],
     kind: str = "F32",
     changes: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Path:
-    """Write ``tensors`` (named as GGUF does), matrices in the type ``kind``, or in float32 where
-    their rows are not a multiple of 32; return ``file``."""
+    """Write ``tensors`` (named as GGUF does), matrices in the type ``kind``, those whose names end
+    with a key of ``kinds`` in another, or in float32 where their rows are not a multiple of 32;
+    return ``file``."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(
         file, ARCHITECTURES.get(config["model_type"], config["model_type"]), **options
@@ -37,8 +40,10 @@ def write_gguf(
             writer.add_uint32(key, value)
         else:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    number = gguf.GGMLQuantizationType[kind]
+    usual = kind
     for name, values in tensors.items():
+        kind = next((own for end, own in (kinds or {}).items() if name.endswith(end)), usual)
+        number = gguf.GGMLQuantizationType[kind]
         plain = values.ndim == 1 or "rope_freqs" in name or kind == "F32"
         plain |= kind.startswith("Q") and values.shape[-1] % 32 != 0
         if plain:
@@ -46,12 +51,13 @@ def write_gguf(
         elif kind == "F16":
             writer.add_tensor(name, values.astype(np.float16))
         else:
-            packed = gguf.quants.quantize(np.ascontiguousarray(values), number)
+            values = np.ascontiguousarray(values, np.float32)
+            if kind.endswith("_K"):  # which the package does not write
+                packed = find_format(kind.lower()).encode(values)
+            else:
+                packed = gguf.quants.quantize(values, number)
             writer.add_tensor(name, packed, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return file
 
 
@@ -84,9 +90,13 @@ def make_sentence_piece() -> dict[str, Any]:
 
 
 def write_random_gguf(
-    folder: Path, shape: Mapping[str, int], changes: Mapping[str, Any] | None = None
+    folder: Path,
+    shape: Mapping[str, int],
+    changes: Mapping[str, Any] | None = None,
+    kind: str = "Q8_0",
 ) -> Path:
-    """Write a model of random weights in Q8_0, with a tokenizer: see `make_model`."""
+    """Write a model of random weights, with a tokenizer: see `make_model`; the folder of the same
+    model is ``checkpoint``."""
     metadata = make_sentence_piece()
     own = {**shape, "vocab": len(metadata["tokenizer.ggml.tokens"])}
     usual = {"shape": own, "predictor": None, "ffn": {"activation": "silu"}}
@@ -94,7 +104,7 @@ def write_random_gguf(
     weights = draw_weights(model, 0)
     checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"max_position_embeddings": model.shape.context}
+    config |= {"max_position_embeddings": model.shape.context, "hidden_act": "silu"}
     if model.moe is not None:
         experts, active = model.moe.experts, model.moe.active_experts
         config |= {"num_local_experts": experts, "num_experts_per_tok": active}
@@ -103,5 +113,6 @@ def write_random_gguf(
         key: value.tolist() if isinstance(value, np.ndarray) else value
         for key, value in metadata.items()
     }
+    (checkpoint / "config.json").write_text(json.dumps(config))
     tensors = translate(weights, config)
-    return write_gguf(folder / "model.gguf", config, tensors, kind="Q8_0", changes=further)
+    return write_gguf(folder / "model.gguf", config, tensors, kind, further)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.gguf_tensors import read_checkpoint
+from tests.helpers.gguf_tensors import read_checkpoint, write_all
 
 gguf = pytest.importorskip("gguf")
 
@@ -55,10 +55,7 @@ def write_gemma3n(file: Path, checkpoint: Path) -> Path:
         writer.add_tensor(names.get_name(whole, try_suffixes=(".weight",)), values)
     for name, matrices in streams.items():
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.stack(matrices))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return file
 
 
@@ -112,10 +109,7 @@ def write_gemma4(file: Path, checkpoint: Path, divisors: Mapping[int, float] | N
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
     for name, values in weights.items():
         writer.add_tensor(_name_tensor(names, name), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return file
 
 

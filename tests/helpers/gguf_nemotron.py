@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from tests.helpers.gguf_tensors import permute
+from tests.helpers.gguf_tensors import permute, write_all
 
 gguf = pytest.importorskip("gguf")
 
@@ -64,10 +64,7 @@ def write_nemotron(file: Path, config: dict[str, Any], weights: dict[str, F32]) 
         writer.add_tensor(found, values)
     for merged, parts in experts.items():
         writer.add_tensor(f"{names.get_name(merged)}.weight", np.stack(parts))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return file
 
 

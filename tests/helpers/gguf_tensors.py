@@ -68,6 +68,14 @@ _EXPERT = re.compile(
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
+def write_all(writer: Any) -> None:
+    """Write the file of a `gguf.GGUFWriter`."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def name_tensor(name: str, family: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.decoder.embed_positions"):

@@ -379,7 +379,7 @@ class RandomModel:
         if not tied_head:
             self._add_matrix(HEAD, vocab, hidden, quantization.head)
         self._add_floats(FINAL_NORM, hidden, mean=1.0)
-        layout = lay_out_bundle(hidden, quantization.ffn)
+        layout = self.model.lay_out_bundle()
         self.bundles: list[U8] = []
         gates = []
         for layer in range(layers):

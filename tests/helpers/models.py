@@ -53,6 +53,15 @@ class TinyModel:
     """[layers, ffn]: index in the checkpoint of the neuron at every stored place."""
 
 
+def merge(document: dict[str, Any], changes: Mapping[str, Any] | None) -> None:
+    """Replace values of a document, tables by key."""
+    for key, value in (changes or {}).items():
+        if isinstance(value, Mapping) and isinstance(document.get(key), dict):
+            document[key] = {**document[key], **value}
+        else:
+            document[key] = value
+
+
 def make_model(changes: Mapping[str, Mapping[str, Any] | Any] | None = None) -> Model:
     """A model document: 3 layers, hidden 64, 96 neurons, GQA 4:2, predictors of rank 32.
 
@@ -76,11 +85,7 @@ def make_model(changes: Mapping[str, Mapping[str, Any] | Any] | None = None) -> 
         "tokenizer": {"bos": 256, "eos": [257], "add_bos": True},
         "predictor": {"rank": 32},
     }
-    for key, value in (changes or {}).items():
-        if isinstance(value, Mapping) and isinstance(document.get(key), dict):
-            document[key] = {**document[key], **value}
-        else:
-            document[key] = value
+    merge(document, changes)
     return Model.model_validate_json(json.dumps(document))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import tomlkit
 
 from pi2.plan.weights.layout import lay_out_bundle
-from tests.helpers.models import TinyModel
+from tests.helpers.models import TinyModel, merge
 
 
 def write_plan(
@@ -44,11 +44,7 @@ def write_plan(
         "decode": {"predictor": "low-rank"},
         "kv": {"context": shape.context},
     }
-    for key, value in (changes or {}).items():
-        if isinstance(value, Mapping) and isinstance(document.get(key), dict):
-            document[key] = {**document[key], **value}
-        else:
-            document[key] = value
+    merge(document, changes)
     model = tiny.model.model_dump(mode="json", exclude_none=True)
     (folder / f"{tiny.model.id}.model.toml").write_text(tomlkit.dumps(model))
     path = folder / "tiny.plan.toml"

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi2.formats import find_packing
+from pi2.backends.blocks.room import make_tables
+from pi2.formats import find_format, find_packing, name_packings
 from pi2.plan.weights.layout import Precision
+from tests.helpers.blocks import make_blocks, put_edges
 from tests.helpers.kernels import (
     align,
     allocate,
@@ -67,6 +70,31 @@ def test_a_product_is_what_float64_says_of_the_same_codes(
     # Relative to the largest sum of magnitudes: products may cancel.
     magnitude = float((np.abs(inputs) @ np.abs(plain).T).max())
     assert np.abs(y - inputs @ plain.T).max() <= 1e-6 * magnitude
+
+
+@pytest.mark.parametrize(
+    ("isa", "precision"),
+    [
+        *((list_runnable_isas()[-1], name) for name in name_packings("gates")),
+        *product(list_runnable_isas()[:-1], ("q5_k", "q6_k", "iq2_xs", "q5_1")),
+    ],
+)
+def test_blocks_of_files_meet_values_that_are_not_rounded(isa: str, precision: Precision) -> None:
+    rng = np.random.default_rng(3)
+    rows, tokens, length = 9, 5, 512
+    own = find_format(precision)
+    weights = make_blocks(own, rows * length // own.block, rng).reshape(rows, -1)
+    put_edges(own, weights)
+    x = rng.standard_normal((tokens, length)).astype(np.float32)
+    schedule = make_isa(isa)
+    kernel = compile_kernel(make_multiply(schedule, length, precision, 1, 2), schedule)
+    arrays, _ = quantize_activations(x, 1)
+    tiles = allocate_blocks(schedule, 2, tokens, length, 1)
+    y = allocate("float32", tokens, rows)
+    kernel(rows, tokens, weights, make_tables(precision), *arrays, *tiles, y)
+    plain = own.decode(weights).reshape(rows, length).astype(np.float64)
+    wrong = np.abs(y - x.astype(np.float64) @ plain.T)
+    assert (wrong <= 1e-6 * (np.abs(x) @ np.abs(plain).T) + 1e-30).all()
 
 
 @pytest.mark.parametrize("isa", list_runnable_isas())

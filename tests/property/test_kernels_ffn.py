@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pi2.arrays import F32, F64
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.kernels.unpacking import Unpacking
+from pi2.formats import find_packing
 from pi2.plan.documents.model_parts import Activation
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up
 from tests.helpers.bundles import pack_bundles, unpack_bundles
@@ -59,7 +60,8 @@ class Layer:
         rng = np.random.default_rng(seed)
         self.spec = spec
         self.tokens = tokens
-        layout = lay_out_bundle(spec.hidden, spec.precision.ffn, spec.stride)
+        formats = spec.precision
+        layout = lay_out_bundle(spec.hidden, formats.ffn, spec.stride, gate_up=formats.gate_up)
         # Of mxfp4, 32 neurons share scales.
         gate, up, down = (
             rng.standard_normal((round_up(neurons, 32), spec.hidden)).astype(np.float32)
@@ -74,7 +76,8 @@ class Layer:
         self.arrays, stands_for = quantize_activations(x, spec.planes)
         own = (spec.isa, spec.threads, tokens, spec.hidden, spec.most_planes)
         self.arrays += allocate_blocks(*own)
-        self.inputs = x.astype(np.float64) if spec.precision.ffn == "fp16" else stands_for
+        is_exact = find_packing(formats.gates).meets_values
+        self.inputs = x.astype(np.float64) if is_exact else stands_for
 
     def compute(self, slots: npt.NDArray[Any]) -> tuple[F64, int]:
         """Sum [tokens, hidden] and the number of non-zero activations, in float64."""

@@ -27,7 +27,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {**MIXTURE, "predictor": None, "moe": moe}
     plan = make_mixture_plan(tmp_path_factory.mktemp("mixture"), "silu", changes)
     with NeuronStore.open(plan.parent / "store") as store:
-        orders = np.stack([np.sort(layer.copy_original()) for layer in store.layers])
+        orders = np.stack([np.sort(layer.original) for layer in store.layers])
     reorder_store(plan.parent / "store", orders, "index")
     return plan
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
+from pi2.model.tensor import DenseTensor
 from pi2.plan.weights.layout import Precision, lay_out_bundle, vector_bytes
-from pi2.store.arrow_file import TensorSize, lay_out_dense_file, lay_out_layer_file
+from pi2.store.arrow_file import lay_out_dense_file, lay_out_layer_file
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.models import TinyModel, make_tiny
@@ -140,21 +141,14 @@ def test_a_layer_file_is_laid_out_without_its_contents(neurons: int, blocks: int
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=70), st.integers(1, 300)), max_size=20))
 def test_a_dense_file_may_have_any_names_and_sizes(sizes: list[tuple[str, int]]) -> None:
-    tensors = [
-        TensorSize(
-            name=name, precision="fp32", rows=1, length=n, weights_bytes=4 * n, scales_bytes=n
-        )
-        for name, n in sizes
-    ]
+    tensors = [DenseTensor(name=name, precision="int8", rows=1, length=32 * n) for name, n in sizes]
     plan = lay_out_dense_file(tensors)
     content = bytearray(plan.size)
     for piece in plan.pieces:
         content[piece.offset : piece.offset + len(piece.data)] = piece.data
     for number, tensor in enumerate(tensors):
-        for offset, size in (
-            (plan.weights_offsets[number], tensor.weights_bytes),
-            (plan.scales_offsets[number], tensor.scales_bytes),
-        ):
+        offsets = (plan.weights_offsets[number], plan.scales_offsets[number])
+        for offset, size in zip(offsets, tensor.count_bytes(), strict=True):
             assert offset % 64 == 0
             assert not any(content[offset : offset + size])
             content[offset : offset + size] = bytes([number + 1]) * size
@@ -166,8 +160,8 @@ def test_a_dense_file_may_have_any_names_and_sizes(sizes: list[tuple[str, int]])
         rows = reader.read_all().to_pylist()
         assert [row["name"] for row in rows] == [tensor.name for tensor in tensors]
         for number, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
-            assert row["weights"] == bytes([number + 1]) * tensor.weights_bytes
-            assert row["scales"] == bytes([number + 1]) * tensor.scales_bytes
+            for column, size in zip(("weights", "scales"), tensor.count_bytes(), strict=True):
+                assert row[column] == bytes([number + 1]) * size
 
 
 @given(

@@ -139,7 +139,7 @@ def test_looking_ahead_stops_where_tokens_are_quicker_without() -> None:
 def by_expert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = make_mixture_plan(tmp_path_factory.mktemp("whole"), "silu", {"predictor": None})
     with NeuronStore.open(plan.parent / "store") as store:
-        orders = np.stack([group_experts(one.copy_original(), FFN, 1) for one in store.layers])
+        orders = np.stack([group_experts(one.original, FFN, 1) for one in store.layers])
     reorder_store(plan.parent / "store", orders, "expert")
     return plan
 

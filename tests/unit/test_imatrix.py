@@ -11,6 +11,7 @@ import pytest
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.imatrix import read_imatrix
+from tests.helpers.gguf_tensors import write_all
 
 NAMES = ("blk.0.ffn_up.weight", "output.weight")
 
@@ -37,10 +38,7 @@ def write_new(file: Path, sums: Mapping[str, F32], calls: int = 5) -> Path:
     for name, own in sums.items():
         writer.add_tensor(f"{name}.in_sum2", own * calls)
         writer.add_tensor(f"{name}.counts", np.full((len(own), 1), calls, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return file
 
 
@@ -107,9 +105,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_model_is_no_importance_matrix(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_tensor("output.weight", np.ones((2, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     with pytest.raises(UserError, match=r"P548.*no matrix"):
         read_imatrix(tmp_path / "x.gguf")

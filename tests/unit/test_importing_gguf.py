@@ -1,6 +1,7 @@
 """GGUF files: the store is that of the checkpoint which the file was made from."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from safetensors.numpy import save_file
 
 import pi2
 from pi2.arrays import F32
+from pi2.backends.reference.dense_unit import widen
 from pi2.diagnostics import UserError
-from pi2.formats import find_packing
-from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
 from pi2.importing.convert import convert_checkpoint
+from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.requirements import describe_rounded, keep_bits
+from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import unpack_part
 from pi2.store.reader import NeuronStore
+from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_goldens import (
@@ -32,6 +37,19 @@ from tests.helpers.goldens import EXACT, change_config, copy_checkpoint, write_p
 from tests.helpers.models import draw_weights, make_model
 
 
+def expect_same_stores(tmp_path: Path, checkpoint: Path, *sources: Path) -> None:
+    """Convert two sources to equal stores, with the tokenizer of ``checkpoint``."""
+    tokenizer = checkpoint / "tokenizer.json"
+    stores = [tmp_path / name for name in "ab"]
+    one, other = (
+        convert(source, store, tokenizer, EXACT)
+        for source, store in zip(sources, stores, strict=True)
+    )
+    assert forget_names(one) == forget_names(other)
+    assert one.tokenizer.eos == other.tokenizer.eos
+    expect_same_weights(*stores)
+
+
 @pytest.mark.parametrize("name", GOLDENS)
 def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> None:
     checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
@@ -43,12 +61,7 @@ def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> 
         weights = {key: v for key, v in weights.items() if not key.endswith(UNNAMED[name])}
         save_file(weights, checkpoint / "model.safetensors")
     file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config))
-    tokenizer = checkpoint / "tokenizer.json"
-    expected = convert(checkpoint, tmp_path / "a", tokenizer, EXACT)
-    found = convert(file, tmp_path / "b", tokenizer, EXACT)
-    assert forget_names(found) == forget_names(expected)
-    assert found.tokenizer.eos == expected.tokenizer.eos
-    expect_same_weights(tmp_path / "a", tmp_path / "b")
+    expect_same_stores(tmp_path, checkpoint, checkpoint, file)
 
 
 def test_keys_and_values_of_latent_attention_may_be_in_one_matrix(tmp_path: Path) -> None:
@@ -63,11 +76,7 @@ def test_keys_and_values_of_latent_attention_may_be_in_one_matrix(tmp_path: Path
         joined = weights[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
         tensors[f"{block}_kv_b.weight"] = joined
     older = write_gguf(tmp_path / "older.gguf", config | {"has_whole_keys": True}, tensors)
-    tokenizer = checkpoint / "tokenizer.json"
-    one = convert(newer, tmp_path / "a", tokenizer, EXACT)
-    other = convert(older, tmp_path / "b", tokenizer, EXACT)
-    assert forget_names(one) == forget_names(other)
-    expect_same_weights(tmp_path / "a", tmp_path / "b")
+    expect_same_stores(tmp_path, checkpoint, newer, older)
 
 
 def test_projections_of_a_state_may_be_in_one_matrix(tmp_path: Path) -> None:
@@ -82,11 +91,7 @@ def test_projections_of_a_state_may_be_in_one_matrix(tmp_path: Path) -> None:
             del tensors[f"{block}.attn_qkv.weight"], tensors[f"{block}.attn_gate.weight"]
             tensors[f"{block}.ssm_in.weight"] = values
     older = write_gguf(tmp_path / "older.gguf", config, tensors)
-    tokenizer = checkpoint / "tokenizer.json"
-    one = convert(newer, tmp_path / "a", tokenizer, EXACT)
-    other = convert(older, tmp_path / "b", tokenizer, EXACT)
-    assert forget_names(one) == forget_names(other)
-    expect_same_weights(tmp_path / "a", tmp_path / "b")
+    expect_same_stores(tmp_path, checkpoint, newer, older)
 
 
 INDEX = {"wk.weight": (16, 32), "wq_b.weight": (32, 24), "weights_proj.weight": (2, 32)}
@@ -148,7 +153,9 @@ def cut_to_bfloat16(values: F32) -> F32:
 # Quantised files
 
 
-def write_tiny(tmp_path: Path, kind: str = "F32", **options: Any) -> tuple[Path, Path]:
+def write_tiny(
+    tmp_path: Path, kind: str = "F32", kinds: Mapping[str, str] | None = None, **options: Any
+) -> tuple[Path, Path]:
     """A GGUF file in the type ``kind``, and the Hugging Face folder it was made from."""
     model = make_model({"predictor": None, "ffn": {"activation": "silu"}, **options})
     weights = draw_weights(model)
@@ -156,7 +163,8 @@ def write_tiny(tmp_path: Path, kind: str = "F32", **options: Any) -> tuple[Path,
     config = json.loads((checkpoint / "config.json").read_text())
     config |= {"max_position_embeddings": 64, "hidden_act": "silu"}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    file = write_gguf(tmp_path / f"{kind}.gguf", config, translate(weights, config), kind)
+    tensors = translate(weights, config)
+    file = write_gguf(tmp_path / f"{kind}.gguf", config, tensors, kind, kinds=kinds)
     return file, checkpoint
 
 
@@ -184,12 +192,63 @@ def test_codes_of_the_same_kind_are_taken_over(tmp_path: Path, kind: str, precis
             down = unpack_part(stored.bundles, store.bundle, 2)
             wrong = np.abs(down - values[f"blk.{layer}.ffn_down.weight"].T)
             assert 0 < wrong.max() <= 0.2 * np.abs(down).max()
-            output = store.tensors[f"layers.{layer}.output"]
-            assert output.scales is not None and output.precision is not None
-            found = find_packing(output.precision).dequantize(
-                output.weights.view(np.uint8), output.scales, 64
-            )
+            found = widen(store.tensors[f"layers.{layer}.output"])
             np.testing.assert_array_equal(found, values[f"blk.{layer}.attn_output.weight"])
+
+
+def keep(file: Path, store: Path, checkpoint: Path) -> Model:
+    """Convert a file with no fewer bits than it has, for another activation."""
+    source = use_tokenizer(open_checkpoint(file), checkpoint / "tokenizer.json")
+    model = describe_checkpoint(source, "golden").model
+    ffn = model.ffn.model_copy(update={"activation": "relu"})
+    model = keep_bits(source, model.model_copy(update={"ffn": ffn}))
+    convert_checkpoint(source, model, store)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_1"])
+def test_gate_and_up_rows_stay_whole_blocks(tmp_path: Path, kind: str) -> None:
+    kinds = {"ffn_gate.weight": kind, "ffn_up.weight": kind, "ffn_down.weight": "Q8_0"}
+    file, checkpoint = write_tiny(tmp_path, "F16", kinds, shape={"hidden": 256, "head_dim": 64})
+    model = keep(file, tmp_path / "store", checkpoint)
+    assert (model.quantization.gate_up, model.quantization.ffn) == (kind.lower(), "int8")
+    raw = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
+    values = read_file_values(file)
+    with NeuronStore.open(tmp_path / "store", model=model) as store:
+        for layer, stored in enumerate(store.layers):
+            for place, part in enumerate(("gate", "up")):
+                rows = raw[f"blk.{layer}.ffn_{part}.weight"]
+                first = store.bundle.parts[place].weights_offset
+                assert np.array_equal(stored.bundles[:, first : first + rows.shape[1]], rows)
+            down = values[f"blk.{layer}.ffn_down.weight"].T
+            wrong = np.abs(unpack_part(stored.bundles, store.bundle, 2) - down)
+            # Half a step of 127 in a group, and what its fp16 scale is off.
+            assert wrong.max() <= 0.51 * np.abs(down).max() / 127
+    assert verify_store(tmp_path / "store") == []
+    plan = write_plan(tmp_path, model, {"decode": {"predictor": "gate"}})
+    logits = []
+    for backend in ("reference", "cpu"):
+        with pi2.load(plan, set={"backends.cpu": backend}) as loaded:
+            logits.append(np.array(loaded.logits([256, 1, 2, 3, 4])))
+    assert np.abs(logits[1] - logits[0]).max() < 1e-2 * np.abs(logits[0]).max()
+
+
+def test_rows_of_several_formats_get_eight_bits(tmp_path: Path) -> None:
+    kinds = {"ffn_gate.weight": "Q4_K", "ffn_up.weight": "Q6_K"}
+    file, checkpoint = write_tiny(tmp_path, "Q4_0", kinds, shape={"hidden": 256, "head_dim": 64})
+    model = keep(file, tmp_path / "store", checkpoint)
+    assert (model.quantization.gate_up, model.quantization.ffn) == (None, "int8")
+    assert "q4_k, q6_k" in describe_rounded(open_checkpoint(file), model)[0]
+
+
+def test_a_block_without_a_finite_scale_is_refused(tmp_path: Path) -> None:
+    kinds = {"ffn_gate.weight": "Q4_K", "ffn_up.weight": "Q4_K"}
+    file, checkpoint = write_tiny(tmp_path, "F16", kinds, shape={"hidden": 256, "head_dim": 64})
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file, "r+").tensors}
+    tensors["blk.1.ffn_gate.weight"].data[3, :2] = 0, 0x7C
+    del tensors
+    with pytest.raises(UserError, match=r"P539.*blk\.1\.ffn_gate\.weight.*finite"):
+        keep(file, tmp_path / "store", checkpoint)
 
 
 def test_codes_are_taken_over_beside_rows_that_fill_no_group(tmp_path: Path) -> None:
@@ -199,11 +258,7 @@ def test_codes_are_taken_over_beside_rows_that_fill_no_group(tmp_path: Path) -> 
     chosen = dict.fromkeys(EXACT, "int8")
     model = convert(file, tmp_path / "store", checkpoint / "tokenizer.json", chosen)
     with NeuronStore.open(tmp_path / "store", model=model) as store:
-        output = store.tensors["layers.1.output"]
-        assert output.scales is not None and output.precision is not None
-        found = find_packing(output.precision).dequantize(
-            output.weights.view(np.uint8), output.scales, 64
-        )
+        found = widen(store.tensors["layers.1.output"])
         np.testing.assert_array_equal(found[:48], values["blk.1.attn_output.weight"])
         assert found.shape == (64, 64) and not found[48:].any()
 
@@ -214,10 +269,7 @@ def test_a_quantised_file_computes_what_its_numbers_say(tmp_path: Path, kind: st
     file, checkpoint = write_tiny(tmp_path, kind)
     config = json.loads((checkpoint / "config.json").read_text())
     plain = write_gguf(tmp_path / "plain.gguf", config, read_file_values(file))
-    tokenizer = checkpoint / "tokenizer.json"
-    convert(file, tmp_path / "a", tokenizer, EXACT)
-    convert(plain, tmp_path / "b", tokenizer, EXACT)
-    expect_same_weights(tmp_path / "a", tmp_path / "b")
+    expect_same_stores(tmp_path, checkpoint, file, plain)
 
 
 # Split files
@@ -232,10 +284,7 @@ def test_any_file_of_a_split_stands_for_all(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     parts = [path.rename(tmp_path / "parts" / path.name) for path in tmp_path.glob("split-*.gguf")]
     assert len(parts) == 3
-    tokenizer = checkpoint / "tokenizer.json"
-    convert(whole, tmp_path / "a", tokenizer, EXACT)
-    convert(sorted(parts)[1], tmp_path / "b", tokenizer, EXACT)
-    expect_same_weights(tmp_path / "a", tmp_path / "b")
+    expect_same_stores(tmp_path, checkpoint, whole, sorted(parts)[1])
     # So does the folder that they lie in.
     assert len(open_checkpoint(tmp_path / "parts").files) == 3
     sorted(parts)[2].unlink()

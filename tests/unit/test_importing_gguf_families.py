@@ -23,7 +23,7 @@ from tests.helpers.gguf_files import make_sentence_piece
 from tests.helpers.gguf_gemma import write_gemma3n, write_gemma4
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
 from tests.helpers.gguf_nemotron import write_nemotron
-from tests.helpers.gguf_tensors import read_checkpoint
+from tests.helpers.gguf_tensors import read_checkpoint, write_all
 from tests.helpers.goldens import EXACT, change_config, copy_checkpoint
 
 FIXED: dict[str, Any] = {
@@ -69,10 +69,7 @@ def write_llama4(
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert found is not None, name
             writer.add_tensor(found, np.ascontiguousarray(part))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return file
 
 

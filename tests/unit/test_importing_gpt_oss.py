@@ -16,7 +16,7 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model_parts import Quantization
 from pi2.store.reader import NeuronStore
 from tests.helpers.gguf_metadata import add_config
-from tests.helpers.gguf_tensors import read_checkpoint, translate
+from tests.helpers.gguf_tensors import read_checkpoint, translate, write_all
 from tests.helpers.goldens import (
     EXACT,
     FOLDER,
@@ -174,10 +174,7 @@ def test_a_gguf_file_in_mxfp4_gives_the_same_store(
         blocks = np.concatenate([exponents[..., None] + 1, halves.view(np.uint8)], axis=-1)
         packed = blocks.astype(np.uint8).reshape(*values.shape[:-1], -1)
         writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     made = describe_checkpoint(tmp_path / "tiny.gguf", "golden").model
     assert made.quantization.ffn == "mxfp4"
     model = made.model_copy(update={"quantization": Quantization.model_validate(KEPT)})

@@ -204,6 +204,7 @@ SHARED = "[moe]\nshared_experts = 1\n"
         ("nemotron-h-latent", "norms = false", "norms = true", "P253.*norms of outputs"),
         ("nemotron-h", "outputs = false", "outputs = true", r"P275.*norm\.outputs has another"),
         ("nemotron-h", '"sequential"', '"parallel"', "P275.*residual has another value"),
+        ("llama4", 'ffn = "fp16"', 'ffn = "fp16"\ngate_up = "q4_k"', "P253.*no whole blocks"),
         ("llama4", 'activation = "silu"', 'activation = "relu"', "P253.*need a smooth"),
         ("kimi-linear", "key_heads = 3", "key_heads = 1", "as many key heads as value heads"),
         ("kimi-linear", 'decay_of = "key"', 'decay_of = "head"', "are of decays of keys"),

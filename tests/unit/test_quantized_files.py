@@ -1,6 +1,5 @@
 """`pi2 convert -o FILE.gguf --quantization q4_k_m`: a checkpoint as one file that runs as it is."""
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -19,10 +18,8 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.measuring.importance import record_importance
 from pi2.model.tensors import MIXTURES, takes_care
 from pi2.sandbox.tokenizer import open_tokenizer
-from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_files import make_sentence_piece, write_gguf
-from tests.helpers.gguf_tensors import translate
-from tests.helpers.models import MIXTURE, draw_weights, make_model
+from tests.helpers.gguf_files import write_random_gguf
+from tests.helpers.models import MIXTURE
 from tests.unit.test_imatrix import write_old
 
 WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 8}
@@ -37,25 +34,7 @@ def sources(tmp_path: Path) -> tuple[Path, Path]:
 def write_sources(
     folder: Path, shape: Mapping[str, int], changes: Mapping[str, Any] | None = None
 ) -> tuple[Path, Path]:
-    metadata = make_sentence_piece()
-    own = {**shape, "vocab": len(metadata["tokenizer.ggml.tokens"])}
-    usual = {"shape": own, "predictor": None, "ffn": {"activation": "silu"}}
-    model = make_model({**usual, **(changes or {})})
-    weights = draw_weights(model, 0)
-    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"max_position_embeddings": model.shape.context, "hidden_act": "silu"}
-    if model.moe is not None:
-        experts, active = model.moe.experts, model.moe.active_experts
-        config |= {"num_local_experts": experts, "num_experts_per_tok": active}
-        config |= {"model_type": "mixtral"}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    further = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in metadata.items()
-    }
-    tensors = translate(weights, config)
-    file = write_gguf(folder / "model.gguf", config, tensors, changes=further)
+    file, checkpoint = write_random_gguf(folder, shape, changes, "F32"), folder / "checkpoint"
     (checkpoint / "tokenizer.json").write_bytes(open_checkpoint(file).read_tokenizer() or b"")
     return file, checkpoint
 

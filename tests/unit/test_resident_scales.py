@@ -116,7 +116,7 @@ def test_there_and_back_changes_no_byte(tmp_path: Path, tiny: TinyModel) -> None
     assert run(["store", "repack", str(store), "--stride", f"{RESIDENT} B"]) == 0
     assert list_hashes(store) == list_hashes(tiny.store.parent / "apart")
     assert run(["store", "repack", str(store)]) == 2
-    order = np.stack([layer.copy_original() for layer in NeuronStore.open(store).layers])[:, ::-1]
+    order = np.stack([layer.original for layer in NeuronStore.open(store).layers])[:, ::-1]
     reorder_store(store, np.ascontiguousarray(order), "index")
     with NeuronStore.open(store) as turned, NeuronStore.open(tiny.store) as first:
         whole = turned.layers[0].read_inline(slice(None, None, -1))

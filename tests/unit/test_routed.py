@@ -51,7 +51,7 @@ def by_expert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in the checkpoint's order: one expert's neurons after the other's."""
     plan = make_mixture_plan(tmp_path_factory.mktemp("ordered"), "silu", {"predictor": None})
     with NeuronStore.open(plan.parent / "store") as store:
-        orders = np.stack([np.sort(layer.copy_original()) for layer in store.layers])
+        orders = np.stack([np.sort(layer.original) for layer in store.layers])
     reorder_store(plan.parent / "store", orders, "index")
     return plan
 

@@ -154,7 +154,7 @@ def test_a_routers_bias_counts_when_experts_are_preferred() -> None:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = make_mixture_plan(tmp_path_factory.mktemp("dials"), "silu", {"predictor": None})
     with NeuronStore.open(plan.parent / "store") as store:
-        orders = np.stack([group_experts(one.copy_original(), 200, 1) for one in store.layers])
+        orders = np.stack([group_experts(one.original, 200, 1) for one in store.layers])
     reorder_store(plan.parent / "store", orders, "expert")
     return plan
 

@@ -48,7 +48,7 @@ def store(tmp_path: Path, by_hotness: Path) -> Path:
 
 def read_orders(path: Path) -> I32:
     with NeuronStore.open(path) as store:
-        return np.stack([layer.copy_original() for layer in store.layers])
+        return np.stack([layer.original for layer in store.layers])
 
 
 def test_in_every_band_of_hotness_an_expert_lies_together() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
+from pi2.backends.blocks.machine import CHUNK, Machine, as_bytes, join, pick
 from pi2.backends.compiler import vectors as v
 
 
@@ -39,6 +39,35 @@ class Block:
     """float32; without ``mins`` it is of the whole block, and is added."""
     part_scales: Sequence[v.Expr] | None = None
     """float32 of each 16 elements of a group, instead of ``scale``."""
+
+    def open_numbers(self) -> Callable[[int], v.Expr]:
+        """Return what gives the numbers float32 x 16 of a chunk of the block."""
+        count = self.scale_count
+
+        def multiply(scale: v.Expr, factors: v.Expr | None) -> Callable[[int], v.Expr]:
+            if factors is None:
+                whole = v.let(v.splat(scale, CHUNK))
+                return lambda chunk: whole
+            products = v.let(v.cast(factors, "float32", count) * v.splat(scale, count))
+            return lambda chunk: pick(products, count, [chunk * count // 16] * CHUNK)
+
+        scales = multiply(self.scale, self.scales)
+        least = None if self.min_scale is None else multiply(self.min_scale, self.mins)
+
+        def read(chunk: int) -> v.Expr:
+            part = next(own for own in self.parts if chunk in own.chunks)
+            first, size = CHUNK * part.chunks.index(chunk), CHUNK * len(part.chunks)
+            values = v.cast(pick(part.weights, size, range(first, first + CHUNK)), "float32", CHUNK)
+            if self.offset:
+                values = values - v.constant(float(self.offset), "float32", CHUNK)
+            if self.part_scales is not None:
+                return values * v.splat(self.part_scales[chunk], CHUNK)
+            values = values * scales(chunk)
+            if least is None:
+                return values
+            return values + least(chunk) if self.mins is None else values - least(chunk)
+
+        return read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Integers of 2, 3, 4 and 8 bits, unpacked."""
+"""Integers of 2, 4 and 8 bits, unpacked."""
 
 from __future__ import annotations
 
@@ -117,56 +117,43 @@ class Nibbles(Unpacking):
 
 
 class Pairs(Unpacking):
-    """Fields of two bits; a tile is a chunk, or half of one."""
+    """Fields of two bits, less 1; a tile is half of a chunk."""
 
-    def __init__(self, packing: Packing, *, halves: bool = False) -> None:
+    def __init__(self, packing: Packing) -> None:
         super().__init__(packing)
-        self._halves = 2 if halves else 1
-        self.tiles = self.chunks * self._halves
+        self.tiles = self.chunks * 2
 
     def find_chunk(self, tile: Place) -> Place:
-        return tile // 2 if self._halves == 2 else tile
+        return tile // 2
 
     def list_elements(self, tile: Place) -> list[v.Expr]:
         # Field by field, so that the elements of a field lie side by side.
-        first = 4 * self.find_chunk(tile)
-        if self._halves == 2:
-            first = first + 16 * (tile % 2)
-        count = 16 // self._halves
-        return [first + index % 4 + 8 * (index // 4) for index in range(count)]
-
-    def _count(self, field: v.Expr, lanes: int) -> v.Expr:
-        """Return the codes of int32 fields."""
-        if self.packing.step == 2:
-            field = field + field
-        return field - v.constant(self.packing.offset, "int32", lanes)
+        first = 4 * self.find_chunk(tile) + 16 * (tile % 2)
+        return [first + index % 4 + 8 * (index // 4) for index in range(8)]
 
     def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
         lanes = block.lanes
-        three = v.constant(3, "int32", lanes)
+        one, three = (v.constant(number, "int32", lanes) for number in (1, 3))
         table = isa.lanes == 16 and lanes == 16
         if table:
             # Of the low 4 bits of each lane, two are the next code's.
-            values = v.let(v.cast(self._count(T.ramp(0, 1, 16) & three, lanes), "float32", 16))
-        if self._halves == 2:
-            half = tile % 2
-            turn = T.int32(4 * half) if isinstance(half, int) else T.cast(half * 4, "int32")
-            word = v.let(word >> v.splat(turn, lanes))
+            values = v.let(v.cast((T.ramp(0, 1, 16) & three) - one, "float32", 16))
+        half = tile % 2
+        turn = T.int32(4 * half) if isinstance(half, int) else T.cast(half * 4, "int32")
+        word = v.let(word >> v.splat(turn, lanes))
         result = []
-        for index in range(16 // self._halves):
+        for index in range(8):
             shift = 8 * (index % 4) + 2 * (index // 4)
             code = word >> v.constant(shift, "int32", lanes) if shift else word
             if table:
                 result.append(look_up_floats(values, code))
             else:
-                field = code & three
-                field = v.let(field) if self.packing.step == 2 else field
-                result.append(v.cast(self._count(field, lanes), "float32", lanes))
+                result.append(v.cast((code & three) - one, "float32", lanes))
         return result
 
     def count_folded(self, isa: Isa, lanes: int) -> int:
         # Both chunks of one lane fill half of a register, and two fields of them a whole one.
-        return 4 if self._halves == 2 and lanes == 1 else super().count_folded(isa, lanes)
+        return 4 if lanes == 1 else super().count_folded(isa, lanes)
 
     def take_fields(self, dot: DotPrimitive, chunk: Chunk) -> list[v.Expr]:
         whole = self.chunks * chunk.lanes
@@ -181,73 +168,22 @@ class Pairs(Unpacking):
         return [v.let(dot.take_pair(raw, number)) for number in range(4)]
 
     def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
-        if self.packing.step == 1:
-            return total + (sums >> v.constant(3, "int32", width))
-        third = v.let(sums >> v.constant(3, "int32", width))
-        return total + total + third + third + third
+        return total + (sums >> v.constant(3, "int32", width))
 
     def split_words(
         self, arm: bool, words: v.Expr, word: Place, count: int
     ) -> list[tuple[v.Expr, v.Expr]]:
         size, found = 4 * count, []
         codes = v.let(v.reinterpret(words, "uint8", size))
-        three, offset = (
-            v.constant(3, "uint8", size),
-            v.constant(self.packing.offset, "int8", size),
-        )
+        three, one = v.constant(3, "uint8", size), v.constant(1, "int8", size)
         for field in range(4):
             code = (codes >> v.constant(2 * field, "uint8", size)) & three
-            code = code + code if self.packing.step == 2 else code
-            found.append((word + 2 * field, v.reinterpret(code, "int8", size) - offset))
+            found.append((word + 2 * field, v.reinterpret(code, "int8", size) - one))
         return found
 
 
-class Triples(Unpacking):
-    """The lower two bits of a field in its own chunk, the highest in one for both."""
-
-    unrolls = True
-    has_words = False
-
-    def list_elements(self, tile: Place) -> list[v.Expr]:
-        return [4 * tile + index % 4 + 8 * (index // 4) for index in range(16)]
-
-    def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
-        lanes = block.lanes
-        vector = block.vector
-        place = vector.weights_base + v.wide(block.first * self.group_bytes + 8 * lanes)
-        highest = v.let(v.load_as(vector.weights, place, "int32", lanes))
-        one, three, seven = (v.constant(value, "int32", lanes) for value in (1, 3, 7))
-        turn = T.int32(tile) if isinstance(tile, int) else T.cast(tile, "int32")
-        own = v.let(highest >> v.splat(turn, lanes))
-        result = []
-        for index in range(16):
-            shift = v.constant(8 * (index % 4) + 2 * (index // 4), "int32", lanes)
-            lower, high = (word >> shift) & three, (own >> shift) & one
-            number = v.let(lower + (high << v.constant(2, "int32", lanes)))
-            result.append(v.cast(number + number - seven, "float32", lanes))
-        return result
-
-    def count_folded(self, isa: Isa, lanes: int) -> int:
-        return 1
-
-    def take_fields(self, dot: DotPrimitive, chunk: Chunk) -> list[v.Expr]:
-        assert isinstance(chunk.number, int)
-        raw = v.let(chunk.load(chunk.byte, 4 * dot.width))
-        highest = v.let(chunk.load(8 * chunk.lanes, 4 * dot.width))
-        return [
-            v.let(dot.take_pair(raw, field) | dot.take_highest(highest, chunk.number + 2 * field))
-            for field in range(4)
-        ]
-
-    def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
-        seventh = v.let(sums >> v.constant(3, "int32", width))
-        return total + total + seventh * v.constant(7, "int32", width)
-
-
 UNPACKINGS = {
-    "int2": Pairs(find_packing("int2")),
-    "ternary": Pairs(find_packing("ternary"), halves=True),
-    "int3": Triples(find_packing("int3")),
+    "ternary": Pairs(find_packing("ternary")),
     "int4": Nibbles(find_packing("int4")),
     "int8": Bytes(find_packing("int8")),
 }

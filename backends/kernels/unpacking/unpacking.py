@@ -158,7 +158,16 @@ class Unpacking:
         scale = v.let(self.load_block_scale(block) * v.splat(value, lanes))
         return _repeat(scale, lanes, [lane % lanes for lane in range(WIDE)])
 
-    # Dot products of integers (`kernels.dots`).
+    # Dot products of values that are not rounded, and of integers (`kernels.dots`).
+
+    piece = GROUP
+    """Elements that are opened together."""
+    table_bytes = 0
+    """Of what codes are looked up in, which vectors have instead of scales."""
+
+    def open_piece(self, isa: Isa, vector: Vector, number: v.Expr) -> Callable[[int], v.Expr]:
+        """Return what gives the numbers float32 x 16 of each 16 elements of piece ``number``."""
+        raise NotImplementedError
 
     def count_folded(self, isa: Isa, lanes: int) -> int:
         """Return how many chunks of a block narrower than a register fill one."""

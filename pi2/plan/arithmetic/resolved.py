@@ -441,6 +441,9 @@ def dump_plain(document: BaseModel) -> dict[str, Any]:
         # Devices without it have the digests that they had before there was such a key.
         if unit.get("emulated") is None:
             unit.pop("emulated", None)
+    formats = values.get("quantization", {})
+    if formats.get("gate_up") is None:
+        formats.pop("gate_up", None)
     return {key: value for key, value in values.items() if key not in _COSMETIC}
 
 

@@ -138,7 +138,7 @@ def need_predictor(resolved: ResolvedPlan) -> Need:
     plan, model = resolved.plan, resolved.model
     shape, width = model.shape, model.stored_neuron_width
     if plan.decode.predictor == "gate":
-        precision = model.quantization.ffn
+        precision = model.quantization.gates
         layer = align_bytes(model.layer_neurons * weight_bytes(width, precision))
         layer += align_bytes(model.layer_neurons * scale_bytes(width, precision))
         for there in (model.ffn.bias, model.moe is not None):

@@ -244,6 +244,8 @@ def list_unknown_formats(model: Model) -> list[str]:
     tables = name_packings("tables")
     if precisions.ffn not in tables:
         limits.append(f"computes no neurons of {precisions.ffn}")
+    if precisions.gate_up is not None:
+        limits.append(f"computes no gates of {precisions.gate_up} (convert with --quantization)")
     if precisions.attention not in tables:
         limits.append(f"computes no projections of {precisions.attention} weights")
     return limits

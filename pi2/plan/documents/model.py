@@ -233,4 +233,5 @@ class Model(ModelKeys):
             factor=ffn.sub_norm,
             mixed=self.moe is not None,
             scales=scales,
+            gate_up=self.quantization.gate_up,
         )

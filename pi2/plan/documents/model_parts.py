@@ -233,10 +233,12 @@ if TYPE_CHECKING:
     Precision = str
     AttentionPrecision = str
     FfnPrecision = str
+    BlockFormat = str
 else:
     Precision = Literal[name_packings("tables")]
     AttentionPrecision = Literal[name_packings("projections")]
     FfnPrecision = Literal[name_packings("neurons")]
+    BlockFormat = Literal[name_packings("gates")]
 
 
 class Tokenizer(Table):
@@ -257,6 +259,9 @@ class Quantization(Table):
 
     ffn: FfnPrecision = "int4"
     """Neuron bundles."""
+    gate_up: BlockFormat | None = None
+    """Gate and up rows, if a store keeps their blocks as a GGUF file has them; ``ffn`` is then of
+    down columns."""
     attention: AttentionPrecision = "int4"
     """Query, key, value and output projections."""
     embedding: Precision = "int8"
@@ -265,3 +270,8 @@ class Quantization(Table):
     """Output head where it is not tied."""
     predictor: Precision = "int8"
     """Activation predictors."""
+
+    @property
+    def gates(self) -> str:
+        """Precision of gate and up rows."""
+        return self.gate_up or self.ffn

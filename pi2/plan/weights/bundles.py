@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pi2.arrays import F32, I32, I64, U8, Raw, Scales
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, BundleLayout, scale_bytes, weight_bytes
+
+Number = TypeVar("Number", np.float32, np.int32)
 
 
 def assemble_bundles(
@@ -32,27 +35,26 @@ def assemble_bundles(
             packed = scales.view(np.uint8)
             bundles[:, part.scales_offset : part.scales_offset + packed.shape[1]] = packed
     assert (biases is not None) == bool(layout.biases), layout
+    columns: list[tuple[int | None, F32 | I32 | None]] = []
     if biases is not None:
         assert biases.dtype == np.float32 and np.isfinite(biases).all()
-        for column, bias in enumerate(layout.biases):
-            values = np.ascontiguousarray(biases[:, column], "<f4").view(np.uint8)
-            bundles[:, bias.offset : bias.offset + 4] = values.reshape(-1, 4)
-    assert (factors is not None) == (layout.factor_offset is not None), layout
-    if factors is not None and layout.factor_offset is not None:
-        raw = np.ascontiguousarray(factors, "<f4").view(np.uint8)
-        bundles[:, layout.factor_offset : layout.factor_offset + 4] = raw.reshape(-1, 4)
-    assert (experts is not None) == (layout.expert_offset is not None), layout
-    if experts is not None and layout.expert_offset is not None:
-        numbers = np.ascontiguousarray(experts, "<i4").view(np.uint8)
-        bundles[:, layout.expert_offset : layout.expert_offset + 4] = numbers.reshape(-1, 4)
+        columns += [(bias.offset, biases[:, n]) for n, bias in enumerate(layout.biases)]
+    columns += [(layout.factor_offset, factors), (layout.expert_offset, experts)]
+    for offset, values in columns:
+        assert (values is None) == (offset is None), layout
+        if values is not None and offset is not None:
+            kind = "<i4" if values is experts else "<f4"
+            raw = np.ascontiguousarray(values, kind).view(np.uint8)
+            bundles[:, offset : offset + 4] = raw.reshape(-1, 4)
     return bundles
 
 
 def unpack_part(bundles: U8, layout: BundleLayout, index: int) -> F32:
     """Vectors of part ``index`` of ``bundles`` uint8 [n, stride]: float32 [n, hidden]."""
     weights, scales = slice_part(bundles, layout, index)
-    packing, spread = find_packing(layout.precision), layout.parts[index].spread
-    return packing.dequantize(weights, scales, layout.hidden, spread=spread)
+    part = layout.parts[index]
+    packing = find_packing(part.precision)
+    return packing.dequantize(weights, scales, layout.hidden, spread=part.spread)
 
 
 def split_scales(bundles: U8, layout: BundleLayout) -> tuple[U8, U8]:
@@ -101,46 +103,46 @@ _Place = Literal["bundle", "scales", "shared"]
 
 def _list_pieces(layout: BundleLayout) -> Iterator[tuple[_Place, slice]]:
     """What a neuron is made of, in one order for all layouts: in which array, and where."""
-    weights = weight_bytes(layout.hidden, layout.precision)
     for part in layout.parts:
+        weights = weight_bytes(layout.hidden, part.precision)
         yield "bundle", slice(part.weights_offset, part.weights_offset + weights)
-        size = layout.hidden if part.spread else scale_bytes(layout.hidden, layout.precision)
+        size = layout.hidden if part.spread else scale_bytes(layout.hidden, part.precision)
         own = slice(part.scales_offset, part.scales_offset + size)
         kind: _Place = "scales" if part.resident else "bundle"
         yield "shared" if part.spread and part.resident else kind, own
     for bias in layout.biases:
         yield "bundle", slice(bias.offset, bias.offset + 4)
-    if layout.factor_offset is not None:
-        yield "bundle", slice(layout.factor_offset, layout.factor_offset + 4)
-    if layout.expert_offset is not None:
-        yield "bundle", slice(layout.expert_offset, layout.expert_offset + 4)
+    for offset in (layout.factor_offset, layout.expert_offset):
+        if offset is not None:
+            yield "bundle", slice(offset, offset + 4)
 
 
 def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:
     """Bias ``index`` (`BundleLayout.biases`) of ``bundles`` uint8 [n, stride]: float32 [n]."""
-    offset = layout.biases[index].offset
-    column = np.ascontiguousarray(bundles[:, offset : offset + 4])
-    return np.asarray(column.view("<f4")[:, 0], np.float32)
+    return _slice_numbers(bundles, layout.biases[index].offset, np.float32)
 
 
 def slice_factors(bundles: U8, layout: BundleLayout) -> F32:
     """Factors of the activations of ``bundles`` uint8 [n, stride]: float32 [n]."""
     assert layout.factor_offset is not None
-    column = bundles[:, layout.factor_offset : layout.factor_offset + 4]
-    return np.asarray(np.ascontiguousarray(column).view("<f4")[:, 0], np.float32)
+    return _slice_numbers(bundles, layout.factor_offset, np.float32)
 
 
 def slice_experts(bundles: U8, layout: BundleLayout) -> I32:
     """Numbers of the experts of ``bundles`` uint8 [n, stride]: int32 [n]."""
     assert layout.expert_offset is not None
-    column = bundles[:, layout.expert_offset : layout.expert_offset + 4]
-    return np.asarray(np.ascontiguousarray(column).view("<i4")[:, 0], np.int32)
+    return _slice_numbers(bundles, layout.expert_offset, np.int32)
+
+
+def _slice_numbers(bundles: U8, offset: int, kind: type[Number]) -> npt.NDArray[Number]:
+    column = np.ascontiguousarray(bundles[:, offset : offset + 4])
+    return column.view(np.dtype(kind).newbyteorder("<"))[:, 0].astype(kind, copy=False)
 
 
 def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, Scales | None]:
     """Return packed weights [n, weight bytes] (a view) and scales [n, .] (a copy) of part
     ``index`` of ``bundles`` uint8 [n, stride], which have all scales in them."""
-    packing = find_packing(layout.precision)
+    packing = find_packing(layout.parts[index].precision)
     weights, scales = (own for _, own in list(_list_pieces(layout))[2 * index : 2 * index + 2])
     if not packing.has_scales:
         return bundles[:, weights], None

@@ -4,9 +4,10 @@ The store's writer, its reader, the kernels and the plan's memory arithmetic sha
 arithmetic: no numpy: ``pi2 validate`` uses it.
 
 A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
-neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's) come
-next, float32, at a multiple of 4 bytes; then, in models that normalise activations, the factor of
-its normalised activation, float32, at a multiple of 4 bytes; in an MoE model, the number of the
+neurons have no gate; each is followed by its scales.  Gate and up rows may be blocks of a GGUF file
+as they are there, with their scales in them.  Biases of the neuron (gate's, then up's) come next,
+float32, at a multiple of 4 bytes; then, in models that normalise activations, the factor of its
+normalised activation, float32, at a multiple of 4 bytes; in an MoE model, the number of the
 neuron's expert comes last, int32, at a multiple of 4 bytes.
 
 With *resident* scales a bundle has none: those of all neurons lie beside the bundles, one row for a
@@ -64,6 +65,7 @@ class Part:
     neuron's row of scales."""
 
     name: PartName
+    precision: Precision
     weights_offset: int
     scales_offset: int
     resident: bool = False
@@ -86,6 +88,7 @@ class BundleLayout:
 
     hidden: int
     precision: Precision
+    """Of the down vector, and of the others unless they have blocks of GGUF files."""
     parts: tuple[Part, ...]
     used_bytes: int
     stride: int
@@ -102,6 +105,21 @@ class BundleLayout:
         return self.parts[0].name == "gate"
 
     @property
+    def gate_up(self) -> Precision:
+        """The precision of all vectors but the down vector."""
+        return self.parts[0].precision
+
+    @property
+    def gate_bytes(self) -> int:
+        """Bytes of one of these with its scales, wherever they lie."""
+        return vector_bytes(self.hidden, self.gate_up)
+
+    @property
+    def down_bytes(self) -> int:
+        """Bytes of the down vector, likewise, if it shares none."""
+        return vector_bytes(self.hidden, self.precision)
+
+    @property
     def first_bytes(self) -> int:
         """Bytes of the first vector: what has to be read for the gate, if there is one."""
         return self.parts[1].weights_offset
@@ -109,8 +127,7 @@ class BundleLayout:
     @property
     def scales_stride(self) -> int:
         """Bytes from one neuron's scales to the next, where they lie next to bundles, else 0."""
-        resident = sum(part.resident for part in self.parts)
-        return resident * scale_bytes(self.hidden, self.precision)
+        return sum(scale_bytes(self.hidden, own.precision) for own in self.parts if own.resident)
 
     @property
     def neuron_bytes(self) -> int:
@@ -128,6 +145,7 @@ class BundleLayout:
             bias=bool(self.biases),
             factor=self.factor_offset is not None,
             mixed=self.expert_offset is not None,
+            gate_up=self.gate_up,
         )
 
 
@@ -141,18 +159,23 @@ def lay_out_bundle(
     factor: bool = False,
     mixed: bool = False,
     scales: ScalesPlace = "inline",
+    gate_up: Precision | None = None,
 ) -> BundleLayout:
     """Lay out a neuron, ``mixed``: of an expert, ``factor``: with one of its activation; ``stride``
-    defaults to the next multiple of 512 bytes."""
+    defaults to the next multiple of 512 bytes, ``gate_up`` to ``precision``."""
     offset, row, parts = 0, 0, []
-    shares = find_packing(precision).shares_down_scales
     names: tuple[PartName, ...] = ("gate", "up", "down") if gated else ("up", "down")
     for name in names:
-        end = offset + weight_bytes(hidden, precision)
-        spread = shares and name == "down"
-        resident = scales == "resident" and (spread or not shares)
+        own = precision if name == "down" or gate_up is None else gate_up
+        packing = find_packing(own)
+        end = offset + packing.count_weight_bytes(hidden)
+        spread = packing.shares_down_scales and name == "down"
+        resident = scales == "resident" and packing.has_scales
+        resident = resident and (spread or not packing.shares_down_scales)
+        size = packing.count_scale_bytes(hidden)
         part = Part(
             name=name,
+            precision=own,
             weights_offset=offset,
             scales_offset=row if resident else end,
             resident=resident,
@@ -161,9 +184,9 @@ def lay_out_bundle(
         parts.append(part)
         offset = end
         if resident:
-            row += scale_bytes(hidden, precision)
+            row += size
         else:
-            offset += hidden if spread else scale_bytes(hidden, precision)
+            offset += hidden if spread else size
     biases: list[Bias] = []
     for name in names[:-1] if bias else ():
         offset = round_up(offset, 4)

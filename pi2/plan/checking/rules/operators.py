@@ -22,7 +22,8 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
     Layers that share a KV cache need an earlier, similar layer. Several residual streams go with
     embeddings of layers, and cutoffs of gates are stated for each layer. Shared parts of experts
     with a width of their own are kept next to them. A norm of activations belongs to one FFN
-    without biases. Values that are narrower than keys have a projection of their own.
+    without biases. Blocks of GGUF files fill gate and up rows. Values that are narrower than keys
+    have a projection of their own.
 
     Example: ``activation = "drelu"`` with ``gated = false``.
 
@@ -90,6 +91,14 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
             path=("quantization", "ffn"),
             message=f"{GROUP} neurons of {precision} share scales, but there are {model.shape.ffn}",
             help='write ffn = "int8"',
+        )
+    blocks, width = model.quantization.gate_up, model.neuron_width
+    if blocks is not None and width % (step := find_packing(blocks).length_step):
+        yield Finding(
+            document="model",
+            path=("quantization", "gate_up"),
+            message=f"rows of {width} elements are no whole blocks of {blocks}, which have {step}",
+            help="remove gate_up",
         )
     if model.ffn.sub_norm and (model.moe is not None or model.ffn.bias):
         what = "biases" if model.moe is None else "experts"
