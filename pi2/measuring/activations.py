@@ -215,9 +215,9 @@ def record_activations(
         first = _restore(folder, job, counter.counts)
         saved, pause_s = time.monotonic(), SAVE_S
         for number in range(first, len(windows)):
+            progress("recording", number / len(windows))
             for _ in model.iterate_logits(windows[number].tokens):
                 pass
-            progress("recording", (number + 1) / len(windows))
             if time.monotonic() - saved > pause_s:
                 saving = time.monotonic()
                 _save(folder, job, number + 1, counter.counts)

@@ -383,13 +383,13 @@ class _Job:
             cut = learned.cut(model)
             done = self.kept.restore(model.plan.digest, observer.layers)
             for number, window in enumerate(cut):
+                self.progress("counting", number / len(cut))
                 if number >= done:
                     for _ in model.iterate_logits(window.tokens):
                         pass
                     self.kept.note_windows(
                         number + 1, observer.layers, is_last=number + 1 == len(cut)
                     )
-                self.progress("counting", (number + 1) / len(cut))
             model._parts.executor.observe(None)
             windows = judged.cut(model)
             kept = self.kept.find_scores("dense")

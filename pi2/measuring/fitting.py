@@ -100,9 +100,9 @@ class SampleRecorder:
         tokens = sum(len(window.tokens) for window in windows)
         self.make_room(model.plan.model, tokens)
         for number, window in enumerate(windows):
+            progress(number / len(windows))
             for _ in model.iterate_logits(window.tokens):
                 pass
-            progress((number + 1) / len(windows))
         return [
             [samples.cut(filled) for samples, filled in zip(experts, counts, strict=True)]
             for experts, counts in zip(self._layers, self._filled, strict=True)
