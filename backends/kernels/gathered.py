@@ -1,20 +1,9 @@
 """The FFN of one token over gathered neurons: slot indices into an arena of bundles.
 
-Bundles of `pi2.plan.weights.layout`, one in a slot of an arena.  Every thread takes every n-th
-neuron of the list, so that all get hot and cold ones alike, and goes through its own in one of two
-ways (`KernelSpec.passes`), with the same bits as result:
-
-1. in one loop: gate and up of a few, then down of those that fire;
-2. in three: gates of all; up of those whose gates are open; down of those that fire.
-
-Gates that are known are not computed (`predict_gate` has, or had; of smooth activations all are
-open).  The first reads some ups in vain, the second rows in three pieces, each of which takes the
-processor as long to start on as a third of its bytes takes to read: what is quicker depends on how
-many neurons a predictor names in vain.  There is one join of the threads.  A few neurons are
-computed together, because a processor reads ahead in several rows at once, and while they are,
-memory is asked for what comes next, line by line: in bunches, requests wait for each other and the
-arithmetic for them.  Which thread adds a neuron, and when, depends on the list and on the signs of
-gate and up alone: equal input gives equal bits."""
+Every thread takes every n-th neuron of the list, in one loop or in three passes
+(`KernelSpec.passes`) with the same bits as result.  One loop reads some ups in vain; three begin on
+rows in three pieces.  The order of additions depends on the list and on signs of gate and up alone:
+equal input gives equal bits."""
 
 from __future__ import annotations
 

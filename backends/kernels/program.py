@@ -2,43 +2,11 @@
 
 Each declares its parameters by name, type and shape where its TensorIR is (``emit_...``); executors
 bind arrays to these names.  Arrays of type uint8 may lie anywhere; the others are 64-byte aligned.
-Activations have the names ``NAME_codes``, ``NAME_scales``, ``NAME_sums`` and ``NAME_values``, and
-``NAME_tiles`` where the schedule multiplies tokens in pairs (`operands.Activations`).  Lengths in
-shapes that differ from call to call: ``tokens`` of a chunk, ``logits`` that are computed at once,
-tokens of the ``context``, ``sequences``, ``neurons`` of a layer, those of an ``expert`` (all,
-without experts), ``threads``, and ``rows`` or ``slots`` of what may have any number of them.
-
-If scales are resident, an array of them follows every array of bundles, ``rows`` say which belong
-to gathered neurons, and ``first`` which belongs to the first of some neighbours.
-
-Where ``add_neurons`` takes stretches (`KernelSpec.takes_stretches`), it has ``count`` of them and
-the ``stretch``, neurons in each; there is no ``add_plain_neurons`` then.
-
-For several sequences (`KernelSpec.sequences`) gathered neurons have the number of the ``token``
-whose they are, predictions the ``first`` token and how many there are; ``attend`` is in three parts
-besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
-are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
-``begin_ffn`` and ``add_dense`` but for that, and so is ``end_step`` where a dense FFN is next to
-the experts, these have a width of their own, or layers have embeddings of their own, and
-``embed_layers_step``, which makes these. If activations are often zero, ``add_shared_neurons`` adds
-gathered neurons to all tokens that have ``named`` them.
-
-Where the plan looks ahead (`KernelSpec.foresees`), ``foresee`` predicts with the input that a later
-layer's norm makes of x, and then does what ``begin_ffn`` does for the present layer.
-
-Where an MoE model's router is compiled, functions that begin FFNs are told whether the layer is
-``routed``, and set the weights of experts then.
-
-Layers whose gates have a cutoff begin with ``begin_cut_ffn``, or ``begin_cut_step``.
-
-If experts have a width of their own, functions of neurons take activations of that width as
-``hidden``, and such a ``y``; functions of the residual stream know them as ``experts``.
-
-Other attention than the first (`KernelSpec.attentions`) has functions of its own where it makes a
-difference, whose names end with its number.
-
-Layers with a state have ``state_attend``, and for several sequences ``state_attend_project``,
-``state_attend_mix`` and ``state_attend_output``, which are given the same."""
+Activations are ``NAME_codes``, ``NAME_scales``, ``NAME_sums``, ``NAME_values`` and ``NAME_tiles``
+(`operands.Activations`).  If scales are resident, an array of them follows every array of bundles,
+``rows`` say which belong to gathered neurons, and ``first`` which belongs to the first of some
+neighbours.  Attention of another kind than the first has functions whose names end with its
+number."""
 
 from __future__ import annotations
 

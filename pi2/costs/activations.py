@@ -1,27 +1,12 @@
 """Which neurons a token activates: hotness, a token's share of active neurons, and the cache.
 
-Model. A neuron fires if its input, a normal variable around the neuron's own mean, is positive. The
-means of a layer are normal as well, with standard deviation ``spread``: 0 makes all neurons alike,
-large values make some fire always and most never. ``spread`` follows from the published share of
-neurons that make 80 % of all activations, the mean from the share of active neurons. A token moves
-all inputs by a common amount (Laplace). Some tokens therefore activate more neurons than others
-and, among them, relatively more rare ones, which are not in memory.
+A neuron fires if its input, a normal variable around the neuron's own mean, is positive.  Means of
+a layer are normal as well, with standard deviation ``spread``, which follows from the published
+share of neurons that make 80 % of all activations.  A token moves all inputs by a common amount
+(Laplace).  Neurons of equal hotness are taken together, hottest first.
 
-Neurons are taken together in classes of equal hotness, hottest first.
-
-Which missing neurons are read if a plan states a share of scores that may be left out.
-
-A score is taken to be normal with the neuron's own mean, like activations. A neuron with a score
-above 0 is named, and its mass is that score. Missing neurons below the limit have the stated share
-of all mass (`pi2.memory.read_sieve` finds it while a model runs).
-
-Hit chances of the cold neurons' cache, least recently used first to go.
-
-In a large LRU cache exactly the neurons used within the last T tokens are present; T makes the
-expected number of present neurons equal the capacity. This is Che's approximation: its error is far
-below a percent for thousands of entries; a test counts a real LRU cache. A neuron's uses form a
-chain with memory: experts and neurons repeat from one token to the next somewhat more often than
-chance."""
+Hit chances of the least recently used cache follow Che's approximation: exactly the neurons that
+the last T tokens used are present, and T fills the capacity."""
 
 from __future__ import annotations
 

@@ -1,18 +1,8 @@
 """A plan on its device in plain numbers: the planner adds them up and the simulator plays them
-through.
+through.  Documents are read only here and in the modules that it calls.
 
-There is one description. Documents are read only here and in the modules that it calls; predictions
-work with rates, sizes, settings and layers.
-
-Rates of a unit that has the whole model in its own memory, such as a GPU.
-
-The unit takes the processor's place in the description: attention, predictors, neurons and head
-read its memory, nothing is looked up, and Python waits for one submission a token. A step takes its
-bytes at the rate of the unit's memory, and a fixed time for every kernel: a chain of small kernels,
-recorded once and replayed.
-
-Prompts have no rate: device documents state the arithmetic of matrix units, which pi2's kernels do
-not use."""
+A unit with the whole model in its own memory takes the processor's place: a step takes its bytes at
+the rate of that memory, and a fixed time for every kernel."""
 
 from __future__ import annotations
 

@@ -1,15 +1,5 @@
-"""A baseline: a project's known findings: only new ones are reported.
-
-Findings that were looked at: comments in documents, and ``[tool.pi2]`` of a project.
-
-::
-
-    usable = "14 GiB"  # pi2: ignore P403 (measured by hand, 3 November)
-
-    [tool.pi2]
-    ignore = { P403 = "all of our devices rest on claims" }
-    [tool.pi2.per-file-ignores]
-    "plans/legacy/**" = ["P237", "P403"]
+"""A project's known findings, which are not reported again: a baseline, comments in documents, and
+``[tool.pi2]``.
 
 A comment is about its line; one that has a line of its own, about the next one.  Comments before
 the first line of a document are also about findings that have no line."""

@@ -1,19 +1,5 @@
-"""Findings as text: in full, a line each, or as JSON.
-
-A page about a code: what the finding means, why it matters, an example, and how to fix it.
-
-Pages are written as the docstrings of rules are::
-
-    The shares of a split add up to 1.
-
-    Why: every neuron of a layer is computed exactly once, by one unit.
-
-    Example: ``split = { cpu = 0.3, npu = 0.8 }``.
-
-    Fix: change one of the shares; 0 leaves a unit out.
-
-Such a text and its Markdown (single backticks) say the same.
-"""
+"""Findings as text: in full, a line each, or as JSON; and a page about a code, made of its rule's
+docstring with the paragraphs ``Why``, ``Example`` and ``Fix``."""
 
 from __future__ import annotations
 

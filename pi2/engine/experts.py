@@ -1,22 +1,9 @@
-"""Which neurons of a layer belong to which expert of an MoE model.
+"""Which neurons of a layer belong to which expert of an MoE model, and which experts a plan's table
+``[experts]`` lets a token leave out.
 
-Less than exact routing, if the plan asks for it: fewer experts are read than were chosen.
-
-Four settings of the table ``[experts]``, in this order:
-
-1. ``prefer_cached`` adds a part of the spread of a token's scores to the scores of experts in
-   memory.  If the router is nearly indifferent, these replace others (the idea of
-   cache-conditional routing, arXiv 2412.00099).  The best ``keep_best`` stay.
-2. ``least_weight``: experts that are not in memory, and whose share of the token's weight is
-   smaller, are left out.
-3. ``read_best``: so many of the token's best experts are read if they are missing, in some
-   layers fewer than in others; the others compute only if they are in memory.
-4. ``most_reads``: at most so many of the experts still missing are read, those with the largest
-   weights first.
-
-The experts that compute keep the router's weights, scaled to their former sum; with ``renormalise =
-false`` the weight of skipped experts is missing. Prompts follow the router exactly, and so do
-layers without a router, whose FFN counts as one expert."""
+The settings apply in the order ``prefer_cached`` (the idea of cache-conditional routing,
+arXiv 2412.00099), ``least_weight``, ``read_best``, ``most_reads``.  Prompts follow the router
+exactly, and so do layers without a router, whose FFN counts as one expert."""
 
 from __future__ import annotations
 

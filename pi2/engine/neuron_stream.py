@@ -1,18 +1,10 @@
 """All neurons of one layer after the other, for prompts: from memory, and the rest in long reads
 from flash.
 
-A layer's cold neurons are cut into pieces of stored order. A piece that is one range of the cold
-cache is computed in place. Any other piece is put together in a staging buffer: missing ranges are
-read, others are copied out of the cache. There are two buffers: one is filled while the other is
-computed with, also across layers. Pieces without a buffer are given in between, evenly, to keep the
-drive busy.
-
-If the order of additions may not depend on the content of memory, the pieces and their order depend
-only on the wanted neurons. Observers of neurons get stored order. MoE models get an order that
-takes neighbours far apart (``spread``): caches are filled from the first neurons on, and the drive
-would rest while those are computed. If experts are cached as a whole, a piece is such a granule
-(`pi2.memory.granules`): nothing is copied, and as many granules are read ahead as the staging
-buffers can take."""
+A piece that is one range of the cold cache is computed in place; any other is put together in one
+of two staging buffers, of which one is filled while the other is computed with.  MoE models get an
+order that takes neighbours far apart (``spread``): caches are filled from the first neurons on, and
+the drive would rest while those are computed."""
 
 from __future__ import annotations
 

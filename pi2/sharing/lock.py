@@ -1,25 +1,6 @@
 """``pi2.lock``: which bytes each reference means, written by `pi2 profile` and, for weights of the
 hub, `pi2 pull`; committed by people.
 
-::
-
-    lock_version = 1
-
-    [[sources]]
-    reference = "gh:acme/profiles//devices/acme-12.device.toml@v1"
-    url = "https://github.com/acme/profiles"
-    path = "devices/acme-12.device.toml"
-    revision = "4f0568861877fba9991312b38040614874b5cf15"
-    revision_kind = "tag"
-    size_bytes = 1234
-    sha256 = "…"
-
-    [[weights]]
-    reference = "hf:acme/model-GGUF/model-Q4_K_M.gguf"
-    revision = "4f0568861877fba9991312b38040614874b5cf15"
-    size_bytes = 4567
-    sha256 = "…"
-
 Sources are sorted by reference: two branches that add different ones merge.  The lock is the
 nearest ``pi2.lock`` at or above a document's folder, as far as its repository reaches."""
 
