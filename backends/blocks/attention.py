@@ -205,7 +205,7 @@ class _Parts(_Heads):
         return factor
 
     def _mix(self, place: v.Expr, limit: v.Expr, factors: Sequence[v.Expr]) -> None:
-        """Add weighed values to what was mixed before, times ``factors``."""
+        """Add weighed values to the sum so far, times ``factors``."""
 
         def mix(element: v.Expr, pieces: int, lanes: int) -> None:
             cells = []
@@ -400,7 +400,7 @@ class _Tile(_Heads):
             v.store(self._scratch, target, cell.get() * v.splat(self._scale, lanes), lanes)
 
     def _weigh(self, query: v.Expr, place: v.Expr, size: v.Expr) -> None:
-        """Turn scores of a query into weights, those of other blocks included."""
+        """Turn scores of a query into weights, together with the scores of other blocks."""
         lanes = self._lanes
         token, _ = self._find(query)
         now = v.let(self._position + token)

@@ -1,4 +1,4 @@
-"""Instructions of a model, layer by layer, over tensors as they lie in files."""
+"""Instructions of a model, layer by layer, over the unconverted tensors of files."""
 
 from __future__ import annotations
 
@@ -675,7 +675,7 @@ class Builder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix, and what becomes of what it gives."""
+    """A matrix, and the use of its products."""
 
     key: str
     weight: Weight
@@ -686,7 +686,7 @@ class Product:
     """Whether the result is added to y."""
     factor: float = 1.0
     routed: Routed | None = None
-    """The experts that have tokens, if the matrix is that of experts."""
+    """The experts that have tokens, if the matrix belongs to experts."""
     of_tokens: bool = True
     """Whether experts read tokens and give something for each pair, or the other way round."""
     is_weighed: bool = False

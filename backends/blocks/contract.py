@@ -23,7 +23,7 @@ PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 STEPS, COMMON, ROUTING, ATTENTION = "steps", "common", "routing", "attention"
 """Libraries that belong to no format: attention has one for each choice of `TOGETHER`."""
 TOGETHER = (4, 3, 2, 1)
-"""Heads that read keys and values together; each takes as long to compile as a format."""
+"""Heads that read the KV cache together; each takes as long to compile as a format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class BlockSpec:
     library: str
     architecture: str
     features: tuple[str, ...]
-    """Of the processor, sorted; those that choose the instructions."""
+    """Sorted features of the processor that choose the instructions."""
 
     @property
     def isa(self) -> Isa:
@@ -51,8 +51,7 @@ class BlockSpec:
 
 
 def list_libraries(model: Model) -> list[str]:
-    """Return the libraries that a model needs whatever its formats are: `STEPS`, then
-    the slowest to compile first."""
+    """Return the libraries that any model needs: `STEPS`, then the slowest to compile first."""
     groups = [own.heads // own.kv_heads for own, _ in list_attention(model)]
     counts = {TOGETHER[0] for group in groups if group >= TOGETHER[0]}
     counts |= {group % TOGETHER[0] for group in groups} - {0}

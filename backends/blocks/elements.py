@@ -2,10 +2,10 @@
 
 Activations in 8 bits, as llama.cpp has them.
 
-A token is one stretch: codes int8 [length]; then, per 256 (``q8_k``), scales float32, sums of 16
+A token is contiguous: codes int8 [length]; then, per 256 (``q8_k``), scales float32, sums of 16
 codes and of 32 codes int16; or, per 32 (``q8_0``), scales float32, which ``rounds`` makes fp16
-numbers, those times the sums of codes, and the sums int32.  Codes of a block of 256 may stand in
-another order, 16 by 16, which formats choose; of groups of 32, the first halves of several may lie
+numbers, their products with the sums of codes, and the sums int32. Codes of a block of 256 may have
+another order, 16 by 16, which formats choose. Of groups of 32, the first halves of several may come
 together, and then the second ones."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def emit_quantize(kind: Activations, table: Table) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Block ``number`` of a token: from ``source`` of ``x`` to ``y``, where the token begins at
+    """Block ``number`` of a token: from ``source`` of ``x`` to ``y``, in which the token begins at
     byte ``target``."""
 
     x: v.Buffer
@@ -274,8 +274,8 @@ def _activate(name: str, value: v.Expr, lanes: int) -> v.Expr:
 
 
 def emit_cap(table: Table) -> None:
-    """x becomes limit tanh(x factor / limit), x factor where the limit is 0, or x cut at the limit
-    and at what it is below 0, where the limit is negative."""
+    """x becomes limit tanh(x factor / limit), or x factor if the limit is 0. With a negative limit,
+    x is cut at the limit's magnitude and at the limit."""
     x = table.take_array("x", "float32")
     x_stride, length = table.take("x_stride"), table.take("length")
     limit, factor = table.take_float("limit"), table.take_float("factor")
@@ -349,7 +349,7 @@ def emit_turn(table: Table) -> None:
 
 
 def emit_keep(table: Table) -> None:
-    """Keep keys and values of tokens as fp16: [sequences, heads, context, head_dim]."""
+    """Append tokens to the KV cache as fp16: [sequences, heads, context, head_dim]."""
     keys, values = table.take_array("keys", "float32"), table.take_array("values", "float32")
     stride, heads, width = table.take("x_stride"), table.take("heads"), table.take("head_dim")
     caches = [table.take_array(f"{kind}_cache", "float16") for kind in ("key", "value")]

@@ -49,8 +49,8 @@ class Threads:
         self._library.pi2_blocks_work(ctypes.c_int64(index), since)
 
     def run(self, program: int, begin: int, end: int, most: int) -> None:
-        """Run instructions of the program at an address on all threads, or on the caller's alone
-        (``most`` 1)."""
+        """Run a program's instructions at an address on all threads, or the caller's (``most``
+        1)."""
         self._run(program, begin, end, most)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ def _open_copy(library: Path) -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A tensor as it lies in a file: ``rows`` of ``length`` elements, one after another."""
+    """A tensor as a file has it: ``rows`` of ``length`` elements, one after another."""
 
     format: str
     """A name of `pi2.formats`."""
@@ -95,8 +95,8 @@ class Weight:
     added: float = 0.0
     """Constant that elements of a vector are stored without."""
     neighbours: bool = False
-    """Whether elements of a head that follow each other turn together, whatever the model document
-    says of the checkpoint."""
+    """Whether neighbouring elements of a head rotate together, whatever the model document states
+    about the checkpoint."""
 
     @property
     def kind(self) -> Format:
@@ -167,7 +167,7 @@ class Instruction:
     plane: int = 0
     """Plane of activations that it makes; it does nothing in calls that have no such plane."""
     pairs: int = 1
-    """What argument ``tokens`` counts of a token: experts, where it counts pairs with them."""
+    """Parts of a token that argument ``tokens`` counts: experts, if it counts pairs with them."""
     layer: int | None = None
     waits: bool = True
     """Whether all threads wait until it is over."""

@@ -99,8 +99,8 @@ class Machine:
         """Whether products of two bytes are added to 16 bits, and scaled there."""
 
     def spread_scales(self, scales: v.Expr, count: int, chunks: Sequence[int]) -> v.Expr:
-        """Return what `add_scaled` takes: of ``count`` int16 scales of a block those of
-        ``chunks``."""
+        """Return `add_scaled`'s argument: the int16 scales of ``chunks`` among a block's
+        ``count``."""
         places = [chunk * count // 16 for chunk in chunks]
         each = CHUNK // (2 if self.pairs else 4)
         spread = [place for place in places for _ in range(each)]
@@ -175,7 +175,7 @@ class Machine:
         return total + parts[0] + parts[1] + parts[2] + parts[3]
 
     def take_signed(self, weights: v.Expr, size: int) -> v.Expr:
-        """Return what `add_signed` takes of signed weights besides, named."""
+        """Return the named arguments that `add_signed` takes in addition to signed weights."""
         if self.dot == "vnni":
             sign = v.constant(0x80, "uint8", size)
             return v.let(as_bytes(weights, "uint8", size) ^ sign)

@@ -279,7 +279,7 @@ class Layers:
 
 
 PANEL_ROWS = 16
-"""Streamed pieces have whole multiples of so many rows: those of a panel on any processor."""
+"""Streamed pieces have whole multiples of so many rows, a panel's on any processor."""
 NoteKernel = Callable[[str, int | None, float, float], None]
 """Takes a kernel's name, its layer if it has one, and when it began and ended."""
 
@@ -367,7 +367,7 @@ class BlockModel:
         self.routed = list_routed(self.matrices, groups)
         """Layers with experts."""
         self.pairs: PairTables | None = None
-        """In what order their experts are computed, where the caller runs them in parts."""
+        """Order in which their experts are computed, if the caller runs them in parts."""
         if builder.routed is not None:
             self.pairs = PairTables(self._program, builder.routed, tokens, self._run)
         self._chunk = chunk
@@ -404,15 +404,13 @@ class BlockModel:
         self._run(begin, end)
 
     def run_rows(self, number: int, first: int, end: int, address: int) -> None:
-        """Compute rows ``first`` to ``end`` of an instruction that multiplies; row 0 would lie at
-        ``address``."""
+        """Compute rows ``first`` to ``end`` of a product; row 0 would be at ``address``."""
         self._program.set_value(number, "weights", address)
         self._program.set_rows(number, first, end, self._lanes)
         self._run(number, number + 1)
 
     def put_rows(self, number: int, rows: U8) -> None:
-        """Give the rows [T, bytes] of the embedding, matrix ``number``, that the tokens of the
-        call have."""
+        """Give the tokens' rows [T, bytes] of the embedding, matrix ``number``."""
         self._given = rows  # compiled code reads it until the step ends
         self.set_tensor(number, rows.ctypes.data)
         self._builder.numbers[: len(rows)] = np.arange(len(rows))
@@ -434,7 +432,7 @@ class BlockModel:
         return self.read_logits()
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
-        """Write what a step computes; logits are those of all tokens."""
+        """Write the inputs of a step; logits are those after every token."""
         self._begin(tokens, sequences, positions, is_chunk=False)
         self.set_logits(0, len(tokens))
 
@@ -451,7 +449,7 @@ class BlockModel:
             self.pairs.begin(count)
 
     def begin_chunk(self, tokens: I32, sequence: int, position: int) -> None:
-        """Write what a chunk computes; its logits are those of the last token."""
+        """Write the inputs of a chunk; its logits follow the last token."""
         count = len(tokens)
         assert count <= self._chunk, f"a chunk has at most {self._chunk} tokens, not {count}"
         places = list(range(position, position + count))
@@ -521,7 +519,7 @@ class BlockModel:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of what it has allocated beside keys and values."""
+        """Bytes of its allocations, without the KV cache."""
         return self._builder.kept_bytes
 
     def close(self) -> None:

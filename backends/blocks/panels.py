@@ -21,7 +21,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
 _EXTRA = STAGE_BYTES // 2
-"""Where what belongs to weights is unpacked."""
+"""Room in which a panel's weights are unpacked."""
 
 
 def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
@@ -200,8 +200,7 @@ class _Panel:
                 start += step * lanes
 
     def _stage_chunks(self, value: v.Expr, chunks: Sequence[int], lane: v.Expr) -> None:
-        """Put 16 bytes each where their place in the block is: as many next to each other as a
-        square has."""
+        """Put 16 bytes each in their places in the block: as many side by side as a square has."""
         together = self.machine.width // 16
         for place, chunk in enumerate(chunks):
             row = (chunk // together) * self.machine.lanes + lane

@@ -37,13 +37,13 @@ SINGLE = 7
 PARTS = 8
 """Parts of a context at most, of `SCORES` positions at least."""
 PARTIAL = 16
-"""Elements of a part beside what is mixed: its largest score and its sum."""
+"""Elements of a part in addition to the mixed values: its largest score and its sum."""
 SCORES_ROW = SCORES + 32
 """Scores of a query, with room for positions before and behind."""
 
 
 def count_tile_tokens(group: int) -> int:
-    """Return the tokens of a tile of attention, where ``group`` heads share keys."""
+    """Return the tokens of a tile of attention if ``group`` heads share keys."""
     return max(1, _TILE_QUERIES // group)
 
 
@@ -152,8 +152,7 @@ class Order:
     place: Callable[[int, int], int]
 
     def list_parts(self, width: int) -> list[tuple[int, ...]]:
-        """Return what registers of ``width`` bytes have, in the order in which kernels take
-        them."""
+        """Return the content of registers of ``width`` bytes, in the kernels' order."""
         each = width // CHUNK
         return [
             tuple(self.place(load, field) for load in range(first, first + each))
@@ -260,8 +259,8 @@ def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
 def count_workspace_bytes(
     model: Model, chunk: int, sequences: int, planes: int = 1, *, context: int = 0, threads: int = 1
 ) -> int:
-    """Return the bytes that computing ``chunk`` tokens, or steps of ``sequences``, takes at most
-    beside weights, keys and values."""
+    """Return the most bytes that computing ``chunk`` tokens, or steps of ``sequences``, takes
+    without weights and KV cache."""
     rows = max(LOGIT_ROWS, sequences)
     tokens = max(chunk, rows)
     turns = sum(4 * max(width, 2) for _, width in list_turns(model))
@@ -294,7 +293,7 @@ def allocate(size: int) -> U8:
 
 
 class KvCache:
-    """Keys and values of layers, fp16 [sequences, heads, context, head_dim] each."""
+    """KV cache of the layers, fp16 [sequences, heads, context, head_dim], keys and values each."""
 
     def __init__(self, model: Model, context: int, sequences: int) -> None:
         self._layers: dict[int, tuple[F16, F16]] = {}

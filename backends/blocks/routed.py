@@ -17,7 +17,7 @@ _TABLES = ("expert_of", "x_of", "y_of", "routes")
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayer:
-    """Where the program computes the experts of a layer."""
+    """Place in the program at which the experts of a layer are computed."""
 
     layer: int
     chosen: int

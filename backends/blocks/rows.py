@@ -42,10 +42,9 @@ class _Token:
 
 def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     """``y[y_of[p], r]`` = ((weights of row r of expert e) . x[x_of[p]] + bias[e, r]) x factor x
-    routes[p] for each pair p of a token and the expert e = ``expert_of[p]``, added to what is there
-    where ``added`` says so.  x may have several planes, which are added.  If there are no experts,
-    pairs are tokens, and all of expert 0; ``place_of[e]`` says where the matrix of an expert is,
-    counted in matrices."""
+    routes[p] for each pair p of a token and the expert e = ``expert_of[p]``, added to y if
+    ``added``. x may have several planes, which are added. Without experts, pairs are tokens, and
+    all use expert 0. ``place_of[e]`` is the place of an expert's matrix, counted in matrices."""
     rows = _Rows(isa, unpacking, table)
     pairs = Pairs(table)
     with T.serial(table.first, table.end) as row, T.serial(table.take("tokens")) as pair:
@@ -113,7 +112,7 @@ class Pairs:
         return v.let(v.wide(self._experts[pair]))
 
     def find_matrix(self, expert: v.Expr) -> v.Expr:
-        """Return how far behind the first matrix that of an expert is."""
+        """Return the offset of an expert's matrix from the first one."""
         return v.let(v.wide(self._places[expert]) * self._size)
 
     def find_x(self, pair: v.Expr) -> v.Expr:
@@ -121,7 +120,7 @@ class Pairs:
 
 
 class Results:
-    """Where sums go."""
+    """Target of the sums."""
 
     def __init__(self, table: Table) -> None:
         self._y = table.take_array("y", "float32")
@@ -157,8 +156,8 @@ class Results:
     def put_lanes(
         self, pair: v.Expr, expert: v.Expr, first: v.Expr, sums: v.Buffer, place: v.Expr, lanes: int
     ) -> None:
-        """Store the sums of ``lanes`` rows from ``first`` on, those that there are; they lie at a
-        byte of ``sums``."""
+        """Store the sums of existing rows among ``lanes`` from ``first`` on, at a byte of
+        ``sums``."""
         with T.If(first + lanes <= self._rows):
             with T.Then():
                 cell = v.Cell(v.load_as(sums, place, "float32", lanes))
@@ -250,7 +249,7 @@ def _emit_super_blocks(
 
 
 def _ask_ahead(weights: v.Buffer, base: v.Expr, size: int, tokens: int) -> None:
-    """Ask for what comes soon: weights are read once, faster than the processor foresees."""
+    """Prefetch the next weights: they are read once, faster than the processor foresees."""
     for line in range(0, size, 64):
         v.prefetch(weights, base + _AHEAD + line)
 
@@ -385,7 +384,7 @@ def _emit_bundles(
 
 
 def _begin_bundle(summed: v.Expr | None, owners: Sequence[int], count: int) -> v.Expr:
-    """Return a sum int32 that begins with what is taken off for each group, in one of its lanes."""
+    """Return an int32 sum that begins with the correction of each group, in one of its lanes."""
     lanes = 4 * len(owners)
     if summed is None:
         return v.constant(0, "int32", lanes)

@@ -46,8 +46,7 @@ class Spec(Protocol):
 
     @property
     def program(self) -> str:
-        """The module whose ``read_program`` makes the functions; all files in its folder are their
-        sources."""
+        """The module whose ``read_program`` makes the functions; its folder has their sources."""
 
     def to_json(self) -> str:
         """Return canonical JSON."""
@@ -179,8 +178,7 @@ def _find_or_make(
 
 @cache
 def _make_own_folder(folder: Path, reason: str, *, runs_code: bool) -> Path:
-    """Make a folder that goes with the process, and warn that ``folder`` is unusable; `UserError`
-    P655."""
+    """Make a folder for this process, and warn that ``folder`` is unusable; `UserError` P655."""
     try:
         common = Path(tempfile.gettempdir())
     except OSError as error:
@@ -224,7 +222,7 @@ def _find_intact(folder: Path, key: str, suffix: str) -> Path | None:
 
 
 def _hash_files(path: Path) -> str:
-    """Return the digest of a file, and of the signatures beside it where it is a library."""
+    """Return the digest of a file, and of the signatures next to it if it is a library."""
     digest = hashlib.sha256(path.read_bytes())
     signatures = find_signatures(path)
     digest.update(signatures.read_bytes() if signatures.exists() else b"")
@@ -232,8 +230,8 @@ def _hash_files(path: Path) -> str:
 
 
 def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> None:
-    """Write the library of ``spec`` for another machine, and its signatures beside it, to run
-    without TVM; UserError P650 without a linker for it, P651 where compiling fails."""
+    """Write the library of ``spec`` for another machine, and its signatures next to it, to run
+    without TVM; UserError P650 without a linker for it, P651 if compiling fails."""
     made = _load_or_compile([spec], progress, LIBRARIES, triple)[0]
     shutil.copyfile(made, output)
     if find_signatures(made).exists():

@@ -96,7 +96,7 @@ class Processor(Protocol):
 
     @property
     def mattr(self) -> tuple[str, ...]:
-        """Instructions that it has besides, such as ``+dotprod``."""
+        """Further instructions that it has, such as ``+dotprod``."""
 
 
 def make_target(processor: Processor | None = None, triple: str | None = None) -> tvm.target.Target:
@@ -176,7 +176,7 @@ def generate(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Mod
 
 
 def generate_plain(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
-    """Return machine code for functions that are called as those of C."""
+    """Return machine code for functions with C's calling convention."""
     lowered = lower(module, target, packed=False)
     return tvm.get_global_func("target.build.llvm")(lowered, target)
 

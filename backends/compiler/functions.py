@@ -29,8 +29,8 @@ instead of 4.0 tokens/s of a 7B)."""
 
 
 _OF_NO_USE = frozenset({"torch", "ml_dtypes"})
-"""Libraries that tvm_ffi imports wherever they are installed, for tensors that nobody passes here:
-180 MiB of PyTorch, and 2 of NumPy's further types, that no plan's budget has."""
+"""Libraries that tvm_ffi imports wherever they are installed, for tensors that pi2 never passes:
+180 MiB of PyTorch, and 2 of NumPy's further types, beyond any plan's budget."""
 
 
 class _WithoutOthers(MetaPathFinder):
@@ -106,8 +106,7 @@ class CompiledFunctions:
     """The functions of a library."""
 
     def __init__(self, path: Path, threads: int | None = None, cores: Sequence[int] = ()) -> None:
-        """Load ``path``; parallel loops run on ``threads``, the caller included, bound to
-        ``cores``."""
+        """Load ``path``; parallel loops run on ``threads``, with the caller, bound to ``cores``."""
         if threads is not None:
             # A library looks for the pool when it is loaded.
             _start_threads(threads, cores)
@@ -121,8 +120,8 @@ class CompiledFunctions:
     def bind(
         self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
     ) -> tuple[Callable[..., object], Sequence[object]]:
-        """Return a function, and what comes before the arguments ``given`` in its calls, so that it
-        takes ``tensors`` (of `make_tensor`)."""
+        """Return a function and its first arguments, the ones before ``given``; it then takes
+        ``tensors`` (of `make_tensor`)."""
         function = self._found.get(name)
         if function is None:
             function = self._found[name] = self._module.get_function(name)

@@ -42,8 +42,7 @@ NoteKernel = Callable[[str, int | None, float, float], None]
 
 
 class BoundCall(functools.partial[object]):
-    """A function bound to its arrays, called like a ``functools.partial`` unless the library is
-    observed."""
+    """A function bound to its arrays; a ``functools.partial`` unless the library is observed."""
 
     function: Callable[..., object]
     """The compiled function, even if another one is called in its place."""
@@ -81,7 +80,7 @@ class Functions(Protocol):
     def bind(
         self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
     ) -> tuple[Callable[..., object], Sequence[object]]:
-        """Return a function, and what comes before the arguments ``given`` in its calls."""
+        """Return a function and its first arguments, the ones before ``given``."""
 
     def make_tensor(self, flat: npt.NDArray[Any]) -> object:
         """Return what functions take in the place of an array [n]."""

@@ -148,8 +148,7 @@ def find_largest(value: Expr, dtype: str, lanes: int) -> Expr:
 
 
 def prefetch(buffer: Buffer, index: Expr, level: int = 1) -> None:
-    """Ask for the cache line of an element, for the caches from ``level`` on; any address is
-    allowed."""
+    """Prefetch the cache line of an element into caches from ``level`` on; any address."""
     T.evaluate(
         T.call_llvm_intrin(
             "void",
@@ -252,8 +251,7 @@ class Parameters:
         self.declared: list[Parameter] = []
 
     def take_array(self, name: str, dtype: str, *shape: int | str) -> Buffer:
-        """Declare a flat array that stays the same from call to call; ``shape`` as in
-        `Parameter`."""
+        """Declare a flat array that stays from call to call; ``shape`` as in `Parameter`."""
         return self._take_array(name, "bound", dtype, shape)
 
     def take_given_array(self, name: str, dtype: str, *shape: int | str) -> Buffer:

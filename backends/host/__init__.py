@@ -1,5 +1,4 @@
-"""Compiled loops of the host: cache look-up, placing, read lists, reads; compiled once a
-machine."""
+"""Compiled loops of the host: cache look-up, placing, read lists, reads; once a machine."""
 
 from __future__ import annotations
 

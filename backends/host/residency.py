@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def emit_unite_named(take: Parameters) -> None:
-    """Set bit k of ``named`` int64 [neurons] for the neurons of list k of ``lists``, one behind
-    the other in ``flat``, where each ends at its one of ``ends``; clear all other bits.  ``united``
-    [neurons] becomes those that have a bit, ascending, ``found`` [0] their number."""
+    """Set bit k of ``named`` int64 [neurons] for the neurons of list k of ``lists``; the lists are
+    one behind the other in ``flat``, and list k ends at ``ends`` [k]. Clear all other bits.
+    ``united`` [neurons] becomes the neurons with a bit, ascending, ``found`` [0] their number."""
     lists, neurons = take.take_number("lists"), take.take_number("neurons")
     ends = take.take_given_array("ends", "int32")
     flat = take.take_given_array("flat", "int32")
@@ -153,11 +153,10 @@ def emit_find_neurons(take: Parameters) -> None:
 
 
 def emit_place_neurons(take: Parameters) -> None:
-    """Give slots out of ``candidates`` [size] that nobody has used since they were listed, and
-    nobody holds, to ``missing`` [count], as far as they go.
+    """Give slots out of ``candidates`` [size] to ``missing`` [count], as far as they go; the slots
+    must be unused since they were listed, and held by nothing.
 
-    ``found`` [3] becomes: neurons that have a slot, candidates that were looked at, and neurons
-    that left."""
+    ``found`` [3] becomes: neurons that have a slot, inspected candidates, and evicted neurons."""
     count = take.take_number("count")
     size = take.take_number("size")
     first_key = take.take_number("first_key")
@@ -194,7 +193,7 @@ class _Sieve:
         count: v.Expr,
         limits: tuple[v.Expr, v.Expr, v.Expr, v.Expr],
     ) -> None:
-        """``limits``: least mark, what is beside, mark of no mass, allowance (`ReadLimits`)."""
+        """``limits``: least mark, mark of neighbours, mark of no mass, allowance (`ReadLimits`)."""
         self._marks, self._row, self._indices, self._count = marks, row, indices, count
         self._least, self._beside, self._zero, self._allowance = limits
         self.mass, self.left, self.tried = (v.Cell(T.float64(0.0)) for _ in range(3))
@@ -256,10 +255,10 @@ class _Places:
         clock: v.Expr,
         give: Callable[[v.Expr, v.Expr], None],
     ) -> tuple[v.Cell, v.Cell, v.Cell]:
-        """Give slots to the ``count`` neurons whose indices ``find_missing`` tells; ``give`` is
+        """Give slots to the ``count`` neurons whose indices ``find_missing`` returns; ``give`` is
         told each one's place and cold slot.
 
-        Returns how many have a slot, candidates that were looked at, and neurons that left."""
+        Returns how many have a slot, inspected candidates, and evicted neurons."""
         count = v.let(count)
         placed, seen, left = (v.Cell(T.int32(0)) for _ in range(3))
         with T.While(T.And(placed.get() < count, seen.get() < self.size)):

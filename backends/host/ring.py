@@ -264,10 +264,10 @@ class _Ring:
         return _cut(self.read(tail) - self.read(head))
 
     def enter(self, queued: v.Expr, least: v.Expr) -> v.Expr:
-        """Hand over ``queued`` entries and wait for ``least`` completions; below 0: it failed.
+        """Submit ``queued`` entries and wait for ``least`` completions; below 0: it failed.
 
-        The last two arguments are not for the kernel.  They say that it changes what lies there,
-        so that nothing of it is kept in a register."""
+        The last two arguments are not for the kernel. They mark memory that it changes: nothing of
+        it may stay in a register."""
         return T.call_extern(
             "int64",
             "syscall",

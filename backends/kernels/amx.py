@@ -54,8 +54,7 @@ LANES = 16
 """Lanes of a register of 32-bit numbers."""
 _CODE_BYTES = GROUP * ROWS
 _SUMS, _TOKEN_CODES, _WEIGHTS = 0, 4, 6
-"""First tile of each use: sums of two groups in two planes, codes of tokens in two planes, weights.
-"""
+"""First tile of each use: sums and codes of two groups in two planes, and weights."""
 
 
 def takes_blocks(isa: Isa, activations: Activations, precision: Precision) -> bool:
@@ -365,8 +364,7 @@ def _emit_few_groups(
 
 
 def _emit_configuration() -> None:
-    """Say what shape the tiles have: sums 16 rows of 64 bytes, codes of tokens 16 of 32, weights 8
-    of 64."""
+    """Set the tiles' shapes: sums 16 rows of 64 bytes, codes 16 of 32, weights 8 of 64."""
     bytes_ = T.alloc_buffer((64,), "uint8")
     v.store(bytes_, 0, v.constant(0, "uint8", 64), 64)
     v.store(bytes_, 0, v.constant(1, "uint8"), 1)

@@ -15,11 +15,11 @@ from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.plan import KvType
 
 QUERIES_TOGETHER = 4
-"""Queries that share one pass over keys and values: their sums and a key fit the registers."""
+"""Queries that share one pass over the KV cache: their sums and a key fit the registers."""
 SPAN_BLOCKS = 16
 """Fewest blocks of a span: 256 tokens."""
 NEVER = -1e30
-"""Score of a masked token: its exponential is 1e-38, which rounds away beside the others."""
+"""Score of a masked token: its exponential is 1e-38, which rounds away next to the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ def divide_blocks(
 
 
 def find_share(spec: KernelSpec, top: v.Expr, total: v.Expr, sink: v.Expr | None) -> v.Expr:
-    """What sums of shares, relative to the largest score ``top``, are multiplied with; a ``sink``
-    has a share, too.  One that is far larger leaves nothing."""
+    """Factor of sums of shares, which are relative to the largest score ``top``; a ``sink`` has a
+    share as well. A far larger sink leaves nothing."""
     scale = v.constant(spec.attention.options.value_scale, "float32")
     if sink is None:
         return scale / total
@@ -86,7 +86,7 @@ def find_share(spec: KernelSpec, top: v.Expr, total: v.Expr, sink: v.Expr | None
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """Queries of some tokens, and what is kept of those before them."""
+    """Queries of some tokens, and the KV cache of earlier ones."""
 
     spec: KernelSpec
     qkv: v.Buffer
@@ -281,8 +281,8 @@ TOKENS_TOGETHER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What is kept of a sequence: ``rows`` [context, kept], and for ``int8`` the ``scales`` float16
-    [context] of them."""
+    """The cached latents of a sequence: ``rows`` [context, kept], and for ``int8`` their ``scales``
+    float16 [context]."""
 
     shape: Latent
     kv: KvType
@@ -339,8 +339,7 @@ def emit_keep_row(kept: Kept, source: v.Buffer, place: v.Expr, at: v.Expr) -> No
 
 @dataclass(frozen=True, slots=True)
 class MixedHeads:
-    """Queries begin at ``sources`` of ``queries``, sums float32 [rank] at ``results`` of
-    ``target``."""
+    """Queries begin at ``sources`` of ``queries``, sums float32 [rank] at ``results``."""
 
     queries: v.Buffer
     sources: list[v.Expr]
@@ -357,11 +356,11 @@ def emit_heads(
     scale: v.Expr,
     finish: Callable[[int, v.Expr, v.Expr], None],
 ) -> None:
-    """Add up what is kept in ``blocks`` blocks from ``begin`` on, weighted by the shares of some
-    heads of one token, which sees all up to ``last``.
+    """Add up the cached latents in ``blocks`` blocks from ``begin`` on, weighted by the shares of
+    some heads of one token, which sees all up to ``last``.
 
-    ``scale`` float32 is the factor of scores.
-    ``finish(index, largest score, total of shares)`` is called for every head at the end."""
+    ``scale`` float32 is the factor of scores. ``finish(index, largest score, total of shares)`` is
+    called for every head at the end."""
     queries, sources, target, results = heads.queries, heads.sources, heads.target, heads.results
     rank, size, lanes, count = kept.shape.rank, kept.shape.kept, kept.lanes, len(sources)
     scores = T.alloc_buffer((count * KV_BLOCK,), "float32")

@@ -48,7 +48,7 @@ class MixingBlock:
     position: v.Expr
     x: v.Buffer
     before: v.Buffer | None
-    """Where x is kept for what reads it again."""
+    """Copy of x for later readers."""
     norm: NormWeights | None
     project: Matrix
     bias: v.Buffer | None
@@ -61,8 +61,7 @@ class MixingBlock:
     """What several residual streams begin a layer with."""
 
     def emit_input(self, store: Callable[[v.Expr, v.Expr, v.Expr], None]) -> None:
-        """Normalise x of all tokens and project it; ``store(token, row, product)``, the bias not
-        added."""
+        """Normalise x of all tokens and project it; ``store(token, row, product)``, no bias."""
         spec = self.schedule.spec
 
         def prepare(token: v.Expr) -> None:
@@ -79,8 +78,7 @@ class MixingBlock:
             self.streams.emit_laurel(self.x, self.hidden, self.tokens)
 
     def emit_add(self, mixed: Activations, other_rows: int = 0) -> None:
-        """Project what was ``mixed`` and add it to x; the first ``other_rows`` are another
-        unit's."""
+        """Project the ``mixed`` values and add them to x; ``other_rows`` are another unit's."""
         spec, x, hidden = self.schedule.spec, self.x, self.hidden
         bias, norm = self.output_bias, self.output_norm
 
@@ -110,7 +108,7 @@ class MixingBlock:
 
 
 def emit_attend(schedule: Schedule, take: Parameters) -> None:
-    """Add the attention block to x; keys and values of the tokens are kept."""
+    """Add the attention block to x; the tokens go into the KV cache."""
     block = _take_block(schedule, take, "tokens", has_room=True)
     block.emit_project()
     block.emit_keep_and_mix()
@@ -118,12 +116,12 @@ def emit_attend(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_attend_mix_tokens(schedule: Schedule, take: Parameters) -> None:
-    """Keep keys and values of the tokens of one sequence, and mix for each of them."""
+    """Append the tokens of one sequence to the KV cache, and mix for each of them."""
     _take_block(schedule, take, "tokens", has_room=True).emit_keep_and_mix()
 
 
 def emit_attend_project(schedule: Schedule, take: Parameters) -> None:
-    """Set queries, keys and values of the tokens of several sequences."""
+    """Set QKV of the tokens of several sequences."""
     _take_block(schedule, take, "tokens").emit_project()
 
 
@@ -154,7 +152,7 @@ class _Block(MixingBlock):
     """The room in which several tokens of a sequence are mixed, in functions that do so."""
 
     def emit_project(self) -> None:
-        """Normalise x; queries, keys and values of all tokens."""
+        """Normalise x; QKV of all tokens."""
         spec, qkv, bias = self.schedule.spec, self.qkv, self.bias
 
         def store_qkv(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
@@ -184,7 +182,7 @@ class _Block(MixingBlock):
             emit_append(spec, qkv, cache, token, at)
 
     def emit_keep_and_mix(self) -> None:
-        """Keep keys and values of all tokens, which are of one sequence, and mix for each."""
+        """Append all tokens, which are of one sequence, to the KV cache, and mix for each."""
         tokens = self.tokens
         emit_each_token(tokens, lambda token: self.emit_keep(token, token))
         with T.If(tokens == 1):
@@ -194,7 +192,7 @@ class _Block(MixingBlock):
                 self.emit_mix_chunk()
 
     def emit_mix(self, token: v.Expr) -> None:
-        """Attention of ``token`` alone, at the position."""
+        """Attention of only ``token``, at the position."""
         spec, qkv, cache, position = self.schedule.spec, self.qkv, self.cache, self.position
         spans = divide_blocks(spec, position, *self.spans)
         attending = Attending(spec, qkv, cache)

@@ -1,4 +1,4 @@
-"""Attention of several tokens of a sequence, block by block of keys and values."""
+"""Attention of several tokens of a sequence, block by block of the KV cache."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from pi2.plan.weights.layout import round_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Tokens of a sequence, their queries and what they are to mix."""
+    """Tokens of a sequence, their queries and the target of their mixed values."""
 
     schedule: Schedule
     qkv: v.Buffer
     """float32 [tokens, qkv_rows]: queries, turned and multiplied with the scores' scale."""
     cache: Cache
-    """It has the tokens' own keys and values already."""
+    """The KV cache, the tokens' own included."""
     output: v.Buffer
     """float32 [tokens, width]."""
     codes: v.Buffer
     """int8, room for two bytes of every element of the queries."""
     tokens: v.Expr
     position: v.Expr
-    """Where the first of them stands."""
+    """Position of the first of them."""
     sinks: v.Buffer | None
     """float32 [heads]: scores that no token has."""
     room: Room
@@ -139,8 +139,7 @@ class _Task:
         return sees
 
     def ask_ahead(self, block: Block, slot: v.Expr) -> None:
-        """Ask for a query's part of the next block: all at once, requests would wait for each
-        other."""
+        """Ask for a query's part of the next block: all at once would wait for each other."""
         cache, layout = self.chunk.cache, self.room.layout
         size = self.chunk.schedule.spec.attention.head_dim
         part = round_up(ceil(layout.block * size / layout.slots), cache.line)

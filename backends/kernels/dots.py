@@ -23,8 +23,7 @@ def emit_dots(
     tokens: Sequence[v.Expr],
     prefetch: Prefetch | None = None,
 ) -> list[list[v.Expr]]:
-    """vector . x for each vector and token, sharing loads and unpacking; ``prefetch`` is told of
-    reads."""
+    """vector . x for each vector and token, sharing loads; ``prefetch`` is told of reads."""
     if find_unpacking(vectors[0].precision).packing.meets_values:
         return _emit_value_dots(isa, vectors, activations, tokens, prefetch)
     emit_block = _emit_float_block if activations.planes == FLOAT_PLANES else _emit_block

@@ -19,8 +19,7 @@ from pi2.plan.weights.layout import GROUP, weight_bytes
 
 
 def find_neighbour(bundles: Bundles, place: v.Expr, first: v.Expr | None) -> Neuron:
-    """Return a neuron of ``bundles`` that lie in stored order; the first has row ``first`` of
-    resident scales."""
+    """Return a neuron of ``bundles`` in stored order; ``first``: row of the first's scales."""
     return bundles.find(place, None if first is None else first + place)
 
 
@@ -34,7 +33,7 @@ def emit_values(
     prefetch: Prefetch | None = None,
 ) -> list[v.Expr]:
     """Values of ``neurons`` for ``token``, times the weights of their experts; ``prefetch`` is told
-    what is read of their inputs, and when."""
+    which inputs are read, and when."""
     names = [part.name for part in bundles.spec.bundle.parts[:-1]]
     parts, vectors = len(names), bundles.take_parts(neurons, names)
     dots = [v.let(row[0]) for row in emit_dots(isa, vectors, activations, [token], prefetch)]
@@ -73,7 +72,7 @@ def load_route(bundles: Bundles, neuron: Neuron, routes: v.Buffer, token: v.Expr
 
 
 def load_biases(bundles: Bundles, neuron: Neuron) -> list[v.Expr]:
-    """Return what is added to the dot products of a neuron; none where the model adds nothing."""
+    """Return the number added to a neuron's dot products; none if the model adds nothing."""
     return [
         v.let(v.load_as(bundles.arena, neuron.base + bias.offset, "float32", 1))
         for bias in bundles.spec.bundle.biases
@@ -124,11 +123,11 @@ class Squares:
     own: v.Buffer
 
     def set_own(self, place: v.Expr, values: v.Buffer, first: v.Expr, count: v.Expr) -> None:
-        """Set a thread's sum to that of ``count`` of ``values`` from ``first`` on."""
+        """Set a thread's sum to the sum of ``count`` of ``values`` from ``first`` on."""
         v.store(self.own, place, add_squares(values, first, count), 1)
 
     def emit_add(self, threads: int, token: v.Expr, first: v.Expr | int = 0) -> None:
-        """Add the sums of all threads, from place ``first`` on, to that of ``token``."""
+        """Add the sums of all threads, from place ``first`` on, to the sum of ``token``."""
         value = self.total[token]
         for thread in range(threads):
             value = value + self.own[first + thread]
@@ -145,8 +144,7 @@ def add_squares(values: v.Buffer, first: v.Expr, count: v.Expr) -> v.Expr:
 
 
 def emit_count(spec: KernelSpec, counts: v.Buffer) -> None:
-    """Add what each thread has counted to the last of ``counts`` int32 [threads + 1], which counts
-    for ever."""
+    """Add each thread's count to the last of ``counts`` int32 [threads + 1], never reset."""
     threads = spec.threads
     for thread in range(threads):
         v.store(counts, threads, counts[threads] + counts[thread], 1)
@@ -161,8 +159,8 @@ def emit_downs(
     once: v.Expr,
     ask: Prefetch | None = None,
 ) -> None:
-    """Add each of some down vectors times its value to ``target[base:]`` (lane order), one
-    after the other; ``ask`` is told what is read, and when.  ``once``: see `Activations`."""
+    """Add each of some down vectors times its value to ``target[base:]`` (lane order), one after
+    the other; ``ask`` is told the reads, and their time. ``once``: see `Activations`."""
     unpacking = find_unpacking(spec.precision.ffn)
     size = weight_bytes(GROUP, spec.precision.ffn)
 

@@ -49,14 +49,14 @@ def emit_dense(
     """Add neurons to ``total`` (y [tokens, hidden], lane order): ``every`` one of a call,
     contiguous or chosen, whose bundles are in stored order.
 
-    Per panel of neurons: first the activations, threads sharing the neurons, or their gates,
-    and then the activations where gates are open, threads sharing the neurons of all tokens; then
-    y, threads sharing the elements, for active neurons only where some rest: the down vectors of
-    those that fire for some tokens are unpacked, and added for these.  So no sum depends on the
-    number of threads.
+    Per panel of neurons, threads share the neurons and compute activations, or first their gates,
+    and then the activations of neurons with open gates for all tokens. Then threads share the
+    elements of y; if some neurons rest, only active ones count: the down vectors of neurons that
+    fire for some tokens are unpacked, and added for these. So no sum depends on the number of
+    threads.
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
-    is at: in y itself, those of one token after the other push each other out of the caches."""
+    works on: in y itself, one token's places would evict another's from the caches."""
     spec, chosen, count = every.bundles.spec, every.chosen, every.size
     threads, hidden = spec.threads, spec.hidden
     if takes_blocks(isa, activations, spec.precision.gates):
@@ -284,8 +284,8 @@ def _emit_open_values(
     """Make a panel's gates into activations, for a thread's share of all tokens' neurons; set their
     masks and squares.
 
-    Threads share parts of neurons with a mask, so that none idles where there are fewer tokens than
-    threads; where squares are added up, whole tokens, whose sums have one order."""
+    Threads share parts of neurons with a mask: none idles if there are fewer tokens than threads.
+    If squares are added up, threads share whole tokens, whose sums have one order."""
     sharing = count_sharing(isa, panel.bundles.spec)
     groups = T.floordiv(tokens + sharing - 1, sharing)
     width = UNPACKED if room.squares is None else PANEL

@@ -274,8 +274,8 @@ def _take_sums(schedule: Schedule, take: Parameters, token: v.Expr) -> Sums:
 
 
 def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
-    """Compute stretches of neurons, none of which is inactive, of one token, and add the parts that
-    are finished to its y."""
+    """Compute ranges of neurons, none of which is inactive, of one token, and add the finished
+    parts to its y."""
     count, size = take.take_number("count"), take.take_number("stretch")
     part, finished = take.take_number("part"), take.take_number("finished")
     spec = schedule.spec
@@ -298,8 +298,7 @@ def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
-    """Add contiguous neurons to y of all tokens; in an MoE model, those of an expert to its
-    tokens."""
+    """Add contiguous neurons to y of all tokens; in an MoE model, an expert's to its tokens."""
     count = take.take_number("count")
     tokens = take.take_number("tokens")
     spec = schedule.spec
@@ -333,8 +332,8 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Add y to x, with norms of outputs through ``whole`` [T, hidden]; then what the layer has of
-    its own."""
+    """Add y to x, with norms of outputs through ``whole`` [T, hidden]; then the layer's own
+    parts."""
     spec = schedule.spec
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")

@@ -44,9 +44,9 @@ class PlaceList:
     slots: v.Buffer
     rows: v.Buffer | None
     locate: Callable[[v.Expr], v.Expr]
-    """Where the neuron at a place of the list stands in these."""
+    """Places of the list's neurons in these."""
     ahead: v.Expr | None = None
-    """Neurons that stand there from the list's first on, where others follow it."""
+    """Number of neurons from the list's first on, if others follow it."""
 
     def read(self, place: v.Expr) -> Place:
         index = self.locate(place)
@@ -66,8 +66,7 @@ class PlaceList:
         return [self.read(place) for place in self.list_places(first)]
 
     def look_ahead(self, first: v.Expr) -> list[Place]:
-        """Return the neurons from place ``first`` on that memory is asked for, those that follow
-        the list among them."""
+        """Return the prefetched neurons from place ``first`` on, including some behind the list."""
         last = (self.count if self.ahead is None else self.ahead) - 1
         return [self.read(T.min(first + index, last)) for index in range(TOGETHER)]
 
@@ -261,11 +260,11 @@ def emit_at_once(
     target: v.Expr,
     limit: v.Expr | None,
 ) -> v.Expr:
-    """Compute neurons in one loop; return the number of those that fire.
+    """Compute neurons in one loop; return the number of firing ones.
 
-    Gate and up of a few; those that fire wait in a list until there are enough of them that the
-    sum, which the first-level cache does not hold beside gates and ups, is worth fetching; memory
-    is asked for the down vectors of the next few while those of the first are added."""
+    Gate and up of a few come first. Firing ones wait in a list until there are enough to fetch the
+    sum, which the first-level cache does not hold next to gates and ups. The down vectors of the
+    next few are prefetched while the first are added."""
     scratch = run.scratch
     kept, added = _Kept(scratch, first), v.Cell(T.int32(0))
     turns = v.let(given.count_turns())
@@ -358,7 +357,7 @@ def _emit_gates(run: Run, given: PlaceList, first: v.Expr) -> v.Expr:
 
 
 def _emit_ups(run: Run, opened: PlaceList, first: v.Expr, limit: v.Expr | None) -> v.Expr:
-    """Compute activations of listed neurons; keep those that fire; return their number."""
+    """Compute activations of listed neurons; keep the firing ones; return their number."""
     scratch = run.scratch
     kept = _Kept(scratch, first)
 
@@ -391,7 +390,7 @@ class _Kept:
     ) -> None:
         """Write a neuron of a turn to the lists, and go on to the next place if it ``stays``.
 
-        Nothing is written of neurons that are not ``there``, beyond the list's end: where all have
+        Nothing is written of neurons that are not ``there``, beyond the list's end: if all have
         stayed, the next place is another thread's."""
         with T.If(there), T.Then():
             index = v.let(self._first + self.count)
@@ -410,8 +409,7 @@ def _keep_active(
     dots: tuple[v.Expr, v.Expr],
     limit: v.Expr | None,
 ) -> None:
-    """Compute an activation of gate and up, and keep its neuron if it is not zero, or if it reaches
-    ``limit``."""
+    """Compute an activation of gate and up; keep its neuron unless it is 0 or below ``limit``."""
     gate, up = dots
     value = v.let(run.activate(gate, up) if limit is None else gate * adjust_up(run.spec, up))
     weighed = v.let(run.weigh(place, value))

@@ -34,8 +34,8 @@ from pi2.backends.kernels.unpacking import find_unpacking
 from pi2.plan.weights.layout import GROUP, Precision
 
 TOKENS = 4
-"""Tokens that `ROWS` rows are multiplied with at once: with 8 integer sums, 8 float sums and what
-is loaded, the 32 registers are nearly full."""
+"""Tokens that `ROWS` rows are multiplied with at once: 8 integer sums, 8 float sums and the loaded
+operands nearly fill the 32 registers."""
 STEPS = 4
 """Steps of 8 elements in a group."""
 _CODE_BYTES = GROUP * ROWS
@@ -235,7 +235,7 @@ def _interleave(chunks: Sequence[v.Expr], width: int) -> list[v.Expr]:
 
 
 def _join_rows(columns: Sequence[Sequence[v.Expr]], index: int, width: int) -> v.Expr:
-    """Return the two words of group ``index`` of the first row, then those of the second."""
+    """Return the two words of group ``index`` of the first row, then the second row's."""
     rows = [column[index // 2] for column in columns]
     if width == 1:
         return Shuffle(rows, [0, 1, 2, 3])

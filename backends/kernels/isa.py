@@ -31,8 +31,8 @@ class Isa:
     """Whether several tokens are so few that weights come from memory faster than they are computed
     with: they are asked for ahead."""
     unrolls: bool = False
-    """Whether a block of several rows and tokens is written out without a loop, where it gains
-    something: what is unpacked fits the registers, beside sums."""
+    """Whether a block of several rows and tokens is written out without a loop, if it gains
+    something: unpacked weights fit the registers next to sums."""
     pairs: bool = False
     """Whether several tokens are multiplied two by two rows, in an order of their own (`i8mm`)."""
     blocks: bool = False

@@ -68,7 +68,7 @@ def make_cache(
     context: v.Expr,
     once: v.Expr,
 ) -> Cache:
-    """Return the cache of a spec's type; ``scales`` of keys and values for ``int8`` only."""
+    """Return the cache of a spec's type; only ``int8`` has ``scales``."""
     assert (scales is None) == (spec.kv != "int8")
     return Cache(
         keys=keys,
@@ -95,9 +95,9 @@ def emit_rope(
     at: v.Expr,
     growth: v.Buffer | None = None,
 ) -> None:
-    """Rotate queries and keys of ``token``, which stands ``at``, in place and, unless their norm
-    comes later, multiply queries by the score's scale and by the position's ``growth``; queries
-    alone where keys are another layer's.
+    """Rotate queries and keys of ``token``, at position ``at``, in place; only queries if keys are
+    another layer's. Unless their norm comes later, multiply queries by the score's scale and by the
+    position's ``growth``.
 
     ``qkv`` float32 [tokens, qkv_rows]; ``tables``: cosines and sines float32 [context, head_dim /
     2]; element d of a head turns with element d + head_dim / 2."""
@@ -148,7 +148,7 @@ def emit_scale_queries(
 
 
 def emit_clip(spec: KernelSpec, qkv: v.Buffer, limit: float, once: v.Expr, token: v.Expr) -> None:
-    """Cut queries, keys and values of ``token`` to -limit..limit."""
+    """Cut QKV of ``token`` to -limit..limit."""
     own = 0 if not spec.attention.has_keys else 2 * spec.attention.kv_heads
     size = (spec.attention.heads + own) * spec.attention.head_dim
     lanes = count_lanes(size)
@@ -159,8 +159,7 @@ def emit_clip(spec: KernelSpec, qkv: v.Buffer, limit: float, once: v.Expr, token
 
 
 def emit_append(spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, at: v.Expr) -> None:
-    """Append keys and values of ``token``, which stands ``at``, from ``qkv`` float32 [tokens,
-    qkv_rows]."""
+    """Append ``token``, at position ``at``, to the KV cache from ``qkv`` [tokens, qkv_rows]."""
     size = spec.attention.head_dim
     with T.serial(spec.attention.kv_heads) as head:
         context = v.let(v.wide(head) * v.wide(cache.context))
@@ -178,7 +177,7 @@ def emit_append(spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, at
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Where a head's vector is kept: ``target[row::stride]``, and its scale at a ``place``."""
+    """Place of a head's vector: ``target[row::stride]``, and its scale at a ``place``."""
 
     target: v.Buffer
     row: v.Expr

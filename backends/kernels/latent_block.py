@@ -39,7 +39,7 @@ from pi2.plan.weights.layout import fill_groups, vector_bytes
 
 
 def emit_latent_attend(schedule: Schedule, take: Parameters) -> None:
-    """Add the attention block to x; what keys and values are made of is kept."""
+    """Add the attention block to x; the KV latents are cached."""
     block = _take_block(schedule, take, "tokens")
     block.emit_project()
     block.emit_keep_and_mix()
@@ -47,7 +47,7 @@ def emit_latent_attend(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_latent_project(schedule: Schedule, take: Parameters) -> None:
-    """Set queries and what is kept of the tokens of several sequences."""
+    """Set queries and KV latents of the tokens of several sequences."""
     _take_block(schedule, take, "tokens").emit_project()
 
 
@@ -81,7 +81,7 @@ class _Block(MixingBlock):
     plain: Activations
     """The plain part of queries, [tokens, heads]."""
     absorbed: v.Buffer
-    """Queries of what is kept [tokens, heads, kept]."""
+    """Queries of the KV latents [tokens, heads, kept]."""
     found: Activations
     """What heads have mixed of it [tokens, heads]."""
     mixed: Activations
@@ -94,7 +94,7 @@ class _Block(MixingBlock):
         return v.let(factor if self.growth is None else factor * self.growth[at])
 
     def emit_project(self) -> None:
-        """Normalise x; queries of what is kept, and what is to be kept, of all tokens."""
+        """Normalise x; queries of the KV latents, and new latents, of all tokens."""
         spec, isa, latent = self.schedule.spec, self.schedule.isa, self.latent
         qkv, bias, rows = self.qkv, self.bias, spec.attention.projected
 
@@ -234,7 +234,7 @@ class _Block(MixingBlock):
         ]
 
     def emit_mix(self, token: v.Expr) -> None:
-        """Attention of ``token`` alone, at the position."""
+        """Attention of only ``token``, at the position."""
         spec, latent, kept, position = self.schedule.spec, self.latent, self.kept, self.position
         spans = divide_blocks(spec, position, *self.spans)
         together = count_heads_together(spec.attention.heads)
@@ -290,7 +290,7 @@ class _Block(MixingBlock):
             emit_heads(kept, heads, last, begin, blocks, scale, finish)
 
     def emit_output(self) -> None:
-        """Turn what was mixed into values, project them, and add them to x."""
+        """Turn mixed latents into values, project them, and add them to x."""
         spec, latent = self.schedule.spec, self.latent
 
         def quantize(token: v.Expr) -> None:

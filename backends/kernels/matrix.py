@@ -45,8 +45,7 @@ def emit_norm(
     token: v.Expr,
     width: int | None = None,
 ) -> None:
-    """Set ``target.values[token]`` to RMSNorm(``source[row]``) and quantise it; zeros beyond
-    ``width``."""
+    """Set ``target.values[token]`` to RMSNorm(``source[row]``), quantised; zeros from ``width``."""
     length = target.length
     sums = T.alloc_buffer((32,), "float32")
     for half in range(2):
@@ -66,7 +65,7 @@ def emit_norm(
 
 
 def emit_quantize(target: Activations, token: v.Expr) -> None:
-    """Set codes, scales and sums of ``target`` from its values; codes alone if those are floats."""
+    """Set codes, scales and sums of ``target`` from its values; only codes of floats."""
     if target.several is not None:
         with T.If(target.several):
             with T.Then():
@@ -298,8 +297,7 @@ def count_rows(matrix: Matrix) -> int:
 def emit_row(
     isa: Isa, vector: Vector, activations: Activations, origin: v.Expr, row: v.Expr, finish: Finish
 ) -> None:
-    """Compute one row for token 0, whose activations are those of ``origin``, asking for what lies
-    `PREFETCH_BYTES` ahead."""
+    """Compute a row for token 0 with the activations of ``origin``, prefetching ahead."""
 
     dots = emit_dots(isa, [vector], activations, [origin], _ask_ahead([vector], PREFETCH_BYTES))
     finish(T.int32(0), row, dots[0][0])

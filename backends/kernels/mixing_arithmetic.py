@@ -1,5 +1,4 @@
-"""Products of queries with keys and of shares with values, a block and a tile of queries at a
-time."""
+"""Products of queries with keys and of shares with values, for a block and a tile."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixingRoom:
-    """A thread's room; sizes are those of `MixingLayout`.
+    """A thread's room; `MixingLayout` has the sizes.
 
     Each of a task's queries has float32 ``totals`` [slots, 16] (of its shares, still to be added
     up), ``tops`` [slots] (largest score) and ``query_scales`` [slots], and int32 ``query_places``,
-    ``result_places`` and ``query_offsets`` [slots].  The others belong to a block or a tile."""
+    ``result_places`` and ``query_offsets`` [slots]. The others belong to a block or a tile."""
 
     layout: MixingLayout
     floats: Mapping[str, Region]
@@ -92,7 +91,7 @@ def take_room(take: Parameters, spec: KernelSpec) -> Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Keys and values of one head: ``parts`` times `KV_BLOCK` tokens from ``token`` on."""
+    """KV cache of one head: ``parts`` times `KV_BLOCK` tokens from ``token`` on."""
 
     head: v.Expr
     """Number of the head times the cache's context."""
@@ -106,7 +105,7 @@ class Tile:
 
     first: v.Expr
     start: v.Expr
-    """Where the task's first token stands."""
+    """Position of the task's first token."""
     queries: v.Expr
     """Queries of the task."""
 
@@ -118,7 +117,7 @@ class Arithmetic(Protocol):
         """Prepare the query of a slot, whose places are known, and clear its sum."""
 
     def emit_block(self, block: Block) -> None:
-        """Prepare keys and values."""
+        """Prepare a block of the KV cache."""
 
     def emit_scores(self, tile: Tile, block: Block) -> None:
         """Set ``scores`` float32 [rows, block] of the room."""
@@ -143,9 +142,9 @@ class BaseArithmetic:
     room: MixingRoom
     qkv: v.Buffer
     output: v.Buffer
-    """Where sums are."""
+    """Place of the sums."""
     codes: v.Buffer
-    """Where codes of queries are kept."""
+    """Place of the queries' codes."""
 
     @property
     def lanes(self) -> int:
@@ -212,7 +211,7 @@ class BaseArithmetic:
 
 @dataclass(frozen=True, slots=True)
 class FloatArithmetic(BaseArithmetic):
-    """float32: keys and values are converted as they are loaded."""
+    """float32: the KV cache is converted as it is loaded."""
 
     def emit_query(self, slot: v.Expr) -> None:
         self.clear_sum(slot)
@@ -312,7 +311,7 @@ SHARE_LIMIT = 65535
 
 @dataclass(frozen=True, slots=True)
 class IntegerArithmetic(BaseArithmetic):
-    """Codes of int8 keys and values; see the module."""
+    """Codes of an int8 KV cache; see the module."""
 
     def emit_query(self, slot: v.Expr) -> None:
         self.clear_sum(slot)
@@ -475,7 +474,7 @@ def _shift_planes(cells: list[list[v.Cell]]) -> None:
 
 
 def _join_rows(buffer: v.Buffer, place: v.Expr, stride: int) -> v.Expr:
-    """Return int32 x 16 of four bytes each: those of four rows of 16, the first lowest."""
+    """Return int32 x 16 of four bytes each, from four rows of 16, the first lowest."""
     word = None
     for row in range(4):
         raw = v.reinterpret(v.load(buffer, place + row * stride, LANES), "uint8", LANES)

@@ -9,8 +9,7 @@ from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import round_up
 
 MIXED_QUERIES = 128
-"""Queries of several tokens that a thread takes through keys and values together, unless more heads
-share these."""
+"""Queries of several tokens that go through the KV cache together, or more heads."""
 LANES = 16
 """Numbers of a vector; registers may be narrower."""
 PLANES = 2
@@ -19,7 +18,7 @@ PLANES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixingLayout:
-    """How a task of `kernels.chunk_attention` is cut, and what it needs of room."""
+    """Parts of a task of `kernels.chunk_attention`, and the room that it needs."""
 
     rounds: bool
     """Whether elements of queries, and shares, are rounded to integers of `PLANES` bytes."""
@@ -28,7 +27,7 @@ class MixingLayout:
     columns: int
     """Vectors of `LANES` keys, or elements of values, that are multiplied together."""
     block: int
-    """Keys and values that are prepared together: they fill the first-level cache."""
+    """Tokens of the KV cache that are prepared together: they fill the first-level cache."""
     tokens: int
     """Most tokens of a task."""
     slots: int
@@ -38,7 +37,7 @@ class MixingLayout:
 
     @property
     def float_sizes(self) -> Mapping[str, int]:
-        """Numbers of float32 by what they are for."""
+        """Numbers of float32 by their use."""
         return _fill_lines(
             {
                 "totals": self.slots * LANES,
@@ -59,7 +58,7 @@ class MixingLayout:
 
     @property
     def integer_sizes(self) -> Mapping[str, int]:
-        """Numbers of int32 by what they are for."""
+        """Numbers of int32 by their use."""
         names = ("query_places", "result_places", "query_offsets")
         return _fill_lines(dict.fromkeys(names, self.slots), LANES)
 
@@ -101,7 +100,7 @@ def lay_out_mixing(spec: KernelSpec) -> MixingLayout:
 
 
 def _lay_out(group: int, head_dim: int, *, rounds: bool, is_wide: bool) -> MixingLayout:
-    """Return the layout where ``group`` heads share keys and values."""
+    """Return the layout if ``group`` heads share a KV cache."""
     rows, columns = (8, 2) if is_wide else (4, 1)
     tokens = max(MIXED_QUERIES // group, 1)
     return MixingLayout(

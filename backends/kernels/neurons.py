@@ -20,7 +20,7 @@ from pi2.plan.weights.layout import GROUP, PartName, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neuron:
-    """Where a neuron begins, in bytes."""
+    """First byte of a neuron."""
 
     base: v.Expr
     """Its bundle, in an array of bundles."""
@@ -28,7 +28,7 @@ class Neuron:
     """What the offsets of its scales count from where they are resident: its row of them, or what
     the rows of its group have together."""
     expert_base: v.Expr | None = None
-    """Where a neuron of the same expert begins; None: the neuron itself is asked for it."""
+    """First byte of a neuron of the same expert; None: the neuron itself has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Bundles:
         )
 
     def take_parts(self, neurons: Sequence[Neuron], names: Sequence[PartName]) -> list[Vector]:
-        """Return parts of some neurons, those of one after those of the other."""
+        """Return parts of some neurons, one neuron after the other."""
         return [self.take_part(neuron, name) for neuron in neurons for name in names]
 
     def load_expert(self, neuron: Neuron) -> v.Expr:
@@ -100,7 +100,7 @@ def activate(
     spec: KernelSpec, gate: v.Expr, up: v.Expr | None, cutoff: v.Expr | None = None
 ) -> v.Expr:
     """Return act(gate) * up as the model defines it, or act(gate) without ``up``; scalars.
-    ``cutoff``: that of gates, if layers have one."""
+    ``cutoff``: the gates' cutoff, if layers have one."""
     zero = v.constant(0.0, "float32")
     if cutoff is not None:
         gate = close_gate(gate, cutoff)

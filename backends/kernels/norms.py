@@ -65,10 +65,10 @@ def emit_normalize(
     target: Activations,
     token: v.Expr,
 ) -> None:
-    """Set ``target.values[token]`` to the norm of ``source[row]``, or to what it is without
+    """Set ``target.values[token]`` to the norm of ``source[row]``, or to a copy of it without
     ``norm``, and quantise it.
 
-    ``source`` float32 [rows, length].  Mean and variance are computed one after the other:
+    ``source`` float32 [rows, length]. Mean and variance are computed one after the other:
     subtracting large squares would cancel."""
     if norm is None:
         with T.serial(target.length // 16 * target.once) as step:
@@ -163,7 +163,7 @@ def emit_head_norms(
     token: v.Expr,
 ) -> None:
     """RMSNorm of every query and key head of ``token`` in ``qkv`` [tokens, qkv_rows], or of all
-    query and all key heads together, in place; of queries alone without ``key_weight``."""
+    query and all key heads together, in place; only of queries without ``key_weight``."""
     for weight, origin, count in (
         (query_weight, 0, spec.attention.heads),
         (key_weight, spec.attention.heads, spec.attention.kv_heads),

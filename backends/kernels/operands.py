@@ -50,9 +50,9 @@ class Activations:
     """Quantised vectors of ``length``, one per token, in flat buffers.
 
     ``codes`` int8 [tokens, planes, length], ``scales`` float32 [tokens, length / 32], ``sums``
-    int32 [tokens, length / 32] (-8 * sum of the group), ``values`` float32 [tokens, length] (what
-    was quantised; fp16 weights use it).  With `FLOAT_PLANES`, ``codes`` are the bytes of the values
-    in lane order (`kernels.unpacking`), and scales and sums have no meaning."""
+    int32 [tokens, length / 32] (-8 * sum of the group), ``values`` float32 [tokens, length] (the
+    unquantised vectors, for fp16 weights). With `FLOAT_PLANES`, ``codes`` are the bytes of the
+    values in lane order (`kernels.unpacking`), and scales and sums have no meaning."""
 
     length: int
     planes: int
@@ -64,22 +64,22 @@ class Activations:
     """1, but the compiler cannot know: loops of known length over the blocks of a vector would be
     unrolled and their loads hoisted, which spills registers and takes seconds to compile."""
     several: v.Expr | None = None
-    """Whether there is more than one token, where those of a chunk have other planes or order."""
+    """Whether there is more than one token, if a chunk's have other planes or another order."""
     chunk_planes: int = 0
     """Their planes; the arrays are large enough for either."""
     tiles: v.Buffer | None = None
-    """int8 [threads, `Isa.count_tile_bytes`]: rows of weights unpacked for several tokens, where
-    the schedule does so (`i8mm`, `amx`)."""
+    """int8 [threads, `Isa.count_tile_bytes`]: rows of weights unpacked for several tokens, in
+    schedules that do so (`i8mm`, `amx`)."""
     blocks: v.Buffer | None = None
     """int8 [tokens / 16, `isa.count_places`, `isa.count_block_bytes`]: codes and scales of many
     tokens once more, in the order of `amx`."""
     upper_sums: v.Buffer | None = None
-    """int32 [tokens, length / 32]: -8 * sum of the codes of the upper plane of two, where several
-    tokens are multiplied by these codes alone."""
+    """int32 [tokens, length / 32]: -8 * sum of the codes of the upper plane of two, if several
+    tokens are multiplied only by these codes."""
     upper: bool = False
     """Whether they are multiplied so now."""
     paired: bool = False
-    """Whether codes and scales are in the order of `i8mm`, as those of several tokens are there."""
+    """Whether codes and scales are in the order of `i8mm`, as for several tokens there."""
 
     @property
     def used_planes(self) -> int:
@@ -94,8 +94,7 @@ class Activations:
         return replace(own, planes=self.chunk_planes, several=None, paired=paired)
 
     def keep_values(self, values: v.Buffer, length: int) -> Activations:
-        """Return others of ``length`` that are not quantised, for fp16 weights: ``values``
-        alone."""
+        """Return others of ``length`` that are not quantised, for fp16 weights: only ``values``."""
         return replace(
             self,
             length=length,
@@ -116,8 +115,7 @@ FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """Items ``begin`` to ``end``, each of ``parts`` vectors: one (a row) or two (a neuron's gate
-    and up)."""
+    """Items ``begin`` to ``end``, each of ``parts`` vectors: 1 (a row) or 2 (gate and up)."""
 
     begin: v.Expr
     end: v.Expr
@@ -145,8 +143,8 @@ def list_runs(length: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vector:
-    """A packed weight vector: where its weights and scales begin, in bytes of uint8 buffers; blocks
-    whose codes are looked up have a table as ``scales``."""
+    """A packed weight vector: first bytes of its weights and scales in uint8 buffers; blocks with
+    looked-up codes have a table as ``scales``."""
 
     weights: v.Buffer
     weights_base: v.Expr
@@ -156,15 +154,13 @@ class Vector:
     spread: bool = False
     """Whether every element has a scale."""
     factor_base: v.Expr | None = None
-    """Byte, beside the weights, of the float32 that the vector is multiplied with besides; None:
-    nothing is."""
+    """Byte, next to the weights, of a further float32 factor of the vector; None: there is none."""
 
 
 LINE = 64
 """Bytes of a cache line."""
 REQUESTS = 8
-"""Tiles of tokens in which vectors that are multiplied next are asked for, a part of them in each.
-"""
+"""Tiles of tokens in which the next vectors are asked for, a part of them in each."""
 
 
 def emit_request(vectors: Sequence[Vector], length: int, turn: v.Expr) -> None:

@@ -27,12 +27,11 @@ def emit_list(
     places: v.Buffer,
     row: v.Expr | int = 0,
 ) -> v.Expr:
-    """Write the places below ``count`` that pass to ``places`` (integers, from ``row`` on, with
-    room for ``count`` of them, rounded up to 16); return their number.
+    """Write the passing places below ``count`` to ``places`` (integers, from ``row`` on, with room
+    for ``count`` of them, rounded up to 16); return their number.
 
-    ``test(first, lanes)`` says of the places from ``first`` on whether they pass; what it says of
-    places beyond ``count`` does not matter.  Without branches: what does not pass is overwritten by
-    what follows."""
+    ``test(first, lanes)`` returns whether the places from ``first`` on pass; its results for places
+    beyond ``count`` do not matter. Without branches: later places overwrite failing ones."""
     end = v.Cell(T.int32(0))
     # An instruction that moves the lanes that pass together takes 16 at a time.
     lanes = 16 if isa.lanes == 16 else 1
@@ -59,7 +58,7 @@ LISTED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Neurons of a call, those that are ``chosen`` of ``bundles``, from ``origin`` on."""
+    """Neurons of a call: the ``chosen`` ones of ``bundles``, from ``origin`` on."""
 
     bundles: Bundles
     first: v.Expr | None
@@ -71,7 +70,7 @@ class Panel:
     values: v.Buffer
     """float32 [tokens, PANEL]: gates, then activations."""
     routes: v.Buffer | None
-    """float32 [tokens, experts] weights of a mixture's experts."""
+    """float32 [tokens, experts] weights of an MoE model's experts."""
     cutoffs: v.Buffer | None
     """float32 [tokens] cutoffs of gates, if layers have them."""
 
@@ -98,7 +97,7 @@ class Share:
 
 
 Keep = Callable[[v.Expr, v.Expr, Neuron, list[v.Expr]], None]
-"""Called with (token, number in the panel, neuron, its dot products) to store what they make."""
+"""Called with (token, number in the panel, neuron, its dot products) to store the result."""
 
 
 def emit_activations(isa: Isa, activations: Activations, panel: Panel, share: Share) -> None:

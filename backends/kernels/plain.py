@@ -40,12 +40,12 @@ from pi2.backends.kernels.operands import LINE, Activations
 from pi2.plan.weights.layout import GROUP, weight_bytes
 
 TOGETHER = 2
-"""Neurons that a thread computes at the same time: 34 GB/s of 40 to 48, where four got 28."""
+"""Neurons that a thread computes at the same time: 34 GB/s of 40 to 48; four got 28."""
 AHEAD = 4
 """How many neurons further on memory is asked for."""
 INPUTS_SHARE = 0.2
-"""Share of the lines that is asked for while gates and ups are read; the others are while downs are
-added up: 39 GB/s of 43, where lines of gates beside those of gates, and so on, got 32."""
+"""Share of the lines that is prefetched while gates and ups are read; the others are while downs
+are added up: 39 GB/s of 43; line by line in turns, they got 32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Stretches:
     def find(self, bundles: Bundles, place: v.Expr) -> Neuron:
         """Return the neuron at a place among all of them.
 
-        Neurons of a stretch have one expert: its number is read once, of the first of them."""
+        Neurons of a range have one expert: its number is read once, from the first of them."""
         number, index = self._divide(place)
         first = v.let(self.slots[number] * self.size)
         row = None if self.rows is None else self.find_row(place)
@@ -113,10 +113,10 @@ def emit_stretched(
     parts: PartSums,
     sums: Sums,
 ) -> None:
-    """Compute the neurons of ``stretches``, and add those parts that are ``finished`` to the total.
+    """Compute the neurons of ``stretches``, and add the ``finished`` parts to the total.
 
-    Each thread has a sum of its own of each part, and they are added up part by part in the order
-    of threads."""
+    Each thread has its own sum of each part, and they are added up part by part in the order of
+    threads."""
     spec, squares, token = bundles.spec, sums.squares, sums.token
     threads, zero = spec.threads, v.constant(0.0, "float32")
     every = v.let(stretches.count * stretches.size)
@@ -225,7 +225,7 @@ class _LinesAhead:
 
 
 def _ask_for_scales(bundles: Bundles, row: v.Expr) -> None:
-    """Ask for a row of resident scales; of those that 32 neurons have together, for a part."""
+    """Prefetch a row of resident scales; for a part, the scales that 32 neurons share."""
     stride = bundles.spec.bundle.scales_stride
     for line in range(0, stride, LINE):
         v.prefetch(bundles.scales, v.wide(row) * stride + line)
@@ -241,9 +241,8 @@ def emit_plain_gathered(
 ) -> None:
     """Add gathered neurons to the total.
 
-    ``partial`` float32 [threads, hidden] one sum per thread, added up in the order of threads.
-    Which thread computes a neuron depends on its place in the list alone: equal input gives equal
-    bits."""
+    ``partial`` float32 [threads, hidden] one sum per thread, added up in the order of threads. Only
+    its place in the list decides which thread computes a neuron: equal input gives equal bits."""
     spec, count, squares, token = bundles.spec, gathered.count, sums.squares, sums.token
     threads, zero = spec.threads, T.int32(0)
 

@@ -36,8 +36,7 @@ def emit_vpdpbusd(total: v.Expr, weights: v.Expr, codes: v.Expr, width: int) -> 
 
 
 def look_up_bytes(arm: bool, numbers: Sequence[int], places: v.Expr, size: int) -> v.Expr:
-    """Return the bytes of ``numbers`` [16] at ``places`` uint8 [size], each 0 to 15, as uint8; at
-    least 16."""
+    """Return the bytes of ``numbers`` [16] at ``places`` uint8 [size], 0 to 15; at least 16."""
     words = np.array(numbers, np.int8).view("<i4").tolist() * (size // 16)
     table = v.reinterpret(v.list_constants(words, "int32"), "int8", size)
     name = (

@@ -1,14 +1,14 @@
-"""The first Mamba's recurrence (Gu and Dao 2023), whose step sizes, B and C are made of what was
-convolved.
+"""The first Mamba's recurrence (Gu and Dao 2023), whose step sizes, B and C are made of the
+convolved values.
 
-The state of a channel is a vector S [key_dim].  For every token, with the channel's value v and
-step size s, rates of decay A, B, C, skip and gate z::
+The state of a channel is a vector S [key_dim]. For every token, with the channel's value v and step
+size s, rates of decay A, B, C, skip and gate z::
 
     S = exp(s A) S + s v B;  result = (C . S + skip v) silu(z)
 
-Channels do not depend on each other: a task takes some of them through all tokens of a chunk.  The
-two projections inside are multiplied in float32: step sizes, whose errors would multiply up, come
-of them."""
+Channels do not depend on each other: a task takes some of them through all tokens of a chunk. The
+two projections inside are multiplied in float32: they make step sizes, whose errors would multiply
+up."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from pi2.model.states import StateShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanArrays:
-    """What the recurrence reads and writes; flat float32 buffers but for the matrices.
+    """Inputs and outputs of the recurrence; flat float32 buffers except the matrices.
 
-    ``projected`` [tokens, 2 width]: values, and gates; ``mixed``: what was convolved, which becomes
-    the result; ``factors`` [tokens, width + 2 key_dim]: step sizes, B and C; ``memory``
+    ``projected`` [tokens, 2 width]: values, and gates; ``mixed``: the convolved values, which
+    become the result; ``factors`` [tokens, width + 2 key_dim]: step sizes, B and C; ``memory``
     [width / lanes, key_dim, lanes]; ``decay`` [key_dim, width]."""
 
     shape: StateShape
@@ -43,11 +43,11 @@ class ScanArrays:
     step: v.Buffer
     skip: v.Buffer
     parts: Matrix
-    """What was convolved to what step sizes are made of, B and C."""
+    """From convolved values to the latents of step sizes, B and C."""
     part_norm: v.Buffer | None
     """Weights of their norms [step_rank + 2 key_dim]."""
     ranks: Activations
-    """What step sizes are made of; values alone."""
+    """Latents of step sizes; only values."""
     steps: Matrix
     """That to step sizes."""
 

@@ -48,9 +48,9 @@ def take_activations(
 ) -> Activations:
     """Declare the arrays of quantised activations for ``rows``; ``count`` is a positive parameter.
 
-    With ``chunk_planes`` it is the number of tokens, and more than one have those planes and, where
+    With ``chunk_planes`` it is the number of tokens, and more than one have those planes and, if
     ``isa`` has pairs, the order of `i8mm`; with ``upper`` several are multiplied by the upper
-    plane.  ``isa`` None: rows are not unpacked for several tokens."""
+    plane. ``isa`` None: rows are not unpacked for several tokens."""
     unpacks = isa is not None and isa.unpacks
     pairs = isa is not None and isa.pairs
     differs = chunk_planes is not None and (pairs or chunk_planes != planes)
@@ -103,11 +103,11 @@ class Schedule:
     ignores_tiles: bool = False
     """Whether arrays of tiles are parameters, and not used."""
     upper: bool = False
-    """Whether several tokens are multiplied by the upper planes of their activations alone."""
+    """Whether several tokens are multiplied only by the upper planes of their activations."""
 
     def for_step(self) -> Schedule:
-        """Return what computes a token each of several sequences: each as it is computed alone, or
-        with activations of 8 bits (`KernelSpec.upper_steps`)."""
+        """Return the schedule for a token each of several sequences: each as in a step of its own,
+        or with activations of 8 bits (`KernelSpec.upper_steps`)."""
         spec = replace(self.spec, chunk_planes=self.spec.planes)
         isa = replace(self.isa, pairs=False, blocks=False, few_tokens=True)
         return Schedule(spec, isa, ignores_tiles=self.isa.pairs, upper=spec.upper_steps)

@@ -193,8 +193,7 @@ SMALLEST = 1e-37
 
 
 def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> None:
-    """Compute the scores of a layer's neurons, or of an expert's, and list those that reach a
-    threshold."""
+    """Compute the scores of a layer's or expert's neurons, and list the ones above a threshold."""
     neurons = take.take_number("neurons")
     threshold = take.take_number("threshold", "float32")
     several = _take_several(schedule, take)
@@ -236,9 +235,9 @@ def take_low_rank(
 
 
 def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
-    """Compute all gates of a layer, or of an expert, and list those that are open.
+    """Compute all gates of a layer, or of an expert, and list the open ones.
 
-    Smooth activations are computed too: those that reach ``limit`` count as open."""
+    Smooth activations are computed as well: gates that reach ``limit`` count as open."""
     spec = schedule.spec
     precision = spec.precision.gates
     neurons = take.take_number("neurons")

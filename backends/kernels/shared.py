@@ -18,11 +18,11 @@ from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING
 class Naming:
     """Neurons, and which of the ``tokens`` have named them.
 
-    ``slots`` int32 [count], ``rows`` likewise where scales are resident; ``named`` int32 [count]: a
-    bit for each token; the room of these is whole lines.  ``own_slots`` int32 [threads, tokens,
-    `BLOCK_ROOM`], and ``own_rows``, are room for what a thread takes of a block, one token's list
-    behind the other's, so that memory is asked for the next token's neurons while the last of one
-    are computed."""
+    ``slots`` int32 [count], and ``rows`` if scales are resident; ``named`` int32 [count]: a bit for
+    each token; the room of these is whole lines. ``own_slots`` int32 [threads, tokens,
+    `BLOCK_ROOM`], and ``own_rows``, are room for a thread's part of a block, one token's list
+    behind the other's: the next token's neurons are prefetched while the last ones of a token are
+    computed."""
 
     slots: v.Buffer
     rows: v.Buffer | None
@@ -34,7 +34,8 @@ class Naming:
 
 
 def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
-    """Add neurons to ``total`` float32 [tokens, hidden] (lane order) of those that have named them.
+    """Add neurons to ``total`` float32 [tokens, hidden] (lane order) of the tokens that have named
+    them.
 
     Of the run's scratch, ``gates``, ``values`` and ``firing`` are [threads, BLOCK], ``partial`` is
     [tokens, threads, hidden]; its token has no meaning."""

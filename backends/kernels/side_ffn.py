@@ -1,4 +1,4 @@
-"""What stands beside a layer's neurons: the router, experts of another width, and an FFN."""
+"""Parts next to a layer's neurons: the router, experts of another width, and an FFN."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LatentExperts:
     schedule: Schedule
     matrix: Matrix
     inner: Activations
-    """What experts read, and later what they give."""
+    """Input of the experts, and later their output."""
 
     def emit_lead(self, hidden: Activations, tokens: v.Expr) -> None:
         """Set what experts read of ``tokens``, of what the FFN reads."""
@@ -233,7 +233,7 @@ def _multiply_shared(spec: KernelSpec, arrays: RouterArrays, token: v.Expr) -> v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideNorms:
-    """Norms of such an FFN and of the experts beside it."""
+    """Norms of such an FFN and of the experts next to it."""
 
     spec: KernelSpec
     input: NormWeights
@@ -260,15 +260,14 @@ class SideFfn:
     """Gates, if neurons have them, then ups [terms, hidden]."""
     down: Matrix
     hidden: Activations
-    """What the router reads; what it reads itself, if its norms are its own."""
+    """Input of the router; its own, if it has norms of its own."""
     inner: Activations
     terms: v.Buffer
     """Products with gates and ups float32 [tokens, terms]."""
     norms: SideNorms | None
 
     def emit(self, x: v.Buffer, tokens: v.Expr) -> None:
-        """Add what it gives to x of all tokens, as attention has left it, or keep it for its
-        norm."""
+        """Add its output to x of all tokens, as attention has left it, or keep it for its norm."""
         spec, isa = self.schedule.spec, self.schedule.isa
         width, terms = spec.side_ffn, (1 + spec.ffn.gated) * spec.side_ffn
 

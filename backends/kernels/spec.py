@@ -31,8 +31,8 @@ PANEL = 256
 UNPACKED = 32
 """Neurons whose down weights are unpacked together in the dense FFN: a bit each in a mask."""
 KEPT = 33
-"""Tokens whose y a thread of the dense FFN keeps by it at a time, a multiple of those that share
-the loads of weights."""
+"""Tokens whose y a thread of the dense FFN keeps in its own room at a time, a multiple of the
+tokens that share the loads of weights."""
 PARTS = PANEL // UNPACKED
 """Masks of a panel."""
 BLOCK = 240
@@ -69,7 +69,7 @@ _UNSEEN = {
     "layer_embedding": ("vocab",),
 }
 """Keys of a model, by table, that change no kernel: numbers in `KernelSpec`, tensors and tables of
-positions say what they mean."""
+positions cover them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class KernelSpec:
     """Different ranks among the layers' low-rank predictors, ascending."""
     stride: int
     scales: ScalesPlace = "inline"
-    """Where the scales of neurons lie."""
+    """Place of the scales of neurons."""
     threads: int
     planes: int
     """Bytes of an activation: 1 (int8), 2 (int16 as two int8 planes), 4 (float32, not rounded)."""
@@ -110,7 +110,7 @@ class KernelSpec:
     features: tuple[str, ...]
     """Sorted."""
     upper_steps: bool = False
-    """Whether several tokens of a step are multiplied by the upper 8 of their 16 bits alone."""
+    """Whether several tokens of a step are multiplied only by the upper 8 of their 16 bits."""
     rows: DividedRows = NO_ROWS
     """First rows of projections and of the head that another unit computes."""
     sequences: bool = False
@@ -213,8 +213,8 @@ class KernelSpec:
 
     @property
     def router(self) -> Moe | None:
-        """The mixture's router; None if none is compiled: those that choose among groups or one
-        expert at a time, have a norm of their own, or factors of the experts' weights."""
+        """The MoE router; None if none is compiled: routers that choose among groups or one expert
+        at a time, or have a norm of their own or factors of the experts' weights."""
         moe = self.model.moe
         if moe is None or moe.router in ("mixer", "none") or moe.groups > 1:
             return None
@@ -250,7 +250,7 @@ class KernelSpec:
 
     @property
     def has_other_chunks(self) -> bool:
-        """Whether the tokens of a chunk are computed otherwise than one alone."""
+        """Whether the tokens of a chunk are computed otherwise than a single token."""
         return self.chunk_planes != self.planes or self.isa.pairs or self.upper_steps
 
     @property
@@ -298,13 +298,13 @@ class KernelSpec:
 
     @property
     def skips_ups(self) -> bool:
-        """Whether a chunk's tokens need the ups of those neurons alone whose gates are open: of
-        others, the activation is zero."""
+        """Whether a chunk's tokens need only the ups of neurons whose gates are open: of others,
+        the activation is zero."""
         return self.ffn.gated and not self.is_smooth
 
     @property
     def closes_gates(self) -> bool:
-        """Whether a gate alone tells that a gathered neuron has no effect."""
+        """Whether a gate is enough to tell that a gathered neuron has no effect."""
         return self.skips_ups and not self.ffn.bias
 
     @property

@@ -69,8 +69,7 @@ class _StateBlock(MixingBlock):
             emit_multiply(isa, spec.threads, self.gates, self.hidden, self.tokens, store)
 
     def emit_mix(self, first: v.Expr | None, count: v.Expr | None) -> None:
-        """Mix the first ``count`` tokens, or the one whose number is ``first``; it stands at the
-        position."""
+        """Mix the first ``count`` tokens, or token number ``first``, which is at the position."""
         emit_state_mix(self.schedule, self.arrays, self.position, first, count)
 
     def emit_output(self) -> None:
@@ -79,8 +78,8 @@ class _StateBlock(MixingBlock):
 
 
 def _divide_ranks(arrays: StateArrays, store_gate: Store) -> Store:
-    """Return what stores rows of ``state_gates``: by ``store_gate``, or, of what decays and gates
-    are made of, where that is kept."""
+    """Return the storing function for rows of ``state_gates``: ``store_gate``, or, for latents of
+    decays and gates, one that writes to their own place."""
     shape = arrays.shape
     parts: list[tuple[int, Activations, int]] = []
     end = shape.gates

@@ -32,8 +32,8 @@ from pi2.model.states import StateShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankArrays:
-    """What factors or gates are made of, [tokens, rank], and the matrix that makes them; values
-    alone are multiplied, in float32: decays multiply up."""
+    """Latents of factors or gates, [tokens, rank], and the matrix that makes them; only values are
+    multiplied, in float32: decays multiply up."""
 
     ranks: Activations
     matrix: Matrix
@@ -156,8 +156,7 @@ class _Window:
 
 
 def _emit_convolution(arrays: StateArrays, first: v.Expr, count: v.Expr) -> None:
-    """Replace what is convolved by SiLU of its convolution, which the first Mamba puts where its
-    result will be."""
+    """Replace the convolution's input by SiLU of its output, in the first Mamba in its result."""
     shape = arrays.shape
     lanes = count_lanes(shape.channels)
     target = arrays.projected if arrays.scan is None else arrays.mixed.values

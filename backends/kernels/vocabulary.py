@@ -62,8 +62,8 @@ def _emit_group(
 
 def emit_embed_layers(schedule: Schedule, take: Parameters) -> None:
     """Set ``layer_inputs`` float32 [layers, room, width] of the tokens, by rows of the layers'
-    table and a projection of x, and the residual streams beside x; ``room``: tokens that each layer
-    has room for."""
+    table and a projection of x, and the residual streams in addition to x; ``room``: tokens that
+    each layer has room for."""
     spec, own = schedule.spec, schedule.spec.model.layer_embedding
     assert own is not None
     tokens, room = take.take_number("tokens"), take.take_number("room")
@@ -133,7 +133,7 @@ class LayerInput:
     hidden: Activations
     inner: Activations
     streams: Correction | None
-    """What is corrected before, if there are several residual streams."""
+    """The values corrected first, if there are several residual streams."""
 
     def emit(self, x: v.Buffer, tokens: v.Expr) -> None:
         """Add it to x of all tokens; of several residual streams, to the others."""

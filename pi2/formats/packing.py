@@ -1,18 +1,18 @@
-"""Formats of packed vectors, as stores keep them: how codes lie in bytes, and what they stand for.
+"""Formats of packed vectors in stores: layout of codes in bytes, and their meaning.
 
-A *packed vector* holds ``length`` weights, a multiple of 32 (zeros fill up those of other widths),
-in groups of 32.  Groups are taken together in *blocks* of 16 lanes, then a tail of 8, 4, 2, 1 lanes
-(the binary digits of what is left), so that no lane is left empty.  Within a block of L lanes, lane
-``j`` belongs to group ``j``.
+A *packed vector* holds ``length`` weights, a multiple of 32 (other widths are padded with zeros),
+in groups of 32. Groups are taken together in *blocks* of 16 lanes, then a tail of 8, 4, 2, 1 lanes
+(the binary digits of the rest): no lane is empty. Within a block of L lanes, lane ``j`` belongs to
+group ``j``.
 
-A code of ``bits`` bits is kept as an unsigned *field*, ``(code + offset) / step``.  A field is cut
-into planes of 8, 4, 2 and 1 bits, the largest first (3 bits: 2, then 1), from its lowest bit on.  A
+A code of ``bits`` bits is kept as an unsigned *field*, ``(code + offset) / step``. A field is cut
+into planes of 8, 4, 2 and 1 bits, the largest first (3 bits: 2, then 1), from its lowest bit on. A
 plane of p bits has p chunks of 4 L bytes: byte ``b`` of lane ``j`` in chunk ``c`` holds element
 ``4c + b + 4pk`` of group ``j`` in its bits ``pk`` to ``pk + p - 1``.
 
 So one vector instruction multiplies 4 elements of 16 groups, the integer sum of a whole group ends
-up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle.  Plain
-numbers (fp16) lie in their own order.  Scales follow in the order of groups."""
+up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle. Plain
+numbers (fp16) are in their own order. Scales follow in the order of groups."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def align_bytes(size: int) -> int:
-    """Round up to a cache line, where every tensor begins."""
+    """Round up to a cache line, at which every tensor begins."""
     return round_up(size, ALIGNMENT)
 
 
@@ -76,7 +76,7 @@ class Packing:
     scale_type: str = "<f2"
     """NumPy's name of the type of scales."""
     scaled: Literal["groups", "vectors", "nothing"] = "groups"
-    """What has a scale of its own."""
+    """Parts of a matrix with a scale each."""
     plain_type: str | None = None
     """NumPy's name of the type of plain numbers; None: codes."""
     top: int = 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pi2.plan.documents import model_mixing
 
 _NO_SINK = -1e30
-"""Score of a sink beside which that of any token takes all of the attention."""
+"""Score of a sink at which any token's score takes all of the attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Attention:
     keys_are_values: bool = False
     """Whether values are what the key projection gives."""
     key_layer: int | None = None
-    """Earlier layer whose keys and values it reads; None if it has its own."""
+    """Earlier layer whose KV cache it reads; None if it has its own."""
 
     @property
     def latent(self) -> model_mixing.Latent | None:
@@ -100,9 +100,9 @@ class Attention:
 
     @property
     def kept(self) -> tuple[int, int, int]:
-        """Kinds of vectors that the KV cache keeps of a token, vectors of a kind, elements of one:
-        keys and values of every key head; one vector with latent attention; no kinds if it reads
-        those of another layer."""
+        """The KV cache of a token: kinds of vectors, vectors of a kind, elements of one. Two kinds
+        for every key head; one vector with latent attention; no kinds if the layer reads another
+        layer's cache."""
         if not self.has_keys:
             return 0, self.kv_heads, self.head_dim
         if self.latent is not None:
@@ -223,8 +223,8 @@ def _list_fused_rows(
 def list_latent_projected(
     at: Place, own: Attention, suffix: str, *columns: int
 ) -> Iterator[Source]:
-    """Rows of ``qkv``: queries or what they are made of, gates of heads, what keys and values are
-    made of, the rotated key; or their biases, of which queries and gates have none."""
+    """Rows of ``qkv``: queries or their latents, gates of heads, keys and values or their latents,
+    the rotated key; or their biases, which queries and gates lack."""
     latent = own.latent
     assert latent is not None
     queries, kept = own.heads * latent.key, _order_kept(own, latent)

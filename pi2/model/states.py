@@ -1,17 +1,17 @@
-"""What a layer with a state is made of: the rows of its projections, its tensors, its state.
+"""Parts of a layer with a state: the rows of its projections, its tensors, its state.
 
 Pure arithmetic, shared by the store, the backends and the plan's sizes.
 
 A layer of the kind ``delta`` or ``mamba`` projects its input to queries, keys and values of all
-heads, which go through a causal convolution of some tokens and SiLU, and to a gate for each of the
-values; of ``mamba``, queries are called C, keys B and values x.  A layer of the kind ``mamba1``
-projects to values x, which are convolved, and a gate for each of them; of what is convolved,
-further projections make step sizes, B and C.  A layer of the kind ``convolution`` projects to b, c
-and x. Rows of the projection are in this order, heads one after the other.
+heads, which go through a causal convolution of some tokens and SiLU, and to a gate for each value.
+``mamba`` calls queries C, keys B and values x. A layer of the kind ``mamba1`` projects to values x,
+which are convolved, and a gate for each of them; further projections of the convolved values make
+step sizes, B and C. A layer of the kind ``convolution`` projects to b, c and x. Rows of the
+projection are in this order, heads one after the other.
 
-Where every element of a key has a decay (``decay_of``), decays are as many as keys, and are made of
-``decay_rank`` elements, which are rows of ``state_gates``, by a second projection; gates of values
-likewise of ``gate_rank`` elements, and are no rows of ``state_in`` then."""
+If every element of a key has a decay (``decay_of``), there are as many decays as keys. A second
+projection makes them from ``decay_rank`` elements, which are rows of ``state_gates``. Gates of
+values come from ``gate_rank`` elements in the same way, and are no rows of ``state_in`` then."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StateShape:
     kernel: int
     """Tokens that the convolution reads, the token itself included."""
     width: int
-    """Elements of what is mixed, before it is projected back."""
+    """Elements of the mixed values, before they are projected back."""
     channels: int
     """Elements that go through the convolution."""
     key_heads: int = 0
@@ -64,17 +64,17 @@ class StateShape:
 
     @property
     def stored_width(self) -> int:
-        """Length of what is mixed in stores and backends: zeros fill it up."""
+        """Length of the mixed values in stores and backends, padded with zeros."""
         return fill_groups(self.width)
 
     @property
     def rows(self) -> int:
-        """Rows of the projection ``state_in``: what is convolved, and gates or b and c."""
+        """Rows of the projection ``state_in``: convolved values, and gates or b and c."""
         return self.channels if self.gate_rank else self.entries
 
     @property
     def entries(self) -> int:
-        """Elements of a token that are convolved or gate what is mixed, wherever they come from."""
+        """Elements of a token that are convolved or gate the mixed values, from any projection."""
         return 3 * self.width if self.kind == "convolution" else self.channels + self.width
 
     @property
@@ -84,8 +84,8 @@ class StateShape:
 
     @property
     def gates(self) -> int:
-        """Rows of the projection ``state_gates``: input gates of value heads, decays or what they
-        are made of, and what gates are made of; or step sizes."""
+        """Rows of the projection ``state_gates``: input gates of value heads, decays or their
+        low-rank elements, and those of gates; or step sizes."""
         if self.kind == "delta":
             return self.value_heads + (self.decay_rank or self.decays) + self.gate_rank
         return self.value_heads if self.kind == "mamba" else 0
@@ -112,8 +112,8 @@ class StateShape:
 
     @property
     def factors(self) -> int:
-        """Elements that backends keep of a token beside its projections: input gates and decays, or
-        step sizes, keys and queries."""
+        """Elements that backends keep of a token in addition to its projections: input gates and
+        decays, or step sizes, keys and queries."""
         if self.step_rank:
             return 2 * self.key_dim + self.width
         return self.value_heads + self.decays
@@ -197,16 +197,16 @@ def shape_state(model: Model, kind: StateKind) -> StateShape | None:
 
 
 def list_state_tensors(at: Place, shape: StateShape) -> Iterator[DenseTensor]:
-    """Tensors of a mixer besides the norm before it.
+    """Tensors of a mixer, without the norm before it.
 
     ``state_in`` [rows, hidden]; ``state_gates`` [gates, hidden], fp16 because decays multiply up;
     ``state_convolution`` float32 [kernel, channels], the oldest token's first; ``state_decay``
-    float32 [1, value heads], the rate of decay -exp(A_log); ``state_step`` [1, decays], added
-    to step sizes; ``state_skip`` [1, value heads], Mamba-2's D; ``state_norm`` [1, value_dim] or,
-    of Mamba-2, [1, width]; ``state_output`` [hidden, width]; biases.
+    float32 [1, value heads], the rate of decay -exp(A_log); ``state_step`` [1, decays], added to
+    step sizes; ``state_skip`` [1, value heads], Mamba-2's D; ``state_norm`` [1, value_dim] or, of
+    Mamba-2, [1, width]; ``state_output`` [hidden, width]; biases.
 
-    Of ``mamba1``, fp16 ``state_parts`` [step_rank + 2 key_dim, width], which gives what step sizes
-    are made of, B and C, float32 ``state_part_norm`` [1, step_rank + 2 key_dim], the weights of
+    Of ``mamba1``, fp16 ``state_parts`` [step_rank + 2 key_dim, width], which gives the latents of
+    step sizes, B and C, float32 ``state_part_norm`` [1, step_rank + 2 key_dim], the weights of
     their norms, and fp16 ``state_steps`` [width, step_rank]; ``state_decay`` is float32 [key_dim,
     width], and ``state_step`` and ``state_skip`` are [1, width]; there is no ``state_norm``.
 
@@ -332,6 +332,6 @@ def _order_mamba(shape: StateShape) -> list[int]:
 
 
 def _order_channels(shape: StateShape) -> list[int]:
-    """Queries, keys and values, of which checkpoints have values, keys and queries."""
+    """Queries, keys and values; checkpoints have values, keys and queries."""
     first, second = shape.width, shape.width + shape.key_heads * shape.key_dim
     return [*range(second, shape.channels), *range(first, second), *range(first)]

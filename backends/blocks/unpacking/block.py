@@ -98,7 +98,7 @@ class Unpacking:
     bundle: Callable[[Sequence[Source]], Bundle] | None = None
     """Unpacks several groups at once, as many as a register has 16 bytes."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
-    """Reads so many floats from a byte on, where elements stand for themselves."""
+    """Reads so many floats from a byte on, if elements are plain numbers."""
 
     @property
     def whole(self) -> int:
@@ -107,7 +107,7 @@ class Unpacking:
 
 
 class Source:
-    """Where a block lies, and what its bytes are made of."""
+    """Place of a block, and the parts of its bytes."""
 
     def __init__(self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer) -> None:
         self.machine = machine
@@ -133,8 +133,8 @@ def fill(values: Sequence[int], dtype: str = "uint8") -> v.Expr:
 
 
 def shift_right(value: v.Expr, places: int | Sequence[int], size: int) -> v.Expr:
-    """Shift bytes, in words of 32 bits: bits of neighbours come along; ``places`` may be of each
-    16 bytes."""
+    """Shift bytes, in words of 32 bits with neighbours' bits; ``places`` may be of each 16
+    bytes."""
     if places == 0:
         return value
     words = v.reinterpret(value, "uint32", size // 4)

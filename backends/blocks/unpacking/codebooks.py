@@ -57,8 +57,8 @@ def _make_parts(
     find_signs: FindCode | None,
     add: Callable[[int], v.Expr] | None = None,
 ) -> list[Part]:
-    """Look up ``each`` weights for a code; ``find_signs`` gives signs of 8 weights, ``add`` what
-    is added to 8 weights, int8."""
+    """Look up ``each`` weights for a code; ``find_signs`` gives signs of 8 weights, ``add`` an int8
+    correction of 8 weights."""
     width, dtype = source.width, "int64" if each == 8 else "int32"
     parts = []
     for first in range(0, 256, width):

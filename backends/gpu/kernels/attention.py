@@ -59,8 +59,8 @@ def list_attention_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
 
 
 def make_keep(attention: AttentionKernels, is_normed: bool, name: str) -> c.Kernel:
-    """Make ``keep``: a work group for every head of queries, keys and values of a token;
-    ``is_normed``: heads are normalised."""
+    """Make ``keep``: a work group for every query, key and value head of a token; ``is_normed``:
+    heads are normalised."""
     kernel = c.Kernel(name, (_PAIR_THREADS, 1, 1))
     size, half = attention.head_dim, attention.head_dim // 2
     with kernel.declare():
@@ -160,8 +160,8 @@ def _find_norm(attention: AttentionKernels, vector: c.Buffer) -> c.Expr:
 def _normalise_ends(
     ends: list[c.Expr], norm: c.Expr, weights: c.Buffer, first: c.Expr, half: int, is_value: c.Expr
 ) -> list[c.Expr]:
-    """Return both elements of a pair times the norm and their weights, of which ``first`` is the
-    first one's; values stay as they are."""
+    """Return both elements of a pair times the norm and their weights, whose first one is
+    ``first``; values stay as they are."""
     return [
         c.let(T.Select(is_value == 1, end, end * norm * weights[first + number * half]))
         for number, end in enumerate(ends)
@@ -265,7 +265,7 @@ def _find_first(attention: AttentionKernels, window: int | None, position: c.Exp
 
 
 class _Queries:
-    """Where the queries are that ``attend`` reads."""
+    """Place of the queries that ``attend`` reads."""
 
     def __init__(self, kernel: c.Kernel, attention: AttentionKernels) -> None:
         self._attention = attention

@@ -54,7 +54,7 @@ class Cell:
 
 
 def let(value: Expr) -> Expr:
-    """Name a value, so that it is computed once however often it is used."""
+    """Name a value: it is computed once, however often it is used."""
     return Cell(value).get()
 
 
@@ -87,7 +87,7 @@ def share(size: int, dtype: str = "float32") -> Buffer:
 
 
 def wait_for_group() -> None:
-    """Let all threads of the work group arrive here, with what they wrote to shared arrays."""
+    """Barrier of the work group, with its writes to shared arrays."""
     T.evaluate(T.tvm_storage_sync("shared"))
 
 
@@ -120,7 +120,7 @@ def when(condition: Expr) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a thread is: its group in the grid and its place in the group, by axis."""
+    """Place of a thread: its group in the grid and its place in the group, by axis."""
 
     group: tuple[Expr, Expr]
     thread: tuple[Expr, Expr, Expr]
@@ -189,7 +189,7 @@ _LARGEST = 65504.0
 
 
 def widen_half(word: Expr, high: bool | Expr) -> Expr:
-    """Return the low or high fp16 number of a word as float32, with integer instructions alone."""
+    """Return the low or high fp16 number of a word as float32, with integer instructions only."""
     if isinstance(high, bool):
         shift = T.uint32(16 if high else 0)
     else:
@@ -206,8 +206,8 @@ def widen_half(word: Expr, high: bool | Expr) -> Expr:
 
 
 def narrow_half(value: Expr) -> Expr:
-    """Return the bits of the nearest fp16 number, ties to even, of a named float32, as uint32; what
-    is too large becomes the largest one."""
+    """Return the bits of the nearest fp16 number, ties to even, of a named float32, as uint32;
+    larger numbers become the largest one."""
     size = let(T.min(T.abs(value), number(_LARGEST)))
     bits = let(T.reinterpret(size, dtype="uint32"))
     odd = T.bitwise_and(T.shift_right(bits, T.uint32(13)), T.uint32(1))

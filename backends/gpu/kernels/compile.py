@@ -187,7 +187,7 @@ def generate_sources(kernels: Sequence[Kernel], target: Target) -> tuple[str, di
 
 
 def describe_kernel(kernel: Kernel, parameters: Sequence[str], code: int) -> Signature:
-    """Return how ``kernel`` is launched; ``parameters`` are those of its code, in order."""
+    """Return the launch of ``kernel``; ``parameters`` are its code's, in order."""
     names = [name.removesuffix("_ptr") for name in parameters]
     arrays = tuple(name for name in names if name in kernel.arrays)
     numbers = tuple((name, kernel.numbers[name]) for name in names if name in kernel.numbers)

@@ -178,10 +178,10 @@ def emit_sums(
 ) -> None:
     """Add parameters and body of a kernel that adds up down vectors for ``count`` tokens.
 
-    A thread adds up 8 elements of the sum over every eighth neuron.  ``pitch`` is how many values a
-    token has room for, ``count_neurons(token)`` how many it has, and ``find_row(token, neuron)``
-    where a neuron lies, for the first of the tokens.  Neurons that are zero for all of the tokens
-    are not read."""
+    A thread adds up 8 elements of the sum over every eighth neuron. ``pitch`` is the number of
+    values that a token has room for, ``count_neurons(token)`` the number that it has, and
+    ``find_row(token, neuron)`` the row of a neuron, for the first of the tokens. Neurons that are
+    zero for all of the tokens are not read."""
     lanes = count_words(ffn.precision) * ELEMENTS // GROUP
     units = ffn.hidden // ELEMENTS
     columns = -(-units // ROWS)
@@ -319,7 +319,7 @@ def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
             ]
 
             def find_row(strip: c.Expr, column: c.Expr) -> c.Expr:
-                """The number of a vector among all, where they lie in rows."""
+                """The number of a vector among all, if they are in rows."""
                 tile = strip if tiles == 2 else T.int32(0)
                 neuron = T.min((place.group[0] * tiles + tile) * ROWS + column, neurons - 1)
                 part = strip if ffn.parts == 2 else T.int32(0)

@@ -47,7 +47,7 @@ _THREADS = 256
 
 
 def make_select(select: SelectKernels) -> c.Kernel:
-    """Make ``select``: every thread counts in a stretch of the neurons, then writes its own."""
+    """Make ``select``: every thread counts in a range of the neurons, then writes its own."""
     kernel = c.Kernel("select", (_THREADS, 1, 1))
     with kernel.declare():
         scores = kernel.take_array("scores", "float32") if select.scored else None

@@ -134,7 +134,7 @@ def make_latent_norm(attention: AttentionKernels, latent: Latent, query_rank: in
 
 
 def make_latent_keep(attention: AttentionKernels, latent: Latent) -> c.Kernel:
-    """Make ``keep``: a work group for a head's query, and one for what is kept of the token."""
+    """Make ``keep``: a work group for a head's query, and one for the token's latent vector."""
     kernel = c.Kernel("keep", (_THREADS, 1, 1))
     heads, rows, half = attention.heads, attention.latent_rows, latent.rotated // 2
     with kernel.declare():

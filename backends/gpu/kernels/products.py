@@ -142,7 +142,7 @@ _THREADS = SIDE * SIDE
 _EACH = TOKENS // SIDE
 """Tokens, and columns, of a thread."""
 _PITCH = COLUMNS + 1
-"""Elements from one term to the next: neighbouring terms lie in different banks."""
+"""Elements from one term to the next: neighbouring terms are in different banks."""
 
 
 class Panels:
@@ -161,8 +161,7 @@ class Panels:
         first: c.Expr,
         stride: int,
     ) -> None:
-        """Unpack a word of weights; its elements go to ``first`` and ``stride`` times their
-        numbers."""
+        """Unpack a word of weights; elements go to ``first`` plus multiples of ``stride``."""
         for element, value in zip(elements, unpack_word(weights.precision, word), strict=True):
             c.store(self.weights, first + element * stride, value * scale)
 

@@ -154,8 +154,7 @@ def _emit_norm(
     thread: c.Expr,
     write: c.Write,
 ) -> None:
-    """Normalise the vector at ``first``; elements beyond the width become 0, as their weights
-    are."""
+    """Normalise the vector at ``first``; elements beyond the width become 0, as weights are."""
     shared = c.share(_NORM_WIDTH)
     mean = c.number(0.0)
     if norm.norm.kind == "layernorm":
@@ -247,8 +246,8 @@ THREADS = 256
 
 
 def make_read() -> c.Kernel:
-    """Make ``read``: neighbouring threads read neighbouring vectors, and nothing is left out,
-    because what is read is written combined."""
+    """Make ``read``: neighbouring threads read neighbouring vectors. Nothing is left out, because
+    the vectors are written combined."""
     kernel = c.Kernel("read", (THREADS, 1, 1))
     with kernel.declare():
         words = kernel.take_array("words", "uint32x4")
@@ -306,7 +305,7 @@ def make_route_scores(router: RouterKernels) -> c.Kernel:
 
 
 def make_route(router: RouterKernels) -> c.Kernel:
-    """Make ``route``: a work group per token; an expert is chosen if fewer than ``active`` others
+    """Make ``route``: a work group per token; an expert is chosen if under ``active`` others
     win."""
     kernel = c.Kernel("route", (_THREADS, 1, 1))
     experts = router.moe.experts

@@ -135,7 +135,7 @@ class FfnKernels:
     weighs_input: bool = False
     """Whether experts' weights multiply gates and ups, not what neurons compute of them."""
     in_rows: bool = False
-    """Whether gates and up rows lie in rows, as neurons in slots do, instead of in tiles."""
+    """Whether gates and up rows are in rows, as neurons in slots are, instead of in tiles."""
 
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0, self
@@ -159,13 +159,13 @@ class ProductKernels:
     precision: Precision
     bias: bool = False
     relu: bool = False
-    """Whether what is below 0 becomes 0."""
+    """Whether negative values become 0."""
     adds: bool = False
     """Whether products are added to what the outputs hold."""
     blocks: int = 1
     """Parts of the rows that have inputs of their own, such as the predictors of experts."""
     pitch: int | None = None
-    """Elements from a token's products to the next one's, if they are more than the rows."""
+    """Elements from one token's products to the next one's, if they are more than the rows."""
 
     def __post_init__(self) -> None:
         assert self.length % GROUP == 0, self
@@ -198,7 +198,7 @@ class NormKernels:
     """Norms of the residual stream, and sums into it (`pi2.backends.gpu.kernels.routing`)."""
 
     length: int
-    """Elements of a vector as it lies in memory: zeros fill up the last group."""
+    """Elements of a vector in memory: zeros fill up the last group."""
     width: int
     """Elements that norms are taken of."""
     norm: Norm
@@ -206,8 +206,7 @@ class NormKernels:
     spreads: bool = False
     """Whether the FFN's sum begins with biases."""
     experts: int = 0
-    """Experts of an MoE model, each of which has biases of its own; 0 for a model without
-    experts."""
+    """Experts of an MoE model with biases of their own; 0 for a model without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +216,7 @@ class AttentionKernels:
     heads: int
     kv_heads: int
     head_dim: int
-    """Elements of a key; with latent attention, of what is kept of a token."""
+    """Elements of a key; with latent attention, of the latent vector."""
     scale: float
     """Factor of the scores."""
     kv: KvType
@@ -238,7 +237,7 @@ class AttentionKernels:
     some_full: bool = False
     """Whether some layers see all tokens although there is a window."""
     sinks: bool = False
-    """Whether every head has a score beside those of the tokens."""
+    """Whether every head has a score in addition to the tokens' scores."""
     output_gate: bool = False
     """Whether gates of what heads mix come behind the values."""
     latent: Latent | None = None
@@ -250,17 +249,17 @@ class AttentionKernels:
 
     @property
     def vectors(self) -> int:
-        """Vectors of queries, keys and values of a token."""
+        """QKV vectors of a token."""
         return self.heads + 2 * self.kv_heads
 
     @property
     def qkv_pitch(self) -> int:
-        """Elements from a token's queries to the next one's."""
+        """Elements from one token's queries to the next one's."""
         return (self.vectors + self.heads * self.output_gate) * self.head_dim
 
     @property
     def latent_rows(self) -> int:
-        """Elements from what a token's queries are made of to the next one's."""
+        """Elements from one token's query latent to the next one's."""
         assert self.latent is not None
         queries = self.latent.query_rank or self.heads * self.latent.key
         return queries + self.heads * self.output_gate + self.latent.kept
@@ -299,7 +298,7 @@ class StateKernels:
 
     shape: StateShape
     epsilon: float
-    """Epsilon of the norm of what they mix."""
+    """Epsilon of the norm of their output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,8 +37,7 @@ def write_objects(
 
 
 def link(files: list[Path], output: Path) -> list[str]:
-    """Make a program of all ``files``, or one object of all but the worker; return what went
-    wrong."""
+    """Make a program of all ``files``, or one object of all but the worker; return the fault."""
     linker = find_linker()
     if linker is None:
         return [f"{LINKERS[0]}: not installed"]

@@ -228,8 +228,8 @@ def emit_call(
 
 
 def emit_values(ffn: FfnShape, together: int, *operands: c.Expr) -> None:
-    """``values`` float32 [tokens, neurons] of ``tiles`` tiles; those from neuron ``count`` on are
-    0.  ``plane`` has the bytes from one vector's scales and biases to the next one's."""
+    """``values`` float32 [tokens, neurons] of ``tiles`` tiles; values from neuron ``count`` on are
+    0. ``plane`` has the bytes from one vector's scales and biases to the next one's."""
     o = dict(zip(VALUES, operands, strict=True))
     code_bytes, factor_bytes = count_tile_bytes(ffn.weights, ffn.length)
     input_bytes, offset_bytes = count_block_bytes(ffn.weights, ffn.length, together)

@@ -16,7 +16,7 @@ from pi2.formats.packing import Packing
 
 
 class Bytes(Unpacking):
-    """A field is a code; where the primitive takes no whole bytes, two nibbles of one."""
+    """A field is a code; if the primitive takes no whole bytes, two nibbles of one."""
 
     divides_bytes = False
     stream_places = 4

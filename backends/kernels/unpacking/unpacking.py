@@ -61,13 +61,13 @@ class Unpacking:
     stream_places = 0
     """Bits by which the second of two streams is worth more."""
     values: Sequence[int] = ()
-    """What 16 codes of 4 bits stand for, where a table tells it."""
+    """Values of 16 codes of 4 bits, if a table has them."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
         self.chunks = packing.chunks
         self.tiles = self.chunks
-        """Tiles of a block: what is unpacked to floats at once."""
+        """Tiles of a block: the weights that are unpacked to floats at once."""
         self.group_bytes = packing.count_weight_bytes(GROUP)
 
     # Floats.
@@ -90,7 +90,7 @@ class Unpacking:
         raise NotImplementedError
 
     def list_places(self, lanes: int, first: v.Expr, tile: Place) -> list[v.Expr]:
-        """Return where the elements of a tile stand in y, in the order of `emit_tile`."""
+        """Return the positions in y of a tile's elements, in the order of `emit_tile`."""
         return [v.let(first * GROUP + element * lanes) for element in self.list_elements(tile)]
 
     def emit_tile(self, isa: Isa, block: Block, tile: Place) -> Tile:
@@ -129,8 +129,7 @@ class Unpacking:
         return isa.lanes == WIDE and lanes < WIDE and bool(self.values)
 
     def emit_narrow_block(self, block: Block) -> Tile:
-        """Unpack a block: (place in y, weights without their scale as float32 x 16) of each 16
-        elements."""
+        """Unpack a block: (place in y, float32 x 16 weights without scale) of each 16 elements."""
         vector, lanes, first = block.vector, block.lanes, block.first
         byte = vector.weights_base + v.wide(first * self.group_bytes)
         words = _Words(vector.weights, byte, lanes)
@@ -190,7 +189,7 @@ class Unpacking:
         return True
 
     def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
-        """Return the sum of codes from that of fields; ``sums`` are -8 times those of inputs."""
+        """Return the sum of codes from the sum of fields; ``sums``: -8 times the inputs' sums."""
         raise NotImplementedError
 
     # Tiles of bytes (`kernels.amx`, `kernels.i8mm`) and rows of tables.

@@ -1,23 +1,23 @@
-"""How neuron bundles of packed vectors (`pi2.formats.packing`) lie in bytes.
+"""Layout of neuron bundles of packed vectors (`pi2.formats.packing`) in bytes.
 
 The store's writer, its reader, the kernels and the plan's memory arithmetic share this layout. Pure
-arithmetic: no numpy: ``pi2 validate`` uses it.
+arithmetic, without numpy: ``pi2 validate`` uses it.
 
-A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
-neurons have no gate; each is followed by its scales.  Gate and up rows may be blocks of a GGUF file
-as they are there, with their scales in them.  Biases of the neuron (gate's, then up's) come next,
-float32, at a multiple of 4 bytes; then, in models that normalise activations, the factor of its
-normalised activation, float32, at a multiple of 4 bytes; in an MoE model, the number of the
+A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column if neurons
+have no gate; each is followed by its scales. Gate and up rows may be unchanged blocks of a GGUF
+file, with their scales in them. Biases of the neuron (gate's, then up's) come next, float32, at a
+multiple of 4 bytes. In models that normalise activations, the factor of its normalised activation
+follows, float32, at a multiple of 4 bytes. In an MoE model, the number of the
 neuron's expert comes last, int32, at a multiple of 4 bytes.
 
-With *resident* scales a bundle has none: those of all neurons lie beside the bundles, one row for a
-neuron with the scales of its vectors one after the other, and are in memory wherever bundles are.
+With *resident* scales a bundle has none: a separate table has a row for each neuron, with the
+scales of its vectors one after the other; it is in memory wherever bundles are.
 
-Neurons of mxfp4 are exact copies of checkpoints, where 32 neurons share the scale of an element of
-their down columns (`Packing.shares_down_scales`).  So their gates and ups have scales in the
-bundle, and the scales of their downs are resident: for 32 neurons that follow each other, in stored
-order, one vector of ``hidden`` bytes in the int8 layout, in the 32 rows of these neurons.  Neurons
-of mxfp4 with all scales in them have such a vector each."""
+Neurons of mxfp4 are exact copies of checkpoints, in which 32 neurons share the scale of an element
+of their down columns (`Packing.shares_down_scales`). So their gates and ups have scales in the
+bundle, and the scales of their downs are resident. For 32 neurons that follow each other in stored
+order, they are one vector of ``hidden`` bytes in the int8 layout, in the 32 rows of these neurons.
+Neurons of mxfp4 with all scales in them have such a vector each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def matrix_bytes(rows: int, length: int, precision: Precision) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One vector of a bundle: where its weights and scales begin, in bytes; resident scales, in the
+    """One vector of a bundle: first bytes of its weights and scales; resident scales are in the
     neuron's row of scales."""
 
     name: PartName
@@ -98,7 +98,7 @@ class BundleLayout:
     expert_offset: int | None = None
     """Byte of the expert's number; None without experts."""
     scales: ScalesPlace = "inline"
-    """Where scales lie: inside or outside of the bundle."""
+    """Place of the scales: inside or outside of the bundle."""
 
     @property
     def is_gated(self) -> bool:
@@ -121,12 +121,12 @@ class BundleLayout:
 
     @property
     def first_bytes(self) -> int:
-        """Bytes of the first vector: what has to be read for the gate, if there is one."""
+        """Bytes of the first vector: the read for the gate, if there is one."""
         return self.parts[1].weights_offset
 
     @property
     def scales_stride(self) -> int:
-        """Bytes from one neuron's scales to the next, where they lie next to bundles, else 0."""
+        """Bytes from one neuron's scales to the next if they are next to bundles, else 0."""
         return sum(scale_bytes(self.hidden, own.precision) for own in self.parts if own.resident)
 
     @property
@@ -136,8 +136,7 @@ class BundleLayout:
 
     @property
     def inline(self) -> BundleLayout:
-        """The layout of the same neuron with its scales in the bundle, a multiple of 512 bytes
-        apart."""
+        """The layout with scales in the bundle, a multiple of 512 bytes apart."""
         return lay_out_bundle(
             self.hidden,
             self.precision,
