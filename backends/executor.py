@@ -74,6 +74,19 @@ class ObservableExecutor:
         assert self._observer is None or observer is None, "one observer at a time"
         self._observer = observer
 
+    def add_named_neurons(
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32,
+        named: I64,
+        known: bool = False,
+        stretch: int = 1,
+    ) -> None:
+        executor = cast(Executor, self)
+        add_one_by_one(executor, layer, arena, slots, indices, named, known, stretch)
+
 
 def noted(method: Method) -> Method:
     """Let the executor's observer be told of every call of ``method``, whose first argument may be

@@ -201,6 +201,29 @@ class DenseUnit(Protocol):
         may be called twice."""
 
 
+class NotedUnit:
+    """A unit that counts and tells what it does, and copies all values at once."""
+
+    _observer: UnitObserver | None = None
+    _busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s
+
+    def observe(self, observer: UnitObserver | None) -> None:
+        self._observer = observer
+
+    def note(self, name: str | None, start_s: float, end_s: float) -> None:
+        """Count a piece of work, and tell of it if it has a name."""
+        self._busy_s += end_s - start_s
+        if self._observer is not None and name is not None:
+            self._observer(name, start_s, end_s)
+
+    def wait(self, job: int) -> None:
+        """Return at once: all added values have been copied."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRequest:
     """Everything that a unit needs to have a model as a whole."""

@@ -3,7 +3,6 @@ worker, and a compiler that is at hand."""
 
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from functools import partial
 
@@ -37,18 +36,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(autouse=True)
-def every_core(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves its thread bound to some cores is named, and does not bind those that
-    follow it in the same worker."""
+def every_core() -> Iterator[None]:
+    """A test that leaves its thread bound to some cores fails, and does not bind those that follow
+    it in the same worker."""
     if not hasattr(os, "sched_getaffinity"):
         yield
         return
     before = os.sched_getaffinity(0)
     yield
     after = os.sched_getaffinity(0)
-    if after != before:
-        os.sched_setaffinity(0, before)
-        warnings.warn(f"{request.node.nodeid} left its thread on {sorted(after)}", stacklevel=1)
+    os.sched_setaffinity(0, before)
+    assert after == before, "the test left its thread on other cores"
 
 
 @pytest.fixture(scope="session", autouse=True)

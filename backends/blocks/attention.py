@@ -198,7 +198,7 @@ class _Parts(_Heads):
             return weight
 
         walk(T.int64(0), size, look)
-        now = v.let(T.max(largest.get(), v.find_largest(wide.get(), "float32", 16)))
+        now = v.let(T.max(largest.get(), v.find_largest(wide.get(), 16)))
         factor = v.let(v.take_exponential(before - now, 1))
         top.set(now)
         total.set(total.get() * factor + add_up(T.int64(0), size, exponentiate))
@@ -426,7 +426,7 @@ class _Tile(_Heads):
         with T.serial(size // lanes) as block:
             value = v.load(self._scratch, row + block * lanes, lanes)
             cell.set(T.max(cell.get(), T.Select(is_seen(block), value, nothing)))
-        top = v.let(T.max(before, v.find_largest(cell.get(), "float32", lanes)))
+        top = v.let(T.max(before, v.find_largest(cell.get(), lanes)))
         total = v.Cell(v.constant(0.0, "float32", lanes))
         with T.serial(size // lanes) as block:
             at = v.let(row + block * lanes)

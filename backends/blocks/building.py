@@ -43,6 +43,14 @@ _SHARES = 8
 """Parts of a matrix that there are at least for each thread."""
 
 
+_SCRATCH = {"scratch": 0, "scratch_stride": 0}
+"""Arguments that `Builder.finish` sets."""
+
+
+def _put_optional(name: str, address: int) -> dict[str, int]:
+    return {name: address, f"has_{name}": int(address != 0)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
     """Pairs of tokens and chosen experts of a layer, by addresses."""
@@ -77,6 +85,10 @@ class Area:
 
     address: int
     stride: int
+
+    def put(self, name: str) -> dict[str, int]:
+        """Return the arguments ``name`` and its stride."""
+        return {name: self.address, f"{name}_stride": self.stride}
 
     def skip(self, elements: int) -> Area:
         """Return the vectors that begin so many elements later."""
@@ -210,27 +222,19 @@ class Builder:
         added: bool = False,
         is_rms: bool = False,
         has_weights: bool = True,
-        offset: float | None = None,
     ) -> None:
         """Normalise vectors; ``added``: to what y holds, times the residual's factor."""
         norm = self._model.norm
-        weights = 0
-        if has_weights:
-            weights = self.read_vector(
-                key, self.layer, norm.weight_offset if offset is None else offset
-            )
+        offset = norm.weight_offset
+        weights = self.read_vector(key, self.layer, offset) if has_weights else 0
         bias = self.read_vector(f"{key}_bias", self.layer) if norm.bias and not is_rms else 0
         self.add(
             "normalize",
             {
-                "x": x.address,
-                "x_stride": x.stride,
-                "weights": weights,
-                "has_weights": int(weights != 0),
-                "bias": bias,
-                "has_bias": int(bias != 0),
-                "y": y.address,
-                "y_stride": y.stride,
+                **x.put("x"),
+                **_put_optional("weights", weights),
+                **_put_optional("bias", bias),
+                **y.put("y"),
                 "length": length,
                 "epsilon": put_float(norm.epsilon),
                 "centred": int(norm.kind == "layernorm" and not is_rms),
@@ -282,8 +286,7 @@ class Builder:
             self.add(
                 f"quantize_{kind}",
                 {
-                    "x": source.address,
-                    "x_stride": source.stride,
+                    **source.put("x"),
                     "y": target + number * plane,
                     "y_stride": stride,
                     "length": length,
@@ -305,8 +308,7 @@ class Builder:
         kind = weight.kind.activations
         if kind == "float":
             return kind
-        is_wide = kind == "q8_k"
-        find = self._find_order if is_wide else self._count_together
+        find = self._find_order if kind == "q8_k" else self._count_together
         return f"{kind} {find(weight.format)}"
 
     def _count_together(self, name: str) -> int:
@@ -339,17 +341,14 @@ class Builder:
                     "x_stride": codes.stride,
                     "planes": codes.planes,
                     "plane_stride": codes.plane_stride,
-                    "y": y.address,
-                    "y_stride": y.stride,
+                    **y.put("y"),
                     "blocks": weight.length // weight.kind.block,
                     "tokens": 0,
-                    "bias": product.bias,
-                    "has_bias": int(product.bias != 0),
+                    **_put_optional("bias", product.bias),
                     "added": int(product.added),
                     "factor": put_float(product.factor),
                     "rows": weight.rows,
-                    "scratch": 0,
-                    "scratch_stride": 0,
+                    **_SCRATCH,
                     **self._list_pairs(product),
                 },
                 ways=self._list_ways(weight, product.routed),
@@ -423,8 +422,7 @@ class Builder:
                 "weights": find_address(weight),
                 "grid": self._find_grid(weight.format),
                 "numbers": self.numbers.ctypes.data,
-                "y": y.address,
-                "y_stride": y.stride,
+                **y.put("y"),
                 "blocks": weight.length // weight.kind.block,
                 "factor": put_float(factor),
             },
@@ -439,8 +437,7 @@ class Builder:
         self.add(
             "cap",
             {
-                "x": x.address,
-                "x_stride": x.stride,
+                **x.put("x"),
                 "length": length,
                 "limit": put_float(limit),
                 "factor": put_float(factor),
@@ -461,8 +458,7 @@ class Builder:
                 "ups": 0 if ups is None else ups.address,
                 "has_ups": int(ups is not None),
                 "x_stride": gates.stride,
-                "y": y.address,
-                "y_stride": y.stride,
+                **y.put("y"),
                 "length": length,
                 "kind": ACTIVATIONS.index(kind),
                 "limit": put_float(ffn.limit or 0.0),
@@ -498,16 +494,13 @@ class Builder:
         self.add(
             "route",
             {
-                "scores": scores.address,
-                "scores_stride": scores.stride,
+                **scores.put("scores"),
                 "experts": experts,
                 "active": active,
                 "chosen": routed.expert_of,
                 "weights": routed.weights,
-                "choice_bias": choice,
-                "has_choice_bias": int(choice != 0),
-                "expert_scale": scales,
-                "has_expert_scale": int(scales != 0),
+                **_put_optional("choice_bias", choice),
+                **_put_optional("expert_scale", scales),
                 "is_sigmoid": int(moe.router == "sigmoid"),
                 "bias_of_score": int(moe.choice_bias_of == "score"),
                 "groups": moe.groups,
@@ -515,8 +508,7 @@ class Builder:
                 "best_two": int(moe.group_score == "best-two"),
                 "normalise": int(moe.normalise_weights),
                 "scaling": put_float(moe.scaling),
-                "scratch": 0,
-                "scratch_stride": 0,
+                **_SCRATCH,
             },
             each=1,
         )
@@ -545,17 +537,7 @@ class Builder:
         return self.keep(allocate(4 * count)).ctypes.data
 
     def add_weighing(self, x: Area, length: int, scores: Area) -> None:
-        self.add(
-            "weigh",
-            {
-                "x": x.address,
-                "x_stride": x.stride,
-                "length": length,
-                "scores": scores.address,
-                "scores_stride": scores.stride,
-            },
-            each=1,
-        )
+        self.add("weigh", {**x.put("x"), "length": length, **scores.put("scores")}, each=1)
 
     def add_turn(
         self, x: Area, heads: int, own: Attention, key: str, *, neighbours: bool, waits: bool
@@ -568,8 +550,7 @@ class Builder:
         self.add(
             "turn",
             {
-                "x": x.address,
-                "x_stride": x.stride,
+                **x.put("x"),
                 "heads": heads,
                 "head_dim": width,
                 "weights": weights,
@@ -636,16 +617,13 @@ class Builder:
             "window": shape.window or 0,
             "scale": put_float(attention.scale or 1 / math.sqrt(shape.head_dim)),
             "cap": put_float(attention.softcap or 0.0),
-            "sinks": sinks,
-            "has_sinks": int(sinks != 0),
-            "y": y.address,
-            "y_stride": y.stride,
+            **_put_optional("sinks", sinks),
+            **y.put("y"),
             "tokens": 0,
             "tile": count_tile_tokens(group),
             "parts": PARTS,
             "partials": 0,
-            "scratch": 0,
-            "scratch_stride": 0,
+            **_SCRATCH,
         }
         # Several tokens have a context each, in parts; of many, contexts are not divided.
         one = Way(address=self._libraries.find("attend"), each=shape.kv_heads * PARTS)

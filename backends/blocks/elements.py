@@ -93,10 +93,9 @@ def _emit_wide(block: _Block, order: v.Buffer, rest: _Rest) -> None:
         value = v.let(v.load(x, source + piece * lanes, lanes))
         largest.set(T.max(largest.get(), value))
         least.set(T.min(least.get(), value))
-    top = v.let(v.find_largest(largest.get(), "float32", lanes))
+    top = v.let(v.find_largest(largest.get(), lanes))
     bottom = v.let(
-        T.float32(0.0)
-        - v.find_largest(v.constant(0.0, "float32", lanes) - least.get(), "float32", lanes)
+        T.float32(0.0) - v.find_largest(v.constant(0.0, "float32", lanes) - least.get(), lanes)
     )
     # The scale has the sign of the number that is farthest from 0, so that its code is -127.
     extreme = v.let(T.Select(T.float32(0.0) - bottom > top, bottom, top))
@@ -133,7 +132,7 @@ def _emit_narrow(block: _Block, together: v.Expr, rounds: v.Expr, rest: _Rest) -
     step = v.let(T.Select(is_bundled, together * lanes, T.int64(lanes)))
     halves = [v.let(v.load(x, source + k * lanes, lanes)) for k in range(2)]
     sizes = v.let(T.max(T.abs(halves[0]), T.abs(halves[1])))
-    top = v.let(v.find_largest(sizes, "float32", lanes))
+    top = v.let(v.find_largest(sizes, lanes))
     inverse = v.let(T.Select(top == T.float32(0.0), T.float32(0.0), T.float32(127.0) / top))
     exact = v.let(top / T.float32(127.0))
     rounded = v.cast(v.cast(exact, "float16", 1), "float32", 1)

@@ -1,30 +1,10 @@
-"""A model whose weights stay as they lie in a file: `BlockModel`.
-
-Whoever has a source of weights gives ``find(key, layer)`` (`weights.FindWeight`): a tensor by the
-key of ``model.tensors``, as `weights.Weight` with its format and bytes (mapped or read), or without
-bytes where they are streamed.  Vectors (norms, biases, sinks) are always given with their bytes,
-and are copied.  `support.find_unknown` says first what a model has that is not computed here.
-
-    model = BlockModel(document, find, threads=2, context=4096, sequences=1, chunk=256,
-                       architecture="x86-64", features=cpu.features)
-    model.prefill(tokens, sequence=0, position=0)      # a chunk of at most ``chunk`` tokens
-    model.logits(first)                                # of that chunk's tokens from first on
-    model.step(tokens, sequences, positions)           # logits [T, vocab], until the next call
-
-Memory is known before: `room.count_kv_bytes` and `room.count_workspace_bytes`.
-
-Streaming: ``model.matrices`` lists the tensors that instructions read, ``model.ranges`` the ranges
-of instructions, each with the numbers of its matrices.  ``set_tensor(number, address)`` says where
-a matrix is.  `begin_step` and `begin_chunk` write tokens and positions, then
-``run_range(number)`` for each range in order computes them, and `read_logits` returns them; `step`
-and `prefill` do just that without waiting.  An embedding without bytes has its rows given by
-``put_rows``."""
+"""A model whose weights stay as they lie in a file: `BlockModel`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +12,7 @@ from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.building import Area, Builder, Matrix, Product
 from pi2.backends.blocks.instructions import FindWeight, Program, Threads, Weight
 from pi2.backends.blocks.room import KvCache, Libraries
-from pi2.backends.blocks.routed import PairTables, list_routed
+from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.model.blocks import find_attention
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
@@ -95,6 +75,19 @@ class Layers:
         assert weight is not None, f"the source has no tensor {key} of layer {layer}"
         return weight
 
+    def _make(self, key: str, layer: int, y: Area, has_bias: bool = False, **more: Any) -> Product:
+        bias = self._builder.read_vector(f"{key}_bias", layer) if has_bias else 0
+        return Product(key=key, weight=self._need(key, layer), y=y, bias=bias, **more)
+
+    def _list_inputs(
+        self, fused: str, layer: int, parts: list[tuple[str, Area]], has_bias: bool
+    ) -> list[Product]:
+        """Return the matrices of ``parts``, or one that has all of them."""
+        is_fused = getattr(self._model.tensors, fused) is not None
+        if is_fused and self._find(fused, layer) is not None:
+            parts = [(fused, parts[0][1])]
+        return [self._make(key, layer, y, has_bias) for key, y in parts]
+
     def _normalize(self, key: str, target: Area) -> Area:
         norm = self._model.norm
         if not norm.inputs:
@@ -109,19 +102,18 @@ class Layers:
         source: Area,
         length: int,
         layer: int,
-        bias: int,
+        has_bias: bool,
         factor: float = 1.0,
     ) -> None:
         """Add what a matrix makes of ``source``, times ``factor``, to the residual stream."""
-        builder, weight = self._builder, self._need(key, layer)
-        factor *= self._model.multipliers.residual
+        builder = self._builder
         if not self._model.norm.outputs:
-            own = Product(key=key, weight=weight, y=self.x, bias=bias, added=True, factor=factor)
+            factor *= self._model.multipliers.residual
+            own = self._make(key, layer, self.x, has_bias, added=True, factor=factor)
             builder.add_products(source, length, [own])
             return
         given = builder.take_area("given", self._hidden)
-        own = Product(key=key, weight=weight, y=given, bias=bias)
-        builder.add_products(source, length, [own])
+        builder.add_products(source, length, [self._make(key, layer, given, has_bias)])
         builder.add_norm(norm, given, self.x, self._hidden, added=True)
 
     def _add_attention(self, layer: int, read: Area) -> None:
@@ -134,25 +126,10 @@ class Layers:
             "key": projected.skip(query),
             "value": projected.skip(query + keys),
         }
-        fused = self._find("fused_qkv", layer) if model.tensors.fused_qkv is not None else None
-        if fused is not None:
-            bias = builder.read_vector("fused_qkv_bias", layer) if attention.qkv_bias else 0
-            products = [Product(key="fused_qkv", weight=fused, y=projected, bias=bias)]
-            neighbours = fused.neighbours
-        else:
-            kinds = ("query", "key", "value") if own.has_keys else ("query",)
-            products = [
-                Product(
-                    key=kind,
-                    weight=self._need(kind, layer),
-                    y=areas[kind],
-                    bias=builder.read_vector(f"{kind}_bias", layer) if attention.qkv_bias else 0,
-                )
-                for kind in kinds
-            ]
-            neighbours = products[0].weight.neighbours
+        parts = list(areas.items())[: None if own.has_keys else 1]
+        products = self._list_inputs("fused_qkv", layer, parts, attention.qkv_bias)
         builder.add_products(read, self._hidden, products)
-        neighbours = neighbours or own.rope.pairs == "neighbours"
+        neighbours = products[0].weight.neighbours or own.rope.pairs == "neighbours"
         norms = [("query", "query_norm", query, own.heads)]
         if own.has_keys:
             norms.append(("key", "key_norm", keys, own.kv_heads))
@@ -170,8 +147,8 @@ class Layers:
         builder.add_attention(areas["query"], areas["key"], areas["value"], mixed, own, layer)
         if attention.sub_norm:
             builder.add_norm("attention_sub_norm", mixed, mixed, query, is_rms=True)
-        bias = builder.read_vector("output_bias", layer) if attention.output_bias else 0
-        self._add_output("output", "attention_output_norm", mixed, query, layer, bias)
+        has_bias = attention.output_bias
+        self._add_output("output", "attention_output_norm", mixed, query, layer, has_bias)
 
     def _add_ffn(self, layer: int, read: Area) -> None:
         model = self._model
@@ -197,21 +174,9 @@ class Layers:
         """Add an FFN, times ``factor`` and the sigmoid of ``scores``."""
         builder, ffn = self._builder, self._model.ffn
         inner = builder.take_area("inner", 2 * width)
-        is_fused = getattr(self._model.tensors, fused_kind) is not None
-        fused = self._find(fused_kind, layer) if is_fused else None
-        if fused is not None:
-            bias = builder.read_vector(f"{fused_kind}_bias", layer) if ffn.bias else 0
-            products = [Product(key=fused_kind, weight=fused, y=inner, bias=bias)]
-        else:
-            products = [
-                Product(
-                    key=kind,
-                    weight=self._need(kind, layer),
-                    y=inner.skip(width * place),
-                    bias=builder.read_vector(f"{kind}_bias", layer) if ffn.bias else 0,
-                )
-                for place, kind in enumerate(kinds[:2] if ffn.gated else kinds[1:2])
-            ]
+        own = enumerate(kinds[:2] if ffn.gated else kinds[1:2])
+        parts = [(kind, inner.skip(width * place)) for place, kind in own]
+        products = self._list_inputs(fused_kind, layer, parts, ffn.bias)
         builder.add_products(read, self._hidden, products)
         active = builder.take_area("active", width)
         builder.add_gate(inner, inner.skip(width) if ffn.gated else None, active, width)
@@ -219,44 +184,37 @@ class Layers:
             builder.add_norm("ffn_sub_norm", active, active, width, is_rms=True)
         if scores is not None:
             builder.add_weighing(active, width, scores)
-        bias = builder.read_vector(f"{kinds[2]}_bias", layer) if ffn.bias else 0
-        self._add_output(kinds[2], "ffn_output_norm", active, width, layer, bias, factor)
+        self._add_output(kinds[2], "ffn_output_norm", active, width, layer, ffn.bias, factor)
 
     def _add_mixture(self, layer: int, read: Area) -> None:
         builder, model, moe = self._builder, self._model, self._model.moe
+        ffn = model.ffn
         assert moe is not None
         width, active = model.shape.ffn, moe.active_experts
-        router = self._need("router", layer)
         scores = builder.take_area("scores", moe.experts)
-        bias = builder.read_vector("router_bias", layer) if moe.router_bias else 0
-        own = Product(key="router", weight=router, y=scores, bias=bias)
+        own = self._make("router", layer, scores, moe.router_bias)
         builder.add_products(read, self._hidden, [own])
         routed = builder.add_routing(scores, layer)
         if moe.shared_experts:
             self._add_shared(layer, read)
         inner = builder.take_area("pairs", 2 * width, active)
-        kinds = ("gate", "up") if model.ffn.gated else ("up",)
+        kinds = ("gate", "up") if ffn.gated else ("up",)
         is_input = moe.weighs == "input"
         products = [
-            Product(
-                key=kind,
-                weight=self._need(kind, layer),
-                y=inner.skip(width * place),
-                bias=builder.read_vector(f"{kind}_bias", layer) if model.ffn.bias else 0,
-                routed=routed,
-                is_weighed=is_input,
+            self._make(
+                kind, layer, inner.skip(width * place), ffn.bias, routed=routed, is_weighed=is_input
             )
             for place, kind in enumerate(kinds)
         ]
         builder.add_products(read, self._hidden, products)
         mixed = builder.take_area("active", width, active)
-        ups = inner.skip(width) if model.ffn.gated else None
+        ups = inner.skip(width) if ffn.gated else None
         builder.add_gate(inner, ups, mixed, width, each=active)
-        down = Product(
-            key="down",
-            weight=self._need("down", layer),
-            y=self.x,
-            bias=builder.read_vector("down_bias", layer) if model.ffn.bias else 0,
+        down = self._make(
+            "down",
+            layer,
+            self.x,
+            ffn.bias,
             added=True,
             factor=model.multipliers.residual,
             routed=routed,
@@ -270,8 +228,7 @@ class Layers:
         assert moe is not None
         if moe.shared_gate:
             scores = builder.take_area("shared_score", 1)
-            router = self._need("shared_router", layer)
-            own = Product(key="shared_router", weight=router, y=scores)
+            own = self._make("shared_router", layer, scores)
             builder.add_products(read, self._hidden, [own])
         width = moe.shared_ffn or moe.shared_experts * self._model.shape.ffn
         kinds = ("shared_gate", "shared_up", "shared_down")
@@ -284,23 +241,14 @@ NoteKernel = Callable[[str, int | None, float, float], None]
 """Takes a kernel's name, its layer if it has one, and when it began and ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Instructions ``begin`` to ``end``, and the numbers of the matrices that they read."""
-
-    label: str
-    """``embedding``, ``attention``, ``ffn`` or ``head``."""
-    layer: int | None
-    begin: int
-    end: int
-    matrices: tuple[int, ...]
-
-
 class BlockModel:
-    """See the module.  One calling thread.
+    """Computes chunks of a sequence (`prefill`, then `logits`) and steps of several (`step`).  One
+    calling thread.
 
-    Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks: each is
-    what those before it leave, quantised again."""
+    ``find(key, layer)`` gives tensors: vectors with their bytes, and matrices without, if they are
+    streamed: `set_tensor` then says where they are before `run` computes instructions that read
+    them.  Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks:
+    each is what those before it leave, quantised again."""
 
     def __init__(
         self,
@@ -337,31 +285,14 @@ class BlockModel:
             planes=max(planes),
         )
         self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences))
-        marks: list[tuple[str, int | None, int]] = [("embedding", None, 0)]
         layers.add_embedding()
         for layer in range(model.shape.layers):
-            marks.append(("layer", layer, len(builder.instructions)))
             layers.add_layer(layer)
-        self._head = layers.add_head()
-        marks.append(("head", None, self._head))
+        self.head = layers.add_head()
+        """The first instruction of the head."""
         builder.finish()
-        self._program = Program(builder.instructions, self._head, planes)
-        ends = [*(mark[2] for mark in marks[1:]), len(builder.instructions)]
+        self._program = Program(builder.instructions, self.head, planes)
         self.matrices: list[Matrix] = builder.matrices
-        self.ranges = [
-            Range(
-                label,
-                layer,
-                begin,
-                end,
-                tuple(
-                    number
-                    for number, matrix in enumerate(self.matrices)
-                    if begin <= matrix.instructions[0] < end
-                ),
-            )
-            for (label, layer, begin), end in zip(marks, ends, strict=True)
-        ]
         self._threads = Threads(libraries.steps, threads, cores)
         groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
         self.routed = list_routed(self.matrices, groups)
@@ -369,45 +300,37 @@ class BlockModel:
         self.pairs: PairTables | None = None
         """Order in which their experts are computed, if the caller runs them in parts."""
         if builder.routed is not None:
-            self.pairs = PairTables(self._program, builder.routed, tokens, self._run)
+            self.pairs = PairTables(self._program, builder.routed, tokens, self.run)
         self._chunk = chunk
         self.most_threads = threads
         """1: only the caller computes, which wakes no thread: quicker if it will wait anyway."""
         self._count = 0
         self._note: NoteKernel | None = None
         logits = layers.logits
-        self._logits = _view_floats(logits.address, max(LOGIT_ROWS, sequences), logits.stride)
-        self._hidden = _view_floats(layers.u.address, tokens, layers.u.stride)
+        self._logits = view_floats(logits.address, max(LOGIT_ROWS, sequences), logits.stride)
+        self._hidden = view_floats(layers.u.address, tokens, layers.u.stride)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         """Return logits [T, vocab] of ``tokens`` [T], each the next one of its sequence or of
         those before it; valid until the next call."""
         self.begin_step(tokens, sequences, positions)
-        self._run(0, len(self._program.instructions))
+        self.run(0, self.end)
         return self.read_logits()
 
     def prefill(self, tokens: I32, sequence: int, position: int) -> None:
         """Compute a chunk of a sequence, the first token of which stands at ``position``."""
         self.begin_chunk(tokens, sequence, position)
-        self._run(0, self._head)
-
-    @property
-    def head(self) -> int:
-        return self._head
+        self.run(0, self.head)
 
     @property
     def end(self) -> int:
         return len(self._program.instructions)
 
-    def run(self, begin: int, end: int) -> None:
-        """Compute instructions ``begin`` to ``end``."""
-        self._run(begin, end)
-
     def run_rows(self, number: int, first: int, end: int, address: int) -> None:
         """Compute rows ``first`` to ``end`` of a product; row 0 would be at ``address``."""
         self._program.set_value(number, "weights", address)
         self._program.set_rows(number, first, end, self._lanes)
-        self._run(number, number + 1)
+        self.run(number, number + 1)
 
     def put_rows(self, number: int, rows: U8) -> None:
         """Give the tokens' rows [T, bytes] of the embedding, matrix ``number``."""
@@ -428,7 +351,7 @@ class BlockModel:
         """Return logits [n, vocab] of the last chunk's tokens from ``first`` on, n at most
         `LOGIT_ROWS`; valid until the next call."""
         self.choose_logits(first)
-        self._run(self._head, len(self._program.instructions))
+        self.run(self.head, self.end)
         return self.read_logits()
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
@@ -459,14 +382,9 @@ class BlockModel:
     def set_logits(self, first: int, count: int) -> None:
         """Let the head compute ``count`` tokens from ``first`` on."""
         x = self._layers.x
-        self._program.set_value(self._head, "x", x.address + 4 * first * x.stride)
+        self._program.set_value(self.head, "x", x.address + 4 * first * x.stride)
         self._program.set_head_tokens(count)
         self._rows = count
-
-    def run_range(self, number: int) -> None:
-        """Compute a range of instructions; all of them once, in order, are a step or a chunk."""
-        own = self.ranges[number]
-        self._run(own.begin, own.end)
 
     def read_logits(self) -> F32:
         """Return what the head gave last [n, vocab]."""
@@ -476,10 +394,11 @@ class BlockModel:
         """Return what the head reads of the chunk's tokens from ``first`` on [n, hidden], n at
         most `LOGIT_ROWS`; valid until the next call."""
         self.choose_logits(first)
-        self._run(self._head, self._head + 1)
+        self.run(self.head, self.head + 1)
         return self._hidden[: self._rows, : self._model.shape.hidden]
 
-    def _run(self, begin: int, end: int) -> None:
+    def run(self, begin: int, end: int) -> None:
+        """Compute instructions ``begin`` to ``end``."""
         if self._note is None:
             self._threads.run(self._program.address, begin, end, self.most_threads)
             return
@@ -536,10 +455,3 @@ def list_formats(model: Model, find: FindWeight) -> list[str]:
     places += [("embedding", 0), ("head", 0)]
     found = {weight.format for key, layer in places if (weight := find(key, layer)) is not None}
     return sorted(found)
-
-
-def _view_floats(address: int, rows: int, stride: int) -> F32:
-    import ctypes
-
-    raw = (ctypes.c_float * (rows * stride)).from_address(address)
-    return np.ctypeslib.as_array(raw).reshape(rows, stride)

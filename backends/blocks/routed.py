@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,9 +59,9 @@ class PairTables:
         self._program, self._run = program, run
         self._active, self._experts = routed.active, routed.experts
         pairs = tokens * routed.active
-        self._chosen = _view(routed.expert_of, pairs).view(np.int32)
-        self._listed = _view(routed.pairs, pairs).view(np.int32)
-        self._weights: F32 = _view(routed.weights, pairs)
+        self._chosen = view_floats(routed.expert_of, pairs).view(np.int32)
+        self._listed = view_floats(routed.pairs, pairs).view(np.int32)
+        self._weights: F32 = view_floats(routed.weights, pairs)
         self._steps: I32 = np.arange(pairs, dtype=np.int32)
         self._starts: I32 = np.zeros(routed.experts + 1, np.int32)
         self._inputs, self._outputs = (np.zeros((4, pairs), np.int32) for _ in range(2))
@@ -157,6 +158,6 @@ class PairTables:
         program.set_value(number, "pairs", self._steps.ctypes.data)
 
 
-def _view(address: int, count: int) -> F32:
-    raw = (ctypes.c_float * count).from_address(address)
-    return np.ctypeslib.as_array(raw)
+def view_floats(address: int, *shape: int) -> F32:
+    raw = (ctypes.c_float * math.prod(shape)).from_address(address)
+    return np.ctypeslib.as_array(raw).reshape(shape)

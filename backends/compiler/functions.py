@@ -9,7 +9,8 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
@@ -86,10 +87,23 @@ def _start_threads(count: int, cores: Sequence[int]) -> None:
     ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     # Another executor of this process may have started the pool with another number.
     configure = ffi.get_global_func("runtime.config_threadpool")
-    if cores:
-        configure(_ONE_CORE_EACH, count, [str(core) for core in cores])
-    else:
-        configure(_ANY_CORE, count)
+    with _keep_cores():
+        if cores:
+            configure(_ONE_CORE_EACH, count, [str(core) for core in cores])
+        else:
+            configure(_ANY_CORE, count)
+
+
+@contextmanager
+def _keep_cores() -> Iterator[None]:
+    """Give the calling thread its cores back: TVM binds it to as many as the pool has threads."""
+    try:
+        free = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    except OSError:  # a sandbox that forbids the question
+        free = None
+    yield
+    if free is not None:
+        os.sched_setaffinity(0, free)
 
 
 def refuse_library(path: Path, error: Exception) -> UserError:

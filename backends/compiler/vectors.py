@@ -136,10 +136,10 @@ def compress(value: Expr, mask: Expr, lanes: int) -> Expr:
     return T.call_llvm_pure_intrin(f"int32x{lanes}", name, value, zero, mask)
 
 
-def find_largest(value: Expr, dtype: str, lanes: int) -> Expr:
+def find_largest(value: Expr, lanes: int) -> Expr:
     while lanes > 2:
         value = let(value)
-        value = T.max(low_half(value, dtype, lanes), high_half(value, dtype, lanes))
+        value = T.max(low_half(value, "float32", lanes), high_half(value, "float32", lanes))
         lanes //= 2
     if lanes == 2:
         value = let(value)

@@ -45,16 +45,8 @@ class States:
                 }
             )
         tokens = count_tokens(request)
-        self.room = space.make_activations(
-            "state_mixed",
-            tokens,
-            shape.stored_width,
-            spec.most_planes,
-            isa=spec.isa,
-            upper=spec.upper_steps,
-        )
-        if spec.isa.unpacks:
-            self.room |= space.make_tiles("state_mixed", spec, shape.stored_width)
+        self.room = space.make_inputs("state_mixed", tokens, shape.stored_width, spec)
+        self.room |= space.make_tiles("state_mixed", spec, shape.stored_width)
         lengths = {
             "state_projected": shape.entries,
             "state_factors": max(1, shape.factors),
@@ -275,24 +267,16 @@ def _find_room(spec: KernelSpec) -> tuple[int, ...]:
 
 class _Room:
     def __init__(self, space: Workspace, spec: KernelSpec, tokens: int, scratch: Scratch) -> None:
-        self.mixed: F32 = space.make("float32", tokens, spec.attention.stored_query)
+        width = spec.attention.stored_query
+        self.mixed: F32 = space.make("float32", tokens, width)
         self.qkv: F32 = space.make("float32", tokens, spec.attention.projected)
-        self.views: Views = space.make_activations(
-            "mixed",
-            tokens,
-            spec.attention.stored_query,
-            spec.most_planes,
-            self.mixed,
-            isa=spec.isa,
-            upper=spec.upper_steps,
-        )
-        if spec.isa.unpacks:
-            self.views |= space.make_tiles("mixed", spec, spec.attention.stored_query)
+        self.views: Views = space.make_inputs("mixed", tokens, width, spec, self.mixed)
+        self.views |= space.make_tiles("mixed", spec, width)
         self.views["qkv"] = space.wrap(self.qkv)
         if spec.model.altup is not None:
-            self.views |= _make_laurel_room(
-                space, spec, fill_groups(spec.model.altup.laurel_rank), tokens
-            )
+            rank = fill_groups(spec.model.altup.laurel_rank)
+            self.views |= space.make_inputs("laurel", tokens, rank, spec)
+            self.views |= space.make_tiles("laurel", spec, rank)
         if spec.attention.latent is not None:
             self.views |= _make_latent_room(space, spec, spec.attention.latent, tokens)
         else:
@@ -303,12 +287,6 @@ class _Room:
         for name, *size in (("sums", summed), ("tops",), ("totals",)):
             array = space.make("float32", spec.attention.heads, SPANS, *size)
             self.views[f"span_{name}"] = space.wrap(array)
-
-
-def _make_laurel_room(space: Workspace, spec: KernelSpec, length: int, tokens: int) -> Views:
-    isa, upper = spec.isa, spec.upper_steps
-    room = space.make_activations("laurel", tokens, length, spec.most_planes, isa=isa, upper=upper)
-    return room | (space.make_tiles("laurel", spec, length) if isa.unpacks else {})
 
 
 def _cut_mixing_room(space: Workspace, spec: KernelSpec, scratch: Scratch) -> Views:
@@ -327,11 +305,7 @@ def _make_latent_room(space: Workspace, spec: KernelSpec, latent: Latent, tokens
     room: Views = {}
     if latent.query_rank:
         made = fill_groups(latent.query_rank)
-        room |= space.make_activations(
-            "made", tokens, made, planes, isa=spec.isa, upper=spec.upper_steps
-        )
-        if spec.isa.unpacks:
-            room |= space.make_tiles("made", spec, made)
+        room |= space.make_inputs("made", tokens, made, spec) | space.make_tiles("made", spec, made)
     room |= space.make_activations("plain", vectors, fill_groups(latent.plain), planes)
     room |= space.make_activations("found", vectors, fill_groups(latent.rank), planes)
     room["queries"] = space.wrap(space.make("float32", tokens, spec.attention.heads * latent.key))

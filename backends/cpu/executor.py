@@ -53,12 +53,11 @@ class CpuExecutor:
         self._ids = space.make("int32", chunk)
         self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.model.shape.vocab)
         arrays = [make_arrays(space, spec, chunk) for _ in range(request.chunks)]
-        if spec.isa.unpacks:
-            tiles = space.make_tiles("hidden", spec, spec.hidden)
-            if spec.latent_experts:
-                tiles |= space.make_tiles("experts", spec, spec.neuron_width)
-            for own in arrays:
-                own.views.update(tiles)
+        tiles = space.make_tiles("hidden", spec, spec.hidden)
+        if spec.latent_experts:
+            tiles |= space.make_tiles("experts", spec, spec.neuron_width)
+        for own in arrays:
+            own.views.update(tiles)
         views, read = arrays[0].views, arrays[0].neuron_views
         self._prediction = Prediction(request, space, spec, library, read)
         scratch = Scratch(space, spec)

@@ -11,7 +11,7 @@ from pi2.backends.kernels.spec import BLOCK_ROOM, PANEL, PARTS, SPANS
 from pi2.model.blocks import list_attention, list_turns
 from pi2.model.ffn import count_stored_cutoff_rows
 from pi2.model.states import describe_state
-from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens, count_stated_threads
 from pi2.plan.arithmetic.units import KV_TOKENS, Need
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import ALIGNMENT, GROUP, fill_groups, round_up
@@ -36,32 +36,11 @@ for several tokens on cores with i8mm."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
 UNKNOWN_THREADS = 64
-"""Compute threads that are assumed of a device that states no cores."""
+"""Compute threads that are assumed where neither plan nor device states them."""
 
 
 def need_workspace(resolved: ResolvedPlan) -> Need:
-    """Bytes of activations, logits and tables.
-
-    Per token of a chunk, or of a step if it has more: 2 d floats (residual, FFN sum); the inputs of
-    the projections, d and h w wide, each in two 8-bit planes (or four bytes, if a plan rounds
-    nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of dense
-    FFN; its id; d floats more for parallel residuals and MoE models, and a float per expert and an
-    integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, again
-    where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
-    head, eight numbers per neuron of a layer (in an MoE model nine, with resident scales two more),
-    and for every token of a step beyond the first two more and a predictor's inner vector, d floats
-    and 33 KiB per thread (of experts that are never inactive up to 32 d floats in all, as far as
-    those of the dense FFN are fewer); if a step has several tokens and activations are often zero,
-    4 KiB more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
-    10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX 72 (d + h w)
-    bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a multiple of 16
-    tokens. For layers with a state, an input as wide as what they mix, their projections, and some
-    factors. For an FFN next to experts, its input, gates and ups, and d floats; for experts of
-    another width, what they read and give, and as many floats of each thread instead of d.  If
-    activations are normalised, a float, and one for each thread.  For embeddings of layers, two
-    floats for each element that all layers have of a token, and the input of an output.  For n
-    residual streams, n d floats and the input of LAuReL's output, and (n - 1) d floats for each row
-    of logits.  If gates have cutoffs, a float for each row of their matrices, and one more."""
+    """Bytes of activations, logits and tables; of a processor that may have AMX, with its tiles."""
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
     # Layers with other heads have room of their own.
@@ -121,7 +100,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     if model.moe is not None:
         activations += chunk * 4 * (model.expert_count + 1)
         tables += 4 * model.layer_neurons
-    threads = _count_threads(resolved)
+    stated = count_stated_threads(resolved)
+    threads = stated or UNKNOWN_THREADS
     scratch = THREAD_BYTES
     if latent is None:
         rooms = [count_most_room(view.heads // view.kv_heads, view.head_dim) for view in views]
@@ -136,14 +116,19 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         # What several tokens share: a sum for each of them, and lists of a block of neurons.
         each = 4 * model.stored_neuron_width + SHARED_TOKEN_BYTES
         tables += threads * (plan.decode.step_tokens * each + SHARED_BYTES)
+    lengths, unpacked = _list_inputs(plan, model), [(0, 0)]
     if _may_pair_tokens(resolved.device):
-        activations += chunk % 2 * inputs
-        tables += threads * UNPACKED_ROWS_BYTES * sum(_list_inputs(plan, model))
-    elif _may_use_tiles(resolved.device):
-        for length in _list_inputs(plan, model):
-            tables += threads * count_blocked_tile_bytes(length)
-            blocks = round_up(chunk, BLOCK_TOKENS) // BLOCK_TOKENS
-            activations += blocks * count_blocks_bytes(length, _count_planes(plan))
+        unpacked.append((chunk % 2 * inputs, threads * UNPACKED_ROWS_BYTES * sum(lengths)))
+    if _may_use_tiles(resolved.device):
+        # Of a machine of which nothing is known, a run uses as many threads as this has room for.
+        counted = 1 if stated is None and len(unpacked) > 1 else threads
+        blocks = round_up(chunk, BLOCK_TOKENS) // BLOCK_TOKENS
+        tokens = sum(count_blocks_bytes(length, _count_planes(plan)) for length in lengths)
+        tiles = sum(map(count_blocked_tile_bytes, lengths))
+        unpacked.append((blocks * tokens, counted * tiles))
+    of_tokens, of_rows = max(unpacked, key=sum)
+    activations += of_tokens
+    tables += of_rows
     return Need(
         activations + logits + tables,
         f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
@@ -247,12 +232,3 @@ def _may_use_tiles(device: Device) -> bool:
         else unit.architecture in (None, "x86-64")
         for unit in cpus
     )
-
-
-def _count_threads(resolved: ResolvedPlan) -> int:
-    """Compute threads; if neither plan nor device states them, as many as are likely."""
-    if resolved.plan.threads.compute is not None:
-        return resolved.plan.threads.compute
-    units = resolved.device.units.values()
-    cores = sum(cluster.cores for unit in units for cluster in unit.clusters)
-    return cores or UNKNOWN_THREADS

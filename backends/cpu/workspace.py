@@ -142,8 +142,20 @@ class Workspace:
             f"{name}_values": self.wrap(values),
         }
 
+    def make_inputs(
+        self, name: str, tokens: int, length: int, spec: KernelSpec, values: F32 | None = None
+    ) -> Views:
+        """Views of what matrices are multiplied with, in the layout of the spec."""
+        isa, upper = spec.isa, spec.upper_steps
+        return self.make_activations(
+            name, tokens, length, spec.most_planes, values, isa=isa, upper=upper
+        )
+
     def make_tiles(self, name: str, spec: KernelSpec, length: int) -> Views:
-        """Return the view of the room in which threads unpack weights that several tokens share."""
+        """Return the view of the room in which threads unpack weights that several tokens share, if
+        they do."""
+        if not spec.isa.unpacks:
+            return {}
         size = spec.isa.count_tile_bytes(length)
         return {f"{name}_tiles": self.wrap(self.make("int8", spec.threads, size))}
 
@@ -198,27 +210,11 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
     views |= wrap_table(space, spec.precision.gates, "block_table")
     if spec.sub_norm:
         views["squares"] = space.wrap(space.make("float32", chunk))
-    views |= space.make_activations(
-        "hidden",
-        chunk,
-        spec.hidden,
-        spec.most_planes,
-        normalized,
-        isa=spec.isa,
-        upper=spec.upper_steps,
-    )
+    views |= space.make_inputs("hidden", chunk, spec.hidden, spec, normalized)
     neuron_input = normalized
     if spec.latent_experts:
         neuron_input = space.make("float32", chunk, spec.neuron_width)
-        views |= space.make_activations(
-            "experts",
-            chunk,
-            spec.neuron_width,
-            spec.most_planes,
-            neuron_input,
-            isa=spec.isa,
-            upper=spec.upper_steps,
-        )
+        views |= space.make_inputs("experts", chunk, spec.neuron_width, spec, neuron_input)
     if layer_input is not None:
         views["before"] = space.wrap(layer_input)
     if spec.model.altup is not None:
@@ -252,12 +248,8 @@ def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     if not spec.side_ffn:
         return {}
     length = fill_groups(spec.side_ffn)
-    isa = spec.isa
-    room = space.make_activations(
-        "side_inner", chunk, length, spec.most_planes, isa=isa, upper=spec.upper_steps
-    )
-    if isa.unpacks:
-        room |= space.make_tiles("side_inner", spec, length)
+    room = space.make_inputs("side_inner", chunk, length, spec)
+    room |= space.make_tiles("side_inner", spec, length)
     sizes = {"side_terms": (1 + spec.ffn.gated) * spec.side_ffn}
     sizes |= {"side_output": spec.hidden} if spec.side_norms else {}
     for name, size in sizes.items():
@@ -270,12 +262,8 @@ def make_layer_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     own = spec.model.layer_embedding
     if own is None:
         return {}
-    isa, width = spec.isa, own.stored_width
-    room = space.make_activations(
-        "layer_inner", chunk, width, spec.most_planes, isa=isa, upper=spec.upper_steps
-    )
-    if isa.unpacks:
-        room |= space.make_tiles("layer_inner", spec, width)
+    room = space.make_inputs("layer_inner", chunk, own.stored_width, spec)
+    room |= space.make_tiles("layer_inner", spec, own.stored_width)
     room["layer_rows"] = space.wrap(space.make("float32", chunk, spec.layer_row))
     return room
 

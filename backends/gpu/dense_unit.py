@@ -22,7 +22,7 @@ from pi2.backends.gpu.sizes import (
 )
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
-from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision
 
@@ -48,7 +48,7 @@ class _Tail:
     bundles: U8
 
 
-class GpuUnit:
+class GpuUnit(NotedUnit):
     """A unit that computes on a GPU, through the first of its APIs that has a device."""
 
     def __init__(self, request: UnitRequest) -> None:
@@ -81,8 +81,7 @@ class GpuUnit:
         self._jobs: dict[int, _Job] = {}
         self._products: dict[int, _Product] = {}
         self._tail: _Tail | None = None
-        self._observer: UnitObserver | None = None
-        self._busy_s = self._end_s = 0.0
+        self._end_s = 0.0
         with _explain():
             self._launcher = launcher = open_unit(request.unit)
             try:
@@ -160,9 +159,6 @@ class GpuUnit:
                 self._dense.add(job, whole)
         known.added += len(bundles)
 
-    def wait(self, job: int) -> None:
-        """Return at once: all added values have been copied."""
-
     def finish(self, job: int) -> F32:
         """Return the job's sum, or its products."""
         if job in self._products:
@@ -185,10 +181,8 @@ class GpuUnit:
         """Count the time from submission, or the end of the job before, to the result's arrival."""
         end_s = time.perf_counter()
         start_s = min(max(start_s, self._end_s), end_s)
-        self._busy_s += end_s - start_s
         self._end_s = end_s
-        if self._observer is not None:
-            self._observer(name, start_s, end_s)
+        self.note(name, start_s, end_s)
 
     def give_up(self) -> None:
         """Forget all jobs, when the device has finished them."""
@@ -198,15 +192,6 @@ class GpuUnit:
                 self._rows.give_up()
         self._jobs.clear()
         self._products.clear()
-
-    def observe(self, observer: UnitObserver | None) -> None:
-        """Tell ``observer`` of every job."""
-        self._observer = observer
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds from submission until sums had arrived: at most so long has the device worked."""
-        return self._busy_s
 
     def close(self) -> None:
         ffn, self._ffn = self._ffn, None

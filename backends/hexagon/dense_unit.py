@@ -37,7 +37,7 @@ from pi2.backends.hexagon.specification import (
 )
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
-from pi2.backends.units import Padding, UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.units import NotedUnit, Padding, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision, round_up
 
@@ -63,7 +63,7 @@ class _Job:
     has_routes: bool = False
 
 
-class HexagonUnit:
+class HexagonUnit(NotedUnit):
     """A unit whose neurons an NPU, or its emulator, computes."""
 
     def __init__(self, request: UnitRequest) -> None:
@@ -112,8 +112,6 @@ class HexagonUnit:
         self._next = 0
         self._names: dict[int, str] = {}
         """What the messages without a reply are about, by their numbers."""
-        self._observer: UnitObserver | None = None
-        self._busy_s = 0.0
         self._computed = self._wanted = 0
 
     def _reserve_all(self, sizes: UnitSizes) -> None:
@@ -284,9 +282,6 @@ class HexagonUnit:
             self._compute(known, room, len(piece), "added")
             self._staged[buffer] = self._session.asked
 
-    def wait(self, job: int) -> None:
-        """Return at once: all added values have been copied."""
-
     def finish(self, job: int) -> F32:
         self._read_replies(self._session.asked)
         found = self._jobs.pop(job)
@@ -300,10 +295,7 @@ class HexagonUnit:
         """Read replies up to that to message number ``until``."""
         while self._session.answered < until:
             reply = self._session.take_reply()
-            self._busy_s += reply.end_s - reply.start_s
-            name = self._names.pop(reply.number, None)
-            if self._observer is not None and name is not None:
-                self._observer(name, reply.start_s, reply.end_s)
+            self.note(self._names.pop(reply.number, None), reply.start_s, reply.end_s)
 
     def give_up(self) -> None:
         """Forget all jobs, when the worker has finished them."""
@@ -316,15 +308,6 @@ class HexagonUnit:
     def _view_floats(self, place: int, *shape: int) -> F32:
         size = 4 * int(np.prod(shape))
         return self._memory[place : place + size].view(np.float32).reshape(shape)
-
-    def observe(self, observer: UnitObserver | None) -> None:
-        """Tell ``observer`` of every piece of work."""
-        self._observer = observer
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of computing in the worker; of an emulator they mean nothing."""
-        return self._busy_s
 
     def close(self) -> None:
         self._session.close(at_once=bool(self._jobs))

@@ -9,6 +9,7 @@ import numpy as np
 from pi2.arrays import F32, I32, U8, Scales
 from pi2.backends.hexagon.specification import (
     LANES,
+    LAYOUTS,
     LENGTH_STEP,
     FfnShape,
     Weights,
@@ -20,8 +21,8 @@ from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part, unpa
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
 
 _TOP = np.float32(127)
-_INT4_BIAS, _INT8_BIAS = 8, 128
-_INT4_PEAK = 8 * 127 * GROUP
+_INT8_BIAS = LAYOUTS["int8"].zero
+_INT4_PEAK = LAYOUTS["int4"].zero * 127 * GROUP
 """Largest product of a group."""
 
 Arrays = dict[str, U8]
@@ -48,7 +49,7 @@ def find_top_multiplier(groups: int) -> int:
 def pack_rows(weights: U8, scales: Scales | None, length: int, precision: Precision) -> Arrays:
     """Arrange packed vectors uint8 [n, weight bytes] in tiles: ``weights``, ``multipliers`` and
     ``row_scales``; rows that fill up the last tile are zero."""
-    if choose_weights(precision) == "int4":
+    if LAYOUTS[choose_weights(precision)].has_groups:
         assert scales is not None
         return _pack_int4(weights, scales, length)
     return _pack_int8(find_packing(precision).dequantize(weights, scales, length))
@@ -141,10 +142,11 @@ def pack_tokens(values: F32, tokens: int, weights: Weights) -> Tokens:
     codes[:count, :length] = np.rint(values * inverse[:, None]).astype(np.int8)
     scales = np.zeros(tokens, np.float32)
     scales[:count] = peaks / _TOP
-    each, bias = (GROUP, _INT4_BIAS) if weights == "int4" else (wide, _INT8_BIAS)
-    sums = codes.reshape(-1, together, wide // each, each).sum(axis=3, dtype=np.int32)
+    own = LAYOUTS[weights]
+    sums = codes.reshape(-1, together, own.count_groups(wide), wide // own.count_groups(wide))
+    sums = sums.sum(axis=3, dtype=np.int32)
     words = codes.view(np.int32).reshape(-1, together, wide // 4).transpose(0, 2, 1)
-    offsets = np.ascontiguousarray(sums.transpose(0, 2, 1)) * np.int32(-bias)
+    offsets = np.ascontiguousarray(sums.transpose(0, 2, 1)) * np.int32(-own.zero)
     return Tokens(_flatten(words), offsets, scales)
 
 

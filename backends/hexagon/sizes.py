@@ -9,6 +9,7 @@ from typing import Any
 
 from pi2.backends.hexagon.specification import (
     LANES,
+    LAYOUTS,
     LENGTH_STEP,
     FfnGraph,
     FfnShape,
@@ -51,9 +52,8 @@ class Room:
 
 def count_row_bytes(weights: Weights, length: int) -> tuple[int, int]:
     """Bytes of a vector of ``length`` weights, and of its multipliers."""
-    if weights == "int4":
-        return length // 2, length // GROUP * 2
-    return length, 0
+    own = LAYOUTS[weights]
+    return length * own.bits // 8, 2 * own.count_groups(length) * own.has_groups
 
 
 def lay_out_neurons(shape: FfnShape, neurons: int) -> Room:

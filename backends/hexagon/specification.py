@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pi2.formats import find_packing
 from pi2.plan.documents.common import Table
 from pi2.plan.documents.model_parts import Ffn
-from pi2.plan.weights.layout import Precision, round_up
+from pi2.plan.weights.layout import GROUP, Precision, round_up
 
 PROGRAM = "pi2.backends.hexagon.kernels.program"
 """The module that makes the functions of a library."""
@@ -26,12 +27,30 @@ Version = Literal["v66", "v68", "v69", "v73", "v75"]
 VERSIONS: tuple[Version, ...] = get_args(Version)
 
 Weights = Literal["int4", "int8"]
-"""How the NPU keeps weights: ``int4`` with a multiplier for 32 of them, ``int8`` by rows."""
+"""How the NPU keeps weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Vectors of unsigned codes."""
+
+    bits: int
+    zero: int
+    """The code of 0."""
+    has_groups: bool
+    """Whether groups of 32 weights have multipliers, or a vector one scale."""
+
+    def count_groups(self, length: int) -> int:
+        return length // GROUP if self.has_groups else 1
+
+
+LAYOUTS: Mapping[Weights, Layout] = {"int4": Layout(4, 8, True), "int8": Layout(8, 128, False)}
 
 
 def choose_weights(precision: Precision) -> Weights:
     """How the NPU keeps what the store has in ``precision``."""
-    return "int4" if find_packing(precision).bits == 4 else "int8"
+    bits = find_packing(precision).bits
+    return next((name for name, own in LAYOUTS.items() if own.bits == bits), "int8")
 
 
 def can_compute(tokens: int) -> bool:

@@ -235,7 +235,7 @@ def _emit_queries(
             masked = v.let(
                 T.Select(hidden, v.constant(NEVER, "float32", 16), v.load(scores, index * 16, 16))
             )
-            top = v.let(T.max(largest[index], v.find_largest(masked, "float32", 16)))
+            top = v.let(T.max(largest[index], v.find_largest(masked, 16)))
             factor = v.let(v.take_exponential(largest[index] - top, 1))
             share = v.let(v.take_exponential(masked - v.splat(top, 16), 16))
             weighted = share if value_scales is None else share * value_scales
@@ -320,7 +320,7 @@ def emit_keep_row(kept: Kept, source: v.Buffer, place: v.Expr, at: v.Expr) -> No
         largest = v.Cell(v.constant(0.0, "float32", lanes))
         with T.serial(size // lanes * kept.once) as step:
             largest.set(T.max(largest.get(), T.abs(v.load(source, place + step * lanes, lanes))))
-        top = v.find_largest(largest.get(), "float32", lanes)
+        top = v.find_largest(largest.get(), lanes)
         scale = v.let(v.cast(top * v.constant(1.0 / 127, "float32"), "float16", 1))
         v.store(kept.scales, at, scale, 1)
         # Codes belong to the scale as it is kept.  Vectors too small for one are zero.
@@ -403,7 +403,7 @@ def emit_heads(
             hidden = where > v.splat(last, KV_BLOCK)
             never = v.constant(NEVER, "float32", KV_BLOCK)
             masked = v.let(T.Select(hidden, never, score))
-            top = v.let(T.max(largest[index], v.find_largest(masked, "float32", KV_BLOCK)))
+            top = v.let(T.max(largest[index], v.find_largest(masked, KV_BLOCK)))
             factor = v.let(v.take_exponential(largest[index] - top, 1))
             share = v.let(v.take_exponential(masked - v.splat(top, KV_BLOCK), KV_BLOCK))
             weighted = share if scales is None else share * scales

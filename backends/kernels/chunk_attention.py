@@ -219,7 +219,7 @@ def _emit_row_shares(
                 score = v.let(T.Select(hidden, v.constant(NEVER, "float32", LANES), score))
                 scores.store(base + part, score, LANES)
             found.append(v.let(score))
-        top = v.find_largest(find_most(found), "float32", LANES)
+        top = v.find_largest(find_most(found), LANES)
         room.floats["block_tops"].store(row, top, 1)
     with T.serial(rows * once) as row:
         base = v.let(row * length)

@@ -368,7 +368,7 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
 
     def add_sum(token: v.Expr, base: v.Expr) -> None:
         if norm is not None and whole is not None:
-            emit_fill(whole, base, spec.hidden, 0.0)
+            emit_fill(whole, base, spec.hidden)
             emit_leave_lane_order(spec.hidden, spec.precision.ffn, y, whole, token)
             if bias is not None:
                 emit_add_scaled(bias, whole, base, spec.hidden, 1.0)

@@ -197,7 +197,7 @@ def _emit_vector(spec: KernelSpec, qkv: v.Buffer, source: v.Expr, to: _Kept, onc
         with T.serial(size // lanes * once) as step:
             part = T.abs(v.load(qkv, source + step * lanes, lanes))
             largest.set(T.max(largest.get(), part))
-        top = v.find_largest(largest.get(), "float32", lanes)
+        top = v.find_largest(largest.get(), lanes)
         scale = v.let(v.cast(top * v.constant(1.0 / 127, "float32"), "float16", 1))
         v.store(to.scales, to.place, scale, 1)
         # Codes belong to the scale as it is kept.  Vectors too small for one are zero.

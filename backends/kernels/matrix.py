@@ -90,7 +90,7 @@ def _emit_group(
     at = token * length + (first + lane) * GROUP
     halves = [v.let(v.load(target.values, at + half * 16, 16)) for half in range(2)]
     both = T.max(T.abs(halves[0]), T.abs(halves[1]))
-    largest = v.let(v.find_largest(both, "float32", 16))
+    largest = v.let(v.find_largest(both, 16))
     zero = v.constant(0.0, "float32")
     # Subnormal maxima would make the factor infinite: they count as zero.
     tiny = largest < v.constant(1e-30, "float32")

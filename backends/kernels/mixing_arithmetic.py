@@ -323,7 +323,7 @@ class IntegerArithmetic(BaseArithmetic):
         with T.serial(steps * once) as step:
             part = T.abs(v.load(qkv, place + step * LANES, LANES))
             largest.set(T.max(largest.get(), part))
-        top = v.let(v.find_largest(largest.get(), "float32", LANES))
+        top = v.let(v.find_largest(largest.get(), LANES))
         zero = v.constant(0.0, "float32")
         # Subnormal maxima would make the factor infinite: they count as zero.
         tiny = top < v.constant(1e-30, "float32")
@@ -412,7 +412,7 @@ class IntegerArithmetic(BaseArithmetic):
     def emit_row_shares(self, row: v.Expr, shares: list[v.Expr]) -> None:
         """Keep them, times the values' scales, and the largest of these products."""
         weighted = self.keep_shares(row, shares)
-        top = v.find_largest(find_most(weighted), "float32", LANES)
+        top = v.find_largest(find_most(weighted), LANES)
         self.room.floats["units"].store(row, top, 1)
 
     def emit_shares(self) -> None:

@@ -20,10 +20,10 @@ def emit_copy(source: v.Buffer, target: v.Buffer, base: v.Expr, length: int) -> 
         v.store(target, place, v.load(source, place, 16), 16)
 
 
-def emit_fill(target: v.Buffer, base: v.Expr, length: int, value: float) -> None:
-    """Set ``target[base : base + length]`` to ``value``."""
+def emit_fill(target: v.Buffer, base: v.Expr, length: int) -> None:
+    """Set ``target[base : base + length]`` to 0."""
     with T.serial(length // 16) as step:
-        v.store(target, base + step * 16, v.constant(value, "float32", 16), 16)
+        v.store(target, base + step * 16, v.constant(0.0, "float32", 16), 16)
 
 
 def emit_scale(target: v.Buffer, base: v.Expr, length: int, factor: float | v.Expr) -> None:
@@ -196,13 +196,9 @@ def emit_mixed_norm(
     spec: KernelSpec, values: v.Buffer, weight: v.Buffer, once: v.Expr, token: v.Expr
 ) -> None:
     """RMSNorm of what all heads of ``token`` have mixed in ``values`` [tokens, width], in place."""
-    first, width = (
-        v.let(token * spec.attention.stored_query),
-        spec.attention.heads * spec.attention.head_dim,
-    )
-    _emit_head_norm(
-        spec, values, weight, once, _Vectors(first, 1, spec.attention.stored_query, width)
-    )
+    attention = spec.attention
+    first, width = (v.let(token * attention.stored_query), attention.heads * attention.head_dim)
+    _emit_head_norm(spec, values, weight, once, _Vectors(first, 1, attention.stored_query, width))
 
 
 def take_sub_norm_factor(spec: KernelSpec, squares: v.Expr) -> v.Expr:

@@ -50,7 +50,7 @@ class LatentExperts:
         spec, inner = self.schedule.spec, self.inner
 
         def prepare(token: v.Expr) -> None:
-            emit_fill(inner.values, v.let(token * inner.length), inner.length, 0.0)
+            emit_fill(inner.values, v.let(token * inner.length), inner.length)
             emit_leave_lane_order(inner.length, spec.precision.ffn, y, inner.values, token)
             emit_quantize(inner, token)
 
@@ -246,7 +246,7 @@ class SideNorms:
     def emit_join(self, experts: v.Buffer, total: v.Buffer, token: v.Expr, once: v.Expr) -> None:
         """Set ``total`` of ``token`` to the norms of what the ``experts`` and the FFN give."""
         spec = self.spec
-        emit_fill(total, v.let(token * spec.hidden), spec.hidden, 0.0)
+        emit_fill(total, v.let(token * spec.hidden), spec.hidden)
         emit_add_normalized(spec, experts, total, self.experts, once, token)
         emit_add_normalized(spec, self.output, total, self.weight, once, token)
 

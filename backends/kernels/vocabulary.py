@@ -179,6 +179,7 @@ class LayerInput:
 def take_layer_input(schedule: Schedule, take: Parameters, tokens: v.Expr) -> LayerInput | None:
     """Declare the parameters; None for models without such embeddings."""
     spec, own = schedule.spec, schedule.spec.model.layer_embedding
+    hidden = spec.hidden
     if own is None:
         return None
     width = own.stored_width
@@ -186,14 +187,10 @@ def take_layer_input(schedule: Schedule, take: Parameters, tokens: v.Expr) -> La
         schedule=schedule,
         width=own.width,
         added=take.take_array("layer_input", "float32", "tokens", width),
-        gate=take_matrix(
-            take, "layer_input_gate", own.width, spec.hidden, spec.precision.attention
-        ),
-        output=take_matrix(
-            take, "layer_input_output", spec.hidden, width, spec.precision.attention
-        ),
-        norm=take.take_array("layer_input_norm", "float32", spec.hidden),
-        hidden=schedule.take_chunk(take, "hidden", spec.hidden, tokens),
+        gate=take_matrix(take, "layer_input_gate", own.width, hidden, spec.precision.attention),
+        output=take_matrix(take, "layer_input_output", hidden, width, spec.precision.attention),
+        norm=take.take_array("layer_input_norm", "float32", hidden),
+        hidden=schedule.take_chunk(take, "hidden", hidden, tokens),
         inner=schedule.take_chunk(take, "layer_inner", width, tokens),
         streams=take_correction(schedule, take),
     )
@@ -238,33 +235,30 @@ def emit_add_positions(schedule: Schedule, take: Parameters) -> None:
 def emit_logits(schedule: Schedule, take: Parameters) -> None:
     """Set logits float32 [T, vocab] of the tokens from ``first`` on."""
     spec = schedule.spec
+    model = spec.model
     first = take.take_number("first")
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")
     norm = schedule.take_norm(take)
     head = take_matrix(
-        take, "head", spec.model.shape.vocab - spec.rows.head, spec.hidden, spec.precision.head
+        take, "head", model.shape.vocab - spec.rows.head, spec.hidden, spec.precision.head
     )
-    bias = (
-        take.take_array("head_bias", "float32", spec.model.shape.vocab)
-        if spec.model.head_bias
-        else None
-    )
+    bias = take.take_array("head_bias", "float32", model.shape.vocab) if model.head_bias else None
     # All of them in a token's planes, however the chunk was computed.
     hidden = take_activations(
         take, "hidden", spec.hidden, spec.planes, tokens, spec.planes, isa=schedule.isa
     )
-    logits = take.take_array("logits", "float32", "logits", spec.model.shape.vocab)
+    logits = take.take_array("logits", "float32", "logits", model.shape.vocab)
 
     def keep(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
         row = v.let(own + spec.rows.head) if spec.rows.head else own
         if bias is not None:
             value = value + bias[row]
-        if spec.model.multipliers.logits != 1.0:
-            value = value * v.constant(spec.model.multipliers.logits, "float32")
-        if spec.model.logit_softcap is not None:
-            value = v.take_cap(value, spec.model.logit_softcap, 1)
-        v.store(logits, v.wide(token) * spec.model.shape.vocab + v.wide(row), value, 1)
+        if model.multipliers.logits != 1.0:
+            value = value * v.constant(model.multipliers.logits, "float32")
+        if model.logit_softcap is not None:
+            value = v.take_cap(value, model.logit_softcap, 1)
+        v.store(logits, v.wide(token) * model.shape.vocab + v.wide(row), value, 1)
 
     isa = replace(schedule.isa, few_tokens=True)
     joining = take_joining(schedule, take)

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, I64, U8, Bits
+from pi2.arrays import F32, F64, I32, U8, Bits
 from pi2.backends.executor import ExecutorObserver, ObservableExecutor, noted
-from pi2.backends.protocol import BuildRequest, Tensor, add_one_by_one
-from pi2.backends.units import UnitObserver, UnitRequest, WholeRequest
+from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.units import NotedUnit, UnitRequest, WholeRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 
 
-class NullUnit:
+class NullUnit(NotedUnit):
     """A `pi2.backends.units.DenseUnit` without arithmetic."""
-
-    busy_s = 0.0
 
     def __init__(self, request: UnitRequest) -> None:
         self._rows = {name: tensor.rows for name, tensor in request.matrices.items()}
@@ -44,17 +42,11 @@ class NullUnit:
     def add(self, job: int, bundles: U8, first: int) -> None:
         """Leave the neurons out."""
 
-    def wait(self, job: int) -> None:
-        """Return at once."""
-
     def finish(self, job: int) -> F32:
         return self._jobs.pop(job)
 
     def give_up(self) -> None:
         self._jobs.clear()
-
-    def observe(self, observer: UnitObserver | None) -> None:
-        """There is nothing to tell of."""
 
     def close(self) -> None:
         """There is nothing to give back."""
@@ -209,18 +201,6 @@ class NullExecutor(ObservableExecutor):
     @noted
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         return np.ones(len(slots), bool)
-
-    def add_named_neurons(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32,
-        named: I64,
-        known: bool = False,
-        stretch: int = 1,
-    ) -> None:
-        add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
 
     @noted
     def add_neurons(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from pi2.arrays import F16, F32, I8, U8, Raw
 from pi2.backends.arithmetic import RopeTables, compute_growth
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.operators import (
     DenseTensors,
     cap,
@@ -19,10 +19,9 @@ from pi2.backends.reference.operators import (
     take_softplus,
 )
 from pi2.backends.reference.states import States
-from pi2.formats import find_packing
 from pi2.model.blocks import State, find_attention, list_turns
 from pi2.model.states import describe_state
-from pi2.model.tensor import name_layer_tensor, name_state_tensor
+from pi2.model.tensor import name_state_tensor
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES, DividedRows
 from pi2.plan.weights.layout import fill_groups
 
@@ -99,9 +98,9 @@ class KvCache:
 class LatentAttention:
     """What all layers keep, and the tables of positions."""
 
-    def __init__(self, request: BuildRequest) -> None:
-        self._request = request
-        self._model = request.model
+    def __init__(self, request: BuildRequest, read: Callable[[int, str], F32]) -> None:
+        """``read`` gives a tensor of a layer [rows, length]."""
+        self._model, self._read = request.model, read
         latent = self._model.attention.latent
         assert latent is not None
         self._latent = latent
@@ -113,13 +112,6 @@ class LatentAttention:
     def expect(self, end: int) -> None:
         """Choose the positions of a sequence of ``end`` tokens."""
         self._rope.expect(end)
-
-    def _read(self, layer: int, kind: str) -> F32:
-        tensor: Tensor = self._request.tensors[name_layer_tensor(layer, kind)]
-        if tensor.precision is None:
-            return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
-        weights = np.asarray(tensor.weights).view(np.uint8)
-        return find_packing(tensor.precision).dequantize(weights, tensor.scales, tensor.length)
 
     def _normalize(self, layer: int, x: F32, kind: str) -> F32:
         norm = self._model.norm.model_copy(
@@ -177,9 +169,9 @@ class LatentAttention:
 class Attention:
     """KV caches of all sequences, and the tables of positions."""
 
-    def __init__(self, request: BuildRequest) -> None:
-        self._request = request
-        self._model = request.model
+    def __init__(self, request: BuildRequest, read: Callable[[int, str], F32]) -> None:
+        """``read`` gives a tensor of a layer [rows, length]."""
+        self._model, self._read = request.model, read
         self._head_norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
         self.kept = KvCache(request)
         self._ropes = {}
@@ -191,11 +183,6 @@ class Attention:
         """Choose the positions of a sequence of ``end`` tokens."""
         for tables in self._ropes.values():
             tables.expect(end)
-
-    def _read(self, layer: int, kind: str) -> F32:
-        """A norm of heads, or sinks, float32 [1, length]."""
-        tensor = self._request.tensors[name_layer_tensor(layer, kind)]
-        return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
 
     def _normalize_heads(self, x: F32, layer: int, kind: str) -> F32:
         """Norm of queries or keys [T, heads, head_dim], of each head or of all together."""
@@ -290,8 +277,8 @@ class Mixing:
     def __init__(self, request: BuildRequest, tensors: DenseTensors) -> None:
         self._model = request.model
         self._tensors = tensors
-        latent = self._model.attention.latent
-        self.attention = Attention(request) if latent is None else LatentAttention(request)
+        kind = Attention if self._model.attention.latent is None else LatentAttention
+        self.attention = kind(request, tensors.read_layer)
         """The KV cache."""
         self._shape = describe_state(self._model)
         self.states = None if self._shape is None else States(request, self._shape)

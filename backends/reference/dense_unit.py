@@ -13,7 +13,7 @@ import numpy as np
 from pi2.arrays import F32, U8
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.operators import compute_activations, multiply_down
-from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import BundleLayout
@@ -28,7 +28,7 @@ class _Job:
     pieces: list[Future[tuple[str, float, float]]] = field(default_factory=list)
 
 
-class ThreadUnit:
+class ThreadUnit(NotedUnit):
     """A `pi2.backends.units.DenseUnit` that computes in a thread of this process."""
 
     def __init__(self, request: UnitRequest) -> None:
@@ -42,8 +42,6 @@ class ThreadUnit:
         }
         self._jobs: dict[int, _Job] = {}
         self._next = 0
-        self._observer: UnitObserver | None = None
-        self._busy_s = 0.0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"pi2-{request.name}")
 
     def offer_room(self, layer: int) -> U8:
@@ -114,9 +112,7 @@ class ThreadUnit:
                 name, start_s, end_s = piece.result()
             except MemoryError as error:
                 raise UnitFailed("it has no memory left") from error
-            self._busy_s += end_s - start_s
-            if self._observer is not None:
-                self._observer(name, start_s, end_s)
+            self.note(name, start_s, end_s)
         return found.total
 
     def give_up(self) -> None:
@@ -129,14 +125,6 @@ class ThreadUnit:
         # Pieces are computed in their order, also one that an interrupt has kept out of the lists.
         self._pool.submit(int).result()
         self._jobs.clear()
-
-    def observe(self, observer: UnitObserver | None) -> None:
-        """Tell ``observer`` of every piece of work."""
-        self._observer = observer
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
 
     def close(self) -> None:
         self._jobs.clear()

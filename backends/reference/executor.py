@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy as np
 
-from pi2.arrays import F32, I32, I64, U8, Bits
+from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.arithmetic import list_chosen, make_routers
 from pi2.backends.executor import ObservableExecutor, noted
-from pi2.backends.protocol import BuildRequest, add_one_by_one
+from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.attention import Mixing, Part
 from pi2.backends.reference.operators import (
     AltUp,
@@ -24,7 +24,6 @@ from pi2.backends.reference.operators import (
     enter_layers,
     join_input,
     multiply_down,
-    widen,
 )
 from pi2.backends.reference.states import ChunkState, begin_chunk
 from pi2.memory.granules import expand_stretches
@@ -73,7 +72,7 @@ class ReferenceExecutor(ObservableExecutor):
         """First rows of the head that another unit computes."""
         self._products = none
         self._active = 0
-        self._prediction = Prediction(request, widen)
+        self._prediction = Prediction(request)
 
     def select_chunk(self, number: int) -> None:
         self._others[self._chunk] = self._now
@@ -232,11 +231,6 @@ class ReferenceExecutor(ObservableExecutor):
         """What neurons read of the selected token [1, neuron width]."""
         return self._now.v[self._token : self._token + 1]
 
-    def score_low_rank(self, layer: int, expert: int, u: F32) -> F32:
-        """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
-        ``u`` [T, neuron width]."""
-        return self._prediction.score(layer, expert, u)
-
     def read_scores(self) -> F32:
         return self._prediction.scores
 
@@ -268,18 +262,6 @@ class ReferenceExecutor(ObservableExecutor):
         bundles = self._join(layer, arena[slots], indices)
         gates = self._now.v[self._token] @ unpack_part(bundles, self._layout, 0).T
         return self._prediction.is_open(gates)
-
-    def add_named_neurons(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32,
-        named: I64,
-        known: bool = False,
-        stretch: int = 1,
-    ) -> None:
-        add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
 
     @noted
     def add_neurons(

@@ -324,11 +324,9 @@ class AltUp:
 class Prediction:
     """Names neurons for the input ``u`` [1, hidden] of a token's FFN."""
 
-    def __init__(self, request: BuildRequest, widen: Callable[[Tensor], F32]) -> None:
-        """``widen`` makes a tensor float32."""
+    def __init__(self, request: BuildRequest) -> None:
         self._request = request
         self._model = request.model
-        self._widen = widen
         self.scores: F32 = np.zeros(0, np.float32)
         """Scores [neurons] of the last prediction by predictors; -inf where none was asked."""
 
@@ -347,7 +345,7 @@ class Prediction:
         """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
         ``u`` [T, hidden]."""
         inner, outer, bias = (
-            self._widen(
+            widen(
                 slice_tensor(
                     self._request.tensors[name_layer_tensor(layer, kind)],
                     expert,

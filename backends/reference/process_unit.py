@@ -17,7 +17,7 @@ from pi2.arrays import F32, U8
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.backends.reference.worker import MESSAGE, PRECISIONS, REPLY
-from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
+from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import round_up, scale_bytes, weight_bytes
 
@@ -47,7 +47,7 @@ class _Place:
     total: int
 
 
-class ProcessUnit:
+class ProcessUnit(NotedUnit):
     """A `pi2.backends.units.DenseUnit` whose work is done by another process."""
 
     def __init__(self, request: UnitRequest) -> None:
@@ -88,8 +88,6 @@ class ProcessUnit:
         """Numbers of the last message and of the last reply."""
         self._names: dict[int, str] = {}
         """What the messages without a reply are about, by their numbers."""
-        self._observer: UnitObserver | None = None
-        self._busy_s = 0.0
 
     def _reserve(self, size: int, alignment: int = _ALIGNMENT) -> int:
         place = round_up(self._bytes, alignment)
@@ -211,9 +209,6 @@ class ProcessUnit:
         places = (at.inputs, routes_at, at.total, bundles_at)
         self._write(MESSAGE.pack(self._asked, job.tokens, *places, count, 0, 0))
 
-    def wait(self, job: int) -> None:
-        """Return at once: all added values have been copied."""
-
     def finish(self, job: int) -> F32:
         self._read_replies(self._asked)
         found = self._jobs.pop(job)
@@ -230,10 +225,7 @@ class ProcessUnit:
             if failed:
                 raise UnitFailed(text.rstrip(b"\0").decode())
             self._answered = number
-            self._busy_s += end_s - start_s
-            name = self._names.pop(number, None)
-            if self._observer is not None and name is not None:
-                self._observer(name, start_s, end_s)
+            self.note(self._names.pop(number, None), start_s, end_s)
 
     def give_up(self) -> None:
         """Forget all jobs, when the other process has finished them."""
@@ -262,14 +254,6 @@ class ProcessUnit:
     def _view_floats(self, place: int, *shape: int) -> F32:
         size = 4 * int(np.prod(shape))
         return self._memory[place : place + size].view(np.float32).reshape(shape)
-
-    def observe(self, observer: UnitObserver | None) -> None:
-        """Tell ``observer`` of every piece of work."""
-        self._observer = observer
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
 
     def close(self) -> None:
         process = self._process

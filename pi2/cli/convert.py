@@ -173,6 +173,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
 
 def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
     """Write a GGUF file in several formats and report it; UsageError for stores' options."""
+    output = given.output
     from pi2.importing.imatrix import read_imatrix
     from pi2.importing.quantize import quantize_checkpoint
     from pi2.importing.quantizers import ErrorReport
@@ -183,11 +184,11 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
     if named:
         option_name = "evaluate" if named[0] == "texts" else named[0]
         raise click.UsageError(f"--{option_name} is for neuron stores, not for GGUF files")
-    if not has_gguf_suffix(given.output):
+    if not has_gguf_suffix(output):
         raise click.UsageError(f"--quantization {given.quantization} needs -o FILE.gguf")
-    if given.output.exists() and not given.replace:
+    if output.exists() and not given.replace:
         raise UserError.of(
-            "P521", f"{given.output} exists already", help="choose another name, or give --force"
+            "P521", f"{output} exists already", help="choose another name, or give --force"
         )
     if given.imatrix is not None and given.calibrate:
         raise click.UsageError("--imatrix and --calibrate exclude each other")
@@ -199,23 +200,16 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
 
             importance = record_importance(source, model, given.calibrate, progress)
         made = quantize_checkpoint(
-            source,
-            model,
-            given.output,
-            given.quantization,
-            importance,
-            errors=errors,
-            progress=progress,
+            source, model, output, given.quantization, importance, errors=errors, progress=progress
         )
     weighed = "" if importance is None else f", {made.weighed} weighed by {importance.file}"
     size_mib = made.size_bytes / MIB
     click.echo(
-        f"{given.output}: {size_mib:.1f} MiB, {made.quantized} matrices quantised{weighed}",
-        err=True,
+        f"{output}: {size_mib:.1f} MiB, {made.quantized} matrices quantised{weighed}", err=True
     )
     if errors is not None:
         click.echo(write_errors(given.errors, errors.list_errors(), None), err=True)
-    click.echo(f"next: pi2 run {given.output} --prompt 'Hello'", err=True)
+    click.echo(f"next: pi2 run {output} --prompt 'Hello'", err=True)
 
 
 def _runs_as_it_is(model: Model) -> bool:

@@ -116,6 +116,7 @@ def probe_command(given: ProbeOptions) -> None:
 
     With --rpc, kernels of another machine are timed instead, such as a phone's; its flash is
     measured there, by a bundle's `python -m pi2_phone --probe`."""
+    output = given.output
     from pi2.probing.document import (
         NOISY,
         compare_devices,
@@ -126,20 +127,16 @@ def probe_command(given: ProbeOptions) -> None:
     )
     from pi2.probing.probe import measure_machine
 
-    if given.output is None and given.other is None:
+    if output is None and given.other is None:
         raise click.UsageError("give -o FILE, --compare OTHER, or both")
-    name = (
-        "this-machine"
-        if given.output is None
-        else check_output(given.output, "device", given.force)
-    )
+    name = "this-machine" if output is None else check_output(output, "device", given.force)
     if given.rpc is not None:
-        if given.output is None or given.other is not None:
+        if output is None or given.other is not None:
             raise click.UsageError("--rpc goes with -o FILE, and without --compare")
-        _probe_remote(name, given.output, given)
+        _probe_remote(name, output, given)
         return
     old = None if given.other is None else read_device(given.other)
-    place = given.disk or (given.output.absolute().parent if given.output is not None else Path())
+    place = given.disk or (output.absolute().parent if output is not None else Path())
     with ProgressBar() as progress:
         found = measure_machine(place, progress)
     device = make_device(name, found)
@@ -157,10 +154,8 @@ def probe_command(given: ProbeOptions) -> None:
         click.echo(line, err=True)
     for line in describe_units(device, found.accelerators.notes):
         click.echo(line, err=True)
-    if given.output is not None:
-        write_checked(
-            given.output, write_device(device, found.accelerators.notes), _name_it(given.output)
-        )
+    if output is not None:
+        write_checked(output, write_device(device, found.accelerators.notes), _name_it(output))
 
 
 def _probe_remote(name: str, output: Path, given: ProbeOptions) -> None:

@@ -144,7 +144,7 @@ def weigh_shifts(points: int = _SHIFTS) -> tuple[F64, F64]:
 
 @lru_cache(maxsize=4096)
 def _compute_chances(active: float, spread: float, shift: float) -> F64:
-    means = _find_centre(active, spread) + spread * _list_quantiles(CLASSES)
+    means = _find_centre(active, spread) + spread * _list_quantiles()
     shifted = _compute_cdf(means + shift)
     shifted.flags.writeable = False
     return shifted
@@ -260,7 +260,7 @@ def weigh_hot(hot_share: float) -> F64:
 def _find_centre(active: float, spread: float) -> float:
     """Mean of the neurons' means at which the classes' chances average ``active``."""
     usual = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5
-    quantiles = spread * _list_quantiles(CLASSES)
+    quantiles = spread * _list_quantiles()
     low, high = usual - 1.0, usual + 1.0
     for _ in range(30):
         middle = (low + high) / 2
@@ -269,9 +269,9 @@ def _find_centre(active: float, spread: float) -> float:
     return float(low + high) / 2
 
 
-def _list_quantiles(count: int) -> F64:
-    """Normal quantiles of ``count`` equal classes, largest first."""
-    return np.array([_NORMAL.inv_cdf((count - i - 0.5) / count) for i in range(count)])
+def _list_quantiles() -> F64:
+    """Normal quantiles of equal classes, largest first."""
+    return np.array([_NORMAL.inv_cdf((CLASSES - i - 0.5) / CLASSES) for i in range(CLASSES)])
 
 
 def _compute_cdf(values: F64) -> F64:

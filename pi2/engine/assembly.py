@@ -13,7 +13,6 @@ import numpy as np
 from pi2.arrays import I32, U8
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.engine.dense_shares import DenseShares
 from pi2.engine.experts import ExpertNeurons, make_dials
 from pi2.engine.feed_forward import CutFeedForward, FeedForward
 from pi2.engine.forward import Forward
@@ -114,7 +113,21 @@ def build_parts(
     )
     _bind_first_thread(request, cleanup)
     _report_build(resolved, memory)
-    forward = _make_forward(resolved, memory, executor, shares, feed_forward)
+    forward = Forward(
+        executor,
+        feed_forward,
+        layers=len(resolved.layers),
+        chunk=resolved.plan.prefill.chunk,
+        chunks=memory.request.chunks,
+        context=resolved.plan.kv.context,
+        sequences=resolved.plan.decode.batch,
+        rows=make_rows(resolved, executor, shares),
+        loan=make_loan(resolved, memory.cache, memory.budget),
+        embedding=memory.embedding,
+        layer_embedding=memory.layer_embedding,
+        has_states=bool(resolved.model.state_layers),
+        step_tokens=resolved.plan.decode.step_tokens,
+    )
     return Parts(
         resolved=resolved,
         store=store,
@@ -238,30 +251,6 @@ def _choose_feed_forward(
     if resolved.names_by_cutoff:
         return partial(CutFeedForward, cut=resolved.named_layers)
     return FeedForward
-
-
-def _make_forward(
-    resolved: ResolvedPlan,
-    memory: Memory,
-    executor: Executor,
-    shares: DenseShares,
-    feed_forward: FeedForward,
-) -> Forward:
-    return Forward(
-        executor,
-        feed_forward,
-        layers=len(resolved.layers),
-        chunk=resolved.plan.prefill.chunk,
-        chunks=memory.request.chunks,
-        context=resolved.plan.kv.context,
-        sequences=resolved.plan.decode.batch,
-        rows=make_rows(resolved, executor, shares),
-        loan=make_loan(resolved, memory.cache, memory.budget),
-        embedding=memory.embedding,
-        layer_embedding=memory.layer_embedding,
-        has_states=bool(resolved.model.state_layers),
-        step_tokens=resolved.plan.decode.step_tokens,
-    )
 
 
 def _bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:

@@ -17,13 +17,13 @@ from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows, WholeRo
 from pi2.engine.loading import open_store
 from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
 from pi2.fitting.misfits import check_fit
-from pi2.fitting.sizes import count_chunks, describe_unit
+from pi2.fitting.sizes import count_chunks, count_threads, describe_unit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_stated_threads
 from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress, ignore_progress
@@ -40,8 +40,13 @@ def make_request(
     """A build request without memory, to compile kernels for; gate rows have no layers."""
     unit = resolved.device.units[resolved.sparse_unit]
     features = unit.features if unit.features is not None else machine.features
-    bound = tuple(list_cores(resolved.plan.threads.cores or ""))
-    cores = len(bound) or sum(cluster.cores for cluster in unit.clusters) or machine.cores
+    threads = count_threads(resolved, machine)
+    if count_stated_threads(resolved) is None and threads < machine.cores:
+        get_logger().warning(
+            "the workspace has room for fewer threads than cores: state threads.compute",
+            threads=threads,
+            cores=machine.cores,
+        )
     return BuildRequest(
         model=resolved.model,
         tensors=tensors,
@@ -65,12 +70,12 @@ def make_request(
         expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,
         expert_neurons=None,
         rows=resolved.divided_rows,
-        threads=resolved.plan.threads.compute or cores,
+        threads=threads,
         features=frozenset(features),
         architecture=unit.architecture or machine.architecture,
         allocate=_refuse_memory,
         progress=ignore_progress,
-        cores=bound,
+        cores=tuple(list_cores(resolved.plan.threads.cores or "")),
     )
 
 

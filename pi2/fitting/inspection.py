@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -305,11 +305,7 @@ class Inspection:
                 values, is_sound = found.values, found.is_sound
                 self.derived = self.own | found.reasons
         except UserError as error:
-            path = ("memory", "budget")
-            span = source.spans.find_value(path)
-            self.diagnostics += (
-                replace(item, span=span, path=format_path(path)) for item in error.diagnostics
-            )
+            self.note_at(("memory", "budget"), error.diagnostics)
             return
         source = self.files["plan"] = replace(source, values=values)
         self.check_values(source, "plan", self.is_whole)
@@ -386,28 +382,8 @@ class Inspection:
                 self.own[("model",)] = "the store's model"
         if plan is None or not isinstance(reference, str) or not 0 < len(reference) <= 500:
             return
-        try:
-            located = locate_document(
-                reference,
-                kind,
-                plan.path.parent,
-                resolver=self.resolver,
-                origin=self.references["plan"],
-            )
-        except UserError as error:
-            span = plan.spans.find_value((kind,))
-            self.diagnostics += (replace(i, span=span, path=kind) for i in error.diagnostics)
-            return
-        except UnknownName as error:
-            self.diagnostics.append(
-                Diagnostic(
-                    code="P015",
-                    message=str(error),
-                    help=error.hint,
-                    span=plan.spans.find_value((kind,)),
-                    path=kind,
-                )
-            )
+        located = self.locate_named(reference, kind, (kind,))
+        if located is None:
             return
         before, name = len(self.diagnostics), located.name
         self.read_again(located, kind)
@@ -435,13 +411,11 @@ class Inspection:
             return read_thresholds(file.path.parent / plan.sparsity.thresholds)
         except UserError as error:
             self.sources.update(error.sources)
-            path = ("sparsity", "thresholds")
-            span = file.spans.find_value(path)
             for item in error.diagnostics:
-                named = item.code == "P028"
-                self.diagnostics.append(
-                    replace(item, span=span, path=name_path(path)) if named else item
-                )
+                if item.code == "P028":
+                    self.note_at(("sparsity", "thresholds"), [item])
+                else:
+                    self.diagnostics.append(item)
             return None
 
     def locate_draft(self) -> Located | None:
@@ -452,29 +426,33 @@ class Inspection:
         reference = plan.decode.speculation.plan
         if reference is None:
             return None
-        path, origin = ("decode", "speculation", "plan"), self.references["plan"]
+        return self.locate_named(reference, "plan", ("decode", "speculation", "plan"))
+
+    def locate_named(self, reference: str, kind: Kind, path: KeyPath) -> Located | None:
+        """Find the document that the plan names at ``path``."""
+        file, origin = self.files["plan"], self.references["plan"]
+        folder = file.path.parent
         try:
-            folder = file.path.parent
-            return locate_document(reference, "plan", folder, resolver=self.resolver, origin=origin)
+            return locate_document(reference, kind, folder, resolver=self.resolver, origin=origin)
         except UserError as error:
-            found = error.diagnostics
+            self.note_at(path, error.diagnostics)
         except UnknownName as error:
-            found = (
-                Diagnostic(code="P015", message=str(error), help=error.hint, severity="error"),
-            )
-        span = file.spans.find_value(path)
-        self.diagnostics += (replace(item, span=span, path=name_path(path)) for item in found)
+            self.note_at(path, [Diagnostic(code="P015", message=str(error), help=error.hint)])
         return None
+
+    def note_at(self, path: KeyPath, found: Iterable[Diagnostic]) -> None:
+        """Take notice of findings about what stands at ``path`` of the plan."""
+        span = self.files["plan"].spans.find_value(path)
+        self.diagnostics += (replace(item, span=span, path=name_path(path)) for item in found)
 
     def add_draft(self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> None:
         """Take notice of the errors in the plan of the model that drafts tokens."""
-        path, file = ("decode", "speculation", "plan"), self.files["plan"]
         self.sources.update(sources)
-        for item in diagnostics:
-            if item.severity == "error" and item.code in CANNOT_READ:
-                span = file.spans.find_value(path)
-                item = replace(item, code="P015", span=span, path=name_path(path))
-            if item.severity == "error":
+        for item in (item for item in diagnostics if item.severity == "error"):
+            if item.code in CANNOT_READ:
+                path = ("decode", "speculation", "plan")
+                self.note_at(path, [replace(item, code="P015")])
+            else:
                 self.diagnostics.append(item)
 
     def run_rules(

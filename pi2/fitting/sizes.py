@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from pi2.plan.arithmetic.sizes import (
     count_chunk_tokens,
     count_piece_bytes,
     count_staged_neurons,
+    count_stated_threads,
     need_attention,
     need_cold,
     need_predictor,
@@ -28,6 +30,7 @@ from pi2.plan.weights.layout import align_bytes
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import ExecutorBackend
+    from pi2.machine import Machine
     from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
@@ -145,6 +148,33 @@ def count_chunks(resolved: ResolvedPlan) -> int:
     own_bytes, chunk = backend.count_chunk_bytes(resolved), count_chunk_tokens(plan)
     room = plan.memory.segments.workspace - _need_workspace(resolved).bytes
     return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
+
+
+def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
+    """Compute threads of a run on ``machine``: as stated, else its cores, as far as the workspace
+    has room for them."""
+    stated = count_stated_threads(resolved)
+    if stated is not None:
+        return stated
+    plan, name = resolved.plan, resolved.sparse_unit
+    unit = resolved.device.units[name]
+    features = machine.features if unit.features is None else unit.features
+    known = unit.model_copy(
+        update={
+            "features": tuple(features),
+            "architecture": unit.architecture or machine.architecture,
+        }
+    )
+    device = resolved.device.model_copy(update={"units": {**resolved.device.units, name: known}})
+    own_bytes = _find_sparse_backend(resolved).count_chunk_bytes(resolved)
+    room = plan.memory.segments.workspace - (count_chunks(resolved) - 1) * own_bytes
+
+    def fits(count: int) -> bool:
+        threads = plan.threads.model_copy(update={"compute": count})
+        asked = plan.model_copy(update={"threads": threads})
+        return _need_workspace(replace(resolved, plan=asked, device=device)).bytes <= room
+
+    return next(filter(fits, range(machine.cores, 1, -1)), 1)
 
 
 def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:

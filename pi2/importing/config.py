@@ -146,19 +146,15 @@ NORMALISED_EXPERTS = "gguf_normalised_experts"
 """Another: whether weights of experts add up to 1, if the family's code takes no word on it."""
 TURN_FACTOR = "gguf_turn_factor"
 """Another: factor of sines and cosines, in addition to the scaling of positions."""
-SPLIT_EXPERTS = "gguf_split_experts"
-"""Another: every expert has gate, up and down of its own, if the family has them together."""
 
 
-def read_rope(
-    config: Config, context: int, share: float | None = None, theta: float = 10000.0
-) -> dict[str, Any]:
+def read_rope(config: Config, context: int, share: float | None) -> dict[str, Any]:
     """The ``[rope]`` table of ``rope_parameters`` or older keys; ``share``: rotated part if
-    unstated, None to rotate whole heads; ``theta``: default base."""
+    unstated, None to rotate whole heads."""
     scaling = config.read_table("rope_parameters")
     if not scaling.has("rope_type") and not scaling.has("rope_theta"):
         scaling = config.read_table("rope_scaling")
-    theta = scaling.read("rope_theta", float, config.read("rope_theta", float, theta))
+    theta = scaling.read("rope_theta", float, config.read("rope_theta", float, 10000.0))
     return scale_rope(config, scaling, theta, context, share)
 
 

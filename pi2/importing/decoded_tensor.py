@@ -44,7 +44,7 @@ class PackedTensor(SourceTensor, ABC):
         `SourceTensor.read_raw`."""
         stop = self.shape[0] if stop is None else stop
         if self.is_turned:
-            return turn(self._decode_stored(0, self.shape[1]))[start:stop]
+            return turn(self._decode_stored(self.shape[1]))[start:stop]
         if self.order is None:
             return self._read_stored(start, stop)
         wanted = self.order[start:stop]
@@ -81,8 +81,8 @@ class PackedTensor(SourceTensor, ABC):
             numbers = numbers * self.factors
         return numbers
 
-    def _decode_stored(self, start: int, stop: int) -> Raw:
-        raw = self._read_stored(start, stop)
+    def _decode_stored(self, stop: int) -> Raw:
+        raw = self._read_stored(0, stop)
         return self._decode(raw.view(np.uint8)) if raw.dtype == np.uint8 else raw
 
 

@@ -217,16 +217,8 @@ class _TurnedKeys(SourceTensor):
 def _turn_keys(whole: SourceTensor, model: Model) -> SourceTensor:
     shape, latent = model.shape, model.attention.latent
     assert latent is not None
-    return _TurnedKeys(
-        file=whole.file,
-        name=whole.name,
-        dtype="F32",
-        shape=(shape.heads * latent.rank, latent.plain),
-        offset=0,
-        size_bytes=whole.size_bytes,
-        whole=whole,
-        head_rows=latent.plain + shape.head_dim,
-    )
+    size, rows = (shape.heads * latent.rank, latent.plain), latent.plain + shape.head_dim
+    return _TurnedKeys.made_of(whole, dtype="F32", shape=size, whole=whole, head_rows=rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

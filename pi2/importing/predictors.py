@@ -86,16 +86,7 @@ def _fold_norm(inner: SourceTensor, norm: SourceTensor | None, model: Model) -> 
         return inner  # said later, with all that is missing or wrong
     weights = norm.read() + np.float32(model.norm.weight_offset)
     factors = np.divide(1, weights, out=np.zeros_like(weights), where=weights != 0)
-    return FoldedTensor(
-        file=inner.file,
-        name=inner.name,
-        dtype=inner.dtype,
-        shape=inner.shape,
-        offset=0,
-        size_bytes=inner.size_bytes,
-        source=inner,
-        factors=factors,
-    )
+    return FoldedTensor.made_of(inner, source=inner, factors=factors)
 
 
 def _match(file: Path) -> re.Match[str] | None:

@@ -76,16 +76,9 @@ class ExpertTensor(SourceTensor):
 
 def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
     """The part of ``expert`` of a tensor of all experts."""
-    return ExpertTensor(
-        file=whole.file,
-        name=f"{whole.name}[{expert}]",
-        dtype=whole.dtype,
-        shape=whole.shape[1:],
-        offset=0,
-        size_bytes=whole.size_bytes // whole.shape[0],
-        whole=whole,
-        expert=expert,
-    )
+    size = whole.size_bytes // whole.shape[0]
+    own = {"name": f"{whole.name}[{expert}]", "shape": whole.shape[1:], "size_bytes": size}
+    return ExpertTensor.made_of(whole, **own, whole=whole, expert=expert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +103,7 @@ class TurnedTensor(SourceTensor):
 
 def turn_tensor(stored: SourceTensor) -> SourceTensor:
     """The transpose of a matrix."""
-    return TurnedTensor(
-        file=stored.file,
-        name=stored.name,
-        dtype=stored.dtype,
-        shape=stored.shape[::-1],
-        offset=0,
-        size_bytes=stored.size_bytes,
-        stored=stored,
-    )
+    return TurnedTensor.made_of(stored, shape=stored.shape[::-1], stored=stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,17 +140,8 @@ def fill_heads(
     """A tensor of ``heads``, of which each has as many rows, or columns, filled up with zeros to
     ``size`` of them."""
     shape = (stored.shape[0], heads * size) if by_columns else (heads * size, *stored.shape[1:])
-    return HeadsTensor(
-        file=stored.file,
-        name=stored.name,
-        dtype="F32",
-        shape=shape,
-        offset=0,
-        size_bytes=stored.size_bytes,
-        stored=stored,
-        heads=heads,
-        by_columns=by_columns,
-    )
+    own = {"dtype": "F32", "shape": shape, "heads": heads, "by_columns": by_columns}
+    return HeadsTensor.made_of(stored, stored=stored, **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +209,7 @@ class Rows:
         # Neighbours in the store are near each other in the checkpoint.
         first, last = int(wanted.min()), int(wanted.max())
         raw = self.tensor.read_raw(first, last + 1)
-        is_all = len(wanted) == len(raw) and _ascends(wanted)
+        is_all = len(wanted) == len(raw) and (np.diff(wanted) == 1).all()
         return self._fill(raw if is_all else raw[wanted - first], absent)
 
     def read(self, start: int = 0, stop: int | None = None) -> F32:
@@ -271,7 +247,3 @@ def find_rows(tensors: Mapping[str, SourceTensor], model: Model, source: Source)
         tensor = fill_heads(tensor, heads, size, by_columns=by_columns)
     index = None if source.rows is None else np.asarray(source.rows(), np.int64)
     return Rows(tensor=tensor, index=index, missing=source.missing)
-
-
-def _ascends(index: I64) -> bool:
-    return bool((np.diff(index) == 1).all())

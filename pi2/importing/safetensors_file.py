@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -44,6 +44,12 @@ class SourceTensor:
     offset: int
     """Byte of the tensor's first element in the file."""
     size_bytes: int
+
+    @classmethod
+    def made_of(cls, other: SourceTensor, /, **own: Any) -> Self:
+        """What is made of another tensor: the same but for ``own``."""
+        kept = ("file", "name", "dtype", "shape", "size_bytes")
+        return cls(**({"offset": 0} | {name: getattr(other, name) for name in kept} | own))
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; P535, P532."""

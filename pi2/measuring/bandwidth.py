@@ -13,7 +13,6 @@ import numpy as np
 
 from pi2.measuring.contestant import Worker
 from pi2.measuring.samples import Bandwidth
-from pi2.progress import Progress, ignore_progress
 
 BUFFER_BYTES = 512 * 2**20
 """Size of the buffer that is read: far more than any cache."""
@@ -25,7 +24,7 @@ Reader = Callable[[], object]
 class BandwidthMeter:
     """Reads a large buffer with all threads and does next to nothing with it."""
 
-    def __init__(self, threads: int, size_bytes: int, progress: Progress = ignore_progress) -> None:
+    def __init__(self, threads: int, size_bytes: int) -> None:
         self._threads = threads
         # Written once, so that every page is a page of its own.
         self._buffer = np.ones(size_bytes // 8, np.uint64)

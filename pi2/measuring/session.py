@@ -186,7 +186,6 @@ def measure_plan(
     *,
     progress: Progress = ignore_progress,
     note_lost: NoteLost = lambda error: None,
-    buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Outcome]:
     """Measure ``course`` with a plan; UserError P641, P642, P653 without llama.cpp, P654 without
     its file. ``note_lost`` is told if llama.cpp fails (P652) or crashes (P640)."""
@@ -211,7 +210,7 @@ def measure_plan(
                 if error.diagnostics[0].code not in _ENDS:
                     raise
                 note_lost(error)
-        limit = stack.enter_context(BandwidthLimit(threads, size_bytes=buffer_bytes))
+        limit = stack.enter_context(BandwidthLimit(threads, size_bytes=BUFFER_BYTES))
         return list(
             run_session(
                 contestants,

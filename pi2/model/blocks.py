@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from pi2.model.attention import Attention
@@ -20,14 +21,14 @@ __all__ = ["Attention", "Block", "Ffn", "Mixer", "State", "make_blocks"]
 Mixer = Attention | State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """A layer: mixers of tokens, one after the other, then an FFN."""
 
     mixers: tuple[Mixer, ...]
     ffn: Ffn
 
-    @property
+    @cached_property
     def attention(self) -> Attention | None:
         """Its attention; no block has two."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, Attention)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import Packing, find_packing, name_packings
@@ -81,7 +82,7 @@ def fill_name(pattern: str, layer: int, expert: int = 0, stream: int = 0, mixer:
     return pattern
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DenseTensor:
     """A dense tensor of ``rows`` vectors of ``length`` elements."""
 
@@ -109,7 +110,7 @@ class DenseTensor:
         """Return the bytes of all weights, and of all scales."""
         return self.rows * self.row_weight_bytes, self.rows * self.row_scale_bytes
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes in memory, whole cache lines."""
         return align_bytes(sum(self.count_bytes()))

@@ -27,7 +27,7 @@ from pi2.plan.documents.quantities import (
     round_size,
     write_least,
 )
-from pi2.plan.weights.layout import round_up
+from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.problem import Problem, list_predictors, pose_problem
 from pi2.planning.program import Goal, Program, Solution
 from pi2.planning.refinement import (
@@ -84,10 +84,10 @@ def plan(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
         check_device_memory(wish)
         return _plan_within(wish, progress)
     problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), _read_rates(wish))
-    tried = itertools.count(1)
+    tried, posed = itertools.count(1), Posed()
 
     def plan_next(own: Wish) -> PlannedPlan:
-        found, number = _plan_within(own), next(tried)
+        found, number = _plan_within(own, posed=posed), next(tried)
         label = f"planning, {number} of about {USUAL_LIMITS} memory limits"
         progress(label, min(number / USUAL_LIMITS, 0.95))
         return found
@@ -104,10 +104,16 @@ def find_bounds(problem: Problem) -> tuple[int, int]:
     return _find_budget(problem, least), int(_find_budget(problem, fastest) * _SPARE)
 
 
-def _plan_within(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
+Posed = dict[tuple[BundleLayout, bool], Problem]
+"""Problems by bundle, and whether another unit has a part: the same for all memories and speeds."""
+
+
+def _plan_within(
+    wish: Wish, progress: Progress = ignore_progress, posed: Posed | None = None
+) -> PlannedPlan:
     whole = _plan_whole(wish)
     try:
-        divided = _plan_divided(wish, progress)
+        divided = _plan_divided(wish, progress, {} if posed is None else posed)
     except UserError:
         # Whatever the processor lacks, it is not needed.
         if whole is None or score_plan(wish, whole)[0] > 0.0:
@@ -140,7 +146,7 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
     return replace(best, full_tokens_s=full.tokens_s)
 
 
-def _plan_divided(wish: Wish, progress: Progress) -> PlannedPlan:
+def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
     rates = _read_rates(wish)
     stored = read_stored(wish.store)
     programs: list[tuple[Problem, Program]] = []
@@ -150,7 +156,10 @@ def _plan_divided(wish: Wish, progress: Progress) -> PlannedPlan:
         found: list[PlannedPlan] = []
         for choice in units:
             progress("planning", len(programs) / (len(bundles) * len(units)))
-            problem = pose_problem(wish, choice, bundle)
+            key = bundle, choice.dense is not None
+            if key not in posed:
+                posed[key] = pose_problem(wish, choice, bundle)
+            problem = replace(posed[key], wish=wish)
             program = Program(problem)
             programs.append((problem, program))
             solution = program.solve(

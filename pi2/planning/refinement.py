@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -251,7 +252,15 @@ def refine_values(
     problem: Problem, values: Values, score: Score
 ) -> tuple[Values, Cost, tuple[Decision, ...]]:
     """The best of the plans that differ from ``values`` in these settings only."""
-    best, cost = values, _cost(problem, values)
+    known: dict[str, Cost] = {}
+
+    def find_cost(values: Values) -> Cost:
+        key = json.dumps(values, sort_keys=True)
+        if key not in known:
+            known[key] = _cost(problem, values)
+        return known[key]
+
+    best, cost = values, find_cost(values)
     decisions: dict[str, Decision] = {}
     for _ in range(_ROUNDS):
         before = score(cost)
@@ -259,7 +268,7 @@ def refine_values(
             tried = []
             for option in options:
                 changed = _apply(best, option)
-                tried.append((option, changed, _cost(problem, changed)))
+                tried.append((option, changed, find_cost(changed)))
             ranked = sorted(tried, key=lambda item: score(item[2]))
             winner = ranked[0]
             if score(winner[2]) < score(cost) * (1.0 - _LEAST_GAIN) or key not in decisions:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pi2.plan.toml.source import Kind
 
 
-def read_document(reference: str, kind: Kind, folder: Path | None = None) -> Report:
+def read_document(reference: str, kind: Kind) -> Report:
     """A sound device or model by path, short name or locked reference; UserError P014, P015."""
-    folder = folder or Path()
+    folder = Path()
     resolver = LockedReferences(folder)
     try:
         found = locate_document(reference, kind, folder, resolver=resolver)

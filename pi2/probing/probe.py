@@ -322,7 +322,7 @@ class Measurements:
     """GPUs and NPUs."""
 
 
-def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUNDS) -> Measurements:
+def measure_machine(place: Path, progress: Progress) -> Measurements:
     """Measure everything in rounds at ``place``, a folder or store: drift shows in the spread.
     UserError P340 without the cpu backend, P341 if nothing can be read."""
     machine = detect_machine()
@@ -341,8 +341,8 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUND
         bench.call("open_storage", str(path), size)
         reads = list_reads(size, inspect_storage(place).direct.align_bytes or 512)
         start = time.monotonic()
-        for number in range(rounds):
-            progress("rounds", number / rounds)
+        for number in range(MOST_ROUNDS):
+            progress("rounds", number / MOST_ROUNDS)
             for count in sorted({1, threads // 2 or 1, threads}):
                 # A new process each time: threads that slept may stay together on one core.
                 with Worker(partial(BandwidthMeter, count, METER_BYTES)) as meter:

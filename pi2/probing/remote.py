@@ -108,10 +108,10 @@ class RemoteFunctions:
 
 
 def measure_remote(
-    machine: RemoteMachine, progress: Progress, *, shape: synthetic.ProbeShape = SHAPE
+    machine: RemoteMachine, progress: Progress
 ) -> tuple[tuple[StepFacts, ...], Mapping[Key, list[float]]]:
     """Steps of the engine and their seconds on the other machine; UserError P342."""
-    model = synthetic.make_model(shape)
+    model = synthetic.make_model(SHAPE)
     request = synthetic.make_request(
         model,
         threads=machine.threads,
@@ -129,7 +129,7 @@ def measure_remote(
         calls = Library(library, measure_arrays(request), functions=functions)
         executor = CpuExecutor(request, spec, calls)
         try:
-            return _measure(executor, shape, request.bundle.used_bytes, clock, progress)
+            return _measure(executor, SHAPE, request.bundle.used_bytes, clock, progress)
         finally:
             executor.close()
 

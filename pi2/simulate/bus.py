@@ -35,8 +35,6 @@ class Meter:
     flash_s: float = 0.0
     waiting_s: float = 0.0
     """Flash at work and no compute unit."""
-    cpu_bytes: float = 0.0
-    dense_bytes: float = 0.0
     read_bytes: float = 0.0
 
 
@@ -59,11 +57,6 @@ class Bus:
         self, unit: UnitName, seconds: float, *, bytes_s: float = 0.0, share: float = 1.0
     ) -> simpy.Event:
         """Start work of ``seconds`` on a ``share`` of a unit, with ``bytes_s`` of main memory."""
-        size = seconds * bytes_s
-        if unit == "cpu":
-            self.meter.cpu_bytes += size
-        else:
-            self.meter.dense_bytes += size
         return self._start(_Job(unit, seconds, share, bytes_s, self.env.event()))
 
     def read(self, seconds: float, size_bytes: float) -> simpy.Event:

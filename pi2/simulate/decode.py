@@ -289,13 +289,12 @@ def _trace_layer(
     return times
 
 
-def simulate_layers(
-    description: Description, *, prompt_tokens: int = 64, tokens: int = 64, seed: int = 0
-) -> tuple[float, ...]:
-    """Mean seconds of a token in each layer; layers of one kind are equal."""
-    random = np.random.default_rng(seed)
+def simulate_layers(description: Description) -> tuple[float, ...]:
+    """Mean seconds in each layer of 64 tokens after a prompt of 64; layers of one kind are
+    equal."""
+    random, tokens = np.random.default_rng(0), 64
     shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
-    positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
+    positions = tokens + np.arange(tokens, dtype=np.float64)
     times: dict[int, float] = {}
     for kind in description.kinds:
         total = {name: np.zeros(tokens) for name in RESULTS}

@@ -215,9 +215,9 @@ def lay_out_layer_file(neurons: int, stride: int) -> LayerFile:
     )
 
 
-def lay_out_rows_file(column: str, neurons: int, row_bytes: int) -> RowsFile:
-    """Lay out a row for each of some neurons: ``column`` fixed_size_binary(row_bytes)."""
-    schema = [_describe_field(column, 15, {0: Scalar("i", row_bytes)})]
+def lay_out_scales_file(neurons: int, row_bytes: int) -> RowsFile:
+    """Lay out a row for each of some neurons: ``scales`` fixed_size_binary(row_bytes)."""
+    schema = [_describe_field("scales", 15, {0: Scalar("i", row_bytes)})]
     batch = _Batch(rows=neurons, columns=((neurons * row_bytes,),), alignment=ALIGNMENT)
     pieces, size, ((offset,),) = _lay_out(schema, [batch])
     return RowsFile(pieces=pieces, size=size, offset=offset)

@@ -26,7 +26,7 @@ from pi2.store.arrow_file import (
     PieceFeed,
     lay_out_dense_file,
     lay_out_layer_file,
-    lay_out_rows_file,
+    lay_out_scales_file,
 )
 from pi2.store.files import HashedFile
 from pi2.store.identity import compute_digest, describe_weights
@@ -170,7 +170,7 @@ class StoreWriter:
         path, neurons = name_scales_file(layer), self.model.layer_neurons
         if self.has_file(path):
             return
-        plan = lay_out_rows_file("scales", neurons, self._stored.scales_stride)
+        plan = lay_out_scales_file(neurons, self._stored.scales_stride)
         with self._create(path) as file:
             known = PieceFeed(file, plan.pieces)
             known.write_before(plan.offset)

@@ -14,7 +14,7 @@ from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import assemble_bundles, unpack_part
-from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up, split_lanes
+from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up
 from tests.backend.test_kernels_executor import feed
 from tests.helpers.aarch64 import (
     ARM_FEATURES,
@@ -30,6 +30,7 @@ from tests.helpers.kernels import (
     allocate,
     allocate_activations,
     allocate_tiles,
+    leave_lane_order,
     list_runnable_isas,
     make_isa,
     make_multiply,
@@ -136,16 +137,6 @@ def test_both_schedules_have_the_sums_of_integers(
         x[:, group * GROUP : (group + 1) * GROUP] = [[-limit], [limit]]
         expected = (x @ weights.T).astype(np.float32)
         assert np.array_equal(product.compute(weights, x), expected), group
-
-
-def leave_lane_order(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """y [tokens, hidden] of the FFN (`kernels.neurons`) in natural order."""
-    blocks, start = [], 0
-    for lanes in split_lanes(y.shape[1]):
-        block = y[:, start : start + lanes * GROUP].reshape(len(y), GROUP, lanes)
-        blocks.append(block.transpose(0, 2, 1).reshape(len(y), -1))
-        start += lanes * GROUP
-    return np.concatenate(blocks, 1)
 
 
 FFNS: dict[str, dict[str, Any]] = {

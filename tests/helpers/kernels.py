@@ -148,12 +148,11 @@ def compile_program(name: str, spec: KernelSpec) -> Callable[..., None]:
     """Compile one function of a spec; see `compile_anew` where its emitter is replaced."""
     from pi2.backends.kernels.program import Program
 
-    compiled = _programs[-1]
-    if (name, spec) not in compiled:
+    compiled, key = _programs[-1], (name, spec)
+    if key not in compiled:
         program = Program(spec)
-        kernel = compile_kernel(program.list_functions()[name], program.isa)
-        compiled[name, spec] = kernel
-    return compiled[name, spec]
+        compiled[key] = compile_kernel(program.list_functions()[name], program.isa)
+    return compiled[key]
 
 
 @contextmanager
@@ -246,6 +245,16 @@ def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F
     arrays[3][:] = x
     stands_for = codes * scales.astype(np.float64)[..., None]
     return arrays, stands_for.reshape(tokens, length)
+
+
+def leave_lane_order(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return sums [tokens, hidden] of the FFN's kernels in natural order."""
+    blocks, start = [], 0
+    for lanes in split_lanes(y.shape[1]):
+        block = y[:, start : start + lanes * GROUP].reshape(len(y), GROUP, lanes)
+        blocks.append(block.transpose(0, 2, 1).reshape(len(y), -1))
+        start += lanes * GROUP
+    return np.concatenate(blocks, 1)
 
 
 def put_in_lane_order(x: F32) -> F32:

@@ -94,7 +94,7 @@ def test_speed_is_simulated_where_device_has_figures(capsys: pytest.CaptureFixtu
 def test_layers_together_take_a_token_without_its_head() -> None:
     plan = load_plan(SMALL)
     inputs = read_inputs(plan)
-    layers = simulate_layers(inputs, tokens=64)
+    layers = simulate_layers(inputs)
     assert len(layers) == len(plan.layers)
     assert 0.8 < sum(layers) / simulate(inputs, tokens=64).mean_s <= 1.0
 

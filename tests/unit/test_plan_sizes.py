@@ -11,13 +11,17 @@ from pi2.backends.cpu.needs import UNKNOWN_THREADS
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.fitting.budget import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
+from pi2.fitting.sizes import count_threads, find_needs
+from pi2.machine import detect_machine
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.device import IsaFeature
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.weights.layout import GROUP
 
 DEMO = Path(__file__).parents[2] / "plans/demo.plan.toml"
+I8MM = ("neon", "dotprod", "i8mm")
+AMX: tuple[IsaFeature, ...] = ("avx512vnni", "amx-int8")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def test_every_need_is_explained(demo: ResolvedPlan) -> None:
 
 
 def need_workspace(
-    demo: ResolvedPlan, features: tuple[str, ...] | None, architecture: str, chunk: int
+    demo: ResolvedPlan, features: tuple[str, ...] | None, architecture: str | None, chunk: int
 ) -> int:
     """Bytes of the workspace for prefill in chunks on a CPU with some features."""
     cpu = demo.device.units["cpu"].model_copy(
@@ -59,10 +63,10 @@ def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> Non
     need = partial(need_workspace, demo)
     threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
     rows = threads * (256 + 256) // GROUP * PAIRED_GROUP_BYTES
-    dotprod, i8mm = ("neon", "dotprod"), ("neon", "dotprod", "i8mm")
+    dotprod = ("neon", "dotprod")
     for chunk, padding in ((128, 0), (127, 512 * 6 + 512 // GROUP * 8)):
         fewest = need(dotprod, "aarch64", chunk)
-        assert need(i8mm, "aarch64", chunk) == fewest + rows + padding
+        assert need(I8MM, "aarch64", chunk) == fewest + rows + padding
         assert need(None, "aarch64", chunk) == fewest + rows + padding, "they may have it"
         assert need(("avx512vnni",), "x86-64", chunk) == fewest
 
@@ -75,8 +79,36 @@ def test_cores_with_amx_keep_tokens_and_rows_for_tiles(demo: ResolvedPlan) -> No
     for chunk, rounded in ((128, 128), (127, 128), (1, 16)):
         fewest = need(("avx512vnni",), "x86-64", chunk)
         tokens = rounded * 2 * 256 * (2 + 4 / GROUP)
-        for features in (("avx512vnni", "amx-int8"), None):
+        for features in (AMX, None):
             assert need(features, "x86-64", chunk) == fewest + rows + tokens
+
+
+@pytest.mark.parametrize("chunk", [1, 128, 512])
+def test_threads_of_an_unknown_machine_have_room_with_i8mm_and_with_amx(
+    demo: ResolvedPlan, chunk: int
+) -> None:
+    need = partial(need_workspace, change_plan(demo, "threads", compute=2), chunk=chunk)
+    known = [need(I8MM, "aarch64"), need(AMX, "x86-64")]
+    assert known[0] != known[1]
+    assert need(None, None) == max(known)
+
+
+def test_a_run_has_as_many_unstated_threads_as_its_workspace_has_room_for(
+    demo: ResolvedPlan,
+) -> None:
+    here = detect_machine()
+    cpu = replace(here.cpu, architecture="x86-64", features=frozenset(AMX), cores=64)
+    count = count_threads(demo, replace(here, cpu=cpu))
+    room = demo.plan.memory.segments.workspace
+
+    def need(threads: int) -> int:
+        return need_workspace(change_plan(demo, "threads", compute=threads), AMX, "x86-64", 128)
+
+    assert 1 < count < 64
+    assert need(count) <= room < need(count + 1)
+    small = replace(here, cpu=replace(cpu, cores=2))
+    assert count_threads(demo, small) == 2
+    assert count_threads(change_plan(demo, "threads", compute=64), small) == 64
 
 
 def test_large_models_and_budgets_leave_more_for_tables(demo: ResolvedPlan) -> None:

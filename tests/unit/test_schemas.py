@@ -63,9 +63,9 @@ def test_every_value_has_examples_that_fit(file: str) -> None:
         if leads_to_table(schema, value):
             continue
         assert value.get("examples"), key
-        rules = {**value, "definitions": schema["definitions"]}
+        rules = jsonschema.Draft7Validator({**value, "definitions": schema["definitions"]})
         for example in value["examples"]:
-            jsonschema.validate(example, rules, jsonschema.Draft7Validator)
+            rules.validate(example)
 
 
 @pytest.mark.parametrize("file", SCHEMAS)

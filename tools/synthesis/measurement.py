@@ -129,7 +129,7 @@ class _LayerExecutor(ReferenceExecutor):
         """Predictor scores [tokens, neurons]; ``experts`` [neurons] of the neurons."""
         scores = np.empty((len(self._now.u), len(experts)), np.float32)
         for expert in range(self._model.expert_count):
-            scores[:, experts == expert] = self.score_low_rank(layer, expert, self._now.u)
+            scores[:, experts == expert] = self._prediction.score(layer, expert, self._now.u)
         return scores
 
 

@@ -12,17 +12,15 @@ from pi2.backends.gpu.kernels.specification import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray
 from pi2.backends.gpu.sizes import choose_kernel_tokens, choose_parts, count_busy_groups
 from pi2.model.blocks import find_attention
-from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD_BIAS, POSITIONS, name_layer_tensor
-from pi2.plan.arithmetic.units import count_qkv_rows, name_head
+from pi2.model.tensor import EMBEDDING, FINAL_NORM, POSITIONS
+from pi2.plan.arithmetic.units import count_qkv_rows
 from pi2.plan.documents.model_parts import Moe
 
 
 def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans: int) -> None:
     """Add the kernels that turn u into ``mixed``, contexts in ``spans`` parts."""
     model, state = use.model, work.state
-    rows = count_qkv_rows(model)
-    qkv, bias = name_layer_tensor(layer, "qkv"), name_layer_tensor(layer, "qkv_bias")
-    work.multiply(use.products["qkv"], qkv, rows, tokens, state["u"], state["qkv"], bias)
+    work.multiply("qkv", layer, count_qkv_rows(model), tokens, "u", "qkv")
     own = find_attention(model, layer)
     rope = 0 if own.rope is not model.other_rope else 1
     arrays = {
@@ -40,7 +38,7 @@ def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans
     if use.attention.growth:
         arrays["growth"] = state["growth" if own.growth else "no_growth"]
     if model.attention.sinks:
-        arrays["sinks"] = work.find_vector(name_layer_tensor(layer, "sinks"))
+        arrays["sinks"] = work.find_vector("sinks", layer)
     numbers = {"context": use.context, "tokens": tokens, "spans": spans}
     if model.attention.latent is not None:
         _list_latent_queries(work, use, layer, tokens, arrays)
@@ -52,14 +50,7 @@ def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans
     for name in ("attend_all" if sees_all else "attend", "mix"):
         work.add(name, arrays, numbers)
     if model.attention.latent is not None:
-        work.multiply(
-            use.products["latent_value"],
-            name_layer_tensor(layer, "latent_value"),
-            model.shape.query,
-            tokens,
-            state["mixed_latent"],
-            state["mixed"],
-        )
+        work.multiply("latent_value", layer, model.shape.query, tokens, "mixed_latent", "mixed")
 
 
 def _list_latent_queries(
@@ -71,71 +62,50 @@ def _list_latent_queries(
     assert latent is not None
     arrays |= {name: state[name] for name in ("plain", "turned", "absorbed")}
     if latent.query_rank is not None:
-        weights = work.find_vector(name_layer_tensor(layer, "latent_query_norm"))
+        weights = work.find_vector("latent_query_norm", layer)
         norm = {"qkv": state["qkv"], "weights": weights, "made": state["made"]}
         work.add("latent_norm", norm, {"tokens": tokens})
-        work.multiply(
-            use.products["latent_query_out"],
-            name_layer_tensor(layer, "latent_query_out"),
-            model.shape.heads * latent.key,
-            tokens,
-            state["made"],
-            state["queries"],
-        )
+        rows = model.shape.heads * latent.key
+        work.multiply("latent_query_out", layer, rows, tokens, "made", "queries")
         arrays["queries"] = state["queries"]
-    arrays["weights"] = work.find_vector(name_layer_tensor(layer, "latent_norm"))
+    arrays["weights"] = work.find_vector("latent_norm", layer)
     work.add("keep", arrays, {"context": use.context, "tokens": tokens})
-    work.multiply(
-        use.products["latent_key"],
-        name_layer_tensor(layer, "latent_key"),
-        model.shape.heads * latent.rank,
-        tokens,
-        state["plain"],
-        state["absorbed"],
-    )
+    rows = model.shape.heads * latent.rank
+    work.multiply("latent_key", layer, rows, tokens, "plain", "absorbed")
 
 
 def list_recurrence(work: WorkList, use: ModelUse, layer: int, tokens: int, runs: int) -> None:
     """Add the kernels that turn u into ``mixed_state``; ``runs``: parts of equal length that the
     tokens consist of, each of another sequence."""
     assert use.state is not None
-    shape, state, products = use.state.shape, work.state, use.products
+    shape, state = use.state.shape, work.state
 
-    def name(kind: str) -> str:
-        return name_layer_tensor(layer, kind)
-
-    projected, is_short = state["projected"], shape.kind == "convolution"
-    bias = name("state_in_bias")
-    work.multiply(
-        products["state_in"], name("state_in"), shape.rows, tokens, state["u"], projected, bias
-    )
+    is_short = shape.kind == "convolution"
+    work.multiply("state_in", layer, shape.rows, tokens, "u", "projected")
     numbers = {"runs": runs, "length": tokens // runs, "tokens": tokens}
     arrays = {
         **work.arrays.kept[layer],
-        "projected": projected,
+        "projected": state["projected"],
         "places": state["places"],
-        "weights": work.find_vector(name("state_convolution")),
+        "weights": work.find_vector("state_convolution", layer),
         "convolved": state["mixed_state" if is_short else "convolved"],
     }
     if shape.convolution_bias:
-        arrays["biases"] = work.find_vector(name("state_convolution_bias"))
+        arrays["biases"] = work.find_vector("state_convolution_bias", layer)
     work.add("convolve", arrays, numbers)
     if is_short:
         return
-    gates = state["state_gates"]
-    work.multiply(
-        products["state_gates"], name("state_gates"), shape.gates, tokens, state["u"], gates
-    )
+    work.multiply("state_gates", layer, shape.gates, tokens, "u", "state_gates")
     arrays |= {
-        "gates": gates,
-        "rates": work.find_vector(name("state_decay")),
-        "steps": work.find_vector(name("state_step")),
+        "gates": state["state_gates"],
+        "rates": work.find_vector("state_decay", layer),
+        "steps": work.find_vector("state_step", layer),
         "recurred": state["recurred"],
     }
     if shape.kind == "mamba":
-        arrays["skips"] = work.find_vector(name("state_skip"))
+        arrays["skips"] = work.find_vector("state_skip", layer)
     work.add("recur", arrays, numbers)
-    arrays |= {"weights": work.find_vector(name("state_norm")), "mixed": state["mixed_state"]}
+    arrays |= {"weights": work.find_vector("state_norm", layer), "mixed": state["mixed_state"]}
     work.add("gate_state", arrays, numbers)
 
 
@@ -162,7 +132,6 @@ class ModelGraph:
         self._use, self._arrays = use, arrays
         self._model = use.model
         self._state = arrays.state
-        self._products = use.products
         activation = self._model.ffn.activation
         if use.predictor == "gate":
             closed = self._model.ffn.threshold or 0.0 if activation == "fatrelu" else 0.0
@@ -228,8 +197,8 @@ class ModelGraph:
         if moe is not None and moe.router_input == "layer":
             self._score_experts(layer, tokens, "x")
         if self._model.residual == "parallel":
-            self._work.normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
-        self._work.normalise(name_layer_tensor(layer, "attention_norm"), "x", "u", 0, tokens)
+            self._work.normalise("ffn_norm", "v", 0, tokens, layer)
+        self._work.normalise("attention_norm", "u", 0, tokens, layer)
 
     def _mix_tokens(self, layer: int, shape: StepShape, runs: int) -> None:
         """Add what a layer mixes of tokens to x; ``runs``: sequences that the tokens are of."""
@@ -240,38 +209,28 @@ class ModelGraph:
         else:
             list_attention(self._work, self._use, layer, shape.tokens, shape.spans)
         direct = self._use.adds_to_stream
-        self._work.multiply(
-            self._products[kind],
-            name_layer_tensor(layer, kind),
-            self._model.shape.stored_hidden,
-            shape.tokens,
-            self._state[mixed],
-            self._state["x" if direct else "y"],
-            name_layer_tensor(layer, f"{kind}_bias"),
-        )
+        hidden, target = self._model.shape.stored_hidden, "x" if direct else "y"
+        self._work.multiply(kind, layer, hidden, shape.tokens, mixed, target)
         if not direct:
-            self._add_y(name_layer_tensor(layer, "attention_output_norm"), shape.tokens)
+            self._add_y("attention_output_norm", layer, shape.tokens)
 
-    def _add_y(self, norm: str, tokens: int) -> None:
+    def _add_y(self, norm: str, layer: int, tokens: int) -> None:
         arrays = {"x": self._state["x"], "y": self._state["y"]}
         if not self._model.norm.outputs:
             self._work.add("add", arrays, {"tokens": tokens})
             return
-        arrays["weights"] = self._work.find_vector(norm)
+        arrays["weights"] = self._work.find_vector(norm, layer)
         if self._model.norm.bias:
             arrays["biases"] = self._state["zeros"]
         self._work.add("add_norm", arrays, {"tokens": tokens})
 
     def _begin_ffn(self, layer: int, tokens: int) -> None:
         if self._model.residual != "parallel":
-            self._work.normalise(name_layer_tensor(layer, "ffn_norm"), "x", "v", 0, tokens)
+            self._work.normalise("ffn_norm", "v", 0, tokens, layer)
         if self._model.moe is not None:
             self._route(layer, tokens)
         if self._model.ffn.bias:
-            arrays = {
-                "y": self._state["y"],
-                "biases": self._work.find_vector(name_layer_tensor(layer, "down_bias")),
-            }
+            arrays = {"y": self._state["y"], "biases": self._work.find_vector("down_bias", layer)}
             if self._model.moe is not None:
                 arrays["routes"] = self._state["routes"]
             self._work.add("spread", arrays, {"tokens": tokens})
@@ -291,8 +250,7 @@ class ModelGraph:
             self._score_experts(layer, tokens, "v")
         arrays["route_scores"] = self._state["route_scores"]
         if moe.choice_bias:
-            name = name_layer_tensor(layer, "choice_bias")
-            arrays["choice_biases"] = self._work.find_vector(name)
+            arrays["choice_biases"] = self._work.find_vector("choice_bias", layer)
         self._work.add("route", arrays, {"tokens": tokens})
 
     def _score_experts(self, layer: int, tokens: int, source: str) -> None:
@@ -302,8 +260,7 @@ class ModelGraph:
             "route_scores": self._state["route_scores"],
         }
         if self._model.moe is not None and self._model.moe.router_bias:
-            name = name_layer_tensor(layer, "router_bias")
-            arrays["router_biases"] = self._work.find_vector(name)
+            arrays["router_biases"] = self._work.find_vector("router_bias", layer)
         self._work.add("route_scores", arrays, {"tokens": tokens})
 
     def _list_ffn_arrays(self, layer: int) -> dict[str, DeviceArray]:
@@ -349,43 +306,19 @@ class ModelGraph:
             self._work.add(name, arrays, numbers)
 
     def _score_neurons(self, layer: int, tokens: int) -> None:
-        model, state = self._model, self._state
+        model, multiply = self._model, self._work.multiply
         assert model.predictor is not None
-        inner, outer, bias = (
-            name_layer_tensor(layer, kind)
-            for kind in ("predictor_in", "predictor_out", "predictor_bias")
-        )
-        rows = model.expert_count * model.predictor.rank
-        products = self._products
-        self._work.multiply(
-            products["predictor_in"], inner, rows, tokens, state["v"], state["inner"]
-        )
-        self._work.multiply(
-            products["predictor_out"],
-            outer,
-            model.layer_neurons,
-            tokens,
-            state["inner"],
-            state["scores"],
-            bias,
-        )
+        rows, bias = model.expert_count * model.predictor.rank, "predictor_bias"
+        multiply("predictor_in", layer, rows, tokens, "v", "inner")
+        multiply("predictor_out", layer, model.layer_neurons, tokens, "inner", "scores", bias)
 
     def _end_ffn(self, layer: int, tokens: int) -> None:
         if not self._use.ffn_adds_to_stream:
-            self._add_y(name_layer_tensor(layer, "ffn_output_norm"), tokens)
+            self._add_y("ffn_output_norm", layer, tokens)
 
     def _compute_logits(self, first: int, tokens: int) -> None:
-        self._work.normalise(FINAL_NORM, "x", "u", first, tokens)
-        head, vocab = name_head(self._model), self._model.shape.vocab
-        self._work.multiply(
-            self._products["head"],
-            head,
-            vocab,
-            tokens,
-            self._state["u"],
-            self._state["logits"],
-            HEAD_BIAS,
-        )
+        self._work.normalise(FINAL_NORM, "u", first, tokens)
+        self._work.multiply("head", None, self._model.shape.vocab, tokens, "u", "logits")
 
     def _count_rows(self) -> int:
         return max(PARTIAL_ROWS, self._use.chunk)

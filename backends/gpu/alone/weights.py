@@ -18,7 +18,7 @@ from pi2.backends.gpu.alone.sizes import (
     list_state,
     list_tensor_arrays,
 )
-from pi2.backends.gpu.kernels.specification import Number, ProductKernels
+from pi2.backends.gpu.kernels.specification import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher, LoadedKernel
 from pi2.backends.gpu.packing import (
     DeviceArrays,
@@ -32,6 +32,8 @@ from pi2.backends.gpu.sizes import TILE, choose_kernel_tokens, count_tile_bytes
 from pi2.backends.protocol import Tensor
 from pi2.formats import find_packing
 from pi2.model.blocks import list_attention
+from pi2.model.tensor import name_layer_tensor
+from pi2.plan.arithmetic.units import name_head
 
 
 class ModelArrays:
@@ -189,6 +191,7 @@ class WorkList:
         arrays: ModelArrays,
     ) -> None:
         self.launcher, self.use = launcher, use
+        self._products = use.products
         self._kernels = kernels
         self.arrays = arrays
         self.state = arrays.state
@@ -214,35 +217,41 @@ class WorkList:
     def find_tensor(self, name: str) -> Mapping[str, DeviceArray]:
         return self.arrays.tensors[name]
 
-    def find_vector(self, name: str) -> DeviceArray:
-        """The array of a tensor of float32."""
-        return self.arrays.tensors[name]["values"]
+    def find_vector(self, name: str, layer: int | None = None) -> DeviceArray:
+        """The array of a tensor of float32; ``name``: of a layer its kind."""
+        whole = name if layer is None else name_layer_tensor(layer, name)
+        return self.arrays.tensors[whole]["values"]
 
     def multiply(
         self,
-        product: ProductKernels,
-        tensor: str,
+        kind: str,
+        layer: int | None,
         rows: int,
         tokens: int,
-        inputs: DeviceArray,
-        outputs: DeviceArray,
+        inputs: str,
+        outputs: str,
         bias: str | None = None,
     ) -> None:
-        """Add the product of ``inputs`` with the ``rows`` of ``tensor``."""
+        """Add the product of the working array ``inputs`` with the ``rows`` of a layer's tensor, or
+        of the head."""
+        product = self._products[kind]
         size = min(choose_kernel_tokens(tokens), 4 if product.blocks > 1 else 64)
-        arrays = {**self.find_tensor(tensor), "inputs": inputs, "outputs": outputs}
+        head = name_head(self.use.model)
+        tensor = self.find_tensor(head if layer is None else name_layer_tensor(layer, kind))
+        arrays = {**tensor, "inputs": self.state[inputs], "outputs": self.state[outputs]}
         if product.bias:
-            assert bias is not None, product
-            arrays["biases"] = self.find_vector(bias)
+            arrays["biases"] = self.find_vector(bias or f"{kind}_bias", layer)
         self.add(f"{product.name}_{size}", arrays, {"rows": rows, "tokens": tokens})
 
-    def normalise(self, name: str, source: str, target: str, first: int, tokens: int) -> None:
-        """Add the norm ``name`` of tokens of ``source`` from ``first`` on, into ``target``."""
+    def normalise(
+        self, name: str, target: str, first: int, tokens: int, layer: int | None = None
+    ) -> None:
+        """Add the norm ``name`` of tokens of x from ``first`` on, into ``target``."""
         arrays = {
-            "x": self.state[source],
+            "x": self.state["x"],
             "outputs": self.state[target],
-            "weights": self.find_vector(name),
+            "weights": self.find_vector(name, layer),
         }
         if self.use.model.norm.bias:
-            arrays["biases"] = self.find_vector(f"{name}_bias")
+            arrays["biases"] = self.find_vector(f"{name}_bias", layer)
         self.add("norm", arrays, {"first": first, "tokens": tokens})

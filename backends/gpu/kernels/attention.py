@@ -362,6 +362,7 @@ def _emit_partial(
 
 def make_mix(attention: AttentionKernels) -> c.Kernel:
     """Make ``mix``: joins the spans; what fills up the width is 0."""
+    width = attention.width
     kernel = c.Kernel("mix", (_KEYS, 1, 1))
     size, pitch = attention.value_width, attention.mixed_pitch
     with kernel.declare():
@@ -371,11 +372,11 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
         qkv = kernel.take_array("qkv", "float32") if attention.output_gate else None
         mixed = kernel.take_array("mixed", "float32")
         spans, tokens = kernel.take_number("spans"), kernel.take_number("tokens")
-        groups = Axis(times=-(-attention.width // _KEYS))
+        groups = Axis(times=-(-width // _KEYS))
         with kernel.run(groups, Axis(number="tokens")) as place:
             token = place.group[1]
             element = c.let(place.group[0] * _KEYS + place.thread[0])
-            with c.when(element < attention.width):
+            with c.when(element < width):
                 head = c.let(T.min(T.floordiv(element, pitch), attention.heads - 1))
                 in_head = c.let(T.floormod(element, pitch))
                 in_value = c.let(T.min(in_head, size - 1))
@@ -397,9 +398,5 @@ def make_mix(attention: AttentionKernels) -> c.Kernel:
                     gate = c.let(qkv[begin + head * size + in_value])
                     value = value / (c.number(1.0) + T.exp(c.number(0.0) - gate))
                 is_inside = T.And(element < attention.heads * pitch, in_head < size)
-                c.store(
-                    mixed,
-                    token * attention.width + element,
-                    T.Select(is_inside, value, c.number(0.0)),
-                )
+                c.store(mixed, token * width + element, T.Select(is_inside, value, c.number(0.0)))
     return kernel

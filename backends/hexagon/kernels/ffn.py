@@ -25,7 +25,8 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.hexagon.kernels import code as c
-from pi2.backends.hexagon.specification import LANES, FfnShape, Weights
+from pi2.backends.hexagon.sizes import count_row_bytes
+from pi2.backends.hexagon.specification import LANES, LAYOUTS, FfnShape, Weights
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP
 
@@ -198,14 +199,12 @@ def name_multiply(weights: Weights, together: int) -> str:
 
 def count_tile_bytes(weights: Weights, length: int) -> tuple[int, int]:
     """Bytes of a tile of 32 vectors of ``length``, and of its multipliers."""
-    if weights == "int4":
-        return LANES * length // 2, length // (2 * GROUP) * c.VECTOR_BYTES
-    return LANES * length, 0
+    codes, multipliers = count_row_bytes(weights, length)
+    return LANES * codes, LANES * multipliers
 
 
 def count_block_bytes(weights: Weights, length: int, together: int) -> tuple[int, int]:
-    groups = length // GROUP if weights == "int4" else 1
-    return together * length, together * 4 * groups
+    return together * length, together * 4 * LAYOUTS[weights].count_groups(length)
 
 
 def emit_call(
@@ -220,7 +219,7 @@ def emit_call(
 ) -> None:
     """Multiply a tile with a block of tokens."""
     name = name_multiply(weights, together)
-    if weights == "int4":
+    if LAYOUTS[weights].has_groups:
         pairs = T.int32(length // (2 * GROUP))
         c.call(name, codes, multipliers, inputs, offsets, pairs, sums)
     else:

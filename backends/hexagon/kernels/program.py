@@ -13,10 +13,10 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.hexagon import session
 from pi2.backends.hexagon.kernels import code as c
 from pi2.backends.hexagon.kernels import ffn
-from pi2.backends.hexagon.kernels import ffn as products
 from pi2.backends.hexagon.sizes import FFN_OPERANDS, NUMBERS, PRODUCT_OPERANDS, lay_out_scratch
 from pi2.backends.hexagon.specification import (
     LANES,
+    LAYOUTS,
     FfnGraph,
     FfnShape,
     Graph,
@@ -198,12 +198,12 @@ def _list_multiplies(spec: HexagonSpec) -> Iterator[Function]:
         wanted |= {(spec.ffn.weights, together), ("int8", together)}
     for weights, together in sorted(wanted):
         name = ffn.name_multiply(weights, together)
-        if weights == "int4":
+        if LAYOUTS[weights].has_groups:
             parameters = ["weights", "multipliers", "inputs", "offsets", "pairs", "sums"]
-            yield Function(name, parameters, partial(products.emit_multiply_int4, together))
+            yield Function(name, parameters, partial(ffn.emit_multiply_int4, together))
         else:
             parameters = ["weights", "inputs", "offsets", "count", "sums"]
-            yield Function(name, parameters, partial(products.emit_multiply_int8, together))
+            yield Function(name, parameters, partial(ffn.emit_multiply_int8, together))
 
 
 def _list_ffn(shape: FfnShape, tokens: set[int]) -> Iterator[Function]:

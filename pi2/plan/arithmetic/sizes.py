@@ -18,6 +18,7 @@ from pi2.model.tensor import (
     POSITIONS,
 )
 from pi2.plan.arithmetic.units import Need
+from pi2.plan.documents.plan_units import list_cores
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import (
     ALIGNMENT,
@@ -114,6 +115,16 @@ def need_attention(resolved: ResolvedPlan) -> Need:
 def count_chunk_tokens(plan: Plan) -> int:
     """Tokens that activations have room for: a chunk's or a step's."""
     return max(plan.prefill.chunk, plan.decode.step_tokens)
+
+
+def count_stated_threads(resolved: ResolvedPlan) -> int | None:
+    """Compute threads that the plan or its device states; None if the machine is to be asked."""
+    threads = resolved.plan.threads
+    if threads.compute is not None:
+        return threads.compute
+    unit = resolved.device.units.get(resolved.sparse_unit)
+    clusters = () if unit is None else unit.clusters
+    return len(list_cores(threads.cores or "")) or sum(item.cores for item in clusters) or None
 
 
 def reads_embedding(plan: Plan, model: Model) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -119,11 +119,9 @@ RENAMES = (
 """All renames; one that is listed here is never taken away before the next schema version."""
 
 
-def modernise(
-    source: SourceFile, kind: Kind, renames: Sequence[Rename] = RENAMES
-) -> tuple[SourceFile, list[Diagnostic]]:
+def modernise(source: SourceFile, kind: Kind) -> tuple[SourceFile, list[Diagnostic]]:
     """Return the file as it would be written now, with warnings about old parts."""
-    own = [item for item in renames if item.kind == kind and item.old in source.text]
+    own = [item for item in RENAMES if item.kind == kind and item.old in source.text]
     version = source.values.get("schema_version")
     if not is_old(version, kind) and not any(any(find_old_keys(source.values, r)) for r in own):
         return source, []

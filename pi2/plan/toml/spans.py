@@ -307,25 +307,21 @@ _SLIPS = (
 
 def explain_syntax_error(name: str, text: str, error: tomli.TOMLDecodeError) -> list[Diagnostic]:
     if str(error).startswith(_DUPLICATE_MESSAGES):
-        duplicates = _report_duplicates(name, text)
+        duplicates = [
+            Diagnostic(
+                code="P011",
+                message=f"`{format_path(item.path)}` is defined twice",
+                help="remove or rename one of them",
+                span=item.second,
+                notes=(f"{item.first}: first defined here",),
+                path=format_path(item.path),
+            )
+            for item in index_spans(name, text).duplicates
+        ]
         if duplicates:
             return duplicates
     message, help_text, span = _describe(name, text, error)
     return [Diagnostic(code="P010", message=message, help=help_text, span=span)]
-
-
-def _report_duplicates(name: str, text: str) -> list[Diagnostic]:
-    return [
-        Diagnostic(
-            code="P011",
-            message=f"`{format_path(item.path)}` is defined twice",
-            help="remove or rename one of them",
-            span=item.second,
-            notes=(f"{item.first}: first defined here",),
-            path=format_path(item.path),
-        )
-        for item in index_spans(name, text).duplicates
-    ]
 
 
 def _describe(name: str, text: str, error: tomli.TOMLDecodeError) -> tuple[str, str | None, Span]:
