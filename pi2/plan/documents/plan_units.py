@@ -136,7 +136,8 @@ class Threads(Table):
     """Compute threads."""
 
     compute: Annotated[int, Field(ge=1, le=1024, examples=[4])] | None = None
-    """Number of compute threads; default: one per core of the device."""
+    """Number of compute threads; default: one per core of the device, or of an unknown machine, as
+    far as the workspace has room for them."""
     cores: Cores | None = None
     """Cores that compute threads are pinned to, one each, in this order; absent leaves placement
     to the system. Threads that read from flash are never pinned."""
