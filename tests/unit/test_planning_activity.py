@@ -34,9 +34,7 @@ NEURONS = 4096
 PLANS = Path(__file__).parents[2] / "plans"
 
 
-def count_misses(activity: LayerActivity, hot: float, cold: float, policy: Policy) -> float:
-    """Mean misses of a real cache over tokens drawn from the same distribution."""
-    random, layers, warm = np.random.default_rng(0), 2, 100
+def fill_cache(layers: int, hot: float, cold: float, policy: Policy) -> NeuronCache:
     resident = round(hot * NEURONS) + round(cold * NEURONS)
     cache = NeuronCache(
         np.zeros((layers * resident, 1), np.uint8),
@@ -47,6 +45,13 @@ def count_misses(activity: LayerActivity, hot: float, cold: float, policy: Polic
     )
     for _ in cache.fill():
         pass
+    return cache
+
+
+def count_misses(activity: LayerActivity, hot: float, cold: float, policy: Policy) -> float:
+    """Mean misses of a real cache over tokens drawn from the same distribution."""
+    random, layers, warm = np.random.default_rng(0), 2, 100
+    cache = fill_cache(layers, hot, cold, policy)
     misses = []
     for token in range(300):
         shift = float(random.standard_normal()) * Constants().token_variation
@@ -82,16 +87,7 @@ def test_expected_misses_are_those_that_the_cache_counts(
 def count_reads(activity: LayerActivity, hot: float, cold: float, share: float) -> float:
     """Mean reads of a real cache and sieve over tokens with scores of one distribution."""
     random, layers, warm = np.random.default_rng(0), 2, 100
-    resident = round(hot * NEURONS) + round(cold * NEURONS)
-    cache = NeuronCache(
-        np.zeros((layers * resident, 1), np.uint8),
-        [round(hot * NEURONS)] * layers,
-        NEURONS,
-        policy="lfu",
-        expected=expect_uses(layers, NEURONS),
-    )
-    for _ in cache.fill():
-        pass
+    cache = fill_cache(layers, hot, cold, "lfu")
     # So large that what lies beside a read costs as much as any other.
     sieve = ReadSieve(0.0, share=share, neuron_bytes=1 << 40)
     normal, reads = NormalDist(), []
