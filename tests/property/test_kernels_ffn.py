@@ -22,7 +22,6 @@ from tests.helpers.kernels import (
     allocate_blocks,
     compile_anew,
     compile_program,
-    leave_lane_order,
     list_runnable_isas,
     make_spec,
     measure_error,
@@ -111,7 +110,7 @@ class Layer:
         gates = self.list_gates(slots) if known else []
         kernel(count, writeable, wanted, *aligned, *lists, partial, counts, y, *gates)
         assert all((array[count:] == 77).all() for array in lists)
-        return leave_lane_order(y[None])[0], int(counts[-1])
+        return leave_lane_order(spec, y[None])[0], int(counts[-1])
 
     def list_gates(self, slots: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Scores of all neurons, and the places of ``slots`` among them."""
@@ -133,7 +132,14 @@ class Layer:
         masks = allocate("int32", self.tokens, PARTS)
         kernel(end - begin, self.tokens, bundles, *self.arrays, values, masks, unpacked, y)
         self.left = values
-        return leave_lane_order(y)
+        return leave_lane_order(spec, y)
+
+
+def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> F32:
+    """What ``end_ffn`` adds to x."""
+    x = allocate("float32", *y.shape)
+    compile_program("end_ffn", spec)(len(y), x, y)
+    return x
 
 
 @settings(max_examples=12)
