@@ -69,10 +69,8 @@ def library(compiled: Path, tmp_path: Path) -> Callable[[int], Library]:
 
     def load(threads: int) -> Library:
         path = Path(shutil.copy(compiled, tmp_path / f"{threads}.so"))
-        signatures = compiled.with_suffix(".signatures.json")
-        shutil.copy(signatures, path.with_suffix(".signatures.json"))
-        functions = CompiledFunctions(path, threads)
-        made.append(Library(path, functions=functions))
+        shutil.copy(compiled.with_suffix(".signatures.json"), path.with_suffix(".signatures.json"))
+        made.append(Library(path, functions=CompiledFunctions(path, threads)))
         return made[-1]
 
     return load

@@ -27,8 +27,7 @@ print("after", os.sched_getaffinity(0) == before)
 
 @pytest.mark.skipif(len(list_allowed_cores()) < 2, reason="needs two cores to bind threads to")
 def test_threads_run_where_the_plan_says() -> None:
-    done = start_python("-c", PROGRAM, check=True)
-    lines = done.stdout.splitlines()
+    lines = start_python("-c", PROGRAM, check=True).stdout.splitlines()
     every = sorted(os.sched_getaffinity(0))
     assert f"caller [{every[0]}]" in lines, "the calling thread is the first compute thread"
     others = [line for line in lines if line.startswith("other")]

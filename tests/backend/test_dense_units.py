@@ -204,16 +204,14 @@ def test_it_multiplies_with_rows_of_matrices(
             inputs = given.astype(np.float32)
             job = unit.multiply(name, inputs)
             inputs[:] = np.nan
-            found = unit.finish(job)
-            check(kind, found, given.astype(np.float32).astype(np.float64) @ weights.T)
+            check(kind, unit.finish(job), given.astype(np.float32).astype(np.float64) @ weights.T)
     inputs = draw_inputs(neurons, 3)
     expected = neurons.compute(1, inputs, None, range(20))
     check(kind, unit.finish(unit.start(1, inputs)), expected)
 
 
 def draw_matrix(name: str, rows: int, length: int, precision: Precision) -> Tensor:
-    random = np.random.default_rng(rows)
-    values = random.standard_normal((rows, length), dtype=np.float32)
+    values = np.random.default_rng(rows).standard_normal((rows, length), dtype=np.float32)
     weights, scales = find_packing(precision).quantize(values)
     return Tensor(
         name=name, rows=rows, length=length, precision=precision, weights=weights, scales=scales
@@ -230,8 +228,7 @@ def test_several_jobs_are_under_way_and_finished_in_any_order(
         for values in given:
             values[:] = np.nan  # the unit has copied them
         for number in order:
-            kept = range(KEPT[number % 2])
-            expected = neurons.compute(number % 2, inputs[number], None, kept)
+            expected = neurons.compute(number % 2, inputs[number], None, range(KEPT[number % 2]))
             check(kind, unit.finish(jobs[number]).copy(), expected)
 
 

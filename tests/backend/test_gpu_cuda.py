@@ -70,8 +70,7 @@ def make_spec(arch: str) -> GpuSpec:
 
 def make_alone_spec(arch: str) -> GpuSpec:
     """Everything that a shipped plan needs whose GPU has the whole model."""
-    use = describe_use(load_plan(PLAN))
-    return use.describe_kernels(Target(api="cuda", fp16=True, arch=arch))
+    return describe_use(load_plan(PLAN)).describe_kernels(Target(api="cuda", fp16=True, arch=arch))
 
 
 @pytest.mark.parametrize(

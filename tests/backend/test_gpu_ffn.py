@@ -60,8 +60,7 @@ def test_sums_of_any_number_of_tokens_are_those_of_numpy(
     for tokens in (1, 2, 7, 16, 17, 70):
         inputs, routes = neurons.make_inputs(tokens), neurons.make_routes(tokens)
         wanted = neurons.compute_sums(neurons.compute_values(inputs, routes))
-        found = dense.finish(dense.start(0, inputs, routes))
-        assert measure_error(found, wanted) < CLOSE, tokens
+        assert measure_error(dense.finish(dense.start(0, inputs, routes)), wanted) < CLOSE, tokens
     dense.close()
 
 

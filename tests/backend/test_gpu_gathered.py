@@ -84,8 +84,7 @@ def test_gates_are_those_of_numpy(launcher: Launcher, ffn: FfnKernels) -> None:
     bench = Bench(launcher, [make_gates(ffn, launcher.facts.fp16)])
     names = bench.list_arrays("gates")
     found = bench.run("gates", {name: arrays[name] for name in names}, {"most": 50, "tokens": 3})
-    weights = unpack_part(neurons.bundles, neurons.layout, 0).astype(np.float64)
-    wanted = inputs @ weights.T
+    wanted = inputs @ unpack_part(neurons.bundles, neurons.layout, 0).astype(np.float64).T
     if ffn.options.bias:
         wanted = wanted + slice_bias(neurons.bundles, neurons.layout, 0)
     if ffn.experts:

@@ -136,8 +136,7 @@ def test_a_device_that_is_not_there_is_a_diagnostic(launcher: Launcher) -> None:
 @pytest.mark.parametrize("api", devices.APIS)
 def test_a_missing_package_says_what_to_install(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(devices._MODULES, api, "no_such_package")
-    survey = survey_api(api)
-    assert survey.help == f"pip install 'pi2[{api}]'"
+    assert survey_api(api).help == f"pip install 'pi2[{api}]'"
     with pytest.raises(UserError, match="is not installed") as caught:
         open_device(api)
     assert caught.value.diagnostics[0].code == "P360"

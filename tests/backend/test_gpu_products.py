@@ -83,8 +83,7 @@ def test_parts_of_the_rows_may_have_inputs_of_their_own(launcher: Launcher) -> N
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
 def test_embeddings_are_rows_of_the_matrix(launcher: Launcher, precision: Precision) -> None:
-    random = np.random.default_rng(4)
-    rows = random.standard_normal((ROWS, LENGTH)).astype(np.float32)
+    rows = np.random.default_rng(4).standard_normal((ROWS, LENGTH)).astype(np.float32)
     weights, scales = find_packing(precision).quantize(rows)
     words, tile_scales = pack_matrix(weights, scales, LENGTH, precision)
     ids = np.array([0, 74, 31, 32, 0], np.int32)

@@ -125,8 +125,7 @@ def open_ring(tmp_path: Path, count: int, stride: int, loops: CompiledLoops | No
     path.write_bytes(bytes(4096) + content.tobytes())
     file = BundleFile(path=path, bundles_offset=4096, stride=stride, count=count)
     arena = Budget({"cold": 128 * stride}).allocate("cold", 128 * stride).reshape(-1, stride)
-    settings = ReadSettings(engine="io_uring", depth=4, cluster=8)
-    reader = FlashReader([file], arena, settings, loops)
+    reader = FlashReader([file], arena, ReadSettings(engine="io_uring", depth=4, cluster=8), loops)
     if reader.engine != "io_uring":
         pytest.skip(str(reader.engine_fallback))
     return reader

@@ -66,8 +66,7 @@ class Product:
 
     def __init__(self, isa: Isa, precision: Precision, planes: int, folder: Path) -> None:
         emit = make_multiply(isa, LENGTH, precision, planes, 2)
-        module = generate(isa, "aarch64", "multiply", emit)
-        self._kernel = Emulated(module, "multiply", folder)
+        self._kernel = Emulated(generate(isa, "aarch64", "multiply", emit), "multiply", folder)
         self._isa, self._precision, self._planes = isa, precision, planes
 
     def compute(self, weights: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -243,8 +242,7 @@ def list_innermost_loops(code: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", ["dotprod, fp16", "i8mm"])
 def test_only_cores_with_i8mm_are_given_smmla(name: str) -> None:
     spec = make_arm_spec(ARM_FEATURES[name], hidden=512)
-    code = generate_assembly(spec, "add_dense")
-    assert ("smmla" in code) == (name == "i8mm")
+    assert ("smmla" in generate_assembly(spec, "add_dense")) == (name == "i8mm")
     # One token gains nothing from it.
     assert "smmla" not in generate_assembly(spec, "predict_gate")
 
@@ -296,8 +294,7 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
         ]
         products = [call("int32x8", "pmadd.wd", wide, token) for token in tokens]
         pairs = call("int32x8", "phadd.d", *products)
-        sums = call("int32x8", "phadd.d", pairs, pairs)
-        return total + Shuffle([sums], [0, 1, 4, 5])
+        return total + Shuffle([call("int32x8", "phadd.d", pairs, pairs)], [0, 1, 4, 5])
 
     def compile_here(spec: KernelSpec, _progress: Any) -> Path:
         output = tmp_path / "kernels.so"

@@ -126,8 +126,7 @@ def test_gate_predictor_of_smooth_activations_lists_those_that_reach_limit(activ
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
 @pytest.mark.parametrize("hidden", [32, 352, 1024])
 def test_embedding_rows_are_exact(precision: Precision, hidden: int) -> None:
-    rng = np.random.default_rng(2)
-    table = rng.standard_normal((50, hidden)).astype(np.float32)
+    table = np.random.default_rng(2).standard_normal((50, hidden)).astype(np.float32)
     weights, scales = find_packing(precision).quantize(table)
     ids = allocate("int32", 5)
     ids[:] = [3, 49, 0, 3, 17]

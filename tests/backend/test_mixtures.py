@@ -182,8 +182,7 @@ def test_tokens_are_routed_alike_alone_and_in_company(silu: Path) -> None:
             np.testing.assert_allclose(routes, expected, rtol=1e-5)
             return routes
 
-        together = route(TOKENS)
-        for token, own in zip(TOKENS, together, strict=True):
+        for token, own in zip(TOKENS, route(TOKENS), strict=True):
             np.testing.assert_array_equal(route([token])[0], own)
         # Of equal ones the first are chosen.
         router.weights[1:] = router.weights[0]

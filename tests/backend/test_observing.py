@@ -99,8 +99,7 @@ def test_one_observer_at_a_time(plan: Path, backend: str) -> None:
 
 
 def test_the_steps_of_several_sequences_are_seen(plan: Path) -> None:
-    settings = {"layers.hot": 0.25, "backends.cpu": "cpu", "decode.batch": 3}
-    with load(plan, set=settings) as model:
+    with load(plan, set={"layers.hot": 0.25, "backends.cpu": "cpu", "decode.batch": 3}) as model:
         parts, times = model._parts, Profiler()
         for sequence in range(3):
             parts.forward.prefill(np.array([5, 6, 7], np.int32), sequence=sequence)

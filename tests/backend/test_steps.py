@@ -149,8 +149,7 @@ def test_tokens_of_a_sequence_in_step_see_those_before_them(name: str, backend: 
         prefill(executor, model, own)
     # The second time, what the first has left behind from the second token on does not count.
     for tokens in ([11, 22, 33], [11, 44, 55]):
-        places = [5, 6, 7, 9]
-        found = step(together, model, [*tokens, 66], [0, 0, 0, 1], places, "gate")
+        found = step(together, model, [*tokens, 66], [0, 0, 0, 1], [5, 6, 7, 9], "gate")
         expected = [
             step(alone[0], model, [token], [0], [5 + number], "gate")[0]
             for number, token in enumerate(tokens)

@@ -54,8 +54,7 @@ def test_the_same_command_gives_the_same_text() -> None:
 
 
 def generate(backend: str, predictor: str, tokens: int = 32) -> tuple[int, ...]:
-    settings = {"backends": {"cpu": backend}, "decode.predictor": predictor}
-    with pi2.load(PLAN, set=settings) as model:
+    with pi2.load(PLAN, set={"backends": {"cpu": backend}, "decode.predictor": predictor}) as model:
         return model.generate(
             PROMPT, max_tokens=tokens, temperature=0.0, ignore_eos=True
         ).result.token_ids
@@ -116,8 +115,7 @@ def test_a_name_that_nothing_has_is_told_what_there_is(
 
 
 def test_an_empty_prompt_begins_a_text() -> None:
-    result = run_json("-f", os.devnull, "--max-tokens", "8")
-    assert result["prompt_tokens"] == 1
+    assert run_json("-f", os.devnull, "--max-tokens", "8")["prompt_tokens"] == 1
 
 
 def test_an_interrupt_ends_cleanly() -> None:

@@ -146,8 +146,7 @@ def test_neurons_cannot_be_observed(gpu: LoadedModel) -> None:
 
 @pytest.mark.parametrize("api", ["opencl", "webgpu", "cuda"])
 def test_a_run_stays_within_its_budget_and_says_what_is_emulated(api: Api) -> None:
-    plan = require_plan(api)
-    arguments = ["run", plan, "--prompt", "def ", "--max-tokens", "8", "--ignore-eos"]
+    arguments = ["run", require_plan(api), "--prompt", "def ", "--max-tokens", "8", "--ignore-eos"]
     # The kernels of the tests above: compiling others would take most of the time.
     arguments += ["--set", "kv.type=fp32", "--set", "memory.units.gpu.budget=52MiB"]
     done = start_pi2(*arguments)

@@ -45,8 +45,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def compute(plan: Path, mode: Mode, settings: dict[str, Any]) -> Result:
     with pi2.load(plan, set=EXACT | settings) as model:
-        ids = model.encode(ALONE.read_text("utf-8"))[:TOKENS]
-        logits = model.logits(ids, mode=mode).copy()
+        logits = model.logits(model.encode(ALONE.read_text("utf-8"))[:TOKENS], mode=mode).copy()
         text = model.generate(
             "def read_lines(path):\n", max_tokens=24, temperature=0.0, ignore_eos=True
         )

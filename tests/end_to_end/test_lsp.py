@@ -47,8 +47,7 @@ class Editor:
             self.messages.put(json.loads(self.process.stdout.read(length)))
 
     def send(self, method: str, params: object, **more: object) -> None:
-        message = {"jsonrpc": "2.0", "method": method, "params": params, **more}
-        data = json.dumps(message).encode()
+        data = json.dumps({"jsonrpc": "2.0", "method": method, "params": params, **more}).encode()
         assert self.process.stdin is not None
         self.process.stdin.write(b"Content-Length: %d\r\n\r\n%s" % (len(data), data))
         self.process.stdin.flush()
@@ -99,10 +98,8 @@ class Editor:
 
     def complete(self, name: str, marked: str) -> dict[str, dict[str, Any]]:
         """What is offered where ``|`` stands in the text."""
-        text = marked.replace("|", "", 1)
-        self.change(name, text)
-        params = self.point(name, marked, "|")
-        items = self.ask("textDocument/completion", params)["items"]
+        self.change(name, marked.replace("|", "", 1))
+        items = self.ask("textDocument/completion", self.point(name, marked, "|"))["items"]
         return {item["label"]: item for item in items}
 
 
@@ -153,15 +150,13 @@ def test_a_finding_in_the_device_stands_where_the_plan_names_it(editor: Editor) 
     (item,) = editor.open(NAME, text)
     assert item["code"] == "P104"
     assert item["message"].startswith("acme-12.device.toml: ")
-    line = text[: text.index("device = ")].count("\n")
-    assert item["range"]["start"]["line"] == line
+    assert item["range"]["start"]["line"] == text[: text.index("device = ")].count("\n")
     (related,) = item["relatedInformation"]
     assert related["location"]["uri"] == device.as_uri()
 
 
 def test_wide_characters_are_counted_as_editors_do(editor: Editor) -> None:
-    text = PLAN.replace("split = {", "split = { '😀😀' = 0.0,")
-    (item,) = editor.open(NAME, text)
+    (item,) = editor.open(NAME, PLAN.replace("split = {", "split = { '😀😀' = 0.0,"))
     assert item["range"]["end"]["character"] - item["range"]["start"]["character"] == 6
 
 

@@ -82,8 +82,7 @@ def test_a_smaller_budget_is_kept_and_explained() -> None:
     result = run_json(*given, "--max-tokens", "20")
     assert result["budget_bytes"] == budget
     assert 0 < result["peak_rss_bytes"] <= budget
-    told = {change.split(":")[0] for change in result["budget_changes"]}
-    assert {"budget", "cold"} <= told
+    assert {"budget", "cold"} <= {change.split(":")[0] for change in result["budget_changes"]}
     shown = start_pi2("run", PLAN, *given, "--max-tokens", "2")
     assert "memory: budget: 128 MiB -> " in shown.stderr
 

@@ -147,8 +147,7 @@ def test_what_a_model_writes_is_text_and_never_a_program(open_page: Callable[...
 
 
 def test_the_key_is_asked_for(browser: Any, tmp_path: Path) -> None:
-    plan = make_chat_plan(tmp_path, context=64)
-    with serve([describe_plan(plan)], keys=["secret"]) as address:
+    with serve([describe_plan(make_chat_plan(tmp_path, context=64))], keys=["secret"]) as address:
         page = browser.new_page()
         page.goto(address)
         page.wait_for_selector("#settings[open]")

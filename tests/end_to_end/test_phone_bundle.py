@@ -90,8 +90,7 @@ pytestmark = pytest.mark.skipif(shutil.which("ld.lld") is None, reason="needs ll
 
 def build(folder: Path, *options: str, plan: Path = PLAN) -> Path:
     options += ("--threads", "2", "--without-probe")
-    arguments = ["build", str(plan), "-o", str(folder), *options]
-    assert run(arguments) == 0
+    assert run(["build", str(plan), "-o", str(folder), *options]) == 0
     return folder
 
 
@@ -149,12 +148,10 @@ def test_npu_has_its_graphs_their_index_and_what_a_real_one_is_built_of(npu_bund
     graphs = json.loads((folder / "graphs.json").read_text())
     assert {graph["tokens"] for graph in graphs["graphs"]} == {1, 32, 128}
     for name in ("graphs.elf", "graphs.o"):
-        content = (folder / name).read_bytes()
-        assert int.from_bytes(content[18:20], "little") == 164  # EM_HEXAGON
+        assert int.from_bytes((folder / name).read_bytes()[18:20], "little") == 164  # EM_HEXAGON
     names = {path.name for path in folder.iterdir()}
     assert {"build.sh", "host.c", "pi2_npu.idl", "protocol.h", "skel.c"} <= names
-    listed = json.loads((npu_bundle / "bundle.json").read_text())["files"]
-    assert "hexagon/npu/graphs.elf" in listed
+    assert "hexagon/npu/graphs.elf" in json.loads((npu_bundle / "bundle.json").read_text())["files"]
 
 
 def test_a_bundle_for_a_real_npu_says_what_is_to_be_built_for_it(tmp_path: Path) -> None:
@@ -228,8 +225,7 @@ def test_under_an_emulated_arm64_the_texts_are_those_of_x86() -> None:
 
 def test_without_its_store_it_is_small_and_says_what_is_missing(tmp_path: Path) -> None:
     bundle = build(tmp_path / "small", "--target", "aarch64-linux-android", "--without-store")
-    size = sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file())
-    assert size <= 15e6
+    assert sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()) <= 15e6
     done = start(bundle, *PROMPT)
     assert done.returncode == 2
     assert "P676" in done.stderr and "--store" in done.stderr
@@ -254,8 +250,7 @@ def test_a_store_that_a_run_would_refuse_is_refused_by_the_build(
 def test_without_its_store_a_bundle_is_built_where_no_store_is(tmp_path: Path) -> None:
     """It is the one that is built beside the store."""
     target = ("--target", "x86_64-linux-gnu", "--without-store")
-    missing = f'weights="{tmp_path / "none"}"'
-    without = build(tmp_path / "without", *target, "--set", missing)
+    without = build(tmp_path / "without", *target, "--set", f'weights="{tmp_path / "none"}"')
     beside = build(tmp_path / "beside", *target)
     names = [file.relative_to(beside) for file in sorted(beside.rglob("*")) if file.is_file()]
     assert names == [f.relative_to(without) for f in sorted(without.rglob("*")) if f.is_file()]
@@ -337,8 +332,7 @@ def test_an_existing_folder_is_left_alone(bundle: Path) -> None:
 
 
 def test_a_plan_for_another_architecture_cannot_be_built(tmp_path: Path) -> None:
-    plan = ROOT / "plans/x86-laptop"
-    path = next(iter(sorted(plan.glob("*.plan.toml"))))
+    path = next(iter(sorted((ROOT / "plans/x86-laptop").glob("*.plan.toml"))))
     assert run(["build", str(path), "-o", str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
 

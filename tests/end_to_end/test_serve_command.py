@@ -79,8 +79,7 @@ def test_what_cannot_be_served_is_a_finding(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        assert run(["serve", "demo", "--port", port]) == 2
+        assert run(["serve", "demo", "--port", str(taken.getsockname()[1])]) == 2
     assert "P681" in capsys.readouterr().err
     assert run(["serve", "demo", "demo"]) == 2
     assert "P682" in capsys.readouterr().err
@@ -105,8 +104,7 @@ def test_plans_are_fitted_to_the_memory_of_the_process(
     monkeypatch.setattr("pi2.cli.serve.run_server", lambda *given: seen.append(given[1].hosts))
     assert run(["serve", "demo", "--memory", f"{memory_mib} MiB"]) == 0
     assert "demo: budget" in capsys.readouterr().err
-    plan = seen[0]["demo"].plan
-    assert plan.budget_bytes == memory_mib << 20
+    assert seen[0]["demo"].plan.budget_bytes == memory_mib << 20
     resolved = seen[0]["demo"].read_plan().plan
     assert resolved.memory.budget == memory_mib << 20
     assert sum(dict(resolved.memory.segments).values()) <= memory_mib << 20
@@ -122,5 +120,4 @@ def test_of_several_plans_only_those_that_have_more_are_fitted(
     seen: list[Any] = []
     monkeypatch.setattr("pi2.cli.serve.run_server", lambda *given: seen.append(given[1].hosts))
     assert run(["serve", "demo", str(large), "--memory", "150 MiB"]) == 0
-    budgets = [host.plan.budget_bytes >> 20 for host in seen[0].values()]
-    assert budgets == [128, 150]
+    assert [host.plan.budget_bytes >> 20 for host in seen[0].values()] == [128, 150]

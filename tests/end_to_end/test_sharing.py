@@ -30,8 +30,7 @@ class TestTheWholeWay:
         tap = make_repository(tmp_path / "tap", {"README.md": "profiles"})
         clone = alice.folder / "clone"
         run_git(alice.folder, "clone", "-q", str(tap.folder), str(clone))
-        mine = alice.folder / NAME
-        mine.write_text(f"# measured on serial number R58N70ABCDE\n{DEVICE}")
+        (alice.folder / NAME).write_text(f"# measured on serial number R58N70ABCDE\n{DEVICE}")
 
         out = alice.succeed("profile", "publish", NAME, "--into", "clone", "--commit")
         published = (clone / "devices" / NAME).read_text()
@@ -76,8 +75,7 @@ class TestTheWholeWay:
 
     def test_a_file_of_the_web(self, bob: User, server: Server) -> None:
         server.serve(f"/{NAME}", DEVICE)
-        url = server.locate(f"/{NAME}")
-        bob.succeed("profile", "add", url)
+        bob.succeed("profile", "add", server.locate(f"/{NAME}"))
         bob.succeed("profile", "verify")
         server.serve(f"/{NAME}", DEVICE + "# changed\n")
         assert bob.fail("profile", "verify") == ["P729"]
@@ -185,8 +183,7 @@ class TestTheLock:
 
     def test_several_at_once_lose_nothing(self, bob: User) -> None:
         bob.succeed("profile", "list")
-        settings = Settings(cache=bob.cache)
-        project = Project(folder=bob.folder, settings=settings)
+        project = Project(folder=bob.folder, settings=Settings(cache=bob.cache))
         for number in range(8):
             text = DEVICE.replace("acme-12", f"d{number}")
             (bob.folder / f"d{number}.device.toml").write_text(text)

@@ -111,8 +111,7 @@ class TestPlans:
         )
         tap.commit()
         reference = refer(tap, "main", "plans/base.plan.toml")
-        out = bob.succeed("profile", "add", reference)
-        assert f'use it: extends = ["{reference}"]' in out
+        assert f'use it: extends = ["{reference}"]' in bob.succeed("profile", "add", reference)
         assert len(bob.read_lock()) == 2
         text = f'schema_version = 3\nextends = ["{reference}"]\nname = "Mine"\n'
         (bob.folder / "my.plan.toml").write_text(text)

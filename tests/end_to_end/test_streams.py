@@ -82,8 +82,7 @@ def test_text_commands_no_terminal_and_is_as_it_was_made_elsewhere(
     assert any(map(is_control, piped)), "another seed is needed"
     screen, terminal = pty.openpty()
     tty.setraw(terminal)  # line ends stay as they are
-    errors = subprocess.PIPE
-    with subprocess.Popen(command, stdout=terminal, stderr=errors) as process:
+    with subprocess.Popen(command, stdout=terminal, stderr=subprocess.PIPE) as process:
         os.close(terminal)
         shown = b""
         try:

@@ -51,8 +51,7 @@ def generate(
     from pi2.backends.compiler.vectors import make_function
 
     triple = "aarch64-linux-gnu" if architecture == "aarch64" else "x86_64-linux-gnu"
-    module = tvm.IRModule({name: make_function(name, emit)})
-    return generate(module, make_target(processor, triple))
+    return generate(tvm.IRModule({name: make_function(name, emit)}), make_target(processor, triple))
 
 
 def generate_function(spec: KernelSpec, name: str) -> Any:

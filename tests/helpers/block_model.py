@@ -25,8 +25,7 @@ def round_activations(x: npt.NDArray[np.floating], kind: Activations) -> F64:
         return x.astype(np.float64)
     size = 256 if kind == "q8_k" else 32
     blocks = x.reshape(*x.shape[:-1], -1, size)
-    place = np.abs(blocks).argmax(-1, keepdims=True)
-    extreme = np.take_along_axis(blocks, place, -1)
+    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(-1, keepdims=True), -1)
     safe = np.where(extreme == 0, 1, extreme)
     if kind == "q8_k":
         inverse = np.where(extreme == 0, 0, np.float32(-127) / safe).astype(np.float32)
@@ -109,8 +108,7 @@ class PlainBlockModel:
         return output if bias is None else output + bias.read()
 
     def _turn(self, layer: int, x: F64, neighbours: bool) -> F64:
-        model = self._model
-        rope, width = find_attention(model, layer).rope, x.shape[-1]
+        rope, width = find_attention(self._model, layer).rope, x.shape[-1]
         rotated = rope.count_rotated(width)
         if not rotated:
             return x
@@ -162,8 +160,7 @@ class PlainBlockModel:
         kept, values = self._kept[layer if shape.key_layer is None else shape.key_layer]
         query = turned[0] * compute_growth(model, layer, 0, count)[:, None, None]
         now, seen = np.arange(count)[:, None], np.arange(count)[None, :]
-        window = shape.window
-        visible = (seen <= now) & (seen > now - (window or count))
+        visible = (seen <= now) & (seen > now - (shape.window or count))
         sinks = self._need("sinks", layer).read() if shape.sinks else None
         scale = attention.scale or 1 / math.sqrt(shape.head_dim)
         mixed = np.empty((count, shape.heads, shape.head_dim))

@@ -51,8 +51,7 @@ NPU = Unit(kind="npu", architecture="hexagon", emulated=True)
 
 def _make_npu(request: UnitRequest) -> HexagonUnit:
     # The same few graphs for every test of a model: each library takes a second to compile.
-    graphs = Graphs(tokens=(1, 16), shares=(0.5, 1.0))
-    return HexagonUnit(replace(request, unit=NPU, graphs=graphs))
+    return HexagonUnit(replace(request, unit=NPU, graphs=Graphs(tokens=(1, 16), shares=(0.5, 1.0))))
 
 
 KINDS = (

@@ -114,5 +114,4 @@ def write_random_gguf(
         for key, value in metadata.items()
     }
     (checkpoint / "config.json").write_text(json.dumps(config))
-    tensors = translate(weights, config)
-    return write_gguf(folder / "model.gguf", config, tensors, kind, further)
+    return write_gguf(folder / "model.gguf", config, translate(weights, config), kind, further)

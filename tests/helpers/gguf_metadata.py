@@ -40,8 +40,7 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         if key in config:
             writer.add_uint32(f"{writer.arch}.attention.indexer.{name}", config[key])
     if "mlp_layer_types" in config:
-        dense = config["mlp_layer_types"].count("dense")
-        config = {**config, "first_k_dense_replace": dense}
+        config = {**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -67,13 +66,11 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
-        whole = config["layer_types"].index("full_attention")
-        writer.add_full_attention_interval(whole + 1)
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
         if config["model_type"].startswith("qwen3_5"):
             # A third of the pairs is turned by time, height and width each: in texts all the same.
             pairs = int(scaling["partial_rotary_factor"] * head_dim) // 2
-            parts = [pairs - pairs // 3 * 2, pairs // 3, pairs // 3, 0]
-            writer.add_rope_dimension_sections(parts)
+            writer.add_rope_dimension_sections([pairs - pairs // 3 * 2, pairs // 3, pairs // 3, 0])
     if "conv_L_cache" in config:
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     writer.add_head_count(heads)
@@ -182,8 +179,7 @@ def add_routing(writer: Any, config: Mapping[str, Any]) -> None:
     if "moe_layer_interval" in config:
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
     if family.startswith(_SIGMOID):
-        gguf = pytest.importorskip("gguf")
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_gating_func(pytest.importorskip("gguf").ExpertGatingFuncType.SIGMOID)
     if config.get("n_group"):
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])

@@ -153,8 +153,7 @@ def check_sequences_together(plan: Path, changes: Mapping[str, Any]) -> None:
         for place, prompt in enumerate(prompts):
             forward.prefill(np.array(prompt, np.int32), sequence=place)
         for step in range(4):
-            rows = forward.step([10 + step, 20 + step], [0, 1])
-            for own, row in zip(found, rows, strict=True):
+            for own, row in zip(found, forward.step([10 + step, 20 + step], [0, 1]), strict=True):
                 own.append(row.copy())
     for place, prompt in enumerate(prompts):
         tokens = [10 * (place + 1) + step for step in range(4)]

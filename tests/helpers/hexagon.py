@@ -147,8 +147,7 @@ class Bench:
         self.give(pack_tokens(inputs, graph.tokens, shape.weights), job)
         if routes is not None:
             self.write(job, {"routes": np.ascontiguousarray(routes).reshape(-1).view(np.uint8)})
-        start = min(neurons.values())
-        operands = place_piece(shape, layout, start, first) | job
+        operands = place_piece(shape, layout, min(neurons.values()), first) | job
         operands |= {
             "plane": 4 * room,
             "stride": 32 * room,

@@ -215,8 +215,7 @@ def allocate_blocks(isa: Isa, threads: int, tokens: int, length: int, planes: in
     if not isa.blocks:
         return []
     tiles = allocate("int8", threads, isa.count_tile_bytes(length))
-    size = count_blocks_bytes(length, planes)
-    return [tiles, allocate("int8", -(-tokens // BLOCK_TOKENS), size)]
+    return [tiles, allocate("int8", -(-tokens // BLOCK_TOKENS), count_blocks_bytes(length, planes))]
 
 
 def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F64]:

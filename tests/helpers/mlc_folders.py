@@ -124,8 +124,7 @@ def write_folder(
 ) -> Path:
     """Write a folder of MLC-LLM without tokenizer; return it."""
     folder.mkdir(parents=True)
-    chat = make_chat_config(config, quantization)
-    (folder / "mlc-chat-config.json").write_text(json.dumps(chat))
+    (folder / "mlc-chat-config.json").write_text(json.dumps(make_chat_config(config, quantization)))
     arrays = make_arrays(fuse(weights, config), quantization)
     shards: list[dict[str, Any]] = []
     data, records = b"", list[dict[str, Any]]()

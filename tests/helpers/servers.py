@@ -61,8 +61,7 @@ def describe_plan(
     path: Path, name: str = "tiny", overrides: Mapping[str, object] | None = None
 ) -> ServedPlan:
     overrides = overrides or {}
-    resolved = load_plan(path, overrides=overrides)
-    budget = resolved.plan.memory.budget
+    budget = load_plan(path, overrides=overrides).plan.memory.budget
     return ServedPlan(name=name, path=path, budget_bytes=budget, overrides=overrides)
 
 
@@ -74,9 +73,8 @@ def serve(
     **settings: Any,
 ) -> Iterator[str]:
     """The address of a server that runs meanwhile; ``wrap`` is what requests go through first."""
-    application = wrap(make_application(Settings(plans=plans, **settings)))
     config = uvicorn.Config(
-        application,
+        wrap(make_application(Settings(plans=plans, **settings))),
         port=0,
         log_level="warning",
         access_log=False,

@@ -146,8 +146,7 @@ class Server:
 def _run_git_backend(handler: BaseHTTPRequestHandler, prefix: str, folder: Path) -> None:
     """What a web server does for git: run its program by the rules of CGI."""
     path, _, query = handler.path.partition("?")
-    length = int(handler.headers.get("Content-Length", 0))
-    body = handler.rfile.read(length)
+    body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
     if handler.headers.get("Content-Encoding") == "gzip":
         body = gzip.decompress(body)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}

@@ -45,8 +45,7 @@ class Job:
         """The conversion fails with ``code``, says ``words``, and leaves nothing behind."""
         with pytest.raises(UserError) as caught:
             self.convert()
-        codes = [item.code for item in caught.value.diagnostics]
-        assert codes == [code] * count, str(caught.value)
+        assert [item.code for item in caught.value.diagnostics] == [code] * count, str(caught.value)
         text = str(caught.value)
         assert all(word in text for word in words), text
         assert caught.value.exit_code == 2

@@ -141,8 +141,7 @@ def test_a_document_without_a_version_gets_the_present_one() -> None:
 
 
 def test_a_newer_document_is_left_alone() -> None:
-    text = "schema_version = 99\n"
-    assert migrate_text("plan", "x", text).changes == ()
+    assert migrate_text("plan", "x", "schema_version = 99\n").changes == ()
 
 
 RENAME = Rename(kind="plan", path=("a", "*", "old"), new="new", reason="it is")
@@ -164,8 +163,7 @@ def test_keys_are_renamed_in_their_place(text: str, expected: str | None) -> Non
     result = migrate_text("plan", "x", head + text, renames=(RENAME,))
     if expected is not None:
         assert result.text == head + expected
-        again = migrate_text("plan", "x", result.text, renames=(RENAME,))
-        assert again.text == result.text
+        assert migrate_text("plan", "x", result.text, renames=(RENAME,)).text == result.text
     else:
         assert result.findings  # bare keys are ASCII
 

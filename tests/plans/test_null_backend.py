@@ -22,8 +22,7 @@ NOTHING = {"backends": {"cpu": "null", "gpu": "null", "npu": "null"}}
 def test_a_shipped_plan_runs_dry(path: Path) -> None:
     with pi2.load(path, set=NOTHING) as model:
         shape = model.plan.model.shape
-        prompt = [1] * 8
-        assert model.logits(prompt).shape == (8, shape.vocab)
+        assert model.logits([1] * 8).shape == (8, shape.vocab)
         loaded = model.stats
         assert model.logits([1, 2, 3], mode="decode").shape == (3, shape.vocab)
         done = model.stats - loaded

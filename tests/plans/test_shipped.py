@@ -28,8 +28,7 @@ def _name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", [p for p in SHIPPED + PAPER if has_package(p)], ids=_name)
 def test_it_validates_without_findings(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run(["validate", str(path)])
-    assert (code, capsys.readouterr().out) == (0, "")
+    assert (run(["validate", str(path)]), capsys.readouterr().out) == (0, "")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=_name)
@@ -43,8 +42,7 @@ def test_it_agrees_with_its_json_schema(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED + PAPER, ids=_name)
 def test_it_names_its_schema_for_editors(path: Path) -> None:
-    first = path.read_text("utf-8").splitlines()[0]
-    start, _, reference = first.partition(" ")
+    start, _, reference = path.read_text("utf-8").splitlines()[0].partition(" ")
     assert start == "#:schema"
     target = (path.parent / reference).resolve()
     assert target == ROOT / "schemas" / f"{detect_kind(path.name)}.schema.json"
@@ -94,5 +92,4 @@ def test_a_plan_to_copy_is_short(path: Path) -> None:
 
 
 def test_there_is_something_to_check() -> None:
-    kinds = {detect_kind(path.name) for path in SHIPPED}
-    assert kinds == {"plan", "device", "model", "family"}
+    assert {detect_kind(path.name) for path in SHIPPED} == {"plan", "device", "model", "family"}

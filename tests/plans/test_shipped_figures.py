@@ -233,8 +233,7 @@ class TestModels:
         """Published to 0.1e9; of the largest, transformers and llama.cpp count so many."""
         model = read_model(name)
         dense = sum(tensor.rows * tensor.length for tensor in list_tensors(model, None))
-        width = model.lay_out_bundle().hidden
-        neurons = model.shape.layers * model.layer_neurons * 2 * width
+        neurons = model.shape.layers * model.layer_neurons * 2 * model.lay_out_bundle().hidden
         assert dense + neurons == pytest.approx(weights, abs=0.05e9)
 
     def test_llama_4_has_the_published_number_of_parameters(self) -> None:
@@ -315,8 +314,7 @@ class TestPlans:
     def test_the_budget_is_spent(self, path: Path) -> None:
         """Segments add up to the budget, but for what rounding leaves."""
         memory = load_plan(path).plan.memory
-        total = sum(size for _, size in memory.segments)
-        assert 0 <= memory.budget - total <= 16 * MIB
+        assert 0 <= memory.budget - sum(size for _, size in memory.segments) <= 16 * MIB
 
     @pytest.mark.parametrize("path", PLAN_FILES, ids=name_file)
     def test_segments_are_little_larger_than_what_they_hold(self, path: Path) -> None:

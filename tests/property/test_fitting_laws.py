@@ -203,5 +203,4 @@ def test_what_has_been_fitted_fits(wish: ResolvedPlan, budget: int) -> None:
     fitted = fit(wish, budget)
     assume(fitted is not None)
     assert fitted is not None
-    again = fit_plan(fitted, budget)
-    assert again.plan.layers == fitted.plan.layers
+    assert fit_plan(fitted, budget).plan.layers == fitted.plan.layers

@@ -213,8 +213,7 @@ def unpack_order(length: int) -> Any:
 
 def sum_groups(codes: Any, length: int) -> Any:
     """Sums of each group of 32 of the integers."""
-    joined = join_planes(codes)[:, unpack_order(length)]
-    return joined.reshape(len(codes), -1, 32).sum(-1)
+    return join_planes(codes)[:, unpack_order(length)].reshape(len(codes), -1, 32).sum(-1)
 
 
 @functools.cache

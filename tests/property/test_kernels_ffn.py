@@ -201,16 +201,14 @@ def test_sums_of_ternary_neurons_are_those_of_float64(
     hidden: int, planes: int, passes: int
 ) -> None:
     changes = {"planes": planes, "chunk_planes": planes, "passes": passes}
-    spec = make_spec(hidden=hidden, ffn="ternary", activation="relu2", **changes)
-    layer = Layer(spec, 60, 5, 7)
+    layer = Layer(make_spec(hidden=hidden, ffn="ternary", activation="relu2", **changes), 60, 5, 7)
     slots = np.arange(0, 60, 3, dtype=np.int32)
     assert measure_error(layer.gather(slots)[0], layer.compute(slots)[0][0]) < 1e-5
     assert measure_error(layer.compute_dense(0, 60), layer.compute(np.arange(60))[0]) < 1e-5
 
 
 def test_more_neurons_than_a_panel() -> None:
-    spec = make_spec(hidden=96)
-    layer = Layer(spec, 2 * PANEL + 37, 5, 1)
+    layer = Layer(make_spec(hidden=96), 2 * PANEL + 37, 5, 1)
     count = len(layer.bundles)
     expected, _ = layer.compute(np.arange(count))
     assert measure_error(layer.compute_dense(0, count), expected) < 1e-5
@@ -276,8 +274,7 @@ def test_equal_input_gives_equal_bits() -> None:
 
 def test_the_dense_sum_does_not_depend_on_the_number_of_threads() -> None:
     alone = Layer(make_spec(threads=1), 130, 6, 3).compute_dense(0, 130)
-    shared = Layer(make_spec(threads=3), 130, 6, 3).compute_dense(0, 130)
-    assert np.array_equal(alone, shared)
+    assert np.array_equal(alone, Layer(make_spec(threads=3), 130, 6, 3).compute_dense(0, 130))
 
 
 @pytest.mark.parametrize("activation", ["relu", "drelu", "silu"])
@@ -296,8 +293,7 @@ def test_one_loop_and_gates_first_give_equal_bits(activation: Activation) -> Non
 def test_threads_whose_neurons_all_fire_leave_each_others_alone(count: int, passes: int) -> None:
     # A list is as long as what is kept in it: nothing may be written behind its end.
     layer = Layer(make_spec(hidden=96, threads=2, activation="relu", passes=passes), 120, 2, 7)
-    open_gates = np.flatnonzero(layer.inputs[0] @ layer.parts[0].T > 1e-3)[:count]
-    slots = open_gates.astype(np.int32)
+    slots = np.flatnonzero(layer.inputs[0] @ layer.parts[0].T > 1e-3)[:count].astype(np.int32)
     expected, _ = layer.compute(slots)
     for known in (False, True):
         found, active = layer.gather(slots, known=known)
@@ -311,8 +307,7 @@ def test_a_neuron_is_worth_the_same_wherever_it_is_computed(place: int) -> None:
     layer = Layer(make_spec(threads=3, activation="relu"), 60, 2, 4)
     gate, _, _ = layer.parts
     open_gates = np.flatnonzero(layer.inputs[0] @ gate.T > 0)
-    closed = np.flatnonzero(layer.inputs[0] @ gate.T < -1e-3)
-    slots = np.resize(closed, 60).astype(np.int32)
+    slots = np.resize(np.flatnonzero(layer.inputs[0] @ gate.T < -1e-3), 60).astype(np.int32)
     slots[place] = open_gates[0]
     alone, _ = layer.gather(open_gates[:1].astype(np.int32))
     among_others, active = layer.gather(slots)
@@ -321,7 +316,6 @@ def test_a_neuron_is_worth_the_same_wherever_it_is_computed(place: int) -> None:
 
 
 def test_no_neurons_add_nothing() -> None:
-    layer = Layer(make_spec(), 4, 2, 5)
-    found, active = layer.gather(np.zeros(0, np.int32))
+    found, active = Layer(make_spec(), 4, 2, 5).gather(np.zeros(0, np.int32))
     assert not found.any()
     assert active == 0

@@ -23,8 +23,7 @@ LAYERS, EXPERTS, CHOSEN, FFN = 2, 4, 3, 200
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    moe = {"experts": EXPERTS, "active_experts": CHOSEN}
-    changes = {**MIXTURE, "predictor": None, "moe": moe}
+    changes = {**MIXTURE, "predictor": None, "moe": {"experts": EXPERTS, "active_experts": CHOSEN}}
     plan = make_mixture_plan(tmp_path_factory.mktemp("mixture"), "silu", changes)
     with NeuronStore.open(plan.parent / "store") as store:
         orders = np.stack([np.sort(layer.original) for layer in store.layers])

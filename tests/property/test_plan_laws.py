@@ -191,8 +191,7 @@ def test_the_digest_sees_what_runs_and_nothing_else(changes: dict[str, object]) 
     resolved = load_plan(DEMO, overrides=changes)
     renamed = load_plan(DEMO, overrides={**changes, "name": "x", "description": "y"})
     assert renamed.digest == resolved.digest
-    longer = load_plan(DEMO, overrides={**changes, "io.threads": 7})
-    assert longer.digest != resolved.digest
+    assert load_plan(DEMO, overrides={**changes, "io.threads": 7}).digest != resolved.digest
 
 
 @given(

@@ -140,5 +140,4 @@ def test_what_is_of_no_use_is_not_imported_with_tvm_ffi_and_can_be_imported_late
         f"import {name}\n"
         f"print({name}.__file__)\n"
     )
-    expected = f"tvm_ffi False\n{tmp_path / name}.py\n"
-    assert done.stdout == expected, done.stderr
+    assert done.stdout == f"tvm_ffi False\n{tmp_path / name}.py\n", done.stderr

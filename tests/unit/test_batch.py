@@ -130,8 +130,7 @@ def test_neurons_may_be_read_in_two_phases(tmp_path: Path) -> None:
 def test_tokens_of_a_mixture_have_experts_of_their_own(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    plan = make_mixture_plan(tmp_path, "drelu")
-    check(plan, {**ROOM, "backends.cpu": "reference", **settings})
+    check(make_mixture_plan(tmp_path, "drelu"), {**ROOM, "backends.cpu": "reference", **settings})
 
 
 def test_a_neuron_that_several_tokens_need_is_read_once(tmp_path: Path) -> None:
@@ -262,8 +261,7 @@ def test_several_prompts_are_shown_in_their_order(tmp_path: Path) -> None:
     texts = [item["text"] for item in found["sequences"]]
     assert texts == [item["text"] for item in again["sequences"]]
     for text, prompt in zip(texts, ("one", "two", "three"), strict=True):
-        alone = json.loads(run_command(*common, "--json", "--prompt", prompt).stdout)
-        assert alone["text"] == text
+        assert json.loads(run_command(*common, "--json", "--prompt", prompt).stdout)["text"] == text
     lines.write_text("\n \n", "utf-8")
     assert "P603" in str(run_command(*common, "--prompts", str(lines)).exception)
     assert run_command(*common, "--prompts", str(lines), "--prompt", "a").exit_code == 2

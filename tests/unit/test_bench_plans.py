@@ -19,8 +19,7 @@ from tests.helpers.plans import write_plan
 
 
 def load_contestant(path: Path, text: str | None = None, **overrides: object) -> PlanContestant:
-    recipe = PlanRecipe(path=path, overrides=overrides, text=text)
-    return recipe(ignore_progress)
+    return PlanRecipe(path=path, overrides=overrides, text=text)(ignore_progress)
 
 
 @pytest.fixture

@@ -31,8 +31,7 @@ def count(**changes: int) -> RunStatistics:
 
 
 def test_speed_is_mean_deviation_and_median_of_the_repetitions() -> None:
-    samples = [Sample(tokens=10, seconds=seconds) for seconds in (1.0, 2.0, 10.0)]
-    speed = summarise_speed(samples)
+    speed = summarise_speed([Sample(tokens=10, seconds=seconds) for seconds in (1.0, 2.0, 10.0)])
     assert speed.mean == pytest.approx((10 + 5 + 1) / 3)
     assert speed.median == pytest.approx(5)
     assert speed.deviation == pytest.approx(np.std([10, 5, 1], ddof=1))

@@ -72,8 +72,7 @@ def drive(model: LoadedModel) -> None:
 
 
 def test_a_step_has_fewer_sequences_when_some_have_ended(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
-    with pi2.load(plan, set={"decode.batch": 4}) as model:
+    with pi2.load(write_plan(tmp_path, make_tiny(tmp_path)), set={"decode.batch": 4}) as model:
         submit(model, 4)
         drive(model)
         phases = model.scheduler.rounds.phases
@@ -117,8 +116,7 @@ def finish(model: LoadedModel, tickets: list[Ticket]) -> list[Any]:
 def test_a_prompt_that_fails_for_one_is_read_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
-    with pi2.load(plan, set={"decode.batch": 3}) as model:
+    with pi2.load(write_plan(tmp_path, make_tiny(tmp_path)), set={"decode.batch": 3}) as model:
         forward = model._parts.forward
         prefill, failed = forward.prefill, list[bool]()
 
@@ -137,8 +135,7 @@ def test_a_prompt_that_fails_for_one_is_read_for_the_others(
 def test_the_best_text_has_the_highest_mean_log_probability(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, make_tiny(tmp_path))
     # Every neuron is computed, so that prompts have the logits of answers.
-    settings = {"decode.batch": 4, "decode.predictor": "none"}
-    with pi2.load(plan, set=settings) as model:
+    with pi2.load(plan, set={"decode.batch": 4, "decode.predictor": "none"}) as model:
         result = model.generate_batch([PROMPT] * 4, seed=5, scores=True, **DRAWN).result
         expected = []
         for item in result.sequences:
@@ -148,8 +145,7 @@ def test_the_best_text_has_the_highest_mean_log_probability(tmp_path: Path) -> N
         values = [item.mean_log_probability for item in result.sequences]
         assert values == pytest.approx(expected, abs=1e-4)
         assert result.best == int(np.argmax(expected))
-        without = model.generate_batch([PROMPT] * 4, seed=5, **DRAWN).result
-        assert without.best is None
+        assert model.generate_batch([PROMPT] * 4, seed=5, **DRAWN).result.best is None
 
 
 def test_the_command_prints_the_best(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         place.mkdir(parents=True)
         (place / "thing").write_bytes(b"x" * 8192)
     pulled = Source(repository="a/b", revision="main", commit="0" * 40, quantization=None)
-    converted = LocalSource(path="/x.gguf", files=())
-    for name, source in (("pulled", pulled), ("converted", converted)):
+    for name, source in (("pulled", pulled), ("converted", LocalSource(path="/x.gguf", files=()))):
         (tmp_path / "models" / name).mkdir(parents=True)
         (tmp_path / "models" / name / RECORD).write_bytes(source.write())
         (tmp_path / "models" / name / "manifest.json").write_text("{}")

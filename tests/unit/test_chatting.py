@@ -117,11 +117,10 @@ def test_a_file_that_is_refused_changes_nothing_and_leaves_nothing(
 ) -> None:
     session.answers = [{"role": "user", "content": "kept"}]
     before = dict(session.settings)
-    parts = [{"type": "text", "text": "x"}]
     refused: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         ([], {"temperature": -1}, "P604"),
         ([], {"max_tokens": 0}, "P604"),
-        ([{"role": "user", "content": parts}], {}, "P684"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], {}, "P684"),
     ]
     for messages, settings, code in refused:
         file = tmp_path / "talk.json"
@@ -191,8 +190,7 @@ def take_terminal(terminal: int) -> None:
 
 
 def test_reasoning_is_told_apart(tmp_path: Path) -> None:
-    plan = make_chat_plan(tmp_path, template=THINKING)
-    with pi2.load(plan) as model:
+    with pi2.load(make_chat_plan(tmp_path, template=THINKING)) as model:
         session = Session(model, settings={"max_tokens": 4, "temperature": 0.0})
         assert {item.part for item in session.ask("hello")} == {"reasoning"}
         assert session.messages[-1]["content"] == ""

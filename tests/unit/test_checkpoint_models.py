@@ -286,8 +286,7 @@ def test_a_store_stands_for_the_plan_in_it_and_a_folder_is_converted_too(
     config = json.loads((folder / "config.json").read_text())
     further = {"hidden_act": "silu", "max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps({**config, **further}))
-    tokenizer = describe_checkpoint(file)
-    assert tokenizer.model.shape.layers == 3
+    assert describe_checkpoint(file).model.shape.layers == 3
     os.replace(tmp_path / "store/tokenizer.json", folder / "tokenizer.json")
     assert find_plan_path(folder) == models / "checkpoint-tiny-0/default.plan.toml"
 
@@ -320,8 +319,7 @@ def test_fewer_bits_are_taken_where_they_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_model(tmp_path, "tiny", "Q8_0")
-    command = ["convert", str(file), "-o", str(tmp_path / "store"), "--quantization", "int4"]
-    assert run(command) == 0
+    assert run(["convert", str(file), "-o", str(tmp_path / "store"), "--quantization", "int4"]) == 0
     assert "(ffn int4, attention int4, embedding int8" in capsys.readouterr().err
 
 

@@ -130,11 +130,9 @@ def test_inputs_of_the_action_are_no_commands(repository: Path) -> None:
 
 
 def test_the_workflow_uses_inputs_that_the_action_has(repository: Path) -> None:
-    workflow = find_snippet(".github/workflows/plans.yml")
-    step = workflow["jobs"]["validate"]["steps"][-1]
+    step = find_snippet(".github/workflows/plans.yml")["jobs"]["validate"]["steps"][-1]
     assert set(step["with"]) <= set(ACTION["inputs"])
-    done = run_action(repository, **step["with"])
-    assert done.stderr == "5 files, 1 error, 2 warnings\n"
+    assert run_action(repository, **step["with"]).stderr == "5 files, 1 error, 2 warnings\n"
 
 
 # GitLab
@@ -142,8 +140,7 @@ def test_the_workflow_uses_inputs_that_the_action_has(repository: Path) -> None:
 
 def test_the_gitlab_job_writes_both_reports(repository: Path) -> None:
     job = find_snippet(".gitlab-ci.yml")["pi2-validate"]
-    done = start("\n".join(job["script"]), repository)
-    assert done.returncode == 1
+    assert start("\n".join(job["script"]), repository).returncode == 1
     reports = {name: repository / file for name, file in job["artifacts"]["reports"].items()}
     quality = json.loads(reports["codequality"].read_text())
     assert sorted((item["check_name"], item["location"]["path"]) for item in quality) == [
@@ -192,8 +189,7 @@ def test_the_guide_names_the_hook() -> None:
 
 def test_the_hook_for_old_documents_finds_them(repository: Path) -> None:
     assert MIGRATE_HOOK["files"] == HOOK["files"]
-    old = "tests/plans/versions/1/oneplus-12.device.toml"
-    text = (ROOT / old).read_text("utf-8")
+    text = (ROOT / "tests/plans/versions/1/oneplus-12.device.toml").read_text("utf-8")
     (repository / "old.device.toml").write_text(text, "utf-8")
     done = start(f"{MIGRATE_HOOK['entry']} old.device.toml", repository)
     assert (done.returncode, "cluster" in done.stdout) == (1, True)

@@ -46,8 +46,7 @@ def test_plans_for_phones_name_android_s_limit(device: str, is_phone: bool) -> N
 
 @pytest.mark.parametrize("model", sorted(list_shipped("model")))
 def test_every_shipped_model_gets_a_plan(model: str) -> None:
-    code = make_plan("--device", "pc-rtx-4090", "--model", model, memory="64 GiB")
-    assert code == 0
+    assert make_plan("--device", "pc-rtx-4090", "--model", model, memory="64 GiB") == 0
     (path,) = Path().glob("*.plan.toml")
     report = check_file(path)
     assert report.is_sound
@@ -84,15 +83,13 @@ def test_references_are_seen_from_the_new_file(capsys: pytest.CaptureFixture[str
     assert run(["new", "model", "tiny", *SHAPE, "--activation", "relu"]) == 0
     arguments = ["--device", "./box.device.toml", "--model", "tiny.model.toml"]
     assert make_plan(*arguments, "-o", "a/b/my.plan.toml") == 0
-    values = tomli.loads(Path("a/b/my.plan.toml").read_text())
-    assert values["device"] == "../../box.device.toml"
+    assert tomli.loads(Path("a/b/my.plan.toml").read_text())["device"] == "../../box.device.toml"
     assert load_plan("a/b/my.plan.toml").plan.decode.predictor == "gate"
 
 
 def test_a_device_is_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["new", "device", "box"]) == 0
-    report = check_file(Path("box.device.toml"))
-    assert report.diagnostics == ()
+    assert check_file(Path("box.device.toml")).diagnostics == ()
     assert tomli.loads(Path("box.device.toml").read_text())["units"]["cpu"]["kind"] == "cpu"
 
 

@@ -45,8 +45,7 @@ def resolve(**decode: Any) -> ResolvedPlan:
         "kv": {"context": 1024},
         "decode": {"predictor": "low-rank", **decode},
     }
-    found = resolve_values(values, read_device(), model)
-    return replace(found, path=Path("none/probed.plan.toml"))
+    return replace(resolve_values(values, read_device(), model), path=Path("none/probed.plan.toml"))
 
 
 def cost(**decode: Any) -> Cost:

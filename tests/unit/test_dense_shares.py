@@ -119,8 +119,7 @@ def test_several_chunks_go_with_a_unit_in_a_process(plan: Path, alone: tuple[F32
         "decode.predictor": "gate",
     }
     with pi2.load(plan, set=settings) as model:
-        ids = np.array(IDS, np.int32)
-        found = model._parts.forward.prefill(ids, all_logits=True)
+        found = model._parts.forward.prefill(np.array(IDS, np.int32), all_logits=True)
         check((found, model.logits(IDS, mode="decode")), (alone[0], alone[1]))
 
 
@@ -321,8 +320,7 @@ def test_what_a_lost_unit_owned_is_computed_for_every_chunk_of_a_prompt(
     }
     with pi2.load(plan, set=settings) as model:
         Failing(model, method, after)
-        ids = np.array(IDS, np.int32)
-        found = model._parts.forward.prefill(ids, all_logits=True)
+        found = model._parts.forward.prefill(np.array(IDS, np.int32), all_logits=True)
         assert float(np.abs(found - alone[0]).max()) <= SAME * float(np.abs(alone[0]).max())
         assert model.lost_units
 

@@ -96,5 +96,4 @@ def test_the_manifest_fits_together() -> None:
 def check_arguments(arguments: list[str]) -> None:
     """The command line is one that pi2 serve understands."""
     assert arguments[0] == "serve"
-    context = command.make_context("serve", arguments[1:])
-    assert context.params["host"] == "0.0.0.0"
+    assert command.make_context("serve", arguments[1:]).params["host"] == "0.0.0.0"

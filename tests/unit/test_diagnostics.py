@@ -119,8 +119,7 @@ def test_the_order_is_by_file_and_place() -> None:
 
     late, other, early = make("b", 9), make("a", 5), make("b", 2)
     nowhere = Diagnostic(code="P1", message="m")
-    ordered = sort_diagnostics((late, other, early, nowhere))
-    assert ordered == (nowhere, early, late, other)
+    assert sort_diagnostics((late, other, early, nowhere)) == (nowhere, early, late, other)
 
 
 def test_a_user_error_says_everything_in_its_text() -> None:

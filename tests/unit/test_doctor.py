@@ -126,8 +126,7 @@ def test_hints_name_what_is_slow_and_what_changes_it(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    cpu = dataclasses.replace(PHONE.cpu, quota_cores=1.5)
-    machine = dataclasses.replace(PHONE, cpu=cpu)
+    machine = dataclasses.replace(PHONE, cpu=dataclasses.replace(PHONE.cpu, quota_cores=1.5))
     huge, swap, group, quota, features = list_hints(machine, tmp_path)
     assert "madvise" in huge and swap.startswith("2 MiB of swap")
     assert "8192 of 12288 MiB" in group and "1.5 of 8 cores: raise cpu.max" in quota
@@ -152,8 +151,7 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, checkup: Checkup, *arguments: st
 
 
 def test_report_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run_doctor(monkeypatch, CHECKUP, "--json")
-    report = json.loads(done.output)
+    report = json.loads(run_doctor(monkeypatch, CHECKUP, "--json").output)
     assert report["machine"]["cpu"]["features"] == ["dotprod", "neon"]
     assert report["machine"]["memory"]["limit_bytes"] == 8 * GIB
     assert report["storage"]["path"] == "/data"

@@ -77,8 +77,7 @@ def double(values: Any, path: tuple[str | int, ...]) -> tuple[Device, str, bool]
         place.get(item) for item in names if item in place or (item == "depth" and "block" in place)
     ]
     worse = key in {"time", "latency"} or path[0] == "noise"
-    device = Device.model_validate_json(json.dumps(values))
-    return device, " ".join(map(str, kept)), not worse
+    return Device.model_validate_json(json.dumps(values)), " ".join(map(str, kept)), not worse
 
 
 def resolve(device: Device, plan: str) -> ResolvedPlan:
@@ -98,8 +97,7 @@ def resolve(device: Device, plan: str) -> ResolvedPlan:
         "kv": {"context": 1024},
         **PLANS[plan],
     }
-    found = resolve_values(values, device, MODEL)
-    return replace(found, path=Path("none/probed.plan.toml"))
+    return replace(resolve_values(values, device, MODEL), path=Path("none/probed.plan.toml"))
 
 
 def predict(device: Device, plan: str) -> dict[str, float]:

@@ -92,8 +92,7 @@ def test_guessing_goes_on_while_it_saves_bytes_and_time() -> None:
 def test_guessing_rests_where_it_saves_no_bytes_or_no_time(
     kept: int, size: int, seconds: float
 ) -> None:
-    payback = Payback()
-    found = feed(payback, 1000, kept=kept, size=size, seconds=seconds)
+    found = feed(Payback(), 1000, kept=kept, size=size, seconds=seconds)
     first = PLAIN_STEPS + TRIAL_STEPS
     assert all(found[PLAIN_STEPS:first])
     assert not any(found[first : first + FIRST_REST])

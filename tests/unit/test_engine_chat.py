@@ -114,8 +114,7 @@ def test_special_tokens_are_texts_or_tables_and_else_those_of_the_model(tmp_path
             "pad_token": "<pad>",
         },
     )
-    template = read(tmp_path, bos=256, eos=(257, 256))
-    assert template.render(HELLO) == "<s><pad><end>"
+    assert read(tmp_path, bos=256, eos=(257, 256)).render(HELLO) == "<s><pad><end>"
     # What is stated as null is none.
     write_config(tmp_path, {"chat_template": "[{{ bos_token }}]", "bos_token": None})
     assert read(tmp_path, bos=256).render(HELLO) == "[]"

@@ -147,8 +147,7 @@ def test_looking_ahead_costs_nothing_where_every_neuron_is_named(
 
 
 def test_missing_neurons_with_low_scores_are_left_out_and_others_computed(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path)
-    plan = write_plan(tmp_path, tiny, {"layers": {"hot": 0.25}})
+    plan = write_plan(tmp_path, make_tiny(tmp_path), {"layers": {"hot": 0.25}})
     threshold = {"decode.threshold": -1e9, "cache.fill": False}
     with pi2.load(plan, set=threshold) as model:
         everything = model.logits(TOKENS[:3], mode="decode")
@@ -210,8 +209,7 @@ def test_a_summary_and_an_evaluation_say_what_share_of_scores_was_left_out(
 
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])
 def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path, look_ahead: str) -> None:
-    tiny = make_tiny(tmp_path)
-    plan = write_plan(tmp_path, tiny)
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
     settings = {"decode.look_ahead": look_ahead, "layers.hot": 0.0}
     with pi2.load(plan, set=settings) as model:
         expected = model.logits(TOKENS, mode="decode")
@@ -236,8 +234,7 @@ def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path, look_
 def test_neurons_whose_reads_could_not_begin_are_read_the_next_time(
     tmp_path: Path, look_ahead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = make_tiny(tmp_path)
-    plan = write_plan(tmp_path, tiny)
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
     settings = {"decode.look_ahead": look_ahead, "layers.hot": 0.0, "cache.fill": False}
     with pi2.load(plan, set=settings) as model:
         expected = model.logits(TOKENS, mode="decode")
@@ -263,8 +260,7 @@ def test_neurons_whose_reads_could_not_begin_are_read_the_next_time(
 
 
 def test_chunks_of_any_size_give_the_same_logits(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path, FP16)
-    plan = write_plan(tmp_path, tiny)
+    plan = write_plan(tmp_path, make_tiny(tmp_path, FP16))
     results = []
     for chunk in (1, 5, 21, 64):
         with pi2.load(plan, set={"prefill.chunk": chunk}) as model:
@@ -285,8 +281,7 @@ def test_layers_may_go_first(tmp_path: Path) -> None:
             results[order] = forward.prefill(ids, all_logits=True, progress=told.append)
             read_bytes[order] = model.stats.flash_read_bytes - before
             # The next token sees what the prompt has left.
-            after = forward.decode(7)
-            results[f"{order}, next"] = after.copy()
+            results[f"{order}, next"] = forward.decode(7).copy()
     assert compute_error(results["layers-first"], run_plain(tiny, TOKENS)) < KV_ROUNDING
     for name in ("layers-first", "layers-first, next"):
         same = name.replace("layers", "chunks")
@@ -360,8 +355,7 @@ def test_what_the_context_does_not_use_yet_holds_cold_neurons(tmp_path: Path) ->
         forward.reset()
         assert list_resident() == resident
         assert cache.cold_capacity == 200 + lent
-        again = model.logits(TOKENS[:2], mode="decode")
-        assert compute_error(again, got[:2]) < KV_ROUNDING
+        assert compute_error(model.logits(TOKENS[:2], mode="decode"), got[:2]) < KV_ROUNDING
 
 
 def test_a_prompt_reads_nothing_that_is_in_memory(tmp_path: Path) -> None:

@@ -144,8 +144,7 @@ def test_a_template_that_refuses_whatever_comes_says_why() -> None:
 
 
 def test_results_have_the_names_of_their_tools() -> None:
-    found = complete_messages(MESSAGES)
-    assert found[2]["name"] == "get"
+    assert complete_messages(MESSAGES)[2]["name"] == "get"
     without = [*MESSAGES[:2], {"role": "tool", "content": "42"}]
     assert complete_messages(without)[2] | {"content": ""} == {
         "role": "tool",

@@ -26,8 +26,7 @@ def test_what_only_looked_like_a_stop_string_is_given_back_at_the_end() -> None:
 
 
 def test_without_stop_strings_nothing_is_held() -> None:
-    stop_filter = StopFilter([])
-    assert stop_filter.push("abc") == "abc"
+    assert StopFilter([]).push("abc") == "abc"
 
 
 @given(
@@ -92,8 +91,7 @@ def stream(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
 def test_a_character_of_several_tokens_comes_out_whole(kind: str) -> None:
     tokenizer = make_tokenizer(kind)
-    ids = tokenizer.encode("a🙂").ids
-    assert stream(tokenizer, ids)[-6:] == ["a", "", "", "", "🙂", ""]
+    assert stream(tokenizer, tokenizer.encode("a🙂").ids)[-6:] == ["a", "", "", "", "🙂", ""]
 
 
 def read_continuation(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -135,8 +133,7 @@ def test_pieces_make_the_text_that_tokenizer_decodes(kind: str, words: list[str]
 def test_bytes_that_are_no_characters_are_neither_lost_nor_held_forever(
     kind: str, ids: list[int]
 ) -> None:
-    tokenizer = make_tokenizer(kind)
-    pieces = stream(tokenizer, ids)
+    pieces = stream(make_tokenizer(kind), ids)
     assert bool("".join(pieces)) == bool(ids)
     steps = [-1, *(index for index, piece in enumerate(pieces) if piece), len(ids)]
     assert max(later - earlier for earlier, later in pairwise(steps)) <= MAX_HELD + 1

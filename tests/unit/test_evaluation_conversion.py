@@ -35,8 +35,7 @@ def test_losses_by_checkpoints_weights_are_those_of_transformers(tmp_path: Path,
     prompt = tuple(int(token) for token in golden.prompt)
     # Two windows: the layers' state of one is not that of the other.  Both are longer than the 16
     # tokens beyond which one of the models has other positions.
-    windows = [Window(prompt, 1), Window(prompt[:20], 4)]
-    scores = score_layerwise(weights, model, windows)
+    scores = score_layerwise(weights, model, [Window(prompt, 1), Window(prompt[:20], 4)])
     logits = np.concatenate([golden.logits[:-1], golden.logits[3:19]])
     targets = np.array([*prompt[1:], *prompt[4:20]])
     np.testing.assert_allclose(scores.losses, compute_losses(logits, targets), atol=2e-3)
@@ -67,8 +66,7 @@ def test_the_command_reports_perplexity_before_and_after(
     command += ["-o", str(tmp_path / "store"), "--evaluate", str(tmp_path / "text.txt")]
     assert run([*command, "--errors", str(tmp_path / "errors.json")]) == 0
     said = capsys.readouterr().err
-    report = json.loads((tmp_path / "errors.json").read_text())
-    cost = report["evaluation"]
+    cost = json.loads((tmp_path / "errors.json").read_text())["evaluation"]
     assert f"{cost['before']:.3f} by the checkpoint's weights, {cost['after']:.3f}" in said
     assert cost["windows"] == 8
     assert cost["tokens"] == 8 * 63

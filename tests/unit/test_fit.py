@@ -68,16 +68,14 @@ def test_device_that_states_what_the_machine_has_fits() -> None:
 
 
 def test_other_architecture() -> None:
-    device = make_device(architecture="aarch64", features=("neon",))
-    (finding,) = find(device, make_machine())
+    (finding,) = find(make_device(architecture="aarch64", features=("neon",)), make_machine())
     assert (finding.code, finding.severity) == ("P301", "error")
     assert finding.message == "device 'acme' has an aarch64 processor, this machine has x86-64"
     assert finding.help
 
 
 def test_missing_features_are_named() -> None:
-    device = make_device(features=("avx512vnni", "avx2", "avx512f"))
-    (finding,) = find(device, make_machine())
+    (finding,) = find(make_device(features=("avx512vnni", "avx2", "avx512f")), make_machine())
     assert (finding.code, finding.severity) == ("P302", "error")
     assert "lacks avx512f, avx512vnni, which" in finding.message
     assert finding.path == "device"
@@ -159,8 +157,7 @@ def test_misfit_of_a_plan_points_into_its_file(tmp_path: Path) -> None:
     (finding,) = find_plan_misfits(resolved, make_machine())
     assert finding.code == "P301"
     assert finding.span is not None
-    lines = resolved.path.read_text(encoding="utf-8").splitlines()
-    line = lines[finding.span.line - 1]
+    line = resolved.path.read_text(encoding="utf-8").splitlines()[finding.span.line - 1]
     assert line[finding.span.column - 1 : finding.span.end_column - 1] == '"arm.device.toml"'
 
 

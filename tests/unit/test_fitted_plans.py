@@ -57,8 +57,7 @@ def find_least(error: UserError) -> int:
 def test_sizes_follow_what_is_set(name: str, wish: dict[str, Any]) -> None:
     """Every plan fits, or one finding says what is wrong or the least budget."""
     try:
-        found = read(list_shipped("plan")[name], **wish)
-        resolved = found.resolved
+        resolved = read(list_shipped("plan")[name], **wish).resolved
     except UserError as error:
         (item,) = error.diagnostics
         assert item.code in ("P026", "P231", "P611")
@@ -85,14 +84,12 @@ def test_what_somebody_set_is_kept() -> None:
 
 
 def test_what_is_wrong_otherwise_is_said_without_the_sizes_that_follow_from_it() -> None:
-    found = read(DEMO, kv__context=8192)
-    assert [item.code for item in found.report.diagnostics] == ["P231"]
+    assert [item.code for item in read(DEMO, kv__context=8192).report.diagnostics] == ["P231"]
 
 
 def test_a_mixture_is_computed_whole_if_somebody_says_so(tmp_path: Path) -> None:
     plan = draft(tmp_path, "qwen3-30b-a3b")
-    found = read(plan, decode__predictor="none")
-    assert found.resolved.plan.decode.look_ahead == "none"
+    assert read(plan, decode__predictor="none").resolved.plan.decode.look_ahead == "none"
     with pytest.raises(UserError, match="P254"):
         _ = read(plan, decode__predictor="none", decode__look_ahead="layer").resolved
     assert load_plan(plan).plan.decode.look_ahead == "layer"
@@ -100,8 +97,7 @@ def test_a_mixture_is_computed_whole_if_somebody_says_so(tmp_path: Path) -> None
 
 def test_the_engine_loads_what_was_fitted(tmp_path: Path) -> None:
     plan = make_mixture_plan(tmp_path, "silu", {"predictor": None})
-    settings = {"backends.cpu": "reference", "decode.batch": 3}
-    with pi2.load(plan, set=settings) as model:
+    with pi2.load(plan, set={"backends.cpu": "reference", "decode.batch": 3}) as model:
         assert model.plan.plan.decode.batch == 3
         assert any(change.startswith("kv: ") for change in model.changes)
 
@@ -151,8 +147,7 @@ def test_fitted_file_of_weights_is_a_plan(tmp_path: Path, monkeypatch: pytest.Mo
     assert run([*command, "-o", str(target)]) == 0
     assert 'weights = "../tiny.gguf"' in target.read_text()
     assert run(["validate", str(target), "--strict"]) == 0
-    shown = ["show", str(target), "--set", "kv.context=16"]
-    assert run(shown) == 0
+    assert run(["show", str(target), "--set", "kv.context=16"]) == 0
     if read(target).report.runs_file:
         assert read(target).resolved.plan.memory.budget == 200 * MIB
 
@@ -189,7 +184,6 @@ def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -
         "vocab": 49152,
         "context": 8192,
     }
-    precisions = dict.fromkeys(("ffn", "attention", "embedding", "head"), "int8")
     model = Model.model_validate_json(
         json.dumps(
             {
@@ -199,7 +193,7 @@ def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -
                 "shape": shape,
                 "ffn": {"activation": "silu"},
                 "tied_head": True,
-                "quantization": precisions,
+                "quantization": dict.fromkeys(("ffn", "attention", "embedding", "head"), "int8"),
             }
         )
     )
@@ -209,8 +203,7 @@ def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -
     }
     assert [plan.get("kv", {}).get("context", 4096) for plan in plans.values()] == [4096, 2048, 512]
     for free, plan in plans.items():
-        budget = parse_quantity(plan["memory"]["budget"], BYTE_UNITS)
-        assert budget <= 0.8 * free * MIB
+        assert parse_quantity(plan["memory"]["budget"], BYTE_UNITS) <= 0.8 * free * MIB
     with pytest.raises(UserError, match=r"P026.*needs at least \d+ MiB") as caught:
         draft_first_plan(model, device, 150 * MIB, ".")
     assert "--memory" in str(caught.value)

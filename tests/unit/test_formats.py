@@ -17,8 +17,7 @@ def make_edges(own: Format) -> U8:
     """Blocks of zeros, of ones, with the largest scales, with the smallest, and random ones."""
     generator = np.random.default_rng(7)
     count = 64
-    size = max(own.block_bytes, 4)
-    raw = generator.integers(0, 256, (count, size), np.uint8)
+    raw = generator.integers(0, 256, (count, max(own.block_bytes, 4)), np.uint8)
     raw[0], raw[1] = 0, 255
     for number, bits in enumerate((0x7BFF, 0xFBFF, 0x0001, 0x8001, 0x03FF, 0x3C00)):
         for place in own.halves:
@@ -49,8 +48,7 @@ def test_every_type_of_weights_is_there() -> None:
 
 @FORMATS
 def test_blocks_with_finite_scales_have_no_fault(own: Format) -> None:
-    raw = np.zeros((3, 8 * own.block_bytes), np.uint8)
-    assert not own.find_faults(raw).any()
+    assert not own.find_faults(np.zeros((3, 8 * own.block_bytes), np.uint8)).any()
 
 
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00, 0x7FFF])

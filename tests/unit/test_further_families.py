@@ -84,8 +84,7 @@ def describe(kind: str, **options: Any) -> Model:
     ],
 )
 def test_windows_of_layers(kind: str, options: dict[str, Any], expected: list[int | None]) -> None:
-    model = describe(kind, **options)
-    attention = [block.attention for block in model.blocks[: len(expected)]]
+    attention = [block.attention for block in describe(kind, **options).blocks[: len(expected)]]
     assert [own and own.window for own in attention] == expected
 
 
@@ -218,8 +217,7 @@ def test_norms_without_weights_are_those_whose_weights_are_one(tmp_path: Path) -
     save_file(tensors | {name: np.ones_like(tensors[name]) for name in norms}, file)
     expected = convert(checkpoint, model, tmp_path / "with")
     save_file({name: tensors[name] for name in tensors if name not in norms}, file)
-    norm = model.norm.model_copy(update={"weights": False})
-    without = model.model_copy(update={"norm": norm})
+    without = model.model_copy(update={"norm": model.norm.model_copy(update={"weights": False})})
     assert convert(checkpoint, without, tmp_path / "without") == expected
 
 

@@ -55,8 +55,7 @@ def test_the_summary_says_what_experts_were_read(file: Path) -> None:
     with pi2.load(file, memory=f"{find_least(file) + 8} MiB", set=SETTINGS) as model:
         generation = model.generate("hello world", max_tokens=6, temperature=0.0)
         summary = summarise_run(model, generation.result)
-        statistics = generation.result.statistics
-        rate = statistics.hit_rate
+        rate = generation.result.statistics.hit_rate
     assert rate is not None and 0 < rate < 1
     assert f"cache hits {rate:.1%} of the experts needed" in summary
     assert re.search(r"weights: 38.5 MiB, 38.2 MiB are experts, of which memory has ", summary)

@@ -43,8 +43,7 @@ def test_streamed_weights_give_the_text_of_resident_ones(file: Path) -> None:
     texts, streamed = [], []
     for memory in (None, "105 MiB"):
         with pi2.load(file, memory=memory, set={"kv.context": 256}) as model:
-            generation = model.generate("hello world", max_tokens=12, temperature=0.0)
-            texts.append(generation.result.text)
+            texts.append(model.generate("hello world", max_tokens=12, temperature=0.0).result.text)
             assert model.plan.file is not None
             streamed.append(model.plan.file.streamed_bytes)
             reads = model.stats.flash_read_bytes
@@ -164,8 +163,7 @@ def test_embeddings_have_the_length_one(file: Path) -> None:
 def test_a_budget_that_is_too_small_names_the_least(file: Path) -> None:
     with pytest.raises(UserError) as caught:
         pi2.load(file, memory="20 MiB")
-    codes = [item.code for item in caught.value.diagnostics]
-    assert codes == ["P026"]
+    assert [item.code for item in caught.value.diagnostics] == ["P026"]
     assert "needs at least" in str(caught.value)
 
 

@@ -46,8 +46,7 @@ MakePlan = Callable[[str], Path]
 
 
 def test_the_table_of_embeddings_stays_on_flash(make_plan: MakePlan) -> None:
-    plan = make_plan("gemma4-e2b")
-    resolved = load_plan(plan, overrides={"prefill.chunk": 16})
+    resolved = load_plan(make_plan("gemma4-e2b"), overrides={"prefill.chunk": 16})
     # 96 rows of 6 layers with 20 elements each, in whole groups, fp16; 16 of them in memory.
     whole, some = 96 * 2 * 128, 16 * 2 * 128
     assert (
@@ -62,8 +61,7 @@ def _count_dense_bytes(model: Model) -> int:
 
 
 def test_layers_have_as_many_neurons_as_their_ffn(make_plan: MakePlan) -> None:
-    plan = make_plan("gemma4-e2b")
-    with pi2.load(plan, set={"decode.predictor": "router"}) as model:
+    with pi2.load(make_plan("gemma4-e2b"), set={"decode.predictor": "router"}) as model:
         executor = model._parts.executor
         executor.embed(np.array([5], np.int32))
         found = []
@@ -133,8 +131,7 @@ def tabulate(**options: Any) -> dict[str, Any]:
 
 
 def test_layers_have_chunks_and_norms_or_growing_queries(make_plan: MakePlan) -> None:
-    plan = make_plan("llama4")
-    model = load_plan(plan).model
+    model = load_plan(make_plan("llama4")).model
     attention = [find_attention(model, layer) for layer in range(5)]
     assert [own.window for own in attention] == [7, 7, None, 7, None]
     assert [own.head_norm for own in attention] == [True, True, False, True, False]
@@ -278,8 +275,7 @@ def test_neurons_may_come_from_flash(make_plan: MakePlan, backend: dict[str, Any
             model.logits(golden.prompt, mode="decode"), expected, atol=1e-6, rtol=1e-5
         )
         assert model.stats.flash_read_bytes > 0
-        prompt = model.logits(golden.prompt, mode="prefill")
-        assert measure_error(prompt, golden.logits) <= ROUNDING
+        assert measure_error(model.logits(golden.prompt, mode="prefill"), golden.logits) <= ROUNDING
 
 
 def test_text_is_scored_layer_by_layer_as_the_engine_computes_it(

@@ -164,8 +164,7 @@ def run(plan: Path, settings: Mapping[str, Any]) -> tuple[list[Any], Any]:
         cache = model._parts.cache
         assert cache.granule in (1, FFN)
         prompt, steps = model.logits(tokens), model.logits(tokens, mode="decode")
-        after = model.logits(tokens[::-1])
-        return [prompt, steps, after], (cache.granule, model.stats)
+        return [prompt, steps, model.logits(tokens[::-1])], (cache.granule, model.stats)
 
 
 def test_any_cache_gives_the_bits_of_everything_in_memory(by_expert: Path) -> None:

@@ -115,8 +115,7 @@ def test_a_projects_ignore_that_nothing_needs_is_told_if_all_its_files_were_chec
 ) -> None:
     (plan.parent / "other.plan.toml").write_text(CHUNK.replace("128", "64"))
     settings = '[tool.pi2.per-file-ignores]\n"plans/*" = ["P237"]\n"other*" = ["P235"]\n'
-    project = plan.parents[1] / "pyproject.toml"
-    project.write_text(settings)
+    (plan.parents[1] / "pyproject.toml").write_text(settings)
     assert ("P029", "warning", 2) in (found := list_found(capsys))
     assert ("P029", "warning", 3) in found
     capsys.readouterr()

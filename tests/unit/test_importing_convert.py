@@ -47,8 +47,7 @@ def expect_store(path: Path, model: Model, weights: Weights, original: I32) -> N
             gate = weights[names.gate.format(layer=number)][order]
             up = weights[names.up.format(layer=number)][order]
             down = np.ascontiguousarray(weights[names.down.format(layer=number)].T[order])
-            bundles = pack_bundles(gate, up, down, store.bundle)
-            np.testing.assert_array_equal(layer.bundles, bundles)
+            np.testing.assert_array_equal(layer.bundles, pack_bundles(gate, up, down, store.bundle))
         for name, tensor in store.tensors.items():
             rows = gather_rows(model, weights, original, name)
             if tensor.precision is None:
@@ -68,8 +67,7 @@ def index_order(model: Model) -> I32:
 
 def split_predictors(model: Model, weights: Weights) -> tuple[Weights, Weights]:
     inside = {name: values for name, values in weights.items() if "predictor" not in name}
-    outside = {name: values for name, values in weights.items() if "predictor" in name}
-    return inside, outside
+    return inside, {name: values for name, values in weights.items() if "predictor" in name}
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -159,8 +157,7 @@ def test_activation_counts_put_the_most_active_neuron_first(tmp_path: Path) -> N
     for layer, order in enumerate(original):
         assert (np.diff(counts[layer][order]) < 0).all()
     expect_store(tmp_path / "store", model, weights, original)
-    kept = tmp_path / "store/activations.parquet"
-    assert kept.read_bytes() == file.read_bytes()
+    assert (tmp_path / "store/activations.parquet").read_bytes() == file.read_bytes()
 
 
 def test_equally_active_neurons_stay_in_the_checkpoints_order(tmp_path: Path) -> None:
@@ -342,8 +339,7 @@ def test_an_interrupted_conversion_goes_on_where_it_was(tmp_path: Path) -> None:
     weights = draw_weights(model)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
     interrupt_conversion(checkpoint, model, tmp_path / "store")
-    finished = tmp_path / ".store.partial/layers/ffn-001.arrow"
-    number = finished.stat().st_ino
+    number = (tmp_path / ".store.partial/layers/ffn-001.arrow").stat().st_ino
     convert_checkpoint(checkpoint, model, tmp_path / "store")
     assert (tmp_path / "store/layers/ffn-001.arrow").stat().st_ino == number
     expect_store(tmp_path / "store", model, weights, index_order(model))

@@ -24,8 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     predictors = {name: values for name, values in weights.items() if name not in inside}
     write_safetensors(folder / "predictors.safetensors", predictors)
     shape = (model.shape.layers, model.shape.ffn)
-    counts = np.random.default_rng(0).integers(0, 1000, shape)
-    write_counts(folder / "activations.parquet", counts)
+    write_counts(folder / "activations.parquet", np.random.default_rng(0).integers(0, 1000, shape))
     (folder / "training.json").write_text("{}")
     (folder / "heldout.txt").write_text("def f(): pass")
     return folder

@@ -120,8 +120,7 @@ def test_an_index_is_left_out_with_the_contexts_in_which_it_chooses(tmp_path: Pa
 
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_matrices_of_heads_that_do_not_belong_together(tmp_path: Path, part: str) -> None:
-    checkpoint = copy_checkpoint("deepseek-v3", tmp_path / "checkpoint")
-    config, weights = read_checkpoint(checkpoint)
+    config, weights = read_checkpoint(copy_checkpoint("deepseek-v3", tmp_path / "checkpoint"))
     tensors = translate(weights, config)
     name = f"blk.1.attn_{part}_b.weight"
     tensors[name] = tensors[name][:-1]
@@ -164,8 +163,7 @@ def write_tiny(
     config |= {"max_position_embeddings": 64, "hidden_act": "silu"}
     (checkpoint / "config.json").write_text(json.dumps(config))
     tensors = translate(weights, config)
-    file = write_gguf(tmp_path / f"{kind}.gguf", config, tensors, kind, kinds=kinds)
-    return file, checkpoint
+    return write_gguf(tmp_path / f"{kind}.gguf", config, tensors, kind, kinds=kinds), checkpoint
 
 
 def read_file_values(file: Path) -> dict[str, F32]:

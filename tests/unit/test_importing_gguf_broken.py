@@ -301,10 +301,9 @@ def test_a_size_of_nothing(job: Job, key: str) -> None:
 
 
 def test_a_token_of_a_whole_book(job: Job) -> None:
-    tokens = ["<unk>", "a", "b" * 5000]
     job.changes = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.tokens": ["<unk>", "a", "b" * 5000],
         "tokenizer.ggml.scores": [0.0, -1.0, -2.0],
     }
     job.save()

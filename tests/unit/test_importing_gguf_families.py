@@ -155,8 +155,7 @@ def test_pieces_are_merged_in_the_order_of_the_file() -> None:
 
 
 def test_a_window_of_no_tokens_means_that_all_layers_are_alike(tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint("llama4", tmp_path / "checkpoint")
-    config, weights = read_checkpoint(checkpoint)
+    config, weights = read_checkpoint(copy_checkpoint("llama4", tmp_path / "checkpoint"))
     file = write_llama4(tmp_path / "tiny.gguf", config, weights, window=0)
     model = describe_checkpoint(file).model
     assert model.attention.sliding_window is None and model.other_rope is None

@@ -201,8 +201,7 @@ def test_a_scaling_without_a_kind_is_linear(tmp_path: Path, key: str) -> None:
 def test_a_key_that_nothing_reads_is_named_with_its_value(
     tmp_path: Path, key: str, value: object
 ) -> None:
-    job = Job(tmp_path)
-    job.refuse("P544", f"llama.{key.replace('__', '.')} = {value!r}"[:40], **{key: value})
+    Job(tmp_path).refuse("P544", f"llama.{key.replace('__', '.')} = {value!r}"[:40], **{key: value})
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,7 @@ TEXTS = (
 
 def cut_by_scores(metadata: dict[str, Any], text: str) -> list[int]:
     """What llama.cpp does: of all neighbours, the pair that makes the best piece is merged."""
-    tokens = metadata["tokenizer.ggml.tokens"]
-    numbers = {token: number for number, token in enumerate(tokens)}
+    numbers = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     scores = metadata["tokenizer.ggml.scores"]
     kinds = metadata["tokenizer.ggml.token_type"]
     parts = list((SPACE + text).replace(" ", SPACE)) if text else []

@@ -66,8 +66,7 @@ def draw_tensors() -> tuple[Stored, Stored]:
         blocks = pack_pairs(codes).reshape(experts, outputs, inputs // 32, 16)
         packed[f"{name}_blocks"] = ("U8", blocks)
         packed[f"{name}_scales"] = ("U8", exponents.astype(np.uint8))
-        turned = np.ascontiguousarray(numbers.swapaxes(1, 2)).astype(np.float16)
-        plain[name] = ("F16", turned)
+        plain[name] = ("F16", np.ascontiguousarray(numbers.swapaxes(1, 2)).astype(np.float16))
     return packed, plain
 
 
@@ -217,7 +216,6 @@ def test_gates_of_mxfp4_are_not_kept(
     stores: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = stores[0].with_name("gate.plan.toml")
-    text = stores[0].read_text().replace('predictor = "none"', 'predictor = "gate"')
-    plan.write_text(text)
+    plan.write_text(stores[0].read_text().replace('predictor = "none"', 'predictor = "gate"'))
     assert run(["validate", str(plan)]) == 1
     assert "keeps no gates of mxfp4" in capsys.readouterr().out

@@ -125,8 +125,7 @@ def test_families(tmp_path: Path, name: str, quantization: str) -> None:
         weights, config = widen_ffn(weights, config)
         (checkpoint / "config.json").write_text(json.dumps(config))
     folder = write_folder(tmp_path / "mlc", config, weights, quantization)
-    expected = round_as_mlc(weights, config, quantization)
-    write_safetensors(checkpoint / "model.safetensors", expected)
+    write_safetensors(checkpoint / "model.safetensors", round_as_mlc(weights, config, quantization))
     tokenizer = checkpoint / "tokenizer.json"
     found = convert(folder, tmp_path / "a", tokenizer, "fp16")
     same = convert(checkpoint, tmp_path / "b", tokenizer, "fp16")
@@ -156,8 +155,7 @@ def test_what_tvm_writes_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "mlc"
     arrays = make_arrays(fuse(weights, config), "q0f32")
     tvmjs.dump_tensor_cache(arrays, str(folder), encode_format="f32-to-bf16", show_progress=False)
-    chat = make_chat_config(config, "q0f32")
-    (folder / "mlc-chat-config.json").write_text(json.dumps(chat))
+    (folder / "mlc-chat-config.json").write_text(json.dumps(make_chat_config(config, "q0f32")))
     for name, tensor in open_checkpoint(folder).tensors.items():
         np.testing.assert_allclose(tensor.read(), weights[name], rtol=2**-8)
     arrays = make_arrays(fuse(weights, config), "q4f16_1")
@@ -202,8 +200,7 @@ def change_index(change: Callable[[list[Any]], object]) -> Callable[[Path], obje
 
 
 def find_record(shards: list[Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    found = ((s, r) for s in shards for r in s["records"] if r["name"] == name)
-    return next(found)
+    return next((s, r) for s in shards for r in s["records"] if r["name"] == name)
 
 
 def remove(name: str) -> Callable[[Path], object]:

@@ -152,9 +152,8 @@ def test_mxfp4_experts_are_read_exactly(tmp_path: Path) -> None:
     exponents = draw_codes(12, experts, outputs, groups, seed=2) + 118
     numbers = np.vectorize(decode_fp4, otypes=[float])(codes).reshape(experts, outputs, groups, 32)
     expected = (numbers * 2.0 ** (exponents[..., None] - 127.0)).reshape(experts, outputs, -1)
-    blocks = pack_pairs(codes).reshape(experts, outputs, groups, 16)
     tensors: Stored = {
-        "experts.down_proj_blocks": ("U8", blocks),
+        "experts.down_proj_blocks": ("U8", pack_pairs(codes).reshape(experts, outputs, groups, 16)),
         "experts.down_proj_scales": ("U8", exponents.astype(np.uint8)),
     }
     folder = write_folder(tmp_path / "model", {"quant_method": "mxfp4"}, tensors)
@@ -427,8 +426,7 @@ def test_methods_and_layouts_that_are_not_read_are_named(
 
 
 def test_blocks_of_mxfp4_without_scales_are_a_finding(tmp_path: Path) -> None:
-    blocks = np.zeros((2, 4, 1, 16), np.uint8)
-    tensors: Stored = {"x_blocks": ("U8", blocks)}
+    tensors: Stored = {"x_blocks": ("U8", np.zeros((2, 4, 1, 16), np.uint8))}
     settings = {"quant_method": "mxfp4"}
     with pytest.raises(UserError, match="P533"):
         open_checkpoint(write_folder(tmp_path / "model", settings, tensors))

@@ -52,8 +52,7 @@ def test_begin_tokens_are_those_that_the_configuration_wants() -> None:
 def test_added_tokens_follow_the_pieces() -> None:
     size = read("pairs").get_vocab_size()
     added = {str(size): {"content": "<|end|>", "special": True}}
-    tokenizer = read("pairs", added_tokens_decoder=added)
-    assert tokenizer.encode("a<|end|>").ids[-1] == size
+    assert read("pairs", added_tokens_decoder=added).encode("a<|end|>").ids[-1] == size
 
 
 @pytest.mark.parametrize("keep", [0, 1, 30, 2000])

@@ -56,8 +56,7 @@ WIDTHS = {
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
 @pytest.mark.parametrize("case", WIDTHS)
 def test_store_holds_checkpoint_and_zeros(tmp_path: Path, case: str, precision: Precision) -> None:
-    parts = ("ffn", "attention", "embedding", "head", "predictor")
-    quantization = dict.fromkeys(parts, precision)
+    quantization = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), precision)
     model = make_model({"shape": WIDTHS[case], "quantization": quantization, "tied_head": False})
     shape, names, weights = model.shape, model.tensors, draw_weights(model)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)

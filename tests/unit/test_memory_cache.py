@@ -42,8 +42,7 @@ def test_a_missing_neuron_gets_a_cold_slot_and_is_found_there_afterwards() -> No
     first = cache.look_up(0, ids(3, 9))
     assert first.resident_slots.tolist() == [3]
     assert first.missing.tolist() == [9]
-    again = cache.look_up(0, ids(9))
-    assert again.resident_slots.tolist() == first.missing_slots.tolist()
+    assert cache.look_up(0, ids(9)).resident_slots.tolist() == first.missing_slots.tolist()
     assert cache.counters[0].hits == 2
     assert cache.counters[0].misses == 1
     assert cache.counters[0].read_bytes == 8

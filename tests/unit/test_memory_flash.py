@@ -56,8 +56,7 @@ def file(tmp_path: Path) -> BundleFile:
 
 def open_reader(file: BundleFile, **settings: Any) -> FlashReader:
     arena = Budget({"cold": 64 * STRIDE}).allocate("cold", 64 * STRIDE).reshape(-1, STRIDE)
-    chosen = ReadSettings(**{"cluster": 8, **settings})
-    return FlashReader([file], arena, chosen)
+    return FlashReader([file], arena, ReadSettings(**{"cluster": 8, **settings}))
 
 
 def finish(reader: FlashReader, pending: PendingRead) -> list[int]:
@@ -85,8 +84,7 @@ def test_each_bundle_lands_in_its_slot(
         reader._arena[:] = 255
         assert finish(reader, reader.start(0, indices, slots)) == slots.tolist()
         assert (reader._arena[slots] == indices[:, None]).all()
-        rest = np.setdiff1d(np.arange(64), slots)
-        assert (reader._arena[rest] == 255).all()
+        assert (reader._arena[np.setdiff1d(np.arange(64), slots)] == 255).all()
     reader.close()
 
 
@@ -94,8 +92,7 @@ def test_each_bundle_lands_in_its_slot(
 def test_several_reads_may_be_under_way(file: BundleFile, engine: EngineName) -> None:
     reader = open_reader(file, engine=engine, depth=2, threads=2)
     first = reader.start(0, ids(1, 5, 9), ids(0, 1, 2))
-    second = reader.start(0, ids(20, 30, 40, 50), ids(10, 11, 12, 13))
-    finish(reader, second)
+    finish(reader, reader.start(0, ids(20, 30, 40, 50), ids(10, 11, 12, 13)))
     assert reader._arena[[10, 11, 12, 13], 0].tolist() == [20, 30, 40, 50]
     finish(reader, first)
     assert reader._arena[[0, 1, 2], 0].tolist() == [1, 5, 9]
@@ -143,8 +140,7 @@ def test_a_reader_is_idle_when_all_that_was_begun_is_over(
 ) -> None:
     reader = open_reader(file, engine=engine, depth=4)
     assert reader.is_idle()
-    pending = reader.start(0, ids(1, 5, 9, 14, 20, 30), ids(0, 1, 2, 3, 4, 5))
-    finish(reader, pending)
+    finish(reader, reader.start(0, ids(1, 5, 9, 14, 20, 30), ids(0, 1, 2, 3, 4, 5)))
     assert reader.is_idle()
     reader.close()
 

@@ -195,8 +195,7 @@ def test_doctor_says_of_such_a_plan_what_is_missing(
     monkeypatch.delenv(PYTHON, raising=False)
     (folder / "mlc-chat-config.json").unlink()
     machine = detect_machine()
-    obstacles = {"mlc": find_obstacles("mlc", machine)}
-    verdict = judge_plan(plan, plan.name, machine, obstacles)
+    verdict = judge_plan(plan, plan.name, machine, {"mlc": find_obstacles("mlc", machine)})
     assert verdict.verdict == "cannot run"
     text = " ".join(finding.message for finding in verdict.findings)
     assert "has no mlc_llm" in text and "its weights are not on this machine" in text

@@ -222,8 +222,7 @@ def test_a_tied_head_may_be_written_out(tmp_path: Path) -> None:
 def test_names_may_lack_their_first_part(tmp_path: Path, name: str, prefix: str) -> None:
     checkpoint = copy_checkpoint(name, tmp_path / name)
     rename_tensors(checkpoint, prefix, "")
-    tensors = describe_checkpoint(checkpoint).model.tensors
-    assert not tensors.embedding.startswith(prefix)
+    assert not describe_checkpoint(checkpoint).model.tensors.embedding.startswith(prefix)
 
 
 def test_predictors_in_the_checkpoint_are_described(tmp_path: Path) -> None:
@@ -354,8 +353,7 @@ def test_plans_of_a_model_draw_tokens_as_its_checkpoint_recommends(
         assert tomllib.loads(plan.read_text())["sampling"] == expected, plan
         capsys.readouterr()
         assert run(["show", str(plan)]) == 0
-        shown = tomllib.loads(capsys.readouterr().out)
-        assert shown["sampling"]["top_k"] == 20
+        assert tomllib.loads(capsys.readouterr().out)["sampling"]["top_k"] == 20
 
 
 def test_an_answer_ends_where_the_tokenizer_says_that_a_turn_ends(tmp_path: Path) -> None:

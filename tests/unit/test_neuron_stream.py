@@ -135,8 +135,7 @@ def test_the_first_experts_in_memory_are_computed_between_reads_of_others() -> N
 
 
 def test_after_a_failed_read_the_next_prompt_begins_anew() -> None:
-    cache = make_cache(8, 4)
-    stream, reader = make_stream(cache)
+    stream, reader = make_stream(make_cache(8, 4))
     reader.broken = True
     with pytest.raises(OSError, match="cut"):
         take_all(stream)

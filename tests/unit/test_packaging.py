@@ -119,12 +119,10 @@ def test_wheel_is_small_enough_to_pass_around(wheel: Path) -> None:
 
 
 def test_wheel_from_the_sdist_is_the_same(tree: Path, names: Set[str]) -> None:
-    sdist = build("sdist", tree, tree.parent / "sdist")
-    with tarfile.open(sdist) as archive:
+    with tarfile.open(build("sdist", tree, tree.parent / "sdist")) as archive:
         archive.extractall(tree.parent / "unpacked", filter="data")
     (unpacked,) = (tree.parent / "unpacked").iterdir()
-    again = build("wheel", unpacked, tree.parent / "wheel-again")
-    with zipfile.ZipFile(again) as archive:
+    with zipfile.ZipFile(build("wheel", unpacked, tree.parent / "wheel-again")) as archive:
         assert set(archive.namelist()) == names
 
 
@@ -177,8 +175,7 @@ def test_a_base_installation_reads_every_gguf_file_and_chats() -> None:
 def test_constraints_pin_versions_that_pyproject_allows() -> None:
     pins = read_constraints()
     for requirement in [*read_requirements("dev"), *read_requirements("docs")]:
-        pinned = pins[canonicalize_name(requirement.name)]
-        assert pinned in requirement.specifier, requirement
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
 def test_constraints_pin_what_dependencies_depend_on() -> None:

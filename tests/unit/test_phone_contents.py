@@ -93,8 +93,7 @@ def test_what_stands_in_takes_what_the_original_takes(module: str) -> None:
     }[module]
     for name in public:
         ours = list(inspect.signature(getattr(other, name)).parameters)
-        theirs = list(inspect.signature(getattr(original, name)).parameters)
-        assert ours == theirs, name
+        assert ours == list(inspect.signature(getattr(original, name)).parameters), name
     pairs = {
         "functions": ("CompiledFunctions", original),
         "gguf_weights": ("GgufWeights", other),  # what reads metadata is not for bundles

@@ -160,8 +160,7 @@ def test_a_gpu_without_a_driver_cannot_run_here(monkeypatch: pytest.MonkeyPatch)
 
 def test_crashes_are_reported_though_the_installation_has_gone() -> None:
     code = "import pi2.cli.main, sys; print('pi2.cli.main' in sys.modules)"
-    done = start_python("-c", code, check=True)
-    assert done.stdout == "True\n"
+    assert start_python("-c", code, check=True).stdout == "True\n"
 
 
 def test_no_shipped_plan_says_that_mixtures_do_not_run() -> None:

@@ -59,8 +59,7 @@ def test_arrays_are_replaced(base: Path) -> None:
 )
 def test_arrays_are_joined_where_it_is_said(base: Path, join: str, selectors: list[str]) -> None:
     text = f'inherit.layers.overrides = "{join}"\n[[layers.overrides]]\nselect = "3"\nhot = 0.1\n'
-    mine = extend(base, text)
-    assert [item.select for item in mine.plan.layers.overrides] == selectors
+    assert [item.select for item in extend(base, text).plan.layers.overrides] == selectors
 
 
 def test_removed_keys_have_their_defaults_again(base: Path) -> None:
@@ -127,8 +126,7 @@ def test_later_documents_are_stronger(base: Path) -> None:
 
 def test_paths_begin_where_they_are_written(base: Path, tmp_path: Path) -> None:
     deep = write(tmp_path / "a/deep.plan.toml", 'extends = ["../common/base.plan.toml"]\n')
-    path = write(tmp_path / "b/my.plan.toml", 'extends = ["../a/deep.plan.toml"]\n')
-    mine = load_plan(path)
+    mine = load_plan(write(tmp_path / "b/my.plan.toml", 'extends = ["../a/deep.plan.toml"]\n'))
     assert mine.plan.device == "../a/../common/phone.device.toml"
     assert mine.store_path.resolve() == (base.parent / "store").resolve()
     shown = write(tmp_path / "b/shown.plan.toml", "")
@@ -215,8 +213,7 @@ class Lock:
 def test_references_with_a_scheme_are_found_by_a_resolver(base: Path) -> None:
     lock = Lock(base.parent)
     path = write(base.parents[1] / "my.plan.toml", 'extends = ["lock:base.plan.toml"]\n')
-    mine = load_plan(path, resolver=lock)
-    assert mine.plan.device == "lock:phone.device.toml"
+    assert load_plan(path, resolver=lock).plan.device == "lock:phone.device.toml"
     path = write(base.parents[1] / "my.plan.toml", 'extends = ["lock:gone.plan.toml"]\n')
     (finding,) = check_file(path, resolver=lock).diagnostics
     assert (finding.code, finding.message) == ("P015", "lock:gone.plan.toml is not locked")

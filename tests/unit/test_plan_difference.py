@@ -112,8 +112,7 @@ def test_figures_that_are_missing_are_named(
 def test_devices_are_compared_too(capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(ROOT / f"plans/devices/oneplus-{name}.device.toml") for name in ("12", "ace-3")]
     found = diff(*files, capsys=capsys)
-    keys = [item["key"] for item in found["changes"]]
-    assert "device.units.cpu.clusters.mid.cores" in keys
+    assert "device.units.cpu.clusters.mid.cores" in [item["key"] for item in found["changes"]]
     assert found["layers"] == []
 
 
@@ -124,8 +123,7 @@ def test_exit_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diff", "base.plan.toml", other, "--exit-code"]) == 1
     assert run(["diff", "base.plan.toml", "phone.device.toml"]) == 2
     assert run(["diff", "base.plan.toml", "gone.plan.toml"]) == 2
-    broken = str(write("broken.plan.toml", "kv.context = 0\n"))
-    assert run(["diff", "base.plan.toml", broken]) == 1
+    assert run(["diff", "base.plan.toml", str(write("broken.plan.toml", "kv.context = 0\n"))]) == 1
 
 
 def test_sizes_of_decimal_units_are_written_in_those() -> None:

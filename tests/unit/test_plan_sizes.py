@@ -28,8 +28,7 @@ AMX: tuple[IsaFeature, ...] = ("avx512vnni", "amx-int8")
 def demo() -> ResolvedPlan:
     """The demo plan with a predictor of rank 64 and a context of 1000."""
     resolved = load_plan(DEMO, overrides={"kv.context": 1000, "layers.hot": 0.125})
-    predictor = Predictor.model_validate({"rank": 64, "active": 0.2})
-    return change_model(resolved, predictor=predictor)
+    return change_model(resolved, predictor=Predictor.model_validate({"rank": 64, "active": 0.2}))
 
 
 def change_model(resolved: ResolvedPlan, **values: Any) -> ResolvedPlan:

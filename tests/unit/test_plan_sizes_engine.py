@@ -20,10 +20,8 @@ EXACT = ("attention", "kv", "predictor", "hot")
 def test_no_segment_takes_more_than_the_plan_counts(
     backend: str, predictor: str, tmp_path: Path
 ) -> None:
-    tiny = make_tiny(tmp_path)
-    path = write_plan(tmp_path, tiny)
-    changes = {"backends.cpu": backend, "decode.predictor": predictor}
-    with pi2.load(path, set=changes) as model:
+    path = write_plan(tmp_path, make_tiny(tmp_path))
+    with pi2.load(path, set={"backends.cpu": backend, "decode.predictor": predictor}) as model:
         if backend == "null":
             model.logits([1, 2, 3], mode="decode")
         else:

@@ -97,8 +97,7 @@ def count_reads(activity: LayerActivity, hot: float, cold: float, share: float) 
         means = np.repeat([normal.inv_cdf(chance) for chance in chances], NEURONS // CLASSES)
         for layer in range(layers):
             scores = (means + random.standard_normal(NEURONS)).astype(np.float32)
-            wanted = np.flatnonzero(scores > 0).astype(np.int32)
-            found = cache.look_up(layer, wanted, scores, sieve)
+            found = cache.look_up(layer, np.flatnonzero(scores > 0).astype(np.int32), scores, sieve)
             if token >= warm:
                 reads.append(len(found.missing))
         sieve.end_step()
@@ -157,8 +156,7 @@ def count_requests(activity: LayerActivity, hot: float, cold: float, gap: int) -
 def test_expected_requests_of_a_store_by_expert_are_those_that_are_made(
     hot: float, cold: float, gap: int
 ) -> None:
-    named = make_hotness(0.2, 0.3)
-    activity = LayerActivity(named=named, chosen=0.25, neurons=NEURONS)
+    activity = LayerActivity(named=make_hotness(0.2, 0.3), chosen=0.25, neurons=NEURONS)
     merged = activity.merge_reads(hot, cold, gap)
     missing, requests, read = count_requests(activity, hot, cold, gap)
     assert merged.requests == pytest.approx(requests / missing, rel=0.15)

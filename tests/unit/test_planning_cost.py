@@ -25,8 +25,7 @@ def change_device(resolved: ResolvedPlan, change: Any) -> Cost:
     """Cost on a device whose JSON was changed."""
     values = resolved.device.model_dump(mode="json", exclude_none=True)
     change(values)
-    device = Device.model_validate_json(json.dumps(values))
-    return cost_resolved(resolved, read_rates(device))
+    return cost_resolved(resolved, read_rates(Device.model_validate_json(json.dumps(values))))
 
 
 def test_a_row_of_the_embedding_takes_a_read_of_weights_and_one_of_scales() -> None:

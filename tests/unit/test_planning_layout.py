@@ -67,8 +67,7 @@ def make_wish(device: Device, **changes: Any) -> Wish:
 def list_layouts(
     device: Device, model: Model, stored: StoredLayout | None
 ) -> list[tuple[int, str]]:
-    found = list_bundles(device, model, stored)
-    return [(bundle.stride, bundle.scales) for bundle in found]
+    return [(bundle.stride, bundle.scales) for bundle in list_bundles(device, model, stored)]
 
 
 def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
@@ -164,8 +163,7 @@ def test_two_reads_are_chosen_where_they_are_quicker() -> None:
     phone = read("device", "oneplus-12")
     assert isinstance(phone, Device)
     # Threads would wait for each read; no other storage makes a plan read with threads alone.
-    nvme = phone.storage.model_copy(update={"kind": "nvme"})
-    phone = phone.model_copy(update={"storage": nvme})
+    phone = phone.model_copy(update={"storage": phone.storage.model_copy(update={"kind": "nvme"})})
     slow = [
         item.model_copy(update={"rate": item.rate / 30}) if item.block > 4096 else item
         for item in phone.storage.reads
@@ -185,8 +183,7 @@ def test_two_reads_are_chosen_where_they_are_quicker() -> None:
 def wish_for(device: str, model: str, **changes: object) -> Wish:
     """A wish for shipped documents, with 8 GiB of main memory."""
     unit = read_device(device)
-    weights = read_model(model)
-    found = Wish(device=unit, model=weights, memory_bytes=8 * GIB)
+    found = Wish(device=unit, model=read_model(model), memory_bytes=8 * GIB)
     return replace(found, **changes)  # type: ignore[arg-type]
 
 

@@ -181,8 +181,7 @@ def test_no_random_plan_within_the_memory_is_faster(planned: PlannedPlan) -> Non
         values["decode"]["look_ahead"] = "none"
         values["io"]["depth"] = int(random.choice([8, 64]))
         values["prefill"]["chunk"] = int(random.choice([32, 128]))
-        resolved = resolve_values(values, wish.device, wish.model)
-        needs = dict(find_needs(resolved).items())
+        needs = dict(find_needs(resolve_values(values, wish.device, wish.model)).items())
         spent = 160 * MIB + sum(item.bytes for name, item in needs.items() if name != "cold")
         cold = 3 * GIB - spent
         if cold < needs["cold"].bytes:
@@ -211,8 +210,7 @@ def test_more_memory_is_never_slower() -> None:
 @pytest.mark.parametrize("memory_mib", [101, 108])
 def test_no_drafted_plan_is_faster_where_all_neurons_fit(memory_mib: int) -> None:
     device, model = make_device(), read_model("pi2-demo")
-    wish = Wish(device=device, model=model, memory_bytes=memory_mib * MIB, context=1024)
-    found = plan(wish)
+    found = plan(Wish(device=device, model=model, memory_bytes=memory_mib * MIB, context=1024))
     draft = DraftWish(
         device="box",
         model="pi2-demo",
@@ -336,8 +334,7 @@ def test_wishes_that_are_no_wishes(
 
 
 def test_more_sequences_use_more_neurons_and_give_more_to_the_dense_unit() -> None:
-    document = read_device("oneplus-12")
-    wish = make_wish(device=document, memory_bytes=8 * GIB, context=1024)
+    wish = make_wish(device=read_device("oneplus-12"), memory_bytes=8 * GIB, context=1024)
     one, four = plan(wish), plan(dataclasses.replace(wish, batch=4))
     assert four.cost.tokens_s > 1.5 * one.cost.tokens_s
     assert four.cost.token_s > one.cost.token_s

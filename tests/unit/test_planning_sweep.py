@@ -24,8 +24,7 @@ GIB = 1 << 30
 
 def make_cells(*memories: int) -> list[sweep.Cell]:
     device = read_device("oneplus-12")
-    model = read_model("bamboo-7b")
-    return sweep.list_cells([device], [model], memories, context=1024, tokens=8)
+    return sweep.list_cells([device], [read_model("bamboo-7b")], memories, context=1024, tokens=8)
 
 
 def ignore(label: str, share: float) -> None:

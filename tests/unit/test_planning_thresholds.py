@@ -70,8 +70,7 @@ def choose(planned: PlannedPlan, kept: float) -> PlannedPlan:
 
 
 def change(planned: PlannedPlan, **tables: Any) -> ResolvedPlan:
-    values = {**planned.values, **tables}
-    return resolve_values(values, planned.wish.device, planned.wish.model)
+    return resolve_values({**planned.values, **tables}, planned.wish.device, planned.wish.model)
 
 
 def test_the_planner_takes_thresholds_where_they_are_faster(planned: PlannedPlan) -> None:

@@ -17,8 +17,7 @@ PHONES = Path(__file__).parents[2] / "plans/devices"
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    code = run(["plan", *arguments])
-    return code, capsys.readouterr().err
+    return run(["plan", *arguments]), capsys.readouterr().err
 
 
 def make_small(folder: Path) -> str:
@@ -32,8 +31,7 @@ def make_small(folder: Path) -> str:
 def test_usable_memory_counts_before_installed() -> None:
     found = {}
     for name in ("oneplus-12", "xiaomi-14", "host"):
-        device = read_device(name)
-        found[name] = find_device_memory(device)
+        found[name] = find_device_memory(read_device(name))
     assert found == {"oneplus-12": 19 * 10**9, "xiaomi-14": 16 << 30, "host": None}
 
 

@@ -172,8 +172,7 @@ def test_named_neurons_weigh_more_where_they_come_from_flash(tmp_path: Path) -> 
 
 
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path)
-    plan = write_plan(tmp_path, tiny)
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
     with pytest.raises(UserError, match="P667"):
         train_predictors(plan, Passages([TEXT]), tmp_path)
 

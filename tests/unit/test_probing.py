@@ -132,8 +132,7 @@ def test_nothing_in_the_document_tells_whose_machine_it_is() -> None:
     [([1.0] * 10, False), ([1.0] * 5 + [1.4] * 5, True), ([1.0] * 6 + [3.5] * 4, True)],
 )
 def test_a_noisy_machine_is_called_noisy(steady: list[float], noisy: bool) -> None:
-    text = write_device(make_device("my", make_measurements(steady_s=steady)))
-    assert ("NOISY" in text) is noisy
+    assert ("NOISY" in write_device(make_device("my", make_measurements(steady_s=steady)))) is noisy
 
 
 def test_the_same_measurements_agree_and_a_doubled_one_does_not() -> None:
@@ -305,8 +304,7 @@ def test_a_gpu_that_was_measured_is_a_unit_that_plans_count_with(tmp_path: Path)
     }
     rates = read_rates(device)
     assert rates.dense is not None and rates.dense.name == "gpu"
-    largest = GPU_STEPS[1].read_bytes
-    assert rates.dense.bytes_s == pytest.approx(largest / 2.05e-3, rel=1e-3)
+    assert rates.dense.bytes_s == pytest.approx(GPU_STEPS[1].read_bytes / 2.05e-3, rel=1e-3)
     assert 0 < rates.dense.launch_s < 1.1e-4, "what the small matrix takes beside its bytes"
     (line,) = describe_units(device, ())
     assert line.startswith("gpu: Adreno (TM) 750; ") and "GB/s for one" in line

@@ -28,8 +28,7 @@ from tests.helpers.sharing import start_server
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     model = make_model()
-    weights = draw_weights(model, 0)
-    folder = write_checkpoint(tmp_path / "checkpoint", model, weights, shards=2)
+    folder = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model, 0), shards=2)
     file = folder / "config.json"
     further = {"hidden_act": "silu", "max_position_embeddings": model.shape.context}
     file.write_text(json.dumps({**json.loads(file.read_text()), **further}))
@@ -207,8 +206,7 @@ def test_what_is_no_hub_is_named(
 
 
 def test_a_page_in_the_place_of_a_file_is_not_kept(hub: Hub, tmp_path: Path) -> None:
-    sizes = {"config.json": 10}
-    repository = Repository(name=hub.repository, commit=COMMIT, sizes=sizes)
+    repository = Repository(name=hub.repository, commit=COMMIT, sizes={"config.json": 10})
     with pytest.raises(UserError, match=r"P763.*config\.json has \d+ bytes there, 10 were"):
         fetch_files(repository, tmp_path / "work", endpoint=hub.address)
     assert not (tmp_path / "work/config.json").exists()

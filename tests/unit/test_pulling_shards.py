@@ -76,8 +76,7 @@ def test_files_come_one_after_the_other_and_go_when_they_are_converted(tmp_path:
         work, there = tmp_path / "work", [0]
 
         def measure(event: str) -> None:
-            files = work.glob("*.safetensors")
-            there.append(sum(file.stat().st_blocks * 512 for file in files))
+            there.append(sum(file.stat().st_blocks * 512 for file in work.glob("*.safetensors")))
 
         checkpoint = open_remote(hub, work)
         described = describe_checkpoint(checkpoint, "tiny").model
@@ -98,8 +97,7 @@ def test_what_lies_in_several_files_is_the_same(tmp_path: Path, changes: Any) ->
     # Query, key and value of a layer, and its experts, lie in files of their own.
     model = make_model(changes)
     with publish(tmp_path / "checkpoint", model, shards=5, in_order=False) as hub:
-        checkpoint = open_remote(hub, tmp_path / "work")
-        convert_checkpoint(checkpoint, model, tmp_path / "store")
+        convert_checkpoint(open_remote(hub, tmp_path / "work"), model, tmp_path / "store")
         assert set(count_fetched(hub).values()) == {1}
         convert_checkpoint(hub.folder, model, tmp_path / "own")
     assert read_manifest(tmp_path / "store") == read_manifest(tmp_path / "own")
@@ -157,8 +155,7 @@ def test_a_file_without_room_is_refused_and_nothing_is_lost(
 
 
 def test_a_few_rows_are_read_without_their_file(tmp_path: Path) -> None:
-    model = make_model()
-    with publish(tmp_path / "checkpoint", model, shards=4, in_order=True) as hub:
+    with publish(tmp_path / "checkpoint", make_model(), shards=4, in_order=True) as hub:
         there = open_checkpoint(hub.folder)
         checkpoint = open_remote(hub, tmp_path / "work")
         for name, tensor in checkpoint.tensors.items():

@@ -12,8 +12,7 @@ LENGTHS = [32, 64, 96, 160, 480, 512, 544, 736, 1024, 1280]
 
 
 def draw_codes(length: int, low: int, high: int) -> np.ndarray:
-    generator = np.random.default_rng(length)
-    return generator.integers(low, high + 1, (3, length)).astype(np.int8)
+    return np.random.default_rng(length).integers(low, high + 1, (3, length)).astype(np.int8)
 
 
 def draw_rows(count: int, length: int, seed: int = 0) -> np.ndarray:

@@ -115,8 +115,7 @@ def test_texts_of_a_folder_are_in_its_file(sources: tuple[Path, Path], tmp_path:
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     made = quantize(folder, tmp_path / "made.gguf", "q8_0")
     shutil.rmtree(folder)
-    opened = open_checkpoint(made)
-    assert opened.read_template() == b"{{ messages[0].content }}"
+    assert open_checkpoint(made).read_template() == b"{{ messages[0].content }}"
     with pi2.load(made) as model:
         sampling = model.plan.model.sampling
         assert sampling is not None and sampling.temperature == 0.25
@@ -193,8 +192,7 @@ def test_a_text_weighs_columns_by_what_they_read(
     x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + model.norm.epsilon)
     x *= opened.tensors["model.layers.0.input_layernorm.weight"].read()
     own = found.sums["blk.0.attn_q.weight"]
-    squares = np.square(x).sum(axis=0)
-    assert np.corrcoef(own, squares)[0, 1] > 0.9
+    assert np.corrcoef(own, np.square(x).sum(axis=0))[0, 1] > 0.9
     assert found.sums["blk.0.ffn_down.weight"].shape == (256,)
 
 

@@ -170,8 +170,7 @@ def test_the_command_writes_the_errors(tmp_path: Path, capsys: pytest.CaptureFix
     model = make_model({"predictor": None})
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
     command = ["convert", str(checkpoint), "-o", str(tmp_path / "store"), "--quantizer", "search"]
-    tiny = make_tiny(tmp_path / "other", {"predictor": None})
-    write_plan(tmp_path, tiny)
+    write_plan(tmp_path, make_tiny(tmp_path / "other", {"predictor": None}))
     command += ["--model", str(tmp_path / "tiny.model.toml")]
     assert run([*command, "--errors", str(tmp_path / "errors.json")]) == 0
     assert "the worst is" in capsys.readouterr().err

@@ -56,8 +56,7 @@ def test_the_plan_that_is_shown_validates_and_runs(
     capsys.readouterr()
     # In a process of its own, whose memory is that of the run.
     command = ["run", plan.name, "--prompt", "def ", "--max-tokens", "2"]
-    done = start_pi2(*command, check=True)
-    assert "within the budget of 160 MiB" in done.stderr
+    assert "within the budget of 160 MiB" in start_pi2(*command, check=True).stderr
 
 
 def test_every_command_that_is_named_exists() -> None:

@@ -44,8 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 def load(tiny: TinyModel, scales: str, settings: Mapping[str, Any]) -> LoadedModel:
     """Half of the neurons have no room; none is hot."""
-    folder = tiny.store.parent
-    plan = write_plan(folder, tiny, {"layers": {"hot": 0.0}, "pipeline": {"cluster": 8}})
+    plan = write_plan(tiny.store.parent, tiny, {"layers": {"hot": 0.0}, "pipeline": {"cluster": 8}})
     changes = {"memory.segments.cold": f"{96 * (INLINE if scales == 'inline' else RESIDENT)} B"}
     if scales == "resident":
         changes |= {"weights": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": scales}
@@ -184,8 +183,7 @@ def test_a_smaller_budget_keeps_the_scales(tiny: TinyModel) -> None:
         load_plan(plan, overrides={**changes, **attention})
     with pi2.load(plan, set=changes, memory="304 MiB") as model:
         assert model.plan.plan.memory.budget == 304 << 20
-        used = model._parts.budget.used_bytes
-        assert used["attention"] == needed.attention.bytes
+        assert model._parts.budget.used_bytes["attention"] == needed.attention.bytes
         assert len(model.logits(FEW)) == len(FEW)
 
 

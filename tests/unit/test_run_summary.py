@@ -158,10 +158,8 @@ def small() -> ResolvedPlan:
 
 
 def test_the_hint_is_the_memory_that_keeps_all_neurons() -> None:
-    resolved = small()
-    whole = find_memory(hint_reads(resolved, 1 << 30))
-    fitted = read_plan(DEMO, memory_bytes=whole).resolved
-    segments = fitted.plan.memory.segments
+    whole = find_memory(hint_reads(small(), 1 << 30))
+    segments = read_plan(DEMO, memory_bytes=whole).resolved.plan.memory.segments
     neurons = 8 * 1024 * 512
     assert segments.hot + segments.cold >= neurons
 

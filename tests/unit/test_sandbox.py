@@ -135,8 +135,7 @@ def test_a_tokenizer_that_nobody_should_use_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_texts_are_neither_cut_nor_filled_up(name: str) -> None:
-    tokenizer = open_tokenizer(HARMLESS[name])
-    assert encode_text(tokenizer, "abc" * 50) == [0, 1, 2] * 50
+    assert encode_text(open_tokenizer(HARMLESS[name]), "abc" * 50) == [0, 1, 2] * 50
 
 
 def test_a_hostile_tokenizer_is_refused_at_conversion_and_at_loading(tmp_path: Path) -> None:

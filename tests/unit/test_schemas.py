@@ -23,8 +23,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 def walk_keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every key of every table, with what the schema says of it."""
-    tables = {"": schema, **schema["definitions"]}
-    for table, item in tables.items():
+    for table, item in {"": schema, **schema["definitions"]}.items():
         for key, value in item.get("properties", {}).items():
             yield f"{table}.{key}", value
 

@@ -54,8 +54,7 @@ def list_anthropic() -> list[tuple[type[Tolerant], Any]]:
 
 
 def list_ollama() -> list[tuple[type[Tolerant], Any]]:
-    client = pytest.importorskip("ollama", reason="needs Ollama's client")
-    kinds = client._types
+    kinds = pytest.importorskip("ollama", reason="needs Ollama's client")._types
     return [
         (ollama.ChatRequest, kinds.ChatRequest),
         (ollama.GenerateRequest, kinds.GenerateRequest),

@@ -29,8 +29,7 @@ def check(name: str, text: str, expected: tuple[str, str, list[Any]]) -> None:
     """Check what is read of an answer, however it comes."""
     facts = describe(FORMATS[name])
     for size in SIZES:
-        reader = facts.make_reader(tools=[TOOL, OTHER])
-        assert read(reader, text, size) == expected, (size, text)
+        assert read(facts.make_reader(tools=[TOOL, OTHER]), text, size) == expected, (size, text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -84,8 +83,7 @@ def test_a_cut_call_is_content_as_it_was_written(name: str) -> None:
 def test_without_tools_a_call_is_content(name: str) -> None:
     format = FORMATS[name]
     written = format.calls[0].write(ONE)
-    reader = describe(format).make_reader()
-    assert read(reader, written, 3) == ("", written, [])
+    assert read(describe(format).make_reader(), written, 3) == ("", written, [])
 
 
 @pytest.mark.parametrize("answer", WRITTEN["answers"], ids=lambda answer: answer["case"])
@@ -109,8 +107,7 @@ def test_a_prompt_may_have_begun_the_reasoning() -> None:
 
 
 def test_marks_that_no_format_knows_are_shown() -> None:
-    vocabulary = {"<|new_mark|>": 7, "<think>": 8}
-    facts = describe(FORMATS["hermes"], vocabulary)
+    facts = describe(FORMATS["hermes"], {"<|new_mark|>": 7, "<think>": 8})
     assert facts.shown_ids == {7, 8}
     assert read(facts.make_reader(tools=[OTHER]), "a<|new_mark|>b", 1)[1] == "a<|new_mark|>b"
 
@@ -122,8 +119,7 @@ def test_the_schema_decides_the_type_of_a_parameter(written: dict[str, Any]) -> 
     properties = {} if schema is None else {"p": schema}
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "$defs": defs}}
     for name in ("qwen_coder", "glm", "minimax", "seed"):
-        form = FORMATS[name].calls[0]
-        call = form.write([("f", {"p": text})])
+        call = FORMATS[name].calls[0].write([("f", {"p": text})])
         reader = describe(FORMATS[name]).make_reader(tools=[tool])
         assert read(reader, call, 1)[2] == [("f", {"p": expected})]
 

@@ -111,8 +111,7 @@ def test_another_replica_answers_where_nothing_was_sent_yet(lost_after: list[int
 
 def test_signs_of_life_are_no_part_of_an_answer() -> None:
     ping = {"type": "http.response.body", "body": b": ping\n\n", "more_body": True}
-    replicas = Replicas([2, 2], events=[EVENTS[0], ping, *EVENTS[1:]])
-    sent = ask(replicas)
+    sent = ask(Replicas([2, 2], events=[EVENTS[0], ping, *EVENTS[1:]]))
     assert read_text(sent) == ": ping\n\n" * 3 + "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
     assert [message["type"] for message in sent].count("http.response.start") == 1
     gone = ask(Replicas([2] * 9, events=[EVENTS[0], ping, *EVENTS[1:]]))

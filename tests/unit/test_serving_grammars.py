@@ -58,8 +58,7 @@ class Family:
 
     def follow(self, grammar: str, text: str) -> str | None:
         """Where a grammar forbids a text or its end; None if it lets it be."""
-        size = self.tokenizer.get_vocab_size()
-        constraint = make_constraint(self.vocabulary, grammar, size)()
+        constraint = make_constraint(self.vocabulary, grammar, self.tokenizer.get_vocab_size())()
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         for place, token in enumerate([*ids, self.end]):
             bias = constraint.find_bias()

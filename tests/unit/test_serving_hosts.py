@@ -150,8 +150,7 @@ def test_the_line_has_an_end() -> None:
     async def work(hosts: Hosts) -> None:
         with pytest.raises(ApiError, match="does not exist"):
             join(hosts, "nothing")
-        first = join(hosts, "a", waiting=0)
-        turns = [first, *(join(hosts, "b", waiting=2) for _ in range(2))]
+        turns = [join(hosts, "a", waiting=0), *(join(hosts, "b", waiting=2) for _ in range(2))]
         await settle()
         for name, waiting in (("b", 2), ("a", 0)):
             with pytest.raises(ApiError) as refused:

@@ -75,8 +75,7 @@ def test_generators_of_one_thread_may_take_turns(tmp_path: Path, batch: int) -> 
 
 
 def test_generation_that_nobody_wants_any_more_gives_its_place_to_the_next(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
-    with pi2.load(plan) as model:
+    with pi2.load(write_plan(tmp_path, make_tiny(tmp_path))) as model:
         first = model.generate(PROMPTS[0], **{**OPTIONS, "max_tokens": 50})
         next(first)
         del first
@@ -135,8 +134,7 @@ def test_embeddings_are_what_the_head_reads(tmp_path: Path, backend: str) -> Non
 
 
 def test_a_closed_model_says_so(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
-    with pi2.load(plan) as model:
+    with pi2.load(write_plan(tmp_path, make_tiny(tmp_path))) as model:
         going = model.generate("a", **OPTIONS)
         next(going)
     with pytest.raises(pi2.UserError, match="P615"):

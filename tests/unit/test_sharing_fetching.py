@@ -91,8 +91,7 @@ class TestGit:
             for folder, names, files in os.walk(bare):
                 for name in [".", *names, *files]:
                     os.chown(os.path.join(folder, name), 1234, 1234)
-        found = read_git_file(bare.as_uri(), PATH, "v1", timeout_s=TIMEOUT_S)
-        assert found.data.decode() == DEVICE
+        assert read_git_file(bare.as_uri(), PATH, "v1", timeout_s=TIMEOUT_S).data.decode() == DEVICE
 
     def test_no_such_repository(self, tmp_path: Path) -> None:
         assert refuse((tmp_path / "nowhere").as_uri()) == "P720"
@@ -118,10 +117,8 @@ class TestGit:
         assert refuse(repository.url, "linked/acme-12.device.toml", "main") == "P724"
 
     def test_a_submodule_is_refused(self, repository: Repository, tmp_path: Path) -> None:
-        other = make_repository(tmp_path / "other")
-        commit = run_git(other.folder, "rev-parse", "HEAD")
-        entry = f"160000,{commit},inner"
-        run_git(repository.folder, "update-index", "--add", "--cacheinfo", entry)
+        commit = run_git(make_repository(tmp_path / "other").folder, "rev-parse", "HEAD")
+        run_git(repository.folder, "update-index", "--add", "--cacheinfo", f"160000,{commit},inner")
         run_git(repository.folder, "commit", "-q", "-m", "submodule")
         assert refuse(repository.url, f"inner/{PATH}", "main") == "P725"
 
@@ -235,8 +232,7 @@ class TestWeb:
             assert server.asked == []
             monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
             assert fetch_url(url, timeout_s=10).decode() == DEVICE
-            other = url.replace("localhost", "127.0.0.1")
-            assert refuse_url(other) == "P720"
+            assert refuse_url(url.replace("localhost", "127.0.0.1")) == "P720"
 
     @pytest.mark.parametrize("proxy", ["nonsense", "http://[", "http://127.0.0.1:1"])
     def test_a_proxy_that_is_none(self, monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:

@@ -65,8 +65,7 @@ def test_a_picture_of_an_unknown_type_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "times.xyz"
-    assert run(["simulate", BAMBOO, "--tokens", "8", "--plot", str(path)]) == 2
+    assert run(["simulate", BAMBOO, "--tokens", "8", "--plot", str(tmp_path / "times.xyz")]) == 2
     assert "P633" in capsys.readouterr().err
 
 
@@ -89,8 +88,7 @@ def test_device_without_figures_is_told_what_to_measure(
 def test_a_prompt_beyond_the_context_is_refused_and_an_answer_is_cut(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["simulate", BAMBOO, "--prompt", "4000", "--tokens", "4"]
-    assert run(command) != 0
+    assert run(["simulate", BAMBOO, "--prompt", "4000", "--tokens", "4"]) != 0
     assert "P601" in capsys.readouterr().err
     assert run(["simulate", BAMBOO, "--prompt", "2040", "--tokens", "99", "--json"]) == 0
     found = capsys.readouterr()

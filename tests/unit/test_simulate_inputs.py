@@ -63,8 +63,7 @@ class TestMissingFigures:
         assert any("storage.reads" in message for message in messages)
 
     def test_a_plan_that_reads_nothing_needs_no_flash_figures(self) -> None:
-        path = PAPER / "x86-laptop/prosparse-llama-2-7b.plan.toml"
-        inputs = read(path)
+        inputs = read(PAPER / "x86-laptop/prosparse-llama-2-7b.plan.toml")
         assert inputs.settings.reads is None
         assert simulate(inputs, tokens=2).decode.read_bytes.sum() == 0.0
 

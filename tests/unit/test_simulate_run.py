@@ -82,9 +82,8 @@ def test_reads_that_begin_earlier_are_waited_for_less() -> None:
 def trace() -> dict[str, Any]:
     paper = Path(__file__).parents[2] / "tools/paper/plans"
     inputs = read_inputs(load_plan(paper / "oneplus-12/bamboo-7b-half.plan.toml"))
-    recorder = trace_decode(inputs, prompt_tokens=16, tokens=2, seed=0)
     return make_chrome_trace(
-        recorder,
+        trace_decode(inputs, prompt_tokens=16, tokens=2, seed=0),
         {"simulated": "true"},
         process="pi2 simulate (simulated, not measured)",
         category="simulated",
@@ -127,8 +126,7 @@ def test_every_arrow_goes_from_a_read_that_ended_to_a_computation_that_begins(
 
 
 def test_reads_and_computations_overlap_in_time(trace: dict[str, Any]) -> None:
-    lanes = list_lanes(trace)
-    by_lane = {lane: list_slices(trace, tid) for tid, lane in lanes.items()}
+    by_lane = {lane: list_slices(trace, tid) for tid, lane in list_lanes(trace).items()}
     reads = by_lane["flash"]
     others = [e for lane, events in by_lane.items() if lane != "flash" for e in events]
     overlapping = [
@@ -166,8 +164,7 @@ def test_every_fitted_figure_has_a_row_that_says_what_comparisons_are_without_it
     names = list_names()
     for name, _, _, kind, _ in describe_constants(Constants()):
         assert kind != "calibrated" or f"`{name}`" in names
-    page = Path(__file__).parents[2] / "tools/results/simulator.md"
-    text = page.read_text("utf-8")
+    text = (Path(__file__).parents[2] / "tools/results/simulator.md").read_text("utf-8")
     assert [name for name in names if f"\n| {name} |" not in text] == []
 
 
@@ -216,8 +213,7 @@ def test_no_point_hangs_on_one_constant(name: str) -> None:
     more = replace(constants, **{name: value * 1.1})
     scenarios = [Scenario(system=PI2, device=OP12, model=model) for model in (BAMBOO, MIXTRAL)]
     before = predict(scenarios, tokens=16, constants=constants)
-    after = predict(scenarios, tokens=16, constants=more)
-    for old, new in zip(before, after, strict=True):
+    for old, new in zip(before, predict(scenarios, tokens=16, constants=more), strict=True):
         # a later start of the NPU leaves the predictor more bandwidth: up to 1 % is gained
         assert 0.9 < new.tokens_s / old.tokens_s <= 1.01
 

@@ -131,8 +131,7 @@ def test_what_decodes_is_the_model_with_small_gates_cut(plan: Path, sparse: Path
 def test_the_file_states_the_perplexity_that_evaluate_measures(sparse: Path) -> None:
     thresholds = read_thresholds(sparse.with_name("half.thresholds.toml"))
     held_out = TEXT[round(len(TEXT) * 0.9) :]
-    found = evaluate_plan(sparse, Passages([held_out], context=32, count=8))
-    dense, cut = found.runs
+    dense, cut = evaluate_plan(sparse, Passages([held_out], context=32, count=8)).runs
     assert (cut.name, cut.predictor) == ("cats", "gate")
     assert dense.perplexity == pytest.approx(thresholds.perplexity_before, rel=1e-5)
     assert cut.perplexity == pytest.approx(thresholds.perplexity_after, rel=1e-5)

@@ -215,13 +215,11 @@ def test_another_model_guesses_what_is_verified(tmp_path: Path) -> None:
     with pi2.load(plan, set={"decode.batch": 3}) as model:
         alone = model.generate_batch(PROMPTS, **ANSWER, temperature=0.0).result.sequences
     guessing = {"drafts": "plan", "plan": "draft/tiny.plan.toml", "when": "always", "tokens": 3}
-    settings = {"decode.batch": 3, "decode.speculation": guessing}
-    with pi2.load(plan, set=settings) as model:
+    with pi2.load(plan, set={"decode.batch": 3, "decode.speculation": guessing}) as model:
         draft = model._parts.draft
         assert draft is not None and len(draft.forward.positions) == 2
         result = model.generate_batch(PROMPTS, **ANSWER, temperature=0.0).result
-        counters = count_guesses(model)
-        assert counters.draft_tokens > 0
+        assert count_guesses(model).draft_tokens > 0
         assert draft.forward.position == 0, "it forgets what has ended"
     assert [item.token_ids for item in result.sequences] == [item.token_ids for item in alone]
 
@@ -294,8 +292,7 @@ def test_several_sequences_share_the_room_of_a_step(tmp_path: Path) -> None:
     with pi2.load(plan, set={"decode.batch": 3}) as model:
         alone = model.generate_batch(PROMPTS, **options).result.sequences
     with pi2.load(plan, set={"decode.batch": 3, **ALWAYS}) as model:
-        whole = [[*ids, *item.token_ids] for ids, item in zip(PROMPTS, alone, strict=True)]
-        foretell(model, whole)
+        foretell(model, [[*ids, *item.token_ids] for ids, item in zip(PROMPTS, alone, strict=True)])
         most, step = 0, model._parts.forward.step
 
         def watch(tokens: Sequence[int], sequences: Sequence[int]) -> F32:
@@ -394,8 +391,7 @@ def test_an_answer_may_fill_the_context_to_its_last_token(tmp_path: Path) -> Non
 
 def test_a_plan_that_lets_it_pay_guesses_what_the_prompt_has(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, make_tiny(tmp_path))
-    settings = {"decode.speculation": {"match": 1, "when": "always"}}
-    with pi2.load(plan, set=settings) as model:
+    with pi2.load(plan, set={"decode.speculation": {"match": 1, "when": "always"}}) as model:
         result = model.generate([5, 6, 7, 8] * 4, **ANSWER, temperature=0.0).result
         counters = result.statistics.speculation
     assert counters.drafted_bytes > 0

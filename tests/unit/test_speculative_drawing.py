@@ -155,8 +155,7 @@ def test_unlikely_tokens_are_cut(options: SamplingOptions, allowed: set[int]) ->
 
 
 def test_a_repeated_token_becomes_less_likely() -> None:
-    sampler = Sampler(SamplingOptions(repetition_penalty=2.0))
-    assert sampler.sample(LOGITS, np.array([1, 1])) == 2
+    assert Sampler(SamplingOptions(repetition_penalty=2.0)).sample(LOGITS, np.array([1, 1])) == 2
 
 
 @pytest.mark.parametrize(

@@ -135,16 +135,14 @@ def test_diff_compares_what_units_compute_and_need(
     line = next(line for line in found if "layers 0-2" in line)
     assert "dense unit second with neurons 0-28 -> second with neurons 0-28 in steps of 1" in line
     assert any(line.split()[0] == "units.second" for line in found)
-    values = json.loads("\n".join(print_lines(capsys, "diff", plan, one, "--json")))
-    (layers,) = values["layers"]
+    (layers,) = json.loads("\n".join(print_lines(capsys, "diff", plan, one, "--json")))["layers"]
     assert layers["dense"] == [None, {"unit": "second", "neurons": [29]}]
 
 
 def test_a_benchmark_says_how_busy_each_unit_was(plan: Path) -> None:
     rows = []
     for settings in ({}, {**TWO, "decode.predictor": "gate"}):
-        recipe = PlanRecipe(path=plan, overrides=settings)
-        contestant = recipe(ignore_progress)
+        contestant = PlanRecipe(path=plan, overrides=settings)(ignore_progress)
         try:
             workload = Workload("tg", 4, 4)
             samples = tuple(contestant.run(workload) for _ in range(2))

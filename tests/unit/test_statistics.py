@@ -70,8 +70,7 @@ def test_counts_are_those_of_the_checkpoints_neurons(
             groups = 32 // batch
             united = fired[layer][: groups * batch].reshape(batch, groups, 96).any(0).sum(0)
             rows = columns["layer"] == layer
-            stored = columns[f"count_{batch}"][rows][original]
-            np.testing.assert_array_equal(stored, united)
+            np.testing.assert_array_equal(columns[f"count_{batch}"][rows][original], united)
         assert found.layers[layer].active == pytest.approx(fired[layer].mean())
         assert found.layers[layer].batches[0] < found.layers[layer].batches[3]
 
@@ -99,8 +98,7 @@ def test_pairs_are_counted_together(tiny: tuple[TinyModel, Path], tmp_path: Path
     assert (pairs["first"] < pairs["second"]).all()
     for layer, first, second, count in zip(*pairs.values(), strict=True):
         place = np.argsort(model.original[layer])
-        both = fired[layer][:, place[first]] & fired[layer][:, place[second]]
-        assert both.sum() == count
+        assert (fired[layer][:, place[first]] & fired[layer][:, place[second]]).sum() == count
 
 
 def test_an_interrupted_recording_goes_on(

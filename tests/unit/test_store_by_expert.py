@@ -85,8 +85,7 @@ def test_a_model_by_expert_computes_and_names_the_same(
     plan = write_plan(tmp_path, tiny)
     found = []
     for name in ("store", "new"):
-        settings = {"weights": name, "memory.segments.cold": "64 KiB"}
-        with pi2.load(plan, set=settings) as model:
+        with pi2.load(plan, set={"weights": name, "memory.segments.cold": "64 KiB"}) as model:
             logits = model.logits(TOKENS, mode="decode")
             stats = model.stats
             found.append((logits, stats.predicted_neurons, stats.active_neurons or 0))

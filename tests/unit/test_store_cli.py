@@ -129,8 +129,7 @@ def test_verify_notices_a_manifest_that_points_elsewhere_in_a_file(
     fields["tensors"][0]["scales_offset"] += 64
     file.write_text(json.dumps(fields))
     assert run(["store", "verify", str(tiny.store)]) == 1
-    output = capsys.readouterr().out
-    assert output.count("error[P510]") == 2
+    assert capsys.readouterr().out.count("error[P510]") == 2
 
 
 def flip_byte(path: Path, place: int) -> None:

@@ -178,14 +178,13 @@ def test_a_newer_format_asks_for_a_newer_pi2(tiny: TinyModel) -> None:
 
 
 def test_another_model_is_named_with_the_values_that_differ(tiny: TinyModel) -> None:
-    other = make_model({"id": "other", "shape": {"ffn": 128}, "ffn": {"activation": "relu"}})
     expect_error(
         tiny.store,
         "P505",
         "shape.ffn is 96 in the store, 128 in the model document",
         'ffn.activation is "drelu" in the store, "relu" in the model document',
         "'other'",
-        model=other,
+        model=make_model({"id": "other", "shape": {"ffn": 128}, "ffn": {"activation": "relu"}}),
     )
 
 

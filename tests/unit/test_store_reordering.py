@@ -34,8 +34,7 @@ def tiny(tmp_path: Path) -> TinyModel:
 
 
 def draw_orders(tiny: TinyModel, seed: int = 7) -> I32:
-    random = np.random.default_rng(seed)
-    return random.permuted(np.sort(tiny.original), axis=1)
+    return np.random.default_rng(seed).permuted(np.sort(tiny.original), axis=1)
 
 
 def run_both(plan: Path, store: str) -> list[F32]:
@@ -72,8 +71,7 @@ def read_predictors(store: NeuronStore, layer: int, experts: int) -> dict[int, b
 
 def test_predictors_of_experts_follow_their_neurons(tmp_path: Path) -> None:
     model = make_model({"shape": {"layers": 2, "hidden": 128}, **MIXTURE})
-    recipe = Recipe(active=0.3, skew=0.4)
-    write_synthetic_store(tmp_path / "old", draw_blueprint(model, recipe))
+    write_synthetic_store(tmp_path / "old", draw_blueprint(model, Recipe(active=0.3, skew=0.4)))
     random = np.random.default_rng(2)
     orders = random.permuted(np.tile(np.arange(4 * 96, dtype=np.int32), (2, 1)), axis=1)
     reorder_store(tmp_path / "old", orders, "coactivation", output=tmp_path / "new")
@@ -118,8 +116,7 @@ def test_an_interrupted_job_goes_on(tmp_path: Path, tiny: TinyModel) -> None:
     with pytest.raises(KeyboardInterrupt):
         reorder_store(tiny.store, orders, "hotness", progress=stop)
     assert read_manifest(tiny.store) == before
-    partial = tmp_path / ".store.partial" / "layers/ffn-000.arrow"
-    written = partial.stat().st_ino
+    written = (tmp_path / ".store.partial" / "layers/ffn-000.arrow").stat().st_ino
     reorder_store(tiny.store, orders, "hotness")
     assert (tiny.store / "layers/ffn-000.arrow").stat().st_ino == written
     assert verify_store(tiny.store) == []
@@ -193,8 +190,7 @@ def test_neurons_lie_another_distance_apart(tmp_path: Path, tiny: TinyModel) -> 
     old = read_manifest(tiny.store).bundle
     wanted = old.stride + 512
     new = tmp_path / "new"
-    arguments = ["store", "repack", str(tiny.store), "--stride", f"{wanted} B", "-o", str(new)]
-    assert run(arguments) == 0
+    assert run(["store", "repack", str(tiny.store), "--stride", f"{wanted} B", "-o", str(new)]) == 0
     assert read_manifest(new).bundle.stride == wanted
     assert verify_store(new) == []
     plan = write_plan(tmp_path, tiny)

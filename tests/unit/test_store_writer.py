@@ -38,8 +38,7 @@ def zeros(tensor: DenseTensor) -> TensorPieces:
     if tensor.precision == "fp32":
         return [(np.zeros((1, tensor.length), np.float32), None)]
     weights = np.zeros((tensor.rows, tensor.row_weight_bytes), np.uint8)
-    scales = np.zeros((tensor.rows, tensor.length // 32), np.float16)
-    return [(weights, scales)]
+    return [(weights, np.zeros((tensor.rows, tensor.length // 32), np.float16))]
 
 
 def make_bundles(writer: StoreWriter, layer: int) -> U8:

@@ -52,8 +52,7 @@ def test_what_is_measured_is_what_was_asked_for(
 ) -> None:
     ffn = {"activation": activation, "threshold": 0.1 if activation == "fatrelu" else 0.0}
     model = make(ffn=ffn)
-    measured = measure(tmp_path, model, Recipe(active=active, skew=skew))
-    for layer in measured.layers:
+    for layer in measure(tmp_path, model, Recipe(active=active, skew=skew)).layers:
         assert layer.active == pytest.approx(active, rel=0.10)
         assert layer.skew == pytest.approx(skew, abs=0.04)
         assert layer.recall is not None and layer.predicted is not None
@@ -64,8 +63,7 @@ def test_what_is_measured_is_what_was_asked_for(
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
 def test_every_precision_keeps_the_statistics(tmp_path: Path, precision: str) -> None:
     kinds = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), precision)
-    measured = measure(tmp_path, make(quantization=kinds), Recipe())
-    mean = average_layers(measured.layers)
+    mean = average_layers(measure(tmp_path, make(quantization=kinds), Recipe()).layers)
     assert mean["active"] == pytest.approx(0.10, rel=0.1)
     assert mean["recall"] == pytest.approx(0.98, abs=0.015)
 
@@ -109,8 +107,7 @@ PLAIN = {"activation": "relu", "gated": False, "bias": True}
 )
 def test_other_families_have_the_statistics_too(tmp_path: Path, changes: dict[str, Any]) -> None:
     recipe = Recipe(active=0.1, skew=0.3)
-    measurement = measure(tmp_path, make(**changes), recipe)
-    layer = average_layers(measurement.layers)
+    layer = average_layers(measure(tmp_path, make(**changes), recipe).layers)
     assert layer["active"] == pytest.approx(0.1, abs=0.01)
     assert layer["skew"] == pytest.approx(0.3, abs=0.03)
 
@@ -156,8 +153,7 @@ def test_a_recipe_that_cannot_be_had_is_refused_with_all_its_faults() -> None:
 
 
 def test_sample_tokens_are_neighbours_and_never_end_a_text() -> None:
-    model = make(tokenizer={"eos": [260]})
-    tokens = choose_tokens(model, 2000)
+    tokens = choose_tokens(make(tokenizer={"eos": [260]}), 2000)
     assert 260 not in tokens
     assert int(np.sum(np.diff(tokens) == 1)) > 1900
 

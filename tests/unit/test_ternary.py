@@ -132,8 +132,7 @@ def test_a_checkpoint_with_ternary_weights_is_stored_so_without_being_asked(tmp_
 
 def test_neurons_from_flash_are_normalised_with_those_in_memory(tmp_path: Path) -> None:
     golden = read_golden("bitnet")
-    checkpoint = copy_checkpoint("bitnet", tmp_path / "checkpoint")
-    model = convert_golden(checkpoint, tmp_path, TERNARY)
+    model = convert_golden(copy_checkpoint("bitnet", tmp_path / "checkpoint"), tmp_path, TERNARY)
     changes = {
         "backends": {"cpu": "cpu"},
         "layers": {"split": {"cpu": 1.0}, "hot": 0.25},

@@ -67,8 +67,7 @@ def test_the_text_part_is_described_as_a_model_of_text_alone(
     found = describe_checkpoint(wrapped).model
     assert describe(found) == describe(describe_checkpoint(plain).model)
     assert found.tensors.query.startswith(prefix) or found.tensors.query == ""
-    left_out = describe_other_parts(open_checkpoint(wrapped))
-    assert left_out == ["left out: 1 tensor to read pictures"]
+    assert describe_other_parts(open_checkpoint(wrapped)) == ["left out: 1 tensor to read pictures"]
 
 
 def test_what_reads_pictures_and_sound_is_told_apart(tmp_path: Path) -> None:

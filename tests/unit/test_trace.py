@@ -104,8 +104,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_one(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fill)
-    arguments = ["trace", str(plan), "-o", str(output), "-p", "a", "-n", "1", "--warm-up", "0"]
-    assert run(arguments) == 2
+    assert run(["trace", str(plan), "-o", str(output), "-p", "a", "-n", "1", "--warm-up", "0"]) == 2
     assert "P003" in capsys.readouterr().err
     assert output.read_text("utf-8") == "old"
     assert not list(tmp_path.glob(".trace*"))
@@ -126,8 +125,7 @@ def test_a_trace_has_a_lane_for_a_unit_that_is_another_process(
         sorted(item for item in lanes["driver"] if item[2].startswith(name))
         for name in ("begin_ffn", "wait for second")
     )
-    tokens = work[-4 * 8 :]
-    for place, begin, wait in zip(tokens, begun[-4 * 8 :], waited[-4 * 8 :], strict=True):
+    for place, begin, wait in zip(work[-4 * 8 :], begun[-4 * 8 :], waited[-4 * 8 :], strict=True):
         assert begin[0] <= place[0]
         assert place[0] + place[1] <= wait[0] + wait[1]
     printed = capsys.readouterr().out

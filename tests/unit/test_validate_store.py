@@ -113,8 +113,7 @@ def test_a_store_of_another_model_is_found(
     )
     (tmp_path / "other.model.toml").write_text(model, "utf-8")
     changes = {'model = "pi2-demo"': 'model = "other.model.toml"'}
-    found = check(write_plan(tmp_path, changes), capsys)
-    assert found == ["P505 weights"]
+    assert check(write_plan(tmp_path, changes), capsys) == ["P505 weights"]
 
 
 def test_a_store_that_is_not_there_is_no_finding(

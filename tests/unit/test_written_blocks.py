@@ -114,11 +114,10 @@ def test_layers_that_compute_the_same_have_equal_blocks() -> None:
 
 
 def test_a_layer_may_have_several_mixers_and_no_ffn() -> None:
-    sizes = {"key_heads": 1, "value_heads": 2, "key_dim": 8, "value_dim": 8}
     model = make_model(
         {
             "layers": {"kinds": ["mamba+attention", "none", "mamba+mamba"]},
-            "recurrence": sizes,
+            "recurrence": {"key_heads": 1, "value_heads": 2, "key_dim": 8, "value_dim": 8},
             "ffn": {"absent_layers": [1]},
         }
     )

@@ -11,8 +11,7 @@ from tests.helpers.servers import HELLO, SCHEMA, TOOLS, get, post
 
 @pytest.fixture(scope="module")
 def llamas(address: str) -> Any:
-    ollama = pytest.importorskip("ollama", reason="needs Ollama's client")
-    return ollama.Client(host=address)
+    return pytest.importorskip("ollama", reason="needs Ollama's client").Client(host=address)
 
 
 def test_fields_of_agents_are_accepted(client: Any, other: Any) -> None:

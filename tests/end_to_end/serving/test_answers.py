@@ -73,8 +73,7 @@ def test_a_conversation_reads_only_what_is_new(client: Any) -> None:
         messages=[*HELLO, said, {"role": "user", "content": "and?"}], **asked
     )
     # All but the end token has gone through the model.
-    known = second.usage.prompt_tokens_details.cached_tokens
-    assert known == first.usage.total_tokens - 1
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens - 1
 
 
 def test_tokens_are_drawn_as_it_is_asked(client: Any, address: str) -> None:
@@ -82,8 +81,7 @@ def test_tokens_are_drawn_as_it_is_asked(client: Any, address: str) -> None:
     plain = client.completions.create(**asked).choices[0].text
     question = {"prompt": plain[0], "add_special_tokens": False}
     (token,) = post(f"{address}/tokenize", json=question).json()["tokens"]
-    bias = {str(token): -100}
-    forbidden = client.completions.create(**asked, logit_bias=bias).choices[0].text
+    forbidden = client.completions.create(**asked, logit_bias={str(token): -100}).choices[0].text
     assert plain[0] not in forbidden
     varied = client.completions.create(**asked, frequency_penalty=2, presence_penalty=2)
     assert len(set(varied.choices[0].text)) > len(set(plain))

@@ -159,8 +159,7 @@ def test_clients_of_ollama_can_chat(address: str) -> None:
     pieces = [json.loads(line) for line in lines]
     assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     whole = post(f"{address}/api/chat", json={**body, "stream": False}).json()
-    text = "".join(piece["message"]["content"] for piece in pieces)
-    assert whole["message"]["content"] == text
+    assert whole["message"]["content"] == "".join(piece["message"]["content"] for piece in pieces)
     assert whole["eval_count"] == 4
 
 

@@ -80,8 +80,7 @@ def test_one_prompt_of_ids_is_scored_in_a_stream_as_well(client: Any, plan: Path
         for choice in chunk.choices:
             if choice.logprobs is not None:
                 pieces[choice.index] += choice.logprobs.token_logprobs
-    whole = client.completions.create(**asked)
-    for choice in whole.choices:
+    for choice in client.completions.create(**asked).choices:
         assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
         values = choice.logprobs.token_logprobs
         assert pieces[choice.index][0] is values[0] is None
@@ -141,8 +140,7 @@ def test_gaps_are_filled_in(filling: str, address: str) -> None:
     body = {"model": "tiny", "max_tokens": 3, "temperature": 0}
     asked = {**body, "prompt": "ab", "suffix": "yz"}
     found = post(f"{filling}/v1/completions", json=asked).json()
-    letters = post(f"{filling}/tokenize", json={"prompt": "abyz"}).json()["tokens"]
-    begin, a, b, y, z = letters
+    begin, a, b, y, z = post(f"{filling}/tokenize", json={"prompt": "abyz"}).json()["tokens"]
     ids = [begin, 260, a, b, 261, y, z, 262]
     plain = post(f"{filling}/v1/completions", json={**body, "prompt": ids}).json()
     assert found["choices"][0]["text"] == plain["choices"][0]["text"] != ""

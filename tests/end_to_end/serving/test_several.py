@@ -33,8 +33,7 @@ def test_many_clients_get_what_each_would_get_alone(client: Any) -> None:
 def test_models_are_loaded_when_they_are_asked_for(tmp_path: Path) -> None:
     plans = []
     for name in ("one", "two"):
-        path = make_chat_plan(tmp_path / name, context=64)
-        plans.append(describe_plan(path, name))
+        plans.append(describe_plan(make_chat_plan(tmp_path / name, context=64), name))
     with serve(plans, memory_bytes=3 << 30) as address:
 
         def list_loaded() -> list[str]:

@@ -171,8 +171,7 @@ def test_marks_that_are_tokens_are_read_and_forced(
     plan = make_scripted_plan(tmp_path, template, "<user>hi</><assistant>", answer, tokens)
     with serve([describe_plan(plan)]) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        named = {"type": "function", "function": {"name": "get"}}
-        for choice in ("auto", "required", named):
+        for choice in ("auto", "required", {"type": "function", "function": {"name": "get"}}):
             found = client.chat.completions.create(
                 **ASKED, tool_choice=choice, reasoning_effort="high"
             ).choices[0]
@@ -207,8 +206,7 @@ def test_a_template_that_joins_arguments_as_text_gets_text(tmp_path: Path, opena
         "{{ m.content }}</>{% endfor %}<assistant>"
     )
     plan = make_scripted_plan(tmp_path, template, "x", "ok")
-    function = {"name": "get", "arguments": '{"a": 1}'}
-    call = {"id": "c", "type": "function", "function": function}
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
     messages: list[Any] = [
         *ASKED["messages"],
         {"role": "assistant", "content": None, "tool_calls": [call]},
