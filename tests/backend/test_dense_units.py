@@ -96,8 +96,7 @@ def draw_inputs(neurons: Neurons, tokens: int, seed: int = 1) -> F32:
 
 
 def check(kind: UnitKind, found: F32, expected: Any) -> None:
-    assert found.dtype == np.float32
-    assert found.shape == expected.shape
+    assert found.dtype == np.float32 and found.shape == expected.shape
     largest = max(float(np.abs(expected).max()), kind.least)
     assert float(np.abs(found - expected).max()) <= kind.tolerance * largest
 

@@ -16,6 +16,5 @@ def test_inner_loops_multiply_vectors_and_no_single_numbers(version: str) -> Non
         words, together = (16 if "int4" in name else 8), int(name.rsplit("_", 1)[1])
         # The compiler may have taken several rounds together.
         assert loop.products % (words * together) == 0
-        assert loop.products > 0
-        assert loop.scalar_products == 0
+        assert loop.products > 0 and loop.scalar_products == 0
         assert loop.macs_per_packet >= 0.75 * MACS

@@ -31,11 +31,9 @@ def run_json(*arguments: str) -> dict[str, Any]:
 
 def test_a_run_reads_neurons_from_flash_and_stays_within_its_budget() -> None:
     result = run_json("--prompt", "def ", "--seed", "1", "--max-tokens", "200", "--ignore-eos")
-    assert len(result["token_ids"]) == 200
-    assert result["flash_read_generation_bytes"] > 0
+    assert len(result["token_ids"]) == 200 and result["flash_read_generation_bytes"] > 0
     assert 0 < result["peak_rss_bytes"] <= result["budget_bytes"]
-    assert 0.0 < result["cache_hit_rate"] < 1.0
-    assert result["predicted_share"] < 0.3
+    assert 0.0 < result["cache_hit_rate"] < 1.0 and result["predicted_share"] < 0.3
 
 
 def test_the_budget_is_smaller_than_the_ffn() -> None:
@@ -49,8 +47,7 @@ def test_the_budget_is_smaller_than_the_ffn() -> None:
 def test_the_same_command_gives_the_same_text() -> None:
     arguments = ["--prompt", "def ", "--seed", "1", "--temperature", "0.8"]
     first, second = run_json(*arguments), run_json(*arguments)
-    assert first["text"] == second["text"]
-    assert first["plan_digest"] == second["plan_digest"]
+    assert first["text"] == second["text"] and first["plan_digest"] == second["plan_digest"]
 
 
 def generate(backend: str, predictor: str, tokens: int = 32) -> tuple[int, ...]:

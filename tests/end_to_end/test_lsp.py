@@ -148,8 +148,7 @@ def test_a_finding_in_the_device_stands_where_the_plan_names_it(editor: Editor) 
     device.write_text(DEVICE.replace('kind = "cpu"', 'kind = "abacus"'))
     text = PLAN.replace('device = "host"', 'device = "./acme-12.device.toml"  # 😀')
     (item,) = editor.open(NAME, text)
-    assert item["code"] == "P104"
-    assert item["message"].startswith("acme-12.device.toml: ")
+    assert item["code"] == "P104" and item["message"].startswith("acme-12.device.toml: ")
     assert item["range"]["start"]["line"] == text[: text.index("device = ")].count("\n")
     (related,) = item["relatedInformation"]
     assert related["location"]["uri"] == device.as_uri()

@@ -61,8 +61,7 @@ def test_the_first_run_lives_in_a_group_of_its_budget(group: MemoryGroup, tmp_pa
     assert list(tmp_path.glob("kernels/*.so")), "nothing was compiled"
     assert group.kills == 0
     result = json.loads(out)
-    assert len(result["token_ids"]) == 100
-    assert result["peak_rss_bytes"] <= group.limit_bytes
+    assert len(result["token_ids"]) == 100 and result["peak_rss_bytes"] <= group.limit_bytes
     assert group.peak_bytes is None or group.peak_bytes <= group.limit_bytes
 
 
@@ -80,8 +79,7 @@ def test_a_smaller_budget_is_kept_and_explained() -> None:
     assert budget < resolved.plan.memory.budget
     given = ["--prompt", "def ", "--memory", f"{budget} B"]
     result = run_json(*given, "--max-tokens", "20")
-    assert result["budget_bytes"] == budget
-    assert 0 < result["peak_rss_bytes"] <= budget
+    assert result["budget_bytes"] == budget and 0 < result["peak_rss_bytes"] <= budget
     assert {"budget", "cold"} <= {change.split(":")[0] for change in result["budget_changes"]}
     shown = start_pi2("run", PLAN, *given, "--max-tokens", "2")
     assert "memory: budget: 128 MiB -> " in shown.stderr
@@ -107,8 +105,7 @@ def test_a_small_models_peak_is_what_was_predicted_to_3_percent(predictor: str) 
 
 def test_a_budget_that_is_too_small_is_refused_with_what_it_takes() -> None:
     done = start_pi2("run", PLAN, "--prompt", "def ", "--memory", "64MiB")
-    assert done.returncode == 2
-    assert "P611" in done.stderr
+    assert done.returncode == 2 and "P611" in done.stderr
     assert "64 MiB is not enough for this plan: it needs at least 9" in done.stderr
     unitless = start_pi2("run", PLAN, "--prompt", "def ", "--memory", "64")
     assert (unitless.returncode, "P612" in unitless.stderr) == (2, True)

@@ -128,8 +128,7 @@ def test_the_text_is_that_of_pi2_run(bundle: Path, capsys: pytest.CaptureFixture
     expected = capsys.readouterr().out
     done = start(bundle, *PROMPT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == expected
-    assert "within the budget" in done.stderr
+    assert done.stdout == expected and "within the budget" in done.stderr
 
 
 def test_with_an_npu_the_text_is_that_of_pi2_run_and_the_npu_is_called_emulated(
@@ -354,8 +353,7 @@ def test_calls_that_the_kernel_refuses_have_other_ways(bundle: Path) -> None:
     expected = start(bundle, *PROMPT).stdout
     done = start(bundle, *PROMPT, "-v", before=WITHOUT_CALLS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == expected
-    assert "neurons are read with pread" in done.stderr
+    assert done.stdout == expected and "neurons are read with pread" in done.stderr
     done = start(bundle, "--machine", before=WITHOUT_CALLS)
     assert done.returncode == 0 and "not bound" in done.stdout
 

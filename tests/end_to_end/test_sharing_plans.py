@@ -71,8 +71,7 @@ class TestPlans:
         self.write_plan(bob, reference)
         assert self.find(bob, "--locked") == []
         shared.write_text(DEVICE + "# changed\n")
-        assert self.find(bob) == []
-        assert self.find(bob, "--locked") == [("P714", "device")]
+        assert self.find(bob) == [] and self.find(bob, "--locked") == [("P714", "device")]
         run_it = ("run", "my.plan.toml", "--set", "backends.cpu=null", "--prompt", "x", "--locked")
         assert bob.fail(*run_it) == ["P714"]
         bob.succeed("profile", "update")
@@ -83,8 +82,7 @@ class TestPlans:
         self.write_plan(bob, refer(tap))
         tap.commit("second")
         tap.tag("v1", move=True)
-        assert self.find(bob) == []
-        assert self.find(bob, "--locked") == [("P714", "device")]
+        assert self.find(bob) == [] and self.find(bob, "--locked") == [("P714", "device")]
 
     def test_a_device_extends_another_of_its_repository(self, bob: User, tap: Repository) -> None:
         tap.write("common/base.device.toml", DEVICE.replace("acme-12", "base"))
@@ -100,8 +98,7 @@ class TestPlans:
             "devices/acme-13.device.toml",
         ]
         self.write_plan(bob, reference)
-        assert self.find(bob, "--locked") == []
-        assert self.find(bob) == []
+        assert self.find(bob, "--locked") == [] and self.find(bob) == []
         bob.succeed("profile", "verify", "--offline")
 
     def test_a_plan_extends_another_with_its_device(self, bob: User, tap: Repository) -> None:

@@ -54,21 +54,18 @@ def test_messages_that_cannot_be_shown_change_nothing(redirection: str) -> None:
 
 def test_without_standard_input_there_is_no_prompt() -> None:
     done = call(f"run {PLAN}", "<&-")
-    assert done.returncode == 2
-    assert "error[P603]: there is no prompt" in done.stderr
+    assert done.returncode == 2 and "error[P603]: there is no prompt" in done.stderr
     assert call(f"run {PLAN}", "<&- >&- 2>&-").returncode == 2
 
 
 def test_arguments_that_are_no_text_are_told_of() -> None:
     done = call(f"run {PLAN} --prompt $'a\\xff'", "")
-    assert done.returncode == 2
-    assert "error[P607]: the prompt is not UTF-8" in done.stderr
+    assert done.returncode == 2 and "error[P607]: the prompt is not UTF-8" in done.stderr
 
 
 def test_a_pipe_that_nobody_reads_is_no_finding() -> None:
     done = call(f"show {PLAN}", "| true; exit ${PIPESTATUS[0]}")
-    assert done.returncode in (0, 141)
-    assert "error" not in done.stderr
+    assert done.returncode in (0, 141) and "error" not in done.stderr
 
 
 @pytest.mark.parametrize("more", [[], ["--prompt", "b"]], ids=" ".join)

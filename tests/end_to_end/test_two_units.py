@@ -50,18 +50,15 @@ def alone() -> dict[str, Any]:
 @pytest.mark.parametrize("prompts", ["cpu", "second"])
 def test_two_units_write_what_one_writes(alone: dict[str, Any], prompts: str) -> None:
     found = run(TWO, f'prefill.unit="{prompts}"')
-    assert len(found["token_ids"]) == TOKENS
-    assert found["text"] == alone["text"]
+    assert len(found["token_ids"]) == TOKENS and found["text"] == alone["text"]
     assert found["flash_read_generation_bytes"] > 0, "the model is larger than the memory"
     assert 0 < found["peak_rss_bytes"] <= found["budget_bytes"]
     units = found["units"]
     assert list(units) == ["cpu", "second"]
     assert (units["cpu"]["owned_share"], units["second"]["owned_share"]) == (0.7, 0.3)
     shares = [unit["computed_share"] for unit in units.values()]
-    assert min(shares) > 0
-    assert sum(shares) == pytest.approx(1.0, abs=1e-3)
-    assert units["second"]["busy_s"] > 0
-    assert units["second"]["lost"] is None
+    assert min(shares) > 0 and sum(shares) == pytest.approx(1.0, abs=1e-3)
+    assert units["second"]["busy_s"] > 0 and units["second"]["lost"] is None
     assert alone["units"] == {}
 
 

@@ -74,8 +74,7 @@ def test_old_documents_become_present_ones(
     for path in folder.glob("*.toml"):
         report = check_file(path)
         assert [item for item in report.diagnostics if item.code == "P109"] == []
-        assert report.document == before[path.name]
-        assert report.document is not None
+        assert report.document == before[path.name] and report.document is not None
         old = (VERSIONS / version / path.name).read_text()
         assert find_comments(path.read_text()) == find_comments(old)
 
@@ -123,8 +122,7 @@ a = [1,   2]  # as it was
 def test_steps_are_taken_one_after_the_other() -> None:
     result = migrate_text("device", "x", OLD, steps=FUTURE, renames=(), newest=3)
     values = tomli.loads(result.text)
-    assert values["disk"] == {"rate_mb_s": 450}
-    assert values["schema_version"] == 3
+    assert values["disk"] == {"rate_mb_s": 450} and values["schema_version"] == 3
     assert Counter(find_comments(OLD)) <= Counter(find_comments(result.text))
     assert "a = [1,   2]  # as it was" in result.text
     assert result.changes == ("schema_version 1 is 3 now",)

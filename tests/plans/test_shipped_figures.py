@@ -151,8 +151,7 @@ class TestOnePlus12:
 
     def test_one_queue_that_several_readers_slow_down(self) -> None:
         storage = read_device("oneplus-12").storage
-        assert storage.queues == 1
-        assert storage.reader_penalty is not None
+        assert storage.queues == 1 and storage.reader_penalty is not None
         assert storage.reader_penalty.value == 0.4
 
     def test_power(self) -> None:
@@ -263,8 +262,7 @@ class TestModels:
         model = read_model(name)
         used = 2 * (count_parameters(model) + count_predictor_parameters(model, rank))
         assert 0 <= checkpoint_bytes - used <= headers
-        assert model.predictor is not None
-        assert model.predictor.rank == -(-rank // 32) * 32
+        assert model.predictor is not None and model.predictor.rank == -(-rank // 32) * 32
 
     @pytest.mark.parametrize(
         ("name", "gguf_bytes"),

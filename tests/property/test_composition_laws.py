@@ -162,13 +162,11 @@ def test_resolving_is_deterministic_and_idempotent(
     path = write(folder / "my.plan.toml", parts[-1], **extra)
     first, second = check_file(path).resolved, check_file(path).resolved
     assert first is not None
-    assert second is not None
-    assert first.digest == second.digest
+    assert second is not None and first.digest == second.digest
     shown = folder / "shown.plan.toml"
     shown.write_text(write_plan(first), "utf-8", newline="")
     again = check_file(shown).resolved
-    assert again is not None
-    assert again.digest == first.digest
+    assert again is not None and again.digest == first.digest
     assert write_plan(again) == write_plan(first)
 
 

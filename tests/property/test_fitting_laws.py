@@ -202,5 +202,4 @@ def test_what_has_been_fitted_fits(wish: ResolvedPlan, budget: int) -> None:
     """Fitting to the same budget again changes nothing that is hot."""
     fitted = fit(wish, budget)
     assume(fitted is not None)
-    assert fitted is not None
-    assert fit_plan(fitted, budget).plan.layers == fitted.plan.layers
+    assert fitted is not None and fit_plan(fitted, budget).plan.layers == fitted.plan.layers

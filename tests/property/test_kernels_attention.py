@@ -317,8 +317,7 @@ def test_how_a_prompt_is_cut_into_chunks_changes_no_bit(
             parts.append(output)
             position += number
         outputs.append(np.concatenate(parts))
-    assert np.array_equal(outputs[0], outputs[1])
-    assert np.array_equal(outputs[0], outputs[2])
+    assert np.array_equal(outputs[0], outputs[1]) and np.array_equal(outputs[0], outputs[2])
 
 
 @pytest.mark.skipif("avx512vnni" not in list_runnable_isas(), reason="needs AVX-512 VNNI")

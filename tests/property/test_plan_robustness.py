@@ -51,8 +51,7 @@ def check(folder: Path, kind: str, data: bytes) -> Report:
         render(name, report.diagnostics, colour=True, sources=report.sources)
     assert report.is_sound or report.resolved is None
     for item in report.diagnostics:
-        assert item.span is not None
-        assert item.span.line >= 1
+        assert item.span is not None and item.span.line >= 1
         assert item.span.column >= 1
         assert (item.span.line, item.span.column) <= (item.span.end_line, item.span.end_column)
     return report

@@ -113,8 +113,7 @@ def test_neurons_may_be_read_in_two_phases(tmp_path: Path) -> None:
         feed(model, [1], 0)
         feed(model, [2], 1)
         model._parts.forward.step([3, 4], [0, 1])
-        assert model.stats.gate_reads > 0
-        assert model.stats.flash_saved_bytes > 0
+        assert model.stats.gate_reads > 0 and model.stats.flash_saved_bytes > 0
     check(plan, settings)
 
 
@@ -149,8 +148,7 @@ def test_a_neuron_that_several_tokens_need_is_read_once(tmp_path: Path) -> None:
         statistics = model.stats - before
         neurons = model.plan.model.shape.layers * model.plan.model.layer_neurons
         assert statistics.predicted_neurons == statistics.possible_neurons == 2 * neurons
-        assert statistics.cache_misses == neurons
-        assert statistics.cache_hits == 0
+        assert statistics.cache_misses == neurons and statistics.cache_hits == 0
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
@@ -176,8 +174,7 @@ def test_prompts_wait_for_a_place_and_give_the_text_that_they_give_alone(
             item.finish_reason for item in alone
         ]
         assert result.rounds.stepped_tokens == sum(lengths) - len(lengths)
-        assert result.mean_sequences is not None
-        assert 1 <= result.mean_sequences <= batch
+        assert result.mean_sequences is not None and 1 <= result.mean_sequences <= batch
         assert (result.mean_sequences > 1) == (batch > 1)
         # The first place is as good as any for a generation of one.
         again = model.generate(PROMPTS[1], seed=41, **options).result

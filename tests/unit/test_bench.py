@@ -29,8 +29,7 @@ def test_answers_are_generated_for_each_number_of_sequences_and_prompts_for_one(
 def test_tokens_walk_through_the_vocabulary_and_never_end_a_text() -> None:
     source = TokenSource.walk_vocabulary(100, without=[30])
     first, second = source.take(60), source.take(80)
-    assert list(first[:3]) == [24, 25, 26]
-    assert 30 not in first
+    assert list(first[:3]) == [24, 25, 26] and 30 not in first
     assert second[0] == first[-1] + 1, "repetitions go on where the last one stopped"
     assert len({*first, *second}) == 99
 
@@ -84,5 +83,4 @@ def test_a_sliding_window_bounds_the_context_that_is_read(tmp_path: Path) -> Non
         count_token_bytes(resolved, ranks=[32] * 3, active=0.1, position=position)
         for position in (8, 40)
     )
-    assert full is not None
-    assert full == longer
+    assert full is not None and full == longer

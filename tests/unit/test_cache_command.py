@@ -61,8 +61,7 @@ def test_every_kind_is_listed_with_size_and_last_use(
     assert all(" 1 " in row and "10 d ago" in row for row in rows[:-1])
     assert run(["cache", "--json"]) == 0
     found = {item["kind"]: item for item in json.loads(capsys.readouterr().out)}
-    assert found.keys() == KINDS.keys()
-    assert found["kernels"]["bytes"] == 8192
+    assert found.keys() == KINDS.keys() and found["kernels"]["bytes"] == 8192
     assert run(["cache", "list", "peers"]) == 0
     assert str(folder / "peers/thing") in capsys.readouterr().out
 

@@ -51,8 +51,7 @@ def test_a_conversation_goes_on_and_reads_only_what_is_new(session: Session) -> 
     assert session.turn is not None and session.turn.reused_tokens == 0
     say(session, "and you?")
     assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
-    assert session.messages[1]["content"] == first
-    assert session.turn.reused_tokens > 80
+    assert session.messages[1]["content"] == first and session.turn.reused_tokens > 80
     assert "tokens/s" in session.turn.describe()
     assert "known" in session.run_command("/stats")
 
@@ -66,8 +65,7 @@ def test_an_answer_is_read_as_it_was_drawn_and_not_as_its_text_is_encoded(sessio
     session.settings["max_tokens"] = 2
     say(session, "and you?")
     second = session.turn
-    assert second is not None
-    assert second.reused_tokens >= first.prompt_tokens + first.tokens - 1
+    assert second is not None and second.reused_tokens >= first.prompt_tokens + first.tokens - 1
 
 
 def test_an_answer_that_is_stopped_is_part_of_the_conversation(session: Session) -> None:
@@ -91,11 +89,9 @@ def test_commands_change_the_conversation(session: Session, tmp_path: Path) -> N
     session.run_command("/system Be kind.")
     assert session.messages == [{"role": "system", "content": "Be kind."}]
     session.run_command("/load " + str(file))
-    assert len(session.messages) == 2
-    assert session.system is None
+    assert len(session.messages) == 2 and session.system is None
     session.run_command("/new")
-    assert session.messages == []
-    assert "/save" in session.run_command("/help")
+    assert session.messages == [] and "/save" in session.run_command("/help")
 
 
 @pytest.mark.parametrize(
@@ -237,8 +233,7 @@ def test_text_may_be_piped_into_it(plan: Path) -> None:
     done = CliRunner().invoke(serve.chat_command, [str(plan), "--max-tokens", "3"], input=lines)
     assert done.exit_code == 0, done.output
     assert [len(line) for line in done.stdout.splitlines()] == [3, 2]
-    assert "max_tokens = 2" in done.stderr
-    assert done.stderr.count("tokens/s") == 2
+    assert "max_tokens = 2" in done.stderr and done.stderr.count("tokens/s") == 2
 
 
 def test_a_model_without_a_chat_template_is_refused_at_once() -> None:

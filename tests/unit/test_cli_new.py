@@ -31,8 +31,7 @@ def make_plan(*arguments: str, memory: str = "1 GiB") -> int:
 def test_a_new_plan_is_sound(device: str, memory: str) -> None:
     assert make_plan("--device", device, "--model", "pi2-demo", memory=memory) == 0
     report = check_file(Path(f"pi2-demo-on-{device}.plan.toml"))
-    assert report.is_sound
-    assert report.resolved is not None
+    assert report.is_sound and report.resolved is not None
     assert report.resolved.plan.memory.segments.hot >= find_needs(report.resolved).hot.bytes
 
 
@@ -49,8 +48,7 @@ def test_every_shipped_model_gets_a_plan(model: str) -> None:
     assert make_plan("--device", "pc-rtx-4090", "--model", model, memory="64 GiB") == 0
     (path,) = Path().glob("*.plan.toml")
     report = check_file(path)
-    assert report.is_sound
-    assert report.resolved is not None
+    assert report.is_sound and report.resolved is not None
     segments = report.resolved.plan.memory.segments
     assert sum(size for _, size in segments) <= report.resolved.plan.memory.budget
 
@@ -63,8 +61,7 @@ def test_more_memory_keeps_more_neurons() -> None:
         resolved = check_file(Path("my.plan.toml")).resolved
         assert resolved is not None
         hot.append(resolved.layers[0].hot)
-    assert hot == sorted(hot)
-    assert hot[0] < hot[-1] == 1.0
+    assert hot == sorted(hot) and hot[0] < hot[-1] == 1.0
 
 
 def test_too_little_memory_is_refused_with_what_is_needed(
@@ -98,8 +95,7 @@ def test_devices_and_models_begin_with_others() -> None:
     assert run(["new", "model", "mine", "--like", "llama-2-7b"]) == 0
     for name in ("pad.device.toml", "mine.model.toml"):
         report = check_file(Path(name))
-        assert report.diagnostics == ()
-        assert report.document is not None
+        assert report.diagnostics == () and report.document is not None
         assert report.document.id == name.split(".")[0]  # type: ignore[attr-defined]
 
 
@@ -117,8 +113,7 @@ def test_a_model_may_be_a_checkpoint_s(tmp_path: Path) -> None:
     copy_checkpoint(list_goldens()[0], tmp_path / "checkpoint")
     assert run(["new", "model", "small", "--checkpoint", "checkpoint"]) == 0
     report = check_file(Path("small.model.toml"))
-    assert report.is_sound
-    assert report.document is not None
+    assert report.is_sound and report.document is not None
     assert report.document.id == "small"  # type: ignore[attr-defined]
 
 

@@ -23,8 +23,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_lines_name_pi2(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", shell]) == 0
     out = capsys.readouterr().out
-    assert f"_PI2_COMPLETE={shell}_complete" in out
-    assert "%(" not in out
+    assert f"_PI2_COMPLETE={shell}_complete" in out and "%(" not in out
 
 
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

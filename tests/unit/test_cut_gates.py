@@ -145,8 +145,7 @@ def test_closed_neurons_are_neither_computed_nor_read(plan: Path) -> None:
 def test_gate_rows_of_layers_with_a_cutoff_are_kept_and_no_others(plan: Path) -> None:
     resolved = load_plan(plan)
     hidden = resolved.model.shape.stored_hidden
-    assert resolved.named_layers == tuple(CUT)
-    assert resolved.whole_layers == (1, 4)
+    assert resolved.named_layers == tuple(CUT) and resolved.whole_layers == (1, 4)
     assert find_needs(resolved).predictor.bytes == len(CUT) * NEURONS * hidden * 2
 
 

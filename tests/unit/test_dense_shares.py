@@ -58,8 +58,7 @@ def run(plan: Path, settings: Mapping[str, Any]) -> tuple[F32, F32]:
 
 def check_at_rest(model: LoadedModel) -> None:
     cache = model._parts.cache
-    assert not cache._held.any()
-    assert cache.free_capacity == cache.cold_capacity
+    assert not cache._held.any() and cache.free_capacity == cache.cold_capacity
 
 
 def check(found: tuple[F32, F32], expected: tuple[F32, F32]) -> None:
@@ -353,8 +352,7 @@ def test_a_lost_unit_ends_this_run_and_later_ones_unless_the_plan_says_otherwise
                 model.logits(IDS, mode=mode)
             (finding,) = caught.value.diagnostics
             assert (finding.code, "the device is lost" in finding.message) == ("P614", True)
-            assert finding.help is not None
-            assert 'units.second.on_failure = "cpu"' in finding.help
+            assert finding.help is not None and 'units.second.on_failure = "cpu"' in finding.help
             check_at_rest(model)
 
 
@@ -420,5 +418,4 @@ def test_what_units_compute_is_counted(plan: Path) -> None:
         done = model.stats - before
         assert done.dense_neurons == len(IDS) * 3 * 29
         assert done.possible_neurons == len(IDS) * 3 * 96
-        assert done.predicted_share is not None
-        assert done.predicted_share >= 29 / 96
+        assert done.predicted_share is not None and done.predicted_share >= 29 / 96

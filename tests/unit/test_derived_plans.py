@@ -98,8 +98,7 @@ def test_a_budget_that_is_too_small_is_a_finding_that_says_the_least(
     assert run(["validate", str(path)]) == 1
     out = capsys.readouterr().out
     assert "error[P026]: 60 MiB is not enough: this plan needs at least" in out
-    assert "my.plan.toml:6:10" in out
-    assert "--memory" in out
+    assert "my.plan.toml:6:10" in out and "--memory" in out
 
 
 def test_a_budget_may_be_a_share_of_the_memory(tmp_path: Path) -> None:
@@ -228,8 +227,7 @@ def test_weights_may_be_a_file_of_an_installed_package(
     path = tmp_path / "my.plan.toml"
     path.write_text('schema_version = 3\nweights = "package:some_weights/tiny.gguf"\n')
     found = read(path).resolved
-    assert found.file is not None
-    assert found.file.path == package / "tiny.gguf"
+    assert found.file is not None and found.file.path == package / "tiny.gguf"
 
 
 def test_a_package_that_is_not_installed_is_a_finding_with_the_command_that_installs_it(
@@ -240,5 +238,4 @@ def test_a_package_that_is_not_installed_is_a_finding_with_the_command_that_inst
     assert run(["validate", str(path)]) == 1
     out = capsys.readouterr().out
     assert "error[P530]: the Python package no_such_weights is not installed" in out
-    assert "my.plan.toml:2:11" in out
-    assert "`pip install --no-deps no-such-weights`" in out
+    assert "my.plan.toml:2:11" in out and "`pip install --no-deps no-such-weights`" in out

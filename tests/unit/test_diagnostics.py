@@ -47,8 +47,7 @@ def test_concise_is_one_line_each() -> None:
 
 def test_json_has_every_member() -> None:
     (item,) = json.loads(as_json([SHARES]))
-    assert item["code"] == "P210"
-    assert item["severity"] == "error"
+    assert (item["code"], item["severity"]) == ("P210", "error")
     assert item["span"] == {
         "file": "a.plan.toml",
         "line": 2,
@@ -82,8 +81,7 @@ def test_a_span_of_several_lines_ends_with_a_pointer() -> None:
 
 def test_long_lines_are_cut_around_the_place() -> None:
     rows = draw(Span("f", 1, 301, 1, 304), "x" * 300 + "abc" + "y" * 300)
-    assert len(rows[1]) <= 125
-    assert rows[1].startswith(" 1 | ...x")
+    assert len(rows[1]) <= 125 and rows[1].startswith(" 1 | ...x")
     assert rows[1].endswith("y...")
     start = rows[2].index("^")
     assert rows[1][start : start + 3] == "abc"
@@ -92,10 +90,8 @@ def test_long_lines_are_cut_around_the_place() -> None:
 def test_control_characters_are_shown_and_not_sent() -> None:
     item = Diagnostic(code="P100", message="a\x1b[31mb\n", span=Span("f\x07", 1, 1, 1, 2))
     text = full([item], sources={"f\x07": "\x1b]0;title\x07\u202e"})
-    assert "\x1b" not in text
-    assert "\u202e" not in text
-    assert "\\x1b[31mb\\n" in text
-    assert "\\x1b]0;title\\x07\\u202e" in text
+    assert "\x1b" not in text and "\u202e" not in text
+    assert "\\x1b[31mb\\n" in text and "\\x1b]0;title\\x07\\u202e" in text
 
 
 def test_a_whole_file_has_no_source_line() -> None:

@@ -200,8 +200,7 @@ def test_broken_plan_is_reported_not_raised(tmp_path: Path) -> None:
     broken = tmp_path / "x.plan.toml"
     broken.write_text("schema_version = 3\n")
     verdict = judge_plan(broken, "x", PHONE, {})
-    assert verdict.verdict == "cannot run"
-    assert verdict.findings
+    assert verdict.verdict == "cannot run" and verdict.findings
 
 
 def test_plan_without_its_store_is_reported(tmp_path: Path) -> None:
@@ -228,8 +227,7 @@ def test_folder_that_is_not_there_yet_is_writable_if_it_can_be_made(tmp_path: Pa
 
 def test_tvm_is_found_without_importing_it() -> None:
     tvm = detect_tvm()
-    assert tvm.version is not None
-    assert tvm.version.startswith("0.27.")
+    assert tvm.version is not None and tvm.version.startswith("0.27.")
     assert tvm.runtime_library is not None
     assert tvm.runtime_library.name.startswith("libtvm_runtime.")
 

@@ -155,8 +155,7 @@ def test_missing_neurons_with_low_scores_are_left_out_and_others_computed(tmp_pa
     with pi2.load(plan, set={**threshold, "decode.missing_threshold": 0.0}) as model:
         model.logits(TOKENS[:3], mode="decode")
         stats = model.stats
-        assert 0 < stats.cache_misses < all_misses
-        assert stats.cache_skips > 0
+        assert 0 < stats.cache_misses < all_misses and stats.cache_skips > 0
         assert stats.predicted_neurons + stats.cache_skips == stats.possible_neurons
     with pi2.load(plan, set={**threshold, "decode.missing_threshold": -1e8}) as model:
         assert compute_error(model.logits(TOKENS[:3], mode="decode"), everything) < KV_ROUNDING
@@ -288,8 +287,7 @@ def test_layers_may_go_first(tmp_path: Path) -> None:
         assert compute_error(results[name], results[same]) < KV_ROUNDING
     assert read_bytes["chunks-first"] == 6 * read_bytes["layers-first"]
     for told in shares.values():
-        assert told == sorted(told)
-        assert told[-1] == pytest.approx(1)
+        assert told == sorted(told) and told[-1] == pytest.approx(1)
 
 
 def test_rows_of_the_embedding_may_come_from_flash(tmp_path: Path) -> None:

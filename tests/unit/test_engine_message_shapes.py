@@ -110,8 +110,7 @@ def test_contents_are_lists_of_parts_for_templates_that_read_nothing_else() -> N
     )
     counted = Counted(source)
     assert counted.render(MESSAGES[:1]) == "<user>Weather?"
-    assert counted.render(MESSAGES[:1]) == "<user>Weather?"
-    assert counted.rendered == 3
+    assert (counted.render(MESSAGES[:1]), counted.rendered) == ("<user>Weather?", 3)
 
 
 def test_thoughts_and_words_beside_a_call_are_joined_where_both_are_refused() -> None:

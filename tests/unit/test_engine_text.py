@@ -21,8 +21,7 @@ def test_text_before_a_stop_string_is_all_that_comes_out() -> None:
 
 def test_what_only_looked_like_a_stop_string_is_given_back_at_the_end() -> None:
     stop_filter = StopFilter(["END"])
-    assert stop_filter.push("xEN") == "x"
-    assert stop_filter.flush() == "EN"
+    assert (stop_filter.push("xEN"), stop_filter.flush()) == ("x", "EN")
 
 
 def test_without_stop_strings_nothing_is_held() -> None:

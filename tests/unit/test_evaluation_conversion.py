@@ -68,8 +68,7 @@ def test_the_command_reports_perplexity_before_and_after(
     said = capsys.readouterr().err
     cost = json.loads((tmp_path / "errors.json").read_text())["evaluation"]
     assert f"{cost['before']:.3f} by the checkpoint's weights, {cost['after']:.3f}" in said
-    assert cost["windows"] == 8
-    assert cost["tokens"] == 8 * 63
+    assert cost["windows"] == 8 and cost["tokens"] == 8 * 63
     # int4 costs a random model something, but it is still the same model.
     assert 0 < cost["loss_change_error"] < abs(cost["loss_change"]) + 0.2
     assert cost["agreement"] > 0.3

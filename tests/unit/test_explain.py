@@ -108,8 +108,7 @@ def test_an_unknown_code_gets_near_ones(
 def test_an_unknown_code_without_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "\x1bzzz"]) == 2
     error = capsys.readouterr().err
-    assert "`pi2 explain` lists all codes" in error
-    assert "\x1b" not in error
+    assert "`pi2 explain` lists all codes" in error and "\x1b" not in error
 
 
 def test_a_terminal_gets_colours_and_the_same_words(

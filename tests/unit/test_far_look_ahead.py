@@ -91,5 +91,4 @@ def test_what_was_begun_for_a_layer_is_not_begun_again(deep: Path) -> None:
 
         reader.start, reader.is_idle = note, lambda: True
         model.logits(TOKENS[:1], mode="decode")
-    assert len(read) == len(set(read))
-    assert len(read) >= LAYERS * CHOSEN
+    assert len(read) == len(set(read)) and len(read) >= LAYERS * CHOSEN

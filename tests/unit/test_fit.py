@@ -89,8 +89,7 @@ def test_budget_beyond_the_memory() -> None:
 
 def test_budget_beyond_the_limit_of_a_container() -> None:
     (finding,) = find(make_device(), make_machine(limit=2 * GIB, available=GIB), 3 * GIB)
-    assert finding.code == "P303"
-    assert "2 GiB of memory is allowed here" in finding.message
+    assert finding.code == "P303" and "2 GiB of memory is allowed here" in finding.message
 
 
 def test_budget_beyond_what_is_free_is_a_warning() -> None:
@@ -155,8 +154,7 @@ def resolve_demo(tmp_path: Path, backend: str) -> ResolvedPlan:
 def test_misfit_of_a_plan_points_into_its_file(tmp_path: Path) -> None:
     resolved = resolve_demo(tmp_path, "cpu")
     (finding,) = find_plan_misfits(resolved, make_machine())
-    assert finding.code == "P301"
-    assert finding.span is not None
+    assert finding.code == "P301" and finding.span is not None
     line = resolved.path.read_text(encoding="utf-8").splitlines()[finding.span.line - 1]
     assert line[finding.span.column - 1 : finding.span.end_column - 1] == '"arm.device.toml"'
 

@@ -166,8 +166,7 @@ def test_what_gave_way_and_items_of_arrays_are_kept_too(tmp_path: Path) -> None:
     given = ["--memory", f"{least}B", "--set", "decode.predictor=gate"]
     assert run(["fit", str(plan), *given, "-o", str(file)]) == 0
     kept, wanted = load_plan(file).plan, read(plan, least, decode__predictor="gate")
-    assert kept.decode.look_ahead == "none"
-    assert kept.layers == wanted.resolved.plan.layers
+    assert kept.decode.look_ahead == "none" and kept.layers == wanted.resolved.plan.layers
     assert kept.layers.overrides[0].hot != 0.25
 
 

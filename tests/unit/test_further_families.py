@@ -142,8 +142,7 @@ def test_layers_that_are_no_mixture(
     kind: str, options: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
     moe = describe(kind, **options).moe
-    assert moe is not None
-    assert moe.dense_layers == expected
+    assert moe is not None and moe.dense_layers == expected
 
 
 def test_caps_of_nanochat() -> None:
@@ -156,8 +155,7 @@ def test_biases_of_internlm3() -> None:
     attention = describe("internlm3", qkv_bias=True, bias=False).attention
     assert (attention.qkv_bias, attention.output_bias) == (True, False)
     model = describe("internlm3", bias=True)
-    assert model.attention.output_bias
-    assert model.ffn.bias
+    assert model.attention.output_bias and model.ffn.bias
 
 
 def test_logits_are_divided_in_granite_and_multiplied_in_hyperclovax() -> None:
@@ -250,8 +248,7 @@ def test_older_configurations_of_mimo_say_the_same_in_other_words() -> None:
     attention, heads = newer.attention, newer.other_heads
     assert (attention.value_width, attention.value_scale) == (8, 0.707)
     assert attention.window_layers == attention.sink_layers == (1, 2)
-    assert heads is not None
-    assert (heads.layers, heads.kv_heads) == ((1, 2), 4)
+    assert heads is not None and (heads.layers, heads.kv_heads) == ((1, 2), 4)
     assert (
         describe("mimo_v2_flash", **layers, attention_value_scale=None).attention.value_scale == 1
     )

@@ -117,8 +117,7 @@ def test_logits_are_the_same_bits_wherever_weights_are(file: Path) -> None:
     for settings in ({}, {"memory.weights": "loaded"}, {"memory.budget": "105 MiB"}):
         with pi2.load(file, set={"kv.context": 256, **settings}) as model:
             found.append(model.logits(list(range(5, 45))))
-    assert np.array_equal(found[0], found[1])
-    assert np.array_equal(found[0], found[2])
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 
 
 def test_few_tokens_together_have_the_bits_of_each_and_many_round_otherwise(file: Path) -> None:

@@ -69,8 +69,7 @@ def test_a_granule_is_read_in_requests_and_taken_as_a_whole(
         assert reader.finish(pending, number).tolist() == [slot]
         np.testing.assert_array_equal(reader._arena[slot], truth[index])
     assert reader.read_bytes == 2 * GRANULE * STRIDE
-    assert pending.batch is not None
-    assert len(pending.batch.sizes) == 2 * requests
+    assert pending.batch is not None and len(pending.batch.sizes) == 2 * requests
     reader.close()
 
 
@@ -128,8 +127,7 @@ def test_looking_ahead_stops_where_tokens_are_quicker_without() -> None:
         for _ in range(256 + 8):
             ahead.end_token(1.0)
         # Then it is tried again.
-        assert ahead.idle_tokens == (0 if stays else 256)
-        assert not ahead.is_on
+        assert ahead.idle_tokens == (0 if stays else 256) and not ahead.is_on
         for _ in range(8):
             ahead.end_token(1.0 if ahead.is_on else 1.1)
         assert ahead.is_on

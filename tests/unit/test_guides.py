@@ -43,8 +43,7 @@ def test_the_examples_in_python_run(
     assert len(examples) == 4
     exec("\n".join(examples), {})
     printed = capsys.readouterr().out
-    assert "length" in printed
-    assert "P231" in printed
+    assert "length" in printed and "P231" in printed
 
 
 def test_the_device_guide_quotes_the_shipped_file() -> None:
@@ -103,8 +102,7 @@ def test_the_split_means_the_neurons_that_the_guide_says(tmp_path: Path) -> None
         'memory.budget = "8 GiB"\n' + text
     )
     resolved = check_file(path).resolved
-    assert resolved is not None
-    assert resolved.model.layer_neurons == 14336
+    assert resolved is not None and resolved.model.layer_neurons == 14336
     assert resolved.layers[4].hot_neurons == 6451
     assert dict(resolved.layers[4].split) == {"npu": 0.45, "cpu": 0.55}
     assert dict(resolved.layers[0].split) == {"cpu": 1.0}
@@ -118,8 +116,7 @@ def test_the_models_are_as_the_code_has_them() -> None:
 def test_the_glossary_has_at_most_thirty_terms_in_order() -> None:
     _, _, glossary = (DOCS / "start/concepts.md").read_text("utf-8").partition("## Glossary\n")
     terms = re.findall(r"^\| ([a-z][^|]*?) \|", glossary, re.MULTILINE | re.IGNORECASE)[1:]
-    assert len(terms) <= 30
-    assert terms == sorted(terms, key=str.lower)
+    assert len(terms) <= 30 and terms == sorted(terms, key=str.lower)
 
 
 def test_every_command_that_a_page_shows_exists() -> None:

@@ -30,8 +30,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 def test_a_circle_is_found() -> None:
     modules = {"a": "import b", "b": "from c import x", "c": "import a", "d": "import a"}
     circle = find_circle(modules)
-    assert circle is not None
-    assert set(circle) == {"a", "b", "c"}
+    assert circle is not None and set(circle) == {"a", "b", "c"}
 
 
 def test_imports_for_types_and_inside_functions_make_no_circle() -> None:

@@ -195,8 +195,7 @@ def show(item: Diagnostic) -> tuple[str, str, str | None]:
 def test_a_value_of_a_shipped_plan_is_found_where_it_is_inherited(tmp_path: Path) -> None:
     path = tmp_path / "my.plan.toml"
     item = find(path, 'extends = ["demo"]\nkv.context = 1024\nlayers.hot = 0.25\n')
-    assert item.span is not None
-    assert item.span.file == str(path)
+    assert item.span is not None and item.span.file == str(path)
     wanted = f'in {path}, write memory.segments.hot = "1 MiB", or lower layers.hot'
     assert show(item) == ("P202", "2:12", wanted)
     place = display_path(find_shipped_folder() / "demo.plan.toml")
@@ -226,8 +225,7 @@ def test_the_way_through_files_of_one_s_own_ends_at_the_last_of_them(tmp_path: P
     base = tmp_path / "base.plan.toml"
     base.write_text('schema_version = 3\n\nextends = ["demo"]\n')
     item = find(tmp_path / "my.plan.toml", 'extends = ["base.plan.toml"]\nlayers.hot = 0.25\n')
-    assert item.span is not None
-    assert item.span.place == f"{base}:3:12"
+    assert item.span is not None and item.span.place == f"{base}:3:12"
     assert f'{tmp_path / "my.plan.toml"}:2:12: extends "base.plan.toml"' in item.notes
 
 
@@ -235,5 +233,4 @@ def test_a_value_in_a_file_of_one_s_own_stays_where_it_is(tmp_path: Path) -> Non
     base = tmp_path / "base.plan.toml"
     base.write_text('schema_version = 3\nextends = ["demo"]\nmemory.segments.hot = "256 KiB"\n')
     item = find(tmp_path / "my.plan.toml", 'extends = ["base.plan.toml"]\n')
-    assert item.span is not None
-    assert item.span.place == f"{base}:3:23"
+    assert item.span is not None and item.span.place == f"{base}:3:23"

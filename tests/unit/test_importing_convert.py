@@ -93,8 +93,7 @@ def test_the_store_holds_the_quantised_checkpoint(tmp_path: Path, case: str) -> 
     weights = draw_weights(model)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
     manifest = convert_checkpoint(checkpoint, model, tmp_path / "store")
-    assert manifest.order == "index"
-    assert not manifest.synthetic
+    assert manifest.order == "index" and not manifest.synthetic
     expect_store(tmp_path / "store", model, weights, index_order(model))
 
 
@@ -275,8 +274,7 @@ def test_a_rank_that_cannot_be_packed_is_filled_with_zeros(tmp_path: Path) -> No
         weights[outer] = np.ascontiguousarray(weights[outer][:, :rank])
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
     manifest = convert_checkpoint(checkpoint, model, tmp_path / "store")
-    assert manifest.predictor is not None
-    assert manifest.predictor.rank == (64, 64, 32)
+    assert manifest.predictor is not None and manifest.predictor.rank == (64, 64, 32)
     padded = dict(weights)
     for layer, rank in enumerate((64, 64, 32)):
         inner = f"model.layers.{layer}.mlp.predictor.fc1.weight"
@@ -322,8 +320,7 @@ def test_progress_grows_to_one(tmp_path: Path) -> None:
     convert_checkpoint(
         checkpoint, model, tmp_path / "store", progress=lambda label, share: shares.append(share)
     )
-    assert shares == sorted(shares)
-    assert shares[0] == 0.0
+    assert shares == sorted(shares) and shares[0] == 0.0
     assert shares[-1] == 1.0
 
 

@@ -250,8 +250,7 @@ def test_values_that_stand_for_nothing_are_taken(tmp_path: Path, keys: dict[str,
 
 def test_weights_of_experts_add_up_to_1_where_a_file_of_deepseek_v2_says_so(tmp_path: Path) -> None:
     model = Job(tmp_path, "deepseek-v2").describe(expert_weights_norm=True)
-    assert model.moe is not None
-    assert model.moe.normalise_weights
+    assert model.moe is not None and model.moe.normalise_weights
 
 
 @pytest.mark.parametrize(

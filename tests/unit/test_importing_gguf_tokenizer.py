@@ -62,8 +62,7 @@ def test_sentence_piece_merges_the_best_pair_first(text: str) -> None:
     tokenizer = Tokenizer.from_buffer(make_tokenizer(Path("x.gguf"), metadata))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert ids == cut_by_scores(metadata, text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.encode(text).ids == [1, *ids]
+    assert tokenizer.decode(ids) == text and tokenizer.encode(text).ids == [1, *ids]
 
 
 def test_marks_are_taken_whole() -> None:
@@ -145,8 +144,7 @@ def test_characters_without_tokens_are_left_out() -> None:
         "tokenizer.ggml.merges": ["a b"],
     }
     tokenizer = Tokenizer.from_buffer(make_tokenizer(Path("x.gguf"), metadata))
-    assert tokenizer.encode("axb").ids == [0, 1]
-    assert tokenizer.encode("abc").ids == [2]
+    assert tokenizer.encode("axb").ids == [0, 1] and tokenizer.encode("abc").ids == [2]
 
 
 def test_marks_of_phi_3_swallow_the_spaces_after_them() -> None:

@@ -44,8 +44,7 @@ def test_text_for_people_on_a_terminal() -> None:
     stream = Terminal()
     configure_logging(1, stream=stream)
     get_logger().info("loaded")
-    assert "loaded" in stream.getvalue()
-    assert not stream.getvalue().startswith("{")
+    assert "loaded" in stream.getvalue() and not stream.getvalue().startswith("{")
 
 
 def test_no_colours_for_those_who_set_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +52,7 @@ def test_no_colours_for_those_who_set_no_color(monkeypatch: pytest.MonkeyPatch) 
     stream = Terminal()
     configure_logging(1, stream=stream)
     get_logger().info("loaded", layers=8)
-    assert "\x1b" not in stream.getvalue()
-    assert "layers=8" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue() and "layers=8" in stream.getvalue()
 
 
 def run_on_terminal(*arguments: str) -> str:
@@ -88,11 +86,9 @@ DRY = ["plans/demo.plan.toml", "--prompt", "x", "--max-tokens", "2", "--set", "b
 
 def test_a_terminal_gets_lines_for_people_and_more_of_them_with_vv() -> None:
     once, twice = run_on_terminal("run", "-v", *DRY), run_on_terminal("run", "-vv", *DRY)
-    assert "{" not in once.split("\r\n")[0]
-    assert "model loaded" in once
+    assert "{" not in once.split("\r\n")[0] and "model loaded" in once
     assert "segment=hot" not in once
-    assert "segment=hot" in twice
-    assert "layer=7" in twice
+    assert "segment=hot" in twice and "layer=7" in twice
     assert "cache_misses=" in twice
 
 
@@ -119,5 +115,4 @@ def test_exceptions_do_not_carry_local_variables() -> None:
         raise ValueError(len(prompt))
     except ValueError:
         get_logger().exception("failed")
-    assert "ValueError" in stream.getvalue()
-    assert "a secret" not in stream.getvalue()
+    assert "ValueError" in stream.getvalue() and "a secret" not in stream.getvalue()

@@ -54,8 +54,7 @@ def write_arm(root: Path, parts: list[int], features: list[str], tail: str = "")
 def test_server_with_vnni(tmp_path: Path) -> None:
     write_x86(tmp_path, "Xeon Gold 6248", [CASCADE_LAKE] * 4)
     cpu = detect_cpu(tmp_path, machine="x86_64", affinity=4)
-    assert cpu.name == "Xeon Gold 6248"
-    assert cpu.architecture == "x86-64"
+    assert (cpu.name, cpu.architecture) == ("Xeon Gold 6248", "x86-64")
     assert cpu.features == {
         "sse4.2",
         "f16c",
@@ -125,17 +124,14 @@ def test_board_names_the_chip_where_cpuinfo_does_not(tmp_path: Path) -> None:
 
 def test_system_without_proc_still_answers(tmp_path: Path) -> None:
     cpu = detect_cpu(tmp_path, machine="arm64", affinity=3)
-    assert cpu.architecture == "aarch64"
-    assert cpu.features == {"neon"}
-    assert cpu.cores == 3
-    assert len(cpu.clusters) == 1
+    assert cpu.architecture == "aarch64" and cpu.features == {"neon"}
+    assert (cpu.cores, len(cpu.clusters)) == (3, 1)
 
 
 def test_foreign_architecture_keeps_its_name_and_has_no_features(tmp_path: Path) -> None:
     write_x86(tmp_path, "?", [CASCADE_LAKE])
     cpu = detect_cpu(tmp_path, machine="riscv64", affinity=1)
-    assert cpu.architecture == "riscv64"
-    assert cpu.features == frozenset()
+    assert cpu.architecture == "riscv64" and cpu.features == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -154,8 +150,7 @@ def test_container_quota_lowers_the_cores(
     write(tmp_path, "proc/self/cgroup", "0::/user.slice/job\n")
     write(tmp_path, "sys/fs/cgroup/user.slice/job/cpu.max", quota + "\n")
     cpu = detect_cpu(tmp_path, machine="x86_64", affinity=affinity)
-    assert cpu.cores == cores
-    assert cpu.cores_online == 8
+    assert cpu.cores == cores and cpu.cores_online == 8
 
 
 def test_quota_of_a_parent_group_counts(tmp_path: Path) -> None:
@@ -183,6 +178,5 @@ def test_features_are_those_of_the_plan_language() -> None:
 
 def test_this_machine() -> None:
     cpu = detect_cpu()
-    assert cpu.name
-    assert 1 <= cpu.cores <= cpu.cores_online
+    assert cpu.name and 1 <= cpu.cores <= cpu.cores_online
     assert sum(cluster.cores for cluster in cpu.clusters) == cpu.cores_online

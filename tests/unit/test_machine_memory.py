@@ -32,8 +32,7 @@ def write_meminfo(root: Path, total_gib: int, available_gib: int) -> None:
 def test_machine_without_limits(tmp_path: Path) -> None:
     write_meminfo(tmp_path, 16, 9)
     memory = detect_memory(tmp_path)
-    assert memory.installed_bytes == 16 * GIB
-    assert memory.limit_bytes == 16 * GIB
+    assert memory.installed_bytes == 16 * GIB and memory.limit_bytes == 16 * GIB
     assert memory.available_bytes == 9 * GIB
 
 
@@ -44,8 +43,7 @@ def test_limit_of_version_2_leaves_idle_file_pages_out(tmp_path: Path) -> None:
     write(tmp_path, "sys/fs/cgroup/job/memory.current", f"{3 * GIB}\n")
     write(tmp_path, "sys/fs/cgroup/job/memory.stat", f"anon 7\ninactive_file {2 * GIB}\n")
     memory = detect_memory(tmp_path)
-    assert memory.installed_bytes == 16 * GIB
-    assert memory.limit_bytes == 4 * GIB
+    assert memory.installed_bytes == 16 * GIB and memory.limit_bytes == 4 * GIB
     assert memory.available_bytes == 3 * GIB
 
 

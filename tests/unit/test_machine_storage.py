@@ -42,8 +42,7 @@ def test_filesystem_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
 def test_nothing_is_claimed_of_unknown_devices(tmp_path: Path) -> None:
     storage = inspect_storage(tmp_path, tmp_path / "empty")
     assert (storage.device, storage.block_bytes, storage.filesystem) == (None, None, None)
-    assert storage.free_bytes is not None
-    assert storage.free_bytes > 0
+    assert storage.free_bytes is not None and storage.free_bytes > 0
 
 
 def test_probe_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -63,8 +62,7 @@ def test_probe_reads_a_file_where_there_is_one(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="needs Linux")
 def test_file_system_that_refuses_direct_reads() -> None:
     direct = probe_direct_reads(Path("/proc/cpuinfo"))
-    assert not direct.works
-    assert direct.obstacle
+    assert not direct.works and direct.obstacle
 
 
 def test_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,11 +40,9 @@ def ids(*values: int) -> np.ndarray:
 def test_a_missing_neuron_gets_a_cold_slot_and_is_found_there_afterwards() -> None:
     cache = make_cache()
     first = cache.look_up(0, ids(3, 9))
-    assert first.resident_slots.tolist() == [3]
-    assert first.missing.tolist() == [9]
+    assert first.resident_slots.tolist() == [3] and first.missing.tolist() == [9]
     assert cache.look_up(0, ids(9)).resident_slots.tolist() == first.missing_slots.tolist()
-    assert cache.counters[0].hits == 2
-    assert cache.counters[0].misses == 1
+    assert (cache.counters[0].hits, cache.counters[0].misses) == (2, 1)
     assert cache.counters[0].read_bytes == 8
 
 

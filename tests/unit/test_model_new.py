@@ -246,8 +246,7 @@ def test_turbosparse_mixtral_has_drelu_and_a_predictor_in_every_expert(tmp_path:
         num_experts_per_tok=2,
     )
     made = describe_checkpoint(checkpoint).model
-    assert made.ffn.activation == "drelu"
-    assert made.moe == model.moe
+    assert made.ffn.activation == "drelu" and made.moe == model.moe
     assert made.predictor is not None and made.predictor.rank == 32
     store = tmp_path / "store"
     assert run(["convert", str(checkpoint), "-o", str(store)]) == 0
@@ -284,8 +283,7 @@ def test_the_command_writes_a_file_and_overwrites_none(
     assert run(["model", "new", str(checkpoint), "-o", str(file)]) == 0
     report = check_file(file)
     assert isinstance(report.document, Model)
-    assert report.document.id == "mine"
-    assert report.document.attention.head_norm
+    assert report.document.id == "mine" and report.document.attention.head_norm
     assert run(["model", "new", str(checkpoint), "-o", str(file)]) == 2
     assert "P027" in capsys.readouterr().err
     assert run(["model", "new", str(checkpoint), "-o", str(file), "--force"]) == 0

@@ -133,8 +133,7 @@ def test_what_a_family_cannot_compute_is_refused(tmp_path: Path, line: str) -> N
 def test_every_architecture_of_gguf_files_names_functions_that_exist() -> None:
     for name in list_architectures():
         found = find_architecture(name)
-        assert found is not None
-        assert found.names
+        assert found is not None and found.names
         assert found.model_type in list_families().families
         assert callable(found.read)
         assert callable(found.scale)
@@ -160,8 +159,7 @@ def test_mistakes_in_a_family_are_findings_at_their_places(
     found = check_file(family).diagnostics
     assert [item.code for item in found] == [code]
     span = found[0].span
-    assert span is not None
-    assert (span.line, span.column) == place
+    assert span is not None and (span.line, span.column) == place
 
 
 def test_shipped_families_are_sound() -> None:

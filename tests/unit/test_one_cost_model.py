@@ -22,5 +22,4 @@ def test_closed_form_is_near_the_simulated_events_over_random_grid(outcomes: lis
 
 def test_prompts_agree_as_well(outcomes: list[Outcome]) -> None:
     errors = [abs(item.prompt_error) for item in outcomes if item.prompt_error is not None]
-    assert len(errors) > 0.2 * len(outcomes)
-    assert max(errors) <= 0.05
+    assert len(errors) > 0.2 * len(outcomes) and max(errors) <= 0.05

@@ -102,8 +102,7 @@ def test_show_prints_a_plan_with_units_defaults_and_digest(
 def test_show_refuses_a_bad_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["show", DEMO, "--set", "kv.context=0"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "--> --set:1:14" in captured.err
+    assert captured.out == "" and "--> --set:1:14" in captured.err
     assert run(["show", "missing.plan.toml"]) == 2
 
 
@@ -134,15 +133,12 @@ def test_a_bug_prints_one_line_and_leaves_a_log(
     monkeypatch.setattr(commands.LazyGroup, "get_command", lambda *_: broken)
     assert run(["validate", "a prompt"]) == 3
     error = capsys.readouterr().err
-    assert "Traceback" not in error
-    assert "ZeroDivisionError: by zero" in error
+    assert "Traceback" not in error and "ZeroDivisionError: by zero" in error
     (log,) = (tmp_path / "pi2").iterdir()
     assert str(log) in error
     text = log.read_text()
-    assert "Traceback" in text
-    assert "pydantic " in text
-    assert "command 'validate'" in text
-    assert "a prompt" not in text
+    assert "Traceback" in text and "pydantic " in text
+    assert "command 'validate'" in text and "a prompt" not in text
 
 
 def test_a_log_goes_elsewhere_if_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +146,7 @@ def test_a_log_goes_elsewhere_if_it_must(tmp_path: Path, monkeypatch: pytest.Mon
     blocked.write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
     place = main.write_log("text")
-    assert place is not None
-    assert place.read_text() == "text"
+    assert place is not None and place.read_text() == "text"
     place.unlink()
 
 
@@ -208,8 +203,7 @@ def test_a_terminal_without_utf_8_does_no_harm() -> None:
         "tests/plans/broken/wide-characters.plan.toml",
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
-    assert done.returncode == 1
-    assert "\\u540d" in done.stdout
+    assert done.returncode == 1 and "\\u540d" in done.stdout
 
 
 def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,7 @@ def find(path: Path) -> tuple[Diagnostic, ...]:
 
 def test_a_plan_that_only_extends_is_the_plan_that_it_extends(base: Path) -> None:
     mine, theirs = extend(base, ""), load_plan(base)
-    assert mine.layers == theirs.layers
-    assert mine.plan.memory == theirs.plan.memory
+    assert mine.layers == theirs.layers and mine.plan.memory == theirs.plan.memory
     assert mine.store_path.resolve() == theirs.store_path.resolve()
 
 
@@ -65,8 +64,7 @@ def test_arrays_are_joined_where_it_is_said(base: Path, join: str, selectors: li
 def test_removed_keys_have_their_defaults_again(base: Path) -> None:
     assert load_plan(base).plan.prefill.chunk == 64
     mine = extend(base, 'remove = ["prefill", "layers.overrides"]\n')
-    assert mine.plan.prefill.chunk == 128
-    assert mine.plan.layers.overrides == ()
+    assert mine.plan.prefill.chunk == 128 and mine.plan.layers.overrides == ()
 
 
 def test_a_removed_table_may_be_written_anew(base: Path) -> None:
@@ -137,8 +135,7 @@ def test_paths_begin_where_they_are_written(base: Path, tmp_path: Path) -> None:
 
 def test_shipped_plans_are_extended_by_their_names(tmp_path: Path) -> None:
     mine = load_plan(write(tmp_path / "my.plan.toml", 'extends = ["demo"]\nio.threads = 3\n'))
-    assert mine.plan.io.threads == 3
-    assert mine.store_path == ROOT / "plans/stores/pi2-demo"
+    assert mine.plan.io.threads == 3 and mine.store_path == ROOT / "plans/stores/pi2-demo"
     path = write(tmp_path / "my.plan.toml", 'extends = ["oneplus-12/bamboo-7b"]\n')
     assert check_file(path).files["plan"].values["device"] == "oneplus-12"
 
@@ -178,8 +175,7 @@ def test_a_finding_says_by_which_way_its_file_came(base: Path) -> None:
     write(folder / "middle.toml", 'extends = ["common/base.plan.toml"]\n')
     path = write(folder / "my.plan.toml", '\nextends = ["middle.toml"]\n')
     (finding,) = find(path)
-    assert finding.span is not None
-    assert finding.span.file.endswith("common/base.plan.toml")
+    assert finding.span is not None and finding.span.file.endswith("common/base.plan.toml")
     assert finding.notes == (
         f'{path}:3:12: extends "middle.toml"',
         f'{folder / "middle.toml"}:2:12: extends "common/base.plan.toml"',
@@ -217,8 +213,7 @@ def test_references_with_a_scheme_are_found_by_a_resolver(base: Path) -> None:
     path = write(base.parents[1] / "my.plan.toml", 'extends = ["lock:gone.plan.toml"]\n')
     (finding,) = check_file(path, resolver=lock).diagnostics
     assert (finding.code, finding.message) == ("P015", "lock:gone.plan.toml is not locked")
-    assert finding.span is not None
-    assert (finding.span.line, finding.span.column) == (2, 12)
+    assert finding.span is not None and (finding.span.line, finding.span.column) == (2, 12)
     assert [item.code for item in find(path)] == ["P020"]
 
 

@@ -65,8 +65,7 @@ def test_layers_that_differ_alike_come_together(folder: Path) -> None:
     other = write("other.plan.toml", f'inherit.layers.overrides = "append"\n{text}')
     before, after = load_plan("base.plan.toml"), load_plan(other)
     (change,) = compare_layers(before, after)
-    assert change.name == "layers 2-4"
-    assert change.hot_bytes == (410 * 4096, 205 * 4096)
+    assert change.name == "layers 2-4" and change.hot_bytes == (410 * 4096, 205 * 4096)
     hot = next(item for item in compare_segments(before, after) if item.name == "hot")
     assert hot.needs[1] - hot.needs[0] == 3 * (205 - 410) * 4096
     assert hot.sizes[0] == hot.sizes[1]

@@ -30,8 +30,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_example_is_a_sound_plan(example: Path) -> None:
     report = check_file(example)
-    assert report.diagnostics == ()
-    assert report.resolved is not None
+    assert report.diagnostics == () and report.resolved is not None
     assert [layer.hot_neurons for layer in report.resolved.layers] == [512] * 2 + [128] * 6
 
 

@@ -137,8 +137,7 @@ def test_devices_and_models_are_reached_through_the_plan(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = explain("device.memory.capacity", str(plan), capsys=capsys)
-    assert 'memory.capacity = "4 GiB"' in text
-    assert "phone.device.toml:15:12" in text
+    assert 'memory.capacity = "4 GiB"' in text and "phone.device.toml:15:12" in text
     assert "ffn = 2048" in explain("model.shape.ffn", str(plan), capsys=capsys)
     assert "ffn = 2048" in explain("shape.ffn", "small.model.toml", capsys=capsys)
 
@@ -150,8 +149,7 @@ def test_without_a_file_it_says_what_the_key_means(capsys: pytest.CaptureFixture
     )
     assert "Derived if it is not stated.\n" in text
     both = explain("memory", capsys=capsys)
-    assert "memory (of a plan)" in both
-    assert "memory (of a device)" in both
+    assert "memory (of a plan)" in both and "memory (of a device)" in both
 
 
 @pytest.mark.parametrize(
@@ -176,8 +174,7 @@ def test_plan_with_errors_is_explained_too(plan: Path, capsys: pytest.CaptureFix
     plan.write_text(plan.read_text() + "[kv]\ncontext = 0\n")
     assert run(["explain", "kv.context", str(plan)]) == 0
     captured = capsys.readouterr()
-    assert "kv.context = 0" in captured.out
-    assert "error[P104]" in captured.err
+    assert "kv.context = 0" in captured.out and "error[P104]" in captured.err
 
 
 def test_paths_are_written_in_several_ways() -> None:
@@ -205,8 +202,7 @@ def test_what_show_prints_is_the_same_plan(
     Path("again.plan.toml").write_text(capsys.readouterr().out)
     first, again = check_file(plan).resolved, check_file(Path("again.plan.toml")).resolved
     assert first is not None
-    assert again is not None
-    assert first.digest == again.digest
+    assert again is not None and first.digest == again.digest
 
 
 @pytest.mark.parametrize("name", ["phone.device.toml", "small.model.toml"])

@@ -127,8 +127,7 @@ def test_overrides_replace_values(plan: Path) -> None:
             "weights": Path("elsewhere"),
         },
     )
-    assert resolved.plan.decode.predictor == "gate"
-    assert resolved.plan.io.threads == 2
+    assert (resolved.plan.decode.predictor, resolved.plan.io.threads) == ("gate", 2)
     assert [dict(layer.split) for layer in resolved.layers] == [{"cpu": 1.0}] * 8
     assert resolved.store_path == plan.parent / "elsewhere"
 
@@ -193,5 +192,4 @@ def test_assignments_are_toml_or_text(text: str, value: object) -> None:
 def test_broken_assignments_are_refused(text: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_assignments((text,))
-    assert caught.value.diagnostics[0].code == "P016"
-    assert caught.value.exit_code == 2
+    assert (caught.value.diagnostics[0].code, caught.value.exit_code) == ("P016", 2)

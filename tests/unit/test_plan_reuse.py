@@ -34,8 +34,7 @@ def test_the_same_is_found_with_and_without() -> None:
     for path in paths:
         alone, together = check_file(path), check_file(path, reuse=reuse)
         assert together.diagnostics == alone.diagnostics, path
-        assert together.sources == alone.sources
-        assert together.document == alone.document
+        assert together.sources == alone.sources and together.document == alone.document
         assert (together.resolved is None) == (alone.resolved is None)
         if together.resolved is not None and alone.resolved is not None:
             assert together.resolved.digest == alone.resolved.digest
@@ -77,8 +76,7 @@ def test_folders_stand_for_the_documents_below(
     (folder / "notes.toml").write_text("no = 1")
     assert run(["validate", ".", "0.plan.toml"]) == 1
     captured = capsys.readouterr()
-    assert "deep/er/y.plan.toml" in captured.out
-    assert captured.err.startswith("\n9 files, ")
+    assert "deep/er/y.plan.toml" in captured.out and captured.err.startswith("\n9 files, ")
     (folder / "empty").mkdir()
     assert run(["validate", "empty"]) == 2
     assert "P002" in capsys.readouterr().out or "P009" in capsys.readouterr().out

@@ -21,8 +21,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "demo.plan.toml").write_text("")
     finding = find_only(tmp_path / "dmeo.plan.toml")
     assert (finding.code, finding.message) == ("P001", "no such file")
-    assert finding.help is not None
-    assert finding.help.endswith("demo.plan.toml?")
+    assert finding.help is not None and finding.help.endswith("demo.plan.toml?")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
@@ -70,8 +69,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "x.plan.toml"
     path.write_bytes(b"# " + b"x" * MAX_BYTES)
     finding = find_only(path)
-    assert finding.code == "P004"
-    assert "1,048,578 bytes" in finding.message
+    assert finding.code == "P004" and "1,048,578 bytes" in finding.message
 
 
 def test_a_large_file_is_checked_in_bearable_time(tmp_path: Path) -> None:
@@ -108,8 +106,7 @@ def test_the_byte_that_is_not_utf_8(data: bytes, line: int, column: int, tmp_pat
     path = tmp_path / "x.plan.toml"
     path.write_bytes(data)
     finding = find_only(path)
-    assert finding.code == "P006"
-    assert finding.span is not None
+    assert finding.code == "P006" and finding.span is not None
     assert (finding.span.line, finding.span.column) == (line, column)
 
 

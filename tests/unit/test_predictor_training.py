@@ -47,8 +47,7 @@ def draw_samples(tokens: int = 3000, hidden: int = 32, neurons: int = 64) -> Lay
 def test_a_predictor_finds_what_it_promises_and_names_few() -> None:
     samples = draw_samples()
     fit = fit_layer(samples, 32, Recipe(recall=0.95, passes=20, batch=128), "int8")
-    assert fit.recall == pytest.approx(0.95, abs=0.01)
-    assert 0.03 < fit.active < 0.2
+    assert fit.recall == pytest.approx(0.95, abs=0.01) and 0.03 < fit.active < 0.2
     assert fit.active < fit.predicted < 2.5 * fit.active
     inputs, active = samples.read(slice(2700, 3000))
     named = fit.weights.score(inputs) >= 0
@@ -70,8 +69,7 @@ def test_recall_is_a_knob() -> None:
     shares = [share for _, share in fit.curve]
     assert shares == sorted(shares)
     more = calibrate(samples, slice(2700, 3000), fit.weights, Recipe(recall=0.99))
-    assert more.recall >= 0.985
-    assert more.predicted > fit.predicted
+    assert more.recall >= 0.985 and more.predicted > fit.predicted
     assert dict(fit.curve)[0.99] == pytest.approx(more.predicted, abs=0.01)
 
 
@@ -96,8 +94,7 @@ def test_a_store_without_predictors_gets_them(tmp_path: Path) -> None:
     for layer in found.evaluation.layers:
         assert layer.recall is not None and layer.recall > layer.predicted
     with NeuronStore.open(tmp_path / "new/store") as new, NeuronStore.open(tiny.store) as old:
-        assert new.manifest.predictor is not None
-        assert new.manifest.predictor.rank == (32, 32, 32)
+        assert new.manifest.predictor is not None and new.manifest.predictor.rank == (32, 32, 32)
         for name, tensor in old.tensors.items():
             np.testing.assert_array_equal(new.tensors[name].weights, tensor.weights)
         assert os.path.samefile(new.layers[0].path, old.layers[0].path)

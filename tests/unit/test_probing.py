@@ -101,8 +101,7 @@ def test_the_document_is_sound_and_every_figure_says_how_it_was_measured(tmp_pat
     assert device.units["cpu"].read_bandwidth.value == 20.5e9, "the best quartile"
     assert device.units["cpu"].clusters[0].cores == 2, "the container's cores, not the machine's"
     assert device.units["cpu"].clusters[0].frequency == 2.5e9
-    assert device.memory.usable == 8 << 30
-    assert device.storage.block_size == 512
+    assert device.memory.usable == 8 << 30 and device.storage.block_size == 512
 
 
 def test_every_way_of_reading_has_its_own_overlap() -> None:
@@ -405,8 +404,7 @@ def test_impossible_times_do_not_count(times: list[float], kept: int) -> None:
     key = STEPS[0].key
     found = make_measurements(step_s={**make_measurements().step_s, key: times})
     (kernel,) = (x for x in make_device("mine", found).units["cpu"].kernels if x.kernel == "gather")
-    assert kernel.time == pytest.approx(1.0e-4, rel=0.1)
-    assert kernel.samples == kept
+    assert kernel.time == pytest.approx(1.0e-4, rel=0.1) and kernel.samples == kept
 
 
 def test_a_step_without_a_possible_time_is_refused() -> None:

@@ -74,8 +74,7 @@ def test_group_without_scale_is_zero(precision: Precision, tiny: float) -> None:
     rows = np.full((2, 64), tiny, np.float32)
     rows[:, 32:] = 1.0
     weights, scales = find_packing(precision).quantize(rows)
-    assert scales is not None
-    assert (scales[:, 0] == 0).all()
+    assert scales is not None and (scales[:, 0] == 0).all()
     assert (find_packing(precision).unpack(weights, 64)[:, :32] == 0).all()
     np.testing.assert_allclose(
         find_packing(precision).dequantize(weights, scales, 64)[:, 32:], 1, rtol=1e-3

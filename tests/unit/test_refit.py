@@ -71,8 +71,7 @@ def test_what_a_unit_owns_becomes_less_with_the_hot_neurons(settings: dict[str, 
     assert all(codes == ["P611"] for codes in refused.values())
     assert max(refused) < min(fitted)
     counts = [0 if p.layers[0].dense is None else p.layers[0].dense.kept for p in fitted.values()]
-    assert counts == sorted(counts)
-    assert counts[-1] == 307
+    assert counts == sorted(counts) and counts[-1] == 307
 
 
 def test_every_change_is_told() -> None:
@@ -99,8 +98,7 @@ def test_too_little_names_what_it_takes() -> None:
     with pytest.raises(UserError) as caught:
         fit(find_least() - 0.1)
     finding = caught.value.diagnostics[0]
-    assert finding.code == "P611"
-    assert "runtime 87 MiB" in finding.message
+    assert finding.code == "P611" and "runtime 87 MiB" in finding.message
 
 
 def test_a_plan_that_states_less_for_the_runtime_keeps_it() -> None:

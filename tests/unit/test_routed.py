@@ -259,8 +259,7 @@ def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> N
         update={"shape": model.shape.model_copy(update={"layers": 40, "ffn": 8192})}
     )
     plan = complete_plan(tomllib.loads(draft_plan(wish, device, large)), device, large).values
-    assert plan["layers"]["hot"] == 0.0
-    assert plan["memory"]["segments"]["hot"] == "0 B"
+    assert (plan["layers"]["hot"], plan["memory"]["segments"]["hot"]) == (0.0, "0 B")
 
 
 @pytest.mark.parametrize(("budget", "chunk"), [("9 GiB", 512), ("2010 MiB", 128), (None, 512)])

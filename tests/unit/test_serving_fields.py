@@ -141,8 +141,7 @@ def test_the_interface_describes_every_body() -> None:
 )
 def test_a_server_answers_to_its_own_names(host: str) -> None:
     names = list_own_names("127.0.0.2", has_keys=False, origins=["https://chat.example:8443"])
-    assert names is not None
-    assert is_own_name(host.encode(), names)
+    assert names is not None and is_own_name(host.encode(), names)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +151,7 @@ def test_a_server_answers_to_its_own_names(host: str) -> None:
 )
 def test_a_server_answers_to_no_other_name(host: str) -> None:
     names = list_own_names("localhost", has_keys=False)
-    assert names is not None
-    assert not is_own_name(host.encode("latin-1"), names)
+    assert names is not None and not is_own_name(host.encode("latin-1"), names)
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,7 @@ def test_a_stream_that_has_begun_ends_with_an_error_of_its_interface(path: str, 
     replicas = Replicas([3])
     sent = ask(replicas, path)
     text = read_text(sent)
-    assert text.startswith("data: 1\n\ndata: 2\n\n" + last)
-    assert "[DONE]" not in text
+    assert text.startswith("data: 1\n\ndata: 2\n\n" + last) and "[DONE]" not in text
     assert sent[-1]["more_body"] is False
     assert len(replicas.bodies) == 1, "what was sent cannot be taken back"
 

@@ -213,8 +213,7 @@ def test_a_long_prompt_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
                 thread.join(0.01)
         ticket = short._ticket
         # The ten pieces of the long prompt went along with ten tokens of the short one.
-        assert ticket.answer is not None
-        assert ticket.answer.made_tokens >= 10
+        assert ticket.answer is not None and ticket.answer.made_tokens >= 10
 
 
 def test_clients_take_turns() -> None:
@@ -229,6 +228,5 @@ def test_clients_take_turns() -> None:
     for ticket in tickets:
         line.push(ticket)
     tickets[4].cancel()
-    assert line.drop_cancelled() == [tickets[4]]
-    assert len(line) == 6
+    assert line.drop_cancelled() == [tickets[4]] and len(line) == 6
     assert [line.pop().client for _ in range(6)] == ["a", "b", "c", "a", "a", "a"]

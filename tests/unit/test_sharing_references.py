@@ -88,8 +88,7 @@ def test_a_fault_is_pointed_at(text: str, code: str, marked: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_reference(text)
     (found,) = caught.value.diagnostics
-    assert found.code == code
-    assert found.span is not None
+    assert found.code == code and found.span is not None
     assert text[found.span.column - 1 : found.span.end_column - 1] == marked
     assert caught.value.sources == {"reference": text}
 
@@ -111,12 +110,10 @@ def test_any_text_is_taken_or_refused_with_a_place(text: str) -> None:
         found = parse_reference(text)
     except UserError as error:
         (item,) = error.diagnostics
-        assert item.code.startswith("P70")
-        assert item.span is not None
+        assert item.code.startswith("P70") and item.span is not None
         assert 1 <= item.span.column < item.span.end_column <= max(len(text), MAX_LENGTH) + 2
     else:
-        assert found.text == text
-        assert ".." not in found.path.split("/")
+        assert found.text == text and ".." not in found.path.split("/")
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,7 @@ def test_every_fitted_figure_has_a_row_that_says_what_comparisons_are_without_it
 
 def test_errors_are_within_the_goals(rows: list[Comparison]) -> None:
     summary = summarise(rows)
-    assert summary is not None
-    assert summary.mean <= MEAN_ERROR
+    assert summary is not None and summary.mean <= MEAN_ERROR
     assert summary.worst <= WORST_ERROR + NOISE
 
 
@@ -181,8 +180,7 @@ def test_points_that_nothing_was_fitted_to_are_near() -> None:
     assert [row.reason for row in rows if row.simulated is None] == []
     summary = summarise(rows)
     assert summary is not None and summary.count >= 5
-    assert summary.mean <= 0.12
-    assert summary.worst <= 0.28
+    assert summary.mean <= 0.12 and summary.worst <= 0.28
     far = [row for row in rows if row.point.scored and abs(row.error or 0.0) > WORST_ERROR + NOISE]
     assert len(far) <= 3
 
@@ -194,8 +192,7 @@ def test_more_memory_is_faster(rows: list[Comparison]) -> None:
         if not isinstance(row.point.scenario.memory, str) and row.simulated is not None
     ]
     speeds = [speed for _, speed in sorted(sweep)]
-    assert len(speeds) == 5
-    assert speeds == sorted(speeds)
+    assert len(speeds) == 5 and speeds == sorted(speeds)
 
 
 def test_settings_without_a_published_figure_are_predicted() -> None:

@@ -191,8 +191,7 @@ def test_the_model_guesses_with_what_is_in_memory_and_reads_nothing_for_it(
         assert cache.free_capacity == cache.cold_capacity, "nothing is held in the end"
     assert result.token_ids == alone.token_ids
     assert places == sorted(set(places)), "what was guessed is taken back"
-    assert counters.accepted_tokens > 0
-    assert counters.drafted_bytes > 0
+    assert counters.accepted_tokens > 0 and counters.drafted_bytes > 0
 
 
 def write_draft(folder: Path, name: str = "draft", **changes: Any) -> Path:
@@ -394,8 +393,7 @@ def test_a_plan_that_lets_it_pay_guesses_what_the_prompt_has(tmp_path: Path) -> 
     with pi2.load(plan, set={"decode.speculation": {"match": 1, "when": "always"}}) as model:
         result = model.generate([5, 6, 7, 8] * 4, **ANSWER, temperature=0.0).result
         counters = result.statistics.speculation
-    assert counters.drafted_bytes > 0
-    assert counters.drafted_tokens >= counters.drafted_steps
+    assert counters.drafted_bytes > 0 and counters.drafted_tokens >= counters.drafted_steps
     assert counters.draft_tokens >= counters.accepted_tokens
     assert sum(counters.accepted_by_position) == counters.accepted_tokens
     assert counters.drafted_tokens + counters.plain_tokens == len(result.token_ids) - 1

@@ -63,13 +63,11 @@ def test_info_says_what_the_store_holds(tiny: TinyModel, capsys: Captured) -> No
     output = capsys.readouterr().out
     digest = read_manifest(tiny.store).model.digest
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines() if line}
-    assert lines["model"].split() == ["tiny"]
-    assert lines["digest"].split() == [digest]
+    assert lines["model"].split() == ["tiny"] and lines["digest"].split() == [digest]
     assert "layers 3, hidden 64, neurons per layer 96" in lines["shape"]
     assert "ffn int4" in lines["precision"]
     assert "512 bytes apart, 108 used: gate at 0, up at 36, down at 72" in lines["bundle"]
-    assert "most active first" in lines["order"]
-    assert "rank 32" in lines["predictor"]
+    assert "most active first" in lines["order"] and "rank 32" in lines["predictor"]
     assert "of a checkpoint" in lines["weights"]
     assert "96 neurons each" in lines["layers/ffn-000.arrow"]
     assert "dense tensors" in lines["dense.arrow"]
@@ -85,8 +83,7 @@ def test_info_as_json_is_the_manifest(tiny: TinyModel, capsys: Captured) -> None
 def test_no_store_is_exit_code_2(tmp_path: Path, command: str, capsys: Captured) -> None:
     assert run(["store", command, str(tmp_path / "none")]) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "error[P501]" in captured.err
+    assert captured.out == "" and "error[P501]" in captured.err
 
 
 # verify
@@ -103,8 +100,7 @@ def test_verify_names_every_bad_file_and_exits_with_1(tiny: TinyModel, capsys: C
     (tiny.store / "tokenizer.json").unlink()
     assert run(["store", "verify", str(tiny.store)]) == 1
     output = capsys.readouterr().out
-    assert output.count("error[P507]") == 2
-    assert output.count("error[P506]") == 1
+    assert (output.count("error[P507]"), output.count("error[P506]")) == (2, 1)
     for name in ("ffn-001.arrow", "dense.arrow", "tokenizer.json"):
         assert name in output
     assert "ffn-000.arrow" not in output
@@ -114,8 +110,7 @@ def test_verify_as_json(tiny: TinyModel, capsys: Captured) -> None:
     flip_byte(tiny.store / "layers/ffn-002.arrow", 9)
     assert run(["store", "verify", "--json", str(tiny.store)]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert finding["code"] == "P507"
-    assert finding["file"].endswith("layers/ffn-002.arrow")
+    assert finding["code"] == "P507" and finding["file"].endswith("layers/ffn-002.arrow")
 
 
 def test_verify_notices_a_manifest_that_points_elsewhere_in_a_file(

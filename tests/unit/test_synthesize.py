@@ -87,8 +87,7 @@ def test_other_models_become_sound_stores_that_make_text(
     store = synthesize(tmp_path, model, Recipe())
     assert verify_store(store) == []
     with NeuronStore.open(store, model=model) as opened:
-        assert opened.manifest.synthetic
-        assert opened.manifest.order == "hotness"
+        assert opened.manifest.synthetic and opened.manifest.order == "hotness"
     measured = measure_store(store, model, tokens=96)
     assert all(layer.active == pytest.approx(0.1, rel=0.25) for layer in measured.layers)
 
@@ -138,8 +137,7 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(tmp_path: 
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         (tmp_path / name).mkdir()
         hashes.append(hash_store(synthesize(tmp_path / name, model, Recipe(seed=seed))))
-    assert hashes[0] == hashes[1]
-    assert hashes[0]["dense.arrow"] != hashes[2]["dense.arrow"]
+    assert hashes[0] == hashes[1] and hashes[0]["dense.arrow"] != hashes[2]["dense.arrow"]
     assert hashes[0]["layers/ffn-001.arrow"] != hashes[2]["layers/ffn-001.arrow"]
 
 
@@ -147,8 +145,7 @@ def test_a_recipe_that_cannot_be_had_is_refused_with_all_its_faults() -> None:
     with pytest.raises(UserError) as caught:
         check_recipe(Recipe(active=0.4, skew=0.26, recall=2.0, seed=-1), make())
     text = " ".join(item.message for item in caught.value.diagnostics)
-    assert "recall is 2.0" in text
-    assert "seed is -1" in text
+    assert "recall is 2.0" in text and "seed is -1" in text
     assert "26% of the neurons cannot make 80%" in text
 
 

@@ -46,8 +46,7 @@ def run_tool(
 
 def test_tool_says_of_model_that_nobody_knows(tmp_path: Path, environment: dict[str, str]) -> None:
     done = run_tool(environment, "nosuch", tmp_path / "store")
-    assert done.returncode == 2
-    assert "P015" in done.stderr
+    assert done.returncode == 2 and "P015" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -63,8 +62,7 @@ def test_the_tool_writes_store_statistics_and_a_plan_that_runs(
     assert "synthetic" in done.stdout
     store = tmp_path / "store"
     statistics = json.loads((store / "statistics.json").read_text())
-    assert statistics["synthetic"] is True
-    assert statistics["asked"]["skew"] == 0.26
+    assert statistics["synthetic"] is True and statistics["asked"]["skew"] == 0.26
     assert len(statistics["layers"]) == 6
     assert statistics["mean"]["active"] == pytest.approx(0.1, abs=0.02)
     assert read_counts(store / "activations.parquet", 6, 1024).sum() > 0
@@ -158,6 +156,5 @@ def test_a_store_that_is_there_is_measured_not_made_again(
     again = run_tool(environment, model_file, store, "--tokens", "32")
     assert (store / "dense.arrow").stat().st_mtime_ns == before
     other = run_tool(environment, model_file, store, "--seed", "7")
-    assert other.returncode == 2
-    assert "P521" in other.stderr
+    assert other.returncode == 2 and "P521" in other.stderr
     assert again.returncode == 0, again.stderr

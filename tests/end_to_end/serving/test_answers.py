@@ -26,8 +26,7 @@ def test_a_chat_is_answered_whole_and_in_pieces(client: Any, plan: Path) -> None
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices]
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24
     with pi2.load(plan) as model:
         ids = model.encode_chat(HELLO)
         alone = [
@@ -41,8 +40,7 @@ def test_log_probabilities_are_those_of_the_model(client: Any, plan: Path) -> No
     asked = {"model": "tiny", "messages": HELLO, "max_tokens": 4, "temperature": 0}
     scores = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices[0]
     for score in scores.logprobs.content:
-        assert len(score.top_logprobs) == 3
-        assert score.top_logprobs[0].token == score.token
+        assert len(score.top_logprobs) == 3 and score.top_logprobs[0].token == score.token
         assert score.logprob == score.top_logprobs[0].logprob
         assert 0 >= score.logprob >= score.top_logprobs[1].logprob
     streamed = [
@@ -57,8 +55,7 @@ def test_log_probabilities_are_those_of_the_model(client: Any, plan: Path) -> No
     text = client.completions.create(
         model="tiny", prompt="ab", max_tokens=3, logprobs=2, echo=True, temperature=0
     ).choices[0]
-    assert text.text.startswith("ab")
-    assert text.logprobs.text_offset == [0, 0, 1, 2, 3, 4]
+    assert text.text.startswith("ab") and text.logprobs.text_offset == [0, 0, 1, 2, 3, 4]
     assert len(text.logprobs.top_logprobs) == len(text.logprobs.tokens) == 6
 
 
@@ -66,8 +63,7 @@ def test_a_conversation_reads_only_what_is_new(client: Any) -> None:
     end = {"257": 4.0}
     asked = {"model": "tiny", "temperature": 1, "seed": 3, "logit_bias": end, "max_tokens": 300}
     first = client.chat.completions.create(messages=HELLO, **asked)
-    assert first.choices[0].finish_reason == "stop"
-    assert first.usage.completion_tokens > 3
+    assert first.choices[0].finish_reason == "stop" and first.usage.completion_tokens > 3
     said = {"role": "assistant", "content": first.choices[0].message.content}
     second = client.chat.completions.create(
         messages=[*HELLO, said, {"role": "user", "content": "and?"}], **asked
@@ -112,8 +108,7 @@ def test_messages_and_responses_stream_what_they_answer(client: Any, other: Any)
         final = stream.get_final_message()
     whole = other.messages.create(model="tiny", max_tokens=6, messages=HELLO, system="Be kind.")
     assert text == final.content[0].text == whole.content[0].text
-    assert final.usage.output_tokens == 6
-    assert final.stop_reason == "max_tokens"
+    assert (final.usage.output_tokens, final.stop_reason) == (6, "max_tokens")
     counted = other.messages.count_tokens(model="tiny", messages=HELLO, system="Be kind.")
     assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     stopped = other.messages.create(

@@ -66,8 +66,7 @@ def test_mistakes_are_told_in_the_form_of_each_interface(
 
     with pytest.raises(openai.BadRequestError) as unknown:
         ask(extra_body={"surprise": 1})
-    assert unknown.value.code == "unknown_parameter"
-    assert unknown.value.param == "surprise"
+    assert (unknown.value.code, unknown.value.param) == ("unknown_parameter", "surprise")
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         ask(model="other")
     with pytest.raises(openai.BadRequestError) as long:

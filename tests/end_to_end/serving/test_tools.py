@@ -75,8 +75,7 @@ def test_tools_are_called_and_their_results_read(client: Any, other: Any) -> Non
         tools=[{"name": "get", "input_schema": SCHEMA}],
         tool_choice={"type": "tool", "name": "get", "disable_parallel_tool_use": True},
     )
-    assert message.stop_reason == "tool_use"
-    assert set(message.content[0].input) == {"a", "b"}
+    assert message.stop_reason == "tool_use" and set(message.content[0].input) == {"a", "b"}
     response = client.responses.create(
         model="tiny",
         input="hello",
@@ -176,8 +175,7 @@ def test_marks_that_are_tokens_are_read_and_forced(
                 **ASKED, tool_choice=choice, reasoning_effort="high"
             ).choices[0]
             assert found.finish_reason == "tool_calls"
-            assert found.message.reasoning_content == "hm"
-            assert not found.message.content
+            assert found.message.reasoning_content == "hm" and not found.message.content
             (call,) = found.message.tool_calls
             assert json.loads(call.function.arguments) == {"a": 1, "b": "x"}
         cut = client.chat.completions.create(**ASKED, max_tokens=len(answer) // 2).choices[0]
