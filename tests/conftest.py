@@ -1,5 +1,4 @@
-"""What all tests share: how hypothesis draws, quiet third parties, the cores and threads of a
-worker, and a compiler that is at hand."""
+"""What all tests share: hypothesis, quiet third parties, cores, threads and a compiler."""
 
 import os
 import signal
@@ -37,8 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def every_core() -> Iterator[None]:
-    """A test that leaves its thread bound to some cores fails, and does not bind those that follow
-    it in the same worker."""
+    """A test that leaves its thread bound to some cores fails; later tests are not bound."""
     if not hasattr(os, "sched_getaffinity"):
         yield
         return

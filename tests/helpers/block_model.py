@@ -1,7 +1,4 @@
-"""The computation of `pi2.backends.blocks` in numpy, written to be read: for tests.
-
-Weights are decoded by `pi2.formats`, activations are rounded as kernels round them.
-"""
+"""The computation of `pi2.backends.blocks` in numpy, written to be read."""
 
 import math
 

@@ -38,8 +38,7 @@ FORKED = {
 
 
 class LoadedCompiler:
-    """A process that was forked from one that has TVM, with what `pi2.backends.compiler.cache` uses
-    of a `subprocess.Popen`."""
+    """A process forked from one that has TVM, with what the cache uses of a `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -109,8 +108,7 @@ def _compile(
     errors: str,
     objects: Path,
 ) -> None:
-    """What the new process does: the same as ``python -m`` of the compiler's module, but that it
-    takes the code of processors' functions from ``objects`` where it is there."""
+    """The compiler's main function, except that it takes known functions' code from ``objects``."""
     compiler = importlib.import_module(module)
     os.environ.clear()
     os.environ.update(environment)

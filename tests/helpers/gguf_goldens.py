@@ -1,5 +1,4 @@
-"""Golden models whose GGUF files give the stores of the checkpoints that they were made from, and
-what compares the two."""
+"""Golden models whose GGUF files give their checkpoints' stores, and a comparison of both."""
 
 from pathlib import Path
 from typing import Any

@@ -174,8 +174,7 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
 
 
 def translate_own(name: str, values: F32, config: Mapping[str, Any]) -> dict[str, F32] | None:
-    """Tensors of Kimi's delta rule, also in Ling's layers, and of MiniMax M3's FFNs; None of all
-    others."""
+    """Tensors of Kimi's delta rule (also Ling's) and of MiniMax M3's FFNs; None of all others."""
     family, place = config["model_type"], name.split(".")
     block, part = f"blk.{place[2]}" if len(place) > 3 else "", ".".join(place[4:])
     if family == "minimax_m3_vl_text" and "gate_up_proj" in name:

@@ -11,8 +11,7 @@ def start_pi2(*arguments: object, **options: Any) -> subprocess.CompletedProcess
 
 
 def start_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run this Python to its end, without standard input unless ``options``, which are those of
-    `subprocess.run`, say so."""
+    """Run this Python to its end, without standard input unless ``options`` give it."""
     usual: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
     if "input" not in options:
         usual["stdin"] = subprocess.DEVNULL

@@ -1,5 +1,4 @@
-"""Shipped plans, and the shortest that people write, run through the whole engine, with the null
-backend if the device is another."""
+"""Shipped plans and the shortest run through the whole engine, if need be by null backends."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""What pi2 offers to other repositories: a GitHub action, a GitLab job and a pre-commit hook.
-
-The commands are taken from the files and run as the services run them, in a repository that has a
-sound plan, one with a mistake, and one whose folder has a blank.
-"""
+"""The GitHub action, GitLab job and pre-commit hook, run as the services run them."""
 
 import json
 import os

@@ -29,8 +29,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decode(plan: Path, experts: int, *, is_idle: bool) -> tuple[F32, list[set[int]], RunStatistics]:
-    """Logits of tokens one by one with room for so many ``experts``, and which layers had been
-    begun when a layer's FFN ended."""
+    """Logits of single tokens, and which layers had been begun when a layer's FFN ended."""
     with pi2.load(plan) as model:
         stride = model._parts.resolved.bundle.stride
     cold = {"memory.segments.cold": f"{experts * FFN * stride} B"}

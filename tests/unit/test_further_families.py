@@ -1,6 +1,4 @@
-"""Families whose descriptions differ from their relatives' in little.
-
-``tools/compare_families.py`` compares what they compute with transformers."""
+"""Families that differ little from relatives; tools/compare_families.py compares their results."""
 
 import json
 from pathlib import Path

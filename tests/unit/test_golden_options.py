@@ -1,5 +1,4 @@
-"""Every option that a model document can state is in a golden model, so that it is compared with
-the reference implementation."""
+"""Every option of a model document is in a golden model, compared with the reference."""
 
 import types
 from collections.abc import Iterator

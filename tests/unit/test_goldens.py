@@ -1,7 +1,4 @@
-"""Converted checkpoints compute what Hugging Face transformers computes with them.
-
-The expected values are in tests/golden/models, written by tools/make_goldens.py.
-"""
+"""Converted checkpoints compute what transformers computes: values of tools/make_goldens.py."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""GGUF files of families with tables of their own give the stores of the checkpoints that they
-were made from; tensors have the names that the gguf package knows."""
+"""GGUF files of families with own tables give the checkpoints' stores and gguf's names."""
 
 import json
 from pathlib import Path
@@ -74,8 +73,7 @@ def write_llama4(
 
 
 def divide_experts(name: str, values: F32) -> list[tuple[str, F32]]:
-    """Names and numbers as the converter has them: gates and ups apart, rows where checkpoints have
-    columns."""
+    """The converter has gates and ups apart, and rows where checkpoints have columns."""
     if name.endswith("experts.gate_up_proj"):
         gate, up = np.split(values.swapaxes(1, 2), 2, axis=1)
         start = name.removesuffix("gate_up_proj")

@@ -1,8 +1,4 @@
-"""Checkpoints whose weights are quantised: what is read is what their format says.
-
-Every format is written here as its description has it, element by element, by code that shares
-nothing with pi2's.
-"""
+"""Quantised checkpoints are read as formats say; these tests write each by code of their own."""
 
 import json
 import struct

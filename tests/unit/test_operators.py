@@ -1,5 +1,4 @@
-"""Golden models of every kind of operator compute the same beyond memory, in company and with
-another unit; what contradicts an operator and what has no kernels for it is named."""
+"""Models of every operator compute the same beyond memory; contradictions are named."""
 
 from collections.abc import Callable
 from pathlib import Path

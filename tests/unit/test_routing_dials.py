@@ -1,5 +1,4 @@
-"""Deviations from a mixture's routing: what each dial does, what is counted, and that none of them
-does anything unless it is asked for."""
+"""Deviations from a mixture's routing: each dial's effect and counters, and none unasked."""
 
 import json
 from pathlib import Path
