@@ -24,7 +24,7 @@ Reader = Callable[[], object]
 class BandwidthMeter:
     """Reads a large buffer with all threads and does next to nothing with it."""
 
-    def __init__(self, threads: int, size_bytes: int) -> None:
+    def __init__(self, threads: int, size_bytes: int, _progress: object = None) -> None:
         self._threads = threads
         # Written once, so that every page is a page of its own.
         self._buffer = np.ones(size_bytes // 8, np.uint64)
