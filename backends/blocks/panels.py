@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, as_bytes, join, pick
 from pi2.backends.blocks.room import STAGE_BYTES
-from pi2.backends.blocks.rows import Pairs, Results
+from pi2.backends.blocks.rows import Pairs, Results, ask_ahead
 from pi2.backends.blocks.unpacking import Unpacking
 from pi2.backends.blocks.unpacking.block import Block, Source
 from pi2.backends.compiler import vectors as v
@@ -41,22 +41,21 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
             first = v.let(item * lanes)
             matrix = pairs.find_matrix(expert)
             panel = _Panel(machine, unpacking, scratch, base)
-            after = v.let(matrix + (first + lanes) * blocks * unpacking.size)
             # The last rows may be the last one again.
-            if panel.takes_bundles:
-                begins = [
-                    v.let(matrix + T.min(first + lane, rows - 1) * blocks * unpacking.size)
-                    for lane in range(lanes)
-                ]
-                with T.serial(blocks) as number:
-                    _ask_ahead(weights, after, number, lanes * unpacking.size)
+            begins = [
+                v.let(matrix + T.min(first + lane, rows - 1) * blocks * unpacking.size)
+                for lane in range(lanes if panel.takes_bundles else 0)
+            ]
+            # Rows are many streams of few bytes, but the next panel's follow one another.
+            each = lanes * unpacking.size
+            after = v.let(matrix + (first + lanes) * blocks * unpacking.size)
+            with T.serial(blocks) as number:
+                ask_ahead(weights, after + number * each, each)
+                if panel.takes_bundles:
                     places = [v.let(own + number * unpacking.size) for own in begins]
-                    panel.put_bundles(
-                        [Source(machine, weights, place, grid) for place in places], number
-                    )
-            else:
-                with T.serial(blocks) as number:
-                    _ask_ahead(weights, after, number, lanes * unpacking.size)
+                    sources = [Source(machine, weights, place, grid) for place in places]
+                    panel.put_bundles(sources, number)
+                else:
                     with T.serial(T.int64(lanes)) as lane:
                         row = v.let(T.min(first + lane, rows - 1))
                         place = v.let(matrix + (row * blocks + number) * unpacking.size)
@@ -87,12 +86,6 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                     pair = v.let(v.wide(listed[now + place]))
                     own = v.let(base + place * machine.width)
                     results.put_lanes(pair, expert, first, scratch, own, lanes)
-
-
-def _ask_ahead(weights: v.Buffer, after: v.Expr, number: v.Expr, size: int) -> None:
-    """Ask for a part of the next panel, whose rows are many streams of few bytes."""
-    for line in range(0, size, 64):
-        v.prefetch(weights, after + number * size + line)
 
 
 class _Panel:
@@ -263,7 +256,7 @@ class _Panel:
             v.let(v.load_as(self.scratch, start + lane * stride, "int32", count))
             for lane in range(lanes)
         ]
-        # Narrower rows share a register with those that follow after ``count``.
+        # Two narrower rows share a register: one, and the row ``count`` rows behind it.
         rows = [v.let(join(rows[first::count], count)) for first in range(count)]
         for target, value in zip(targets, turn_square(rows, lanes), strict=True):
             v.store(self.scratch, target, v.reinterpret(value, "uint8", 4 * lanes), 4 * lanes)

@@ -209,7 +209,7 @@ def _emit_super_blocks(
     length = tokens[0].length
     with T.serial(blocks) as number:
         base = v.let(start + number * unpacking.size)
-        _ask_ahead(weights, base, unpacking.size, len(tokens))
+        ask_ahead(weights, base + _AHEAD, unpacking.size)
         block = unpacking.opens[0](Source(machine, weights, base, grid))
         spread = None
         if block.scales is not None:
@@ -248,10 +248,10 @@ def _emit_super_blocks(
     ]
 
 
-def _ask_ahead(weights: v.Buffer, base: v.Expr, size: int, tokens: int) -> None:
-    """Prefetch the next weights: they are read once, faster than the processor foresees."""
+def ask_ahead(weights: v.Buffer, place: v.Expr, size: int) -> None:
+    """Prefetch ``size`` bytes: weights are read once, faster than the processor foresees."""
     for line in range(0, size, 64):
-        v.prefetch(weights, base + _AHEAD + line)
+        v.prefetch(weights, place + line)
 
 
 def _add_mins(
@@ -304,7 +304,7 @@ def _emit_groups(
             cell.set(own)
     with T.serial(bundled, blocks) as number:
         base = v.let(start + number * unpacking.size)
-        _ask_ahead(weights, base, unpacking.size, len(tokens))
+        ask_ahead(weights, base + _AHEAD, unpacking.size)
         source = Source(machine, weights, base, grid)
         for piece, open_block in enumerate(unpacking.opens):
             group = v.let(number * len(unpacking.opens) + piece)
@@ -346,7 +346,7 @@ def _emit_bundles(
     low_sums = [v.Cell(v.constant(0.0, "float32", count)) for _ in tokens]
     with T.serial(bundles) as number:
         base = v.let(start + number * (count * unpacking.size))
-        _ask_ahead(weights, base, count * unpacking.size, len(tokens))
+        ask_ahead(weights, base + _AHEAD, count * unpacking.size)
         own = unpacking.bundle(
             [Source(machine, weights, base + k * unpacking.size, grid) for k in range(count)]
         )

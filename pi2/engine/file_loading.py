@@ -59,6 +59,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         division = divide(resolved, weights, tensors)
         placed, ranges = place_resident(tensors, division, weights, budget, is_mapped)
         loaded = sum(piece.size for piece, _ in ranges)
+        whole = [own for name, own in placed.items() if name != find_looked_up(resolved, weights)]
         loops = None
         if division.streamed or resolved.file.expert_bytes:
             from pi2.backends.host import load_host_loops
@@ -129,7 +130,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             draft=draft,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,
-            resident=max(placed.values(), key=len, default=None),
+            resident=max(whole, key=len, default=None),
             compute_threads=count_threads(resolved, machine),
             release=cleanup.pop_all(),
         )
@@ -144,11 +145,15 @@ def divide(resolved: ResolvedPlan, weights: GgufWeights, tensors: list[FileTenso
     if resolved.file.expert_bytes:
         experts = {t.name for own in weights.list_experts().values() for t in own}
         tensors = [tensor for tensor in tensors if tensor.name not in experts]
-    embedding = weights.find("embedding")
-    if embedding is not None and not resolved.model.tied_head:
-        # A token reads a row of it.
-        tensors = [tensor for tensor in tensors if tensor.name != embedding.name]
+    name = find_looked_up(resolved, weights)
+    tensors = [tensor for tensor in tensors if tensor.name != name]
     return divide_matrices(tensors, hot, PIECE_BYTES)
+
+
+def find_looked_up(resolved: ResolvedPlan, weights: GgufWeights) -> str | None:
+    """The tensor that a token reads one row of: the embedding, if the head is another."""
+    own = weights.find("embedding")
+    return None if own is None or resolved.model.tied_head else own.name
 
 
 def place_resident(
