@@ -208,8 +208,7 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
 
 
 def change_sequences(plan: ChosenPlan, count: int, context: int) -> ChosenPlan:
-    """Let the plan run ``count`` sequences, with as much context as tests need if it states none:
-    memory that nothing uses would be taken from the weights."""
+    """Let the plan run ``count`` sequences, in the context that tests need if it states none."""
     is_free = ("kv", "context") in plan.resolved.derived
     return plan.change({"decode.batch": count} | ({"kv.context": context} if is_free else {}))
 

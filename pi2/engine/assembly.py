@@ -139,19 +139,18 @@ def build_parts(
         draft=_build_draft(opened, start, cleanup),
         load_s=time.perf_counter() - start,
         loaded_bytes=memory.bulk.total_bytes,
-        resident=_find_largest(memory),
+        resident=_list_resident(memory),
         compute_threads=request.threads,
         lock_fallback=lock_fallback,
         release=cleanup.pop_all(),
     )
 
 
-def _find_largest(memory: Memory) -> U8 | None:
-    """The hot neurons, or the largest dense tensor."""
+def _list_resident(memory: Memory) -> list[U8]:
+    """The hot neurons, and the dense tensors."""
     hot = memory.cache.arena[: sum(map(len, memory.cache.hot_slots))]
     tensors = [tensor.weights for tensor in memory.request.tensors.values()]
-    found = max([hot, *tensors], key=lambda array: array.nbytes)
-    return found.reshape(-1).view(np.uint8) if found.size else None
+    return [array.reshape(-1).view(np.uint8) for array in (hot, *tensors)]
 
 
 def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts | None:

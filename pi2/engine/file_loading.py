@@ -130,7 +130,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             draft=draft,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,
-            resident=max(whole, key=len, default=None),
+            resident=whole,
             compute_threads=count_threads(resolved, machine),
             release=cleanup.pop_all(),
         )

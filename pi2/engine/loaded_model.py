@@ -146,9 +146,8 @@ class LoadedModel:
     @cached_property
     def memory_bytes_s(self) -> float | None:
         """Rate at which the compute threads can read weights, measured when it is first asked for;
-        None if another unit has the whole model."""
-        weights = self._parts.resident
-        return None if weights is None else measure_reads(weights, self.compute_threads)
+        None if another unit has the whole model, or little is resident."""
+        return measure_reads(self._parts.resident, self.compute_threads)
 
     @property
     def compute_threads(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,8 +55,8 @@ class Parts:
     expected: Expected | None = None
     """None where nothing streams."""
     compute_threads: int
-    resident: U8 | None = None
-    """The largest array of resident weights."""
+    resident: Sequence[U8] = ()
+    """Resident weights that steps read, in one array or several."""
     lock_fallback: str | None = None
     """Why memory is not locked, if the plan wants it."""
     draft: Parts | None = None

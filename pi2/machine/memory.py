@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -162,19 +162,23 @@ MEASURED_BYTES = 128 << 20
 """More than most caches."""
 
 
-def measure_reads(region: U8, threads: int) -> float:
-    """Bytes per second at which so many threads read the first `MEASURED_BYTES` of ``region``: the
-    best of three times."""
+def measure_reads(arrays: Sequence[U8], threads: int) -> float | None:
+    """Bytes per second at which so many threads read the largest of ``arrays``, `MEASURED_BYTES`
+    at most: the best of three times; None if the arrays fit into caches."""
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
 
-    read = region[:MEASURED_BYTES].view(np.int8)
-    parts = np.array_split(read, threads)
+    left, split = MEASURED_BYTES, []
+    for array in sorted(arrays, key=len, reverse=True):
+        split.append(np.array_split(array[:left].view(np.int8), threads))
+        left -= min(left, len(array))
+    if 2 * left > MEASURED_BYTES:
+        return None
     taken_s = []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(3):
             start = time.perf_counter()
-            list(pool.map(np.max, parts))  # numpy lets other threads run while it reduces
+            list(pool.map(lambda *parts: [part.max(initial=0) for part in parts], *split))
             taken_s.append(time.perf_counter() - start)
-    return read.nbytes / min(taken_s)
+    return (MEASURED_BYTES - left) / min(taken_s)
