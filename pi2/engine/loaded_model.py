@@ -146,7 +146,7 @@ class LoadedModel:
     @cached_property
     def memory_bytes_s(self) -> float | None:
         """Rate at which the compute threads can read weights, measured when it is first asked for;
-        None if another unit has the whole model, or little is resident."""
+        None if another unit has the whole model."""
         return measure_reads(self._parts.resident, self.compute_threads)
 
     @property

@@ -159,12 +159,12 @@ def _ask_sysconf(name: str) -> int:
 
 
 MEASURED_BYTES = 128 << 20
-"""More than most caches."""
+"""More than most caches; small weights, which caches hold, are read again and again."""
 
 
 def measure_reads(arrays: Sequence[U8], threads: int) -> float | None:
-    """Bytes per second at which so many threads read the largest of ``arrays``, `MEASURED_BYTES`
-    at most: the best of three times; None if the arrays fit into caches."""
+    """Bytes per second at which so many threads read ``arrays``, the largest first: the best of
+    three times; None if there are none."""
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
@@ -173,12 +173,12 @@ def measure_reads(arrays: Sequence[U8], threads: int) -> float | None:
     for array in sorted(arrays, key=len, reverse=True):
         split.append(np.array_split(array[:left].view(np.int8), threads))
         left -= min(left, len(array))
-    if 2 * left > MEASURED_BYTES:
+    if left == MEASURED_BYTES:
         return None
-    taken_s = []
+    again, taken_s = range(MEASURED_BYTES // (MEASURED_BYTES - left)), []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(3):
             start = time.perf_counter()
-            list(pool.map(lambda *parts: [part.max(initial=0) for part in parts], *split))
+            list(pool.map(lambda *own: [x.max(initial=0) for _ in again for x in own], *split))
             taken_s.append(time.perf_counter() - start)
-    return (MEASURED_BYTES - left) / min(taken_s)
+    return len(again) * (MEASURED_BYTES - left) / min(taken_s)
