@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pi2.serving import openai_schema
 from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
@@ -25,7 +24,7 @@ from pi2.serving.conversation import (
 )
 from pi2.serving.errors import write_typed_events
 from pi2.serving.hosts import Host, list_arguments
-from pi2.serving.openai_schema import Body, Count, Fields, Text, Tolerant, TopK, keep_tools
+from pi2.serving.openai_schema import Body, Count, Text, Tolerant, TopK, find_fields, keep_tools
 from pi2.serving.requests import (
     JsonResponse,
     Operation,
@@ -75,7 +74,7 @@ class OutputConfig(Tolerant):
 class CountRequest(Body):
     """``/v1/messages/count_tokens``."""
 
-    fields: ClassVar[Fields] = openai_schema.COUNTS
+    fields = find_fields("counts")
 
     messages: Annotated[list[Message], Field(min_length=1)]
     system: Text | list[dict[str, Any]] | None = None
@@ -89,7 +88,7 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """``/v1/messages``."""
 
-    fields: ClassVar[Fields] = openai_schema.MESSAGES
+    fields = find_fields("messages")
 
     max_tokens: Count
     """0 reads the prompt, which later ones go on from."""

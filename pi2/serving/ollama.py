@@ -14,14 +14,13 @@ from starlette.responses import Response
 
 from pi2.diagnostics import UserError
 from pi2.model.tensors import list_tensors
-from pi2.serving import openai_schema
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
 from pi2.serving.completions import can_fill, describe_chat_scores, fill_gap, list_prompts
 from pi2.serving.conversation import ANY_OBJECT, Conversation, make_call, read_object, set_effort
 from pi2.serving.embeddings import embed
 from pi2.serving.errors import ApiError, dump_json
 from pi2.serving.hosts import Host
-from pi2.serving.openai_schema import Fields, Seed, Text, Tolerant, Tool, TopK, keep_tools
+from pi2.serving.openai_schema import Seed, Text, Tolerant, Tool, TopK, find_fields, keep_tools
 from pi2.serving.requests import (
     JsonResponse,
     Operation,
@@ -40,7 +39,7 @@ VERSION = "0.13.0"
 class ModelRequest(Tolerant):
     """A body; unknown fields are ignored, as in Ollama."""
 
-    fields: ClassVar[Fields] = openai_schema.OLLAMA
+    fields = find_fields("ollama")
 
     model: Text = Field(validation_alias=AliasChoices("model", "name"))
 
@@ -174,7 +173,7 @@ class Call(Tolerant):
 
 
 class Message(Tolerant):
-    fields: ClassVar[Fields] = openai_schema.OLLAMA_MESSAGE
+    fields = find_fields("ollama-message")
     place: ClassVar[str] = "messages."
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -187,7 +186,7 @@ class Message(Tolerant):
 class Options(Tolerant):
     """How tokens are drawn."""
 
-    fields: ClassVar[Fields] = openai_schema.OLLAMA_OPTIONS
+    fields = find_fields("ollama-options")
     place: ClassVar[str] = "options."
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None

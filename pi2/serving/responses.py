@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pi2.serving import openai_schema
 from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
@@ -25,11 +24,11 @@ from pi2.serving.hosts import Host
 from pi2.serving.openai_schema import (
     Body,
     Count,
-    Fields,
     FunctionTool,
     Reasoning,
     Text,
     Tolerant,
+    find_fields,
     keep_tools,
 )
 from pi2.serving.requests import Operation, Writer, answer_with, describe_ask, make_id
@@ -50,7 +49,7 @@ class TextSettings(Tolerant):
 
 
 class ResponsesRequest(Body):
-    fields: ClassVar[Fields] = openai_schema.RESPONSES
+    fields = find_fields("responses")
 
     input: Text | list[dict[str, Any]]
     instructions: Text | None = None
