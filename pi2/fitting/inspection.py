@@ -504,7 +504,7 @@ class Inspection:
             spans = self.files[origin.document].spans
             remark = "" if spans.has(origin.path) else " (default)"
             notes.append(f"{spans.find_value(origin.path).place}: {origin.text}{remark}")
-        file, help_text = self.files[finding.document], finding.help
+        file, help_text = self.files[finding.document or rule.document], finding.help
         spans = file.spans
         inherited = [] if type(file) is SourceFile else self.list_inherited(file, finding.path)
         if inherited:

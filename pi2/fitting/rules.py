@@ -63,9 +63,9 @@ def check_segments_hold_needs(facts: Facts) -> Iterator[Finding]:
             help_text += f", or {_REMEDIES[name]}"
         has, needs = compare_bytes(size, need.bytes)
         yield Finding(
-            path=("memory", "segments", name),
-            message=f"segment {name} has {has} and needs {needs}: {need.explanation}",
-            help=help_text,
+            ("memory", "segments", name),
+            f"segment {name} has {has} and needs {needs}: {need.explanation}",
+            help_text,
             origins=_find_origins(resolved, name),
         )
 
@@ -75,28 +75,24 @@ def _find_origins(resolved: ResolvedPlan, segment: str) -> tuple[Origin, ...]:
     if segment == "kv":
         context = resolved.plan.kv.context
         return (
-            Origin(document="plan", path=("kv", "context"), text=f"context = {context}"),
-            Origin(
-                document="model", path=("shape", "kv_heads"), text=f"kv_heads = {shape.kv_heads}"
-            ),
+            Origin("plan", ("kv", "context"), f"context = {context}"),
+            Origin("model", ("shape", "kv_heads"), f"kv_heads = {shape.kv_heads}"),
         )
     if segment == "predictor":
         mode = resolved.plan.decode.predictor
-        return (
-            Origin(document="plan", path=("decode", "predictor"), text=f'predictor = "{mode}"'),
-        )
+        return (Origin("plan", ("decode", "predictor"), f'predictor = "{mode}"'),)
     if segment == "hot":
         settings = {layer.hot_path: layer.hot for layer in resolved.layers}
         return tuple(
-            Origin(document="plan", path=path, text=f"hot = {hot}")
+            Origin("plan", path, f"hot = {hot}")
             for path, hot in sorted(settings.items(), key=lambda item: -item[1])
         )
     if segment == "workspace":
         chunk = resolved.plan.prefill.chunk
-        return (Origin(document="plan", path=("prefill", "chunk"), text=f"chunk = {chunk}"),)
+        return (Origin("plan", ("prefill", "chunk"), f"chunk = {chunk}"),)
     if segment == "attention":
-        return (Origin(document="model", path=("shape",), text="the model's shape"),)
-    return (Origin(document="model", path=("shape", "ffn"), text=f"ffn = {shape.ffn}"),)
+        return (Origin("model", ("shape",), "the model's shape"),)
+    return (Origin("model", ("shape", "ffn"), f"ffn = {shape.ffn}"),)
 
 
 ENOUGH = {"lru": 1.0, "lfu": 0.25}
@@ -132,12 +128,12 @@ def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
     if size >= least_bytes or size < find_needs(resolved).cold.bytes:  # P202 speaks of the latter
         return
     yield Finding(
-        path=("memory", "segments", "cold"),
-        message=f"segment cold has {format_bytes(size)}, and one token uses about "
+        ("memory", "segments", "cold"),
+        f"segment cold has {format_bytes(size)}, and one token uses about "
         f"{approximate_bytes(wanted_bytes)} of neurons that are not hot"
         + (_explain_experts(resolved) if is_routed else ""),
-        help=f'write cold = "{write_least(least_bytes)}", or lower layers.hot to make room',
-        origins=(Origin(document="plan", path=("cache", "policy"), text=f'policy = "{policy}"'),),
+        f'write cold = "{write_least(least_bytes)}", or lower layers.hot to make room',
+        origins=(Origin("plan", ("cache", "policy"), f'policy = "{policy}"'),),
     )
 
 
@@ -179,11 +175,11 @@ def check_cold_is_used(facts: Facts) -> Iterator[Finding]:
     hot = sum(layer.hot for layer in resolved.layers) / len(resolved.layers)
     more = min(hot + wasted / whole, 1.0)
     yield Finding(
-        path=("memory", "segments", "cold"),
-        message=f"{approximate_bytes(wasted)} of the segment cold stay empty: cold neurons are not "
+        ("memory", "segments", "cold"),
+        f"{approximate_bytes(wasted)} of the segment cold stay empty: cold neurons are not "
         "cached if every neuron is computed",
-        help=f"add them to memory.segments.hot, and write layers.hot = {int(more * 1000) / 1000:g}",
-        origins=(Origin(document="plan", path=("decode", "predictor"), text='predictor = "none"'),),
+        f"add them to memory.segments.hot, and write layers.hot = {int(more * 1000) / 1000:g}",
+        origins=(Origin("plan", ("decode", "predictor"), 'predictor = "none"'),),
     )
 
 
@@ -212,16 +208,14 @@ def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
     if read_s <= PATIENCE * attention_s:
         return
     yield Finding(
-        path=("decode", "look_ahead"),
-        message="a layer's attention takes about "
+        ("decode", "look_ahead"),
+        "a layer's attention takes about "
         f"{approximate_number(attention_s * 1e3, 2)} ms and its reads "
         f"{approximate_number(read_s * 1e3, 2)} ms: attention cannot hide them",
-        help='write look_ahead = "layer", or give hot and cold more memory',
+        'write look_ahead = "layer", or give hot and cold more memory',
         origins=(
             Origin(
-                document="device",
-                path=("storage", "reads"),
-                text=f"{approximate_number(read_rate / 1e6, 4)} MB/s",
+                "device", ("storage", "reads"), f"{approximate_number(read_rate / 1e6, 4)} MB/s"
             ),
         ),
     )
@@ -262,10 +256,10 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
     if idle and len(idle) < len(backends):
         busy = next(unit for unit in backends if unit not in idle)
         yield Finding(
-            path=_find_path(facts, idle[0]),
-            message=f"backend `{backends[idle[0]]}` of `{idle[0]}` computes nothing, and "
+            _find_path(facts, idle[0]),
+            f"backend `{backends[idle[0]]}` of `{idle[0]}` computes nothing, and "
             f"`{backends[busy]}` of `{busy}` does",
-            help=f"run the plan dry with `{backends[idle[0]]}` for all units, or name another "
+            f"run the plan dry with `{backends[idle[0]]}` for all units, or name another "
             f"backend for `{idle[0]}`",
         )
         return
@@ -282,16 +276,16 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
                 else f"serves no unit next to `{resolved.sparse_unit}`, such as `{unit}`"
             )
             yield Finding(
-                path=_find_path(facts, unit),
-                message=f"backend `{name}` {lack}",
-                help=f"backends that do: {', '.join(f'`{other}`' for other in able)}",
+                _find_path(facts, unit),
+                f"backend `{name}` {lack}",
+                f"backends that do: {', '.join(f'`{other}`' for other in able)}",
             )
             continue
         for limit in backend.find_limits(describe_unit(resolved, unit)):
             yield Finding(
-                path=_find_path(facts, unit),
-                message=f"backend `{name}` of `{unit}` {limit}",
-                help=f"name another backend for `{unit}`, or give its share to another unit",
+                _find_path(facts, unit),
+                f"backend `{name}` of `{unit}` {limit}",
+                f"name another backend for `{unit}`, or give its share to another unit",
             )
 
 
@@ -328,12 +322,12 @@ def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
         )
         if largest.own_bytes > own:
             yield Finding(
-                path=("units", name, "graphs"),
-                at="key",
-                message=f"a graph of {largest.tokens} tokens and {largest.neurons} neurons keeps "
+                ("units", name, "graphs"),
+                f"a graph of {largest.tokens} tokens and {largest.neurons} neurons keeps "
                 f"{approximate_bytes(largest.own_bytes)}, and `{name}` has "
                 f"{approximate_bytes(own)} of its own",
-                help="name smaller shares or fewer tokens: larger jobs run several graphs",
+                "name smaller shares or fewer tokens: larger jobs run several graphs",
+                at="key",
             )
 
 
@@ -356,32 +350,32 @@ def check_units_hold_needs(facts: Facts) -> Iterator[Finding]:
             continue
         if memory is None:
             yield Finding(
-                path=("memory",),
-                at="key",
-                message=f"`{name}` has no memory, and needs {approximate_bytes(need.bytes)}: "
+                ("memory",),
+                f"`{name}` has no memory, and needs {approximate_bytes(need.bytes)}: "
                 f"{need.explanation}",
-                help=f'write units.{name}.budget = "{wanted}" into [memory]',
+                f'write units.{name}.budget = "{wanted}" into [memory]',
+                at="key",
             )
         elif memory.budget < need.bytes:
             has, needs = compare_bytes(memory.budget, need.bytes)
             yield Finding(
-                path=("memory", "units", name, "budget"),
-                message=f"`{name}` has {has} and needs {needs}: {need.explanation}",
-                help=f'write budget = "{wanted}", or lower the share of `{name}`',
+                ("memory", "units", name, "budget"),
+                f"`{name}` has {has} and needs {needs}: {need.explanation}",
+                f'write budget = "{wanted}", or lower the share of `{name}`',
             )
     for name, memory in resolved.plan.memory.units.items():
         unit = resolved.device.units.get(name)
         own = None if unit is None else unit.memory
         if memory.shares_main_memory and own is not None:
             yield Finding(
-                path=("memory", "units", name, "shares_main_memory"),
-                message=f"the device says that `{name}` has memory of its own",
-                help="take the key out",
+                ("memory", "units", name, "shares_main_memory"),
+                f"the device says that `{name}` has memory of its own",
+                "take the key out",
             )
         elif own is not None and own.capacity is not None and memory.budget > own.capacity:
             yield Finding(
-                path=("memory", "units", name, "budget"),
-                message=f"`{name}` has {format_bytes(own.capacity)} of memory, less than "
+                ("memory", "units", name, "budget"),
+                f"`{name}` has {format_bytes(own.capacity)} of memory, less than "
                 f"{format_bytes(memory.budget)}",
-                help=f'write budget = "{format_bytes(own.capacity)}" at most',
+                f'write budget = "{format_bytes(own.capacity)}" at most',
             )

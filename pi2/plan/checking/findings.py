@@ -65,7 +65,7 @@ def _list_batches(
 Fact = Literal["plan", "device", "model", "family", "resolved"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Origin:
     """Another place that matters to a finding."""
 
@@ -74,14 +74,15 @@ class Origin:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """What a rule found, by document and key path; places in files are found when reported."""
 
     path: KeyPath
     message: str
     help: str | None = None
-    document: Kind = "plan"
+    document: Kind | None = None
+    """None for the only document that the rule reads, else the plan."""
     at: Literal["key", "value"] = "value"
     origins: tuple[Origin, ...] = ()
 
@@ -139,6 +140,11 @@ class Rule:
     check: Check
     documentation: str
 
+    @property
+    def document(self) -> Kind:
+        """The document that findings are about unless they say otherwise."""
+        return self.needs[0] if len(self.needs) == 1 and self.needs[0] != "resolved" else "plan"
+
 
 def rule(code: str, severity: Literal["error", "warning"], *needs: Fact) -> Callable[[Check], Rule]:
     """Make a rule of a function whose docstring is the page of ``code``."""
@@ -158,8 +164,8 @@ def report_private(facts: Facts, kind: PrivateKind, what: str) -> Iterator[Findi
             found = [item for item in find_private(text) if item.kind == kind]
             if found:
                 yield Finding(
+                    path,
+                    f"{what}: `{found[0].shortened}`",
+                    "leave it out: documents are shared",
                     document=document,
-                    path=path,
-                    message=f"{what}: `{found[0].shortened}`",
-                    help="leave it out: documents are shared",
                 )

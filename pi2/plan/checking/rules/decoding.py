@@ -25,10 +25,10 @@ def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
     if facts.model.moe is not None:
         other = "router"
     yield Finding(
-        path=("decode", "predictor"),
-        message=f"the model `{facts.model.id}` has no low-rank predictors",
-        help=f'write predictor = "{other}"',
-        origins=(Origin(document="model", path=(), text="the file has no table [predictor]"),),
+        ("decode", "predictor"),
+        f"the model `{facts.model.id}` has no low-rank predictors",
+        f'write predictor = "{other}"',
+        origins=(Origin("model", (), "the file has no table [predictor]"),),
     )
 
 
@@ -57,20 +57,20 @@ def check_router_needs_experts(facts: Facts) -> Iterator[Finding]:
     if model.predictor is not None:
         other = "low-rank"
     yield Finding(
-        path=("decode", "predictor"),
-        message=f"the model `{model.id}` has no experts that a router could choose",
-        help=f'write predictor = "{other}"',
-        origins=(Origin(document="model", path=(), text="the file has no table [moe]"),),
+        ("decode", "predictor"),
+        f"the model `{model.id}` has no experts that a router could choose",
+        f'write predictor = "{other}"',
+        origins=(Origin("model", (), "the file has no table [moe]"),),
     )
 
 
 def _refuse_router(path: tuple[str, ...], model: Model, remedy: str) -> Finding:
     return Finding(
-        path=path,
-        message=f"which neurons of an expert fire in `{model.id}` depends on the expert's weight, "
+        path,
+        f"which neurons of an expert fire in `{model.id}` depends on the expert's weight, "
         "which neither predictors nor gates know",
-        help=remedy,
-        origins=(Origin(document="model", path=("moe", "weighs"), text='weighs = "input"'),),
+        remedy,
+        origins=(Origin("model", ("moe", "weighs"), 'weighs = "input"'),),
     )
 
 
@@ -96,9 +96,9 @@ def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
         counted = computes <= {"null", None} and plan.sparsity.target is not None
         if plan.sparsity.thresholds is None and not counted:
             yield Finding(
-                path=("sparsity",),
-                message="no thresholds: nothing says which neurons are inactive",
-                help="make them with `pi2 sparsity calibrate`; only plans with the backend "
+                ("sparsity",),
+                "no thresholds: nothing says which neurons are inactive",
+                "make them with `pi2 sparsity calibrate`; only plans with the backend "
                 '"null" for every unit, and a target, go without',
                 at="key",
             )
@@ -108,12 +108,10 @@ def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
     name = facts.model.ffn.activation
     exact = "none" if facts.model.moe is None else "router"
     yield Finding(
-        path=("decode", "predictor"),
-        message=f"the gate does not show which neurons are inactive: the activation is {name}",
-        help=f'write predictor = "{exact}", or add thresholds: `pi2 sparsity calibrate`',
-        origins=(
-            Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
-        ),
+        ("decode", "predictor"),
+        f"the gate does not show which neurons are inactive: the activation is {name}",
+        f'write predictor = "{exact}", or add thresholds: `pi2 sparsity calibrate`',
+        origins=(Origin("model", ("ffn", "activation"), f'activation = "{name}"'),),
     )
 
 
@@ -133,17 +131,11 @@ def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
     if decode.look_ahead == "none" or decode.predictor in ("low-rank", "router"):
         return
     yield Finding(
-        path=("decode", "look_ahead"),
-        message=f'look_ahead = "{decode.look_ahead}" needs predictor = "low-rank" or "router", '
+        ("decode", "look_ahead"),
+        f'look_ahead = "{decode.look_ahead}" needs predictor = "low-rank" or "router", '
         f'not "{decode.predictor}"',
-        help='write look_ahead = "none"',
-        origins=(
-            Origin(
-                document="plan",
-                path=("decode", "predictor"),
-                text=f'predictor = "{decode.predictor}"',
-            ),
-        ),
+        'write look_ahead = "none"',
+        origins=(Origin("plan", ("decode", "predictor"), f'predictor = "{decode.predictor}"'),),
     )
 
 
@@ -169,12 +161,12 @@ def check_leave_out_has_scores(facts: Facts) -> Iterator[Finding]:
     else:
         return
     yield Finding(
-        path=("decode", "leave_out"),
-        message=message,
-        help='remove leave_out, or write predictor = "low-rank"'
+        ("decode", "leave_out"),
+        message,
+        'remove leave_out, or write predictor = "low-rank"'
         if key == "predictor"
         else "remove one: leave_out states a quality, missing_threshold a score",
-        origins=(Origin(document="plan", path=("decode", key), text=f"{key} = {value}"),),
+        origins=(Origin("plan", ("decode", key), f"{key} = {value}"),),
     )
 
 
@@ -202,11 +194,11 @@ def check_missing_threshold_saves_reads(facts: Facts) -> Iterator[Finding]:
     else:
         return
     yield Finding(
-        path=("decode", "missing_threshold"),
-        message=message,
-        help="remove missing_threshold, or "
+        ("decode", "missing_threshold"),
+        message,
+        "remove missing_threshold, or "
         + ("raise it" if key == "threshold" else 'write predictor = "low-rank"'),
-        origins=(Origin(document="plan", path=("decode", key), text=f"{key} = {value}"),),
+        origins=(Origin("plan", ("decode", key), f"{key} = {value}"),),
     )
 
 
@@ -238,14 +230,10 @@ def check_phases_save_reads(facts: Facts) -> Iterator[Finding]:
         block = find_block_bytes(resolved.device)
         reason = f"gate and bundle end in the same block of {block} bytes"
     yield Finding(
-        path=("pipeline", "phases"),
-        message=f"two phases read no less than one: {reason}",
-        help="write phases = 1",
-        origins=(
-            Origin(
-                document="plan", path=("bundle", "stride"), text=f"{bundle.used_bytes} bytes used"
-            ),
-        ),
+        ("pipeline", "phases"),
+        f"two phases read no less than one: {reason}",
+        "write phases = 1",
+        origins=(Origin("plan", ("bundle", "stride"), f"{bundle.used_bytes} bytes used"),),
     )
 
 
@@ -262,8 +250,8 @@ def check_chunk_within_context(facts: Facts) -> Iterator[Finding]:
     if chunk <= context:
         return
     yield Finding(
-        path=("prefill", "chunk"),
-        message=f"a chunk of {chunk} tokens is longer than the context of {context}",
-        help=f"write chunk = {context}",
-        origins=(Origin(document="plan", path=("kv", "context"), text=f"context = {context}"),),
+        ("prefill", "chunk"),
+        f"a chunk of {chunk} tokens is longer than the context of {context}",
+        f"write chunk = {context}",
+        origins=(Origin("plan", ("kv", "context"), f"context = {context}"),),
     )

@@ -47,19 +47,17 @@ def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
         for key in ("features", "clusters"):
             if unit.kind != "cpu" and getattr(unit, key):
                 yield Finding(
-                    document="device",
-                    path=("units", name, key),
+                    ("units", name, key),
+                    f"`{key}` belongs to CPUs, the unit `{name}` is of kind {unit.kind}",
+                    f"move `{key}` to a unit of kind cpu",
                     at="key",
-                    message=f"`{key}` belongs to CPUs, the unit `{name}` is of kind {unit.kind}",
-                    help=f"move `{key}` to a unit of kind cpu",
                 )
         for number, cluster in enumerate(unit.clusters):
             if cluster.id in seen:
                 yield Finding(
-                    document="device",
-                    path=("units", name, "clusters", number, "id"),
-                    message=f"two clusters are called `{cluster.id}`",
-                    help="give every cluster its own id",
+                    ("units", name, "clusters", number, "id"),
+                    f"two clusters are called `{cluster.id}`",
+                    "give every cluster its own id",
                 )
             seen.add(cluster.id)
 
@@ -77,10 +75,9 @@ def check_device_block_size(facts: Facts) -> Iterator[Finding]:
     if block is None or (block > 0 and block % DEFAULT_BLOCK_BYTES == 0):
         return
     yield Finding(
-        document="device",
-        path=("storage", "block_size"),
-        message=f"a block of {block} bytes, expected a multiple of {DEFAULT_BLOCK_BYTES}",
-        help='write "512 B" or "4 KiB"',
+        ("storage", "block_size"),
+        f"a block of {block} bytes, expected a multiple of {DEFAULT_BLOCK_BYTES}",
+        'write "512 B" or "4 KiB"',
     )
 
 
@@ -103,14 +100,9 @@ def check_device_memory_order(facts: Facts) -> Iterator[Finding]:
             continue
         capacity = format_bytes(memory.capacity)
         yield Finding(
-            document="device",
-            path=(*path, "usable"),
-            message=f"usable memory is {format_bytes(memory.usable)}, installed are {capacity}",
-            origins=(
-                Origin(
-                    document="device", path=(*path, "capacity"), text=f'capacity = "{capacity}"'
-                ),
-            ),
+            (*path, "usable"),
+            f"usable memory is {format_bytes(memory.usable)}, installed are {capacity}",
+            origins=(Origin("device", (*path, "capacity"), f'capacity = "{capacity}"'),),
         )
 
 
@@ -127,10 +119,9 @@ def check_device_named_by_file(facts: Facts) -> Iterator[Finding]:
     name = facts.files["device"].name.removesuffix(".device.toml")
     if facts.device.id != name:
         yield Finding(
-            document="device",
-            path=("id",),
-            message=f"the id is `{facts.device.id}`, the file is called `{name}`",
-            help=f'write id = "{name}", or rename the file to {facts.device.id}.device.toml',
+            ("id",),
+            f"the id is `{facts.device.id}`, the file is called `{name}`",
+            f'write id = "{name}", or rename the file to {facts.device.id}.device.toml',
         )
 
 
@@ -172,10 +163,9 @@ def check_figures_are_possible(facts: Facts) -> Iterator[Finding]:
                 continue
             wanted = f"from {_write(least, key, units)} to {_write(most, key, units)}"
             yield Finding(
-                document="device",
-                path=(*path, key),
-                message=f"no machine has {_write(value, key, units)} here: figures are {wanted}",
-                help="correct the number or its unit, or leave the figure out: `pi2 probe` "
+                (*path, key),
+                f"no machine has {_write(value, key, units)} here: figures are {wanted}",
+                "correct the number or its unit, or leave the figure out: `pi2 probe` "
                 "measures most of them",
             )
 
@@ -215,12 +205,11 @@ def _find_again(path: KeyPath, items: Sequence[Hashable], what: str) -> Iterator
     first: dict[Hashable, int] = {}
     for number, item in enumerate(items):
         if item in first:
-            origin = Origin(document="device", path=(*path, first[item]), text="the first one")
+            origin = Origin("device", (*path, first[item]), "the first one")
             yield Finding(
-                document="device",
-                path=(*path, number),
-                message=f"{what} are stated twice",
-                help="remove one of them, or state the difference",
+                (*path, number),
+                f"{what} are stated twice",
+                "remove one of them, or state the difference",
                 origins=(origin,),
             )
         first.setdefault(item, number)
@@ -246,34 +235,28 @@ def check_threads_bound_to_cores(facts: Facts) -> Iterator[Finding]:
     for first, last in parse_selector(threads.cores):
         if first > last:
             yield Finding(
-                path=path,
-                message=f"the range {first}-{last} is reversed and names no core",
-                help=f'write "{last}-{first}"',
+                path,
+                f"the range {first}-{last} is reversed and names no core",
+                f'write "{last}-{first}"',
             )
             return
         if last >= MOST_CORES:
-            yield Finding(path=path, message=f"no machine has a core {last}")
+            yield Finding(path, f"no machine has a core {last}")
             return
     cores = list_cores(threads.cores)
     twice = sorted({core for core in cores if cores.count(core) > 1})
     if twice:
         yield Finding(
-            path=path,
-            message=f"core {twice[0]} is named twice",
-            help="two threads on one core take turns: name different ones",
+            path,
+            f"core {twice[0]} is named twice",
+            "two threads on one core take turns: name different ones",
         )
     elif threads.compute is not None and threads.compute != len(cores):
         yield Finding(
-            path=path,
-            message=f"{len(cores)} cores for {threads.compute} compute threads",
-            help="name a core for each thread, or leave threads.compute out",
-            origins=(
-                Origin(
-                    document="plan",
-                    path=("threads", "compute"),
-                    text=f"compute = {threads.compute}",
-                ),
-            ),
+            path,
+            f"{len(cores)} cores for {threads.compute} compute threads",
+            "name a core for each thread, or leave threads.compute out",
+            origins=(Origin("plan", ("threads", "compute"), f"compute = {threads.compute}"),),
         )
 
 
@@ -297,14 +280,12 @@ def check_threads_fit_cores(facts: Facts) -> Iterator[Finding]:
     if threads is None or not clusters or threads <= cores:
         return
     yield Finding(
-        path=("threads", "compute"),
-        message=f"{threads} compute threads, the device `{facts.device.id}` has {cores} cores",
-        help=f"write compute = {cores}, or leave it out",
+        ("threads", "compute"),
+        f"{threads} compute threads, the device `{facts.device.id}` has {cores} cores",
+        f"write compute = {cores}, or leave it out",
         origins=tuple(
             Origin(
-                document="device",
-                path=("units", name, "clusters"),
-                text=f"the clusters of {name} have {number} cores",
+                "device", ("units", name, "clusters"), f"the clusters of {name} have {number} cores"
             )
             for name, number in clusters.items()
         ),

@@ -29,20 +29,20 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
     Fix: copy the values of the checkpoint's configuration."""
     model = facts.model
     if model.attention.output_gate and model.tensors.fused_qkv is not None:
-        yield _find_kind(
+        yield Finding(
             ("attention", "output_gate"),
             "gated queries cannot share a tensor with keys",
             "name query, key and value in [tensors]",
         )
     if model.attention.output_gate_of == "head" and model.tensors.query_gate is None:
-        yield _find_kind(
+        yield Finding(
             ("attention", "output_gate_of"),
             "gates of whole heads are no rows of the query projection",
             "name tensors.query_gate",
         )
     kinds = () if model.layers is None else model.layers.kinds
     if kinds and len(kinds) != model.shape.layers:
-        yield _find_kind(
+        yield Finding(
             ("layers", "kinds"),
             f"{len(kinds)} kinds are stated, but the model has {model.shape.layers} layers",
             "state one kind for each layer",
@@ -50,7 +50,7 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
     mixers = (mixer for kind in kinds for mixer in kind.split("+"))
     states = list(dict.fromkeys(n for n in mixers if n not in ("attention", "none")))
     if len(states) > 1:
-        yield _find_kind(
+        yield Finding(
             ("layers", "kinds"),
             f"layers of the kinds {' and '.join(states)} are in one model",
             "one kind in addition to attention can be computed",
@@ -58,7 +58,7 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
     for kind in states[:1]:
         needed = "convolution" if kind == "convolution" else "recurrence"
         if getattr(model, needed) is None:
-            yield _find_kind(
+            yield Finding(
                 ("layers", "kinds"),
                 f"layers of the kind {kind} need the table [{needed}]",
                 f"state [{needed}]",
@@ -76,7 +76,7 @@ def _check_double(model: Model) -> Iterator[Finding]:
         return
     twice = [n for n, block in enumerate(model.blocks) if _count_attention(block) > 1]
     if twice:
-        yield _find_kind(
+        yield Finding(
             ("layers", "kinds"),
             f"layer {twice[0]} has attention twice, but a KV cache for one",
             "make two layers of it, the first of them without FFN (ffn.absent_layers)",
@@ -91,7 +91,7 @@ def _check_double(model: Model) -> Iterator[Finding]:
     }
     for path, is_wrong in wrong.items():
         if is_wrong:
-            yield _find_kind(
+            yield Finding(
                 path,
                 f"{'.'.join(path)} has another value than its default, which layers with several "
                 "mixers, or none, cannot be computed with",
@@ -104,20 +104,20 @@ def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:
     if sizes is None:
         return
     if sizes.value_heads % sizes.key_heads:
-        yield _find_kind(
+        yield Finding(
             ("recurrence", "value_heads"),
             f"{sizes.value_heads} value heads cannot share {sizes.key_heads} key heads evenly",
             "take both from the checkpoint's configuration",
         )
     if sizes.width % sizes.norm_groups:
-        yield _find_kind(
+        yield Finding(
             ("recurrence", "norm_groups"),
             f"{sizes.width} elements are not divided by {sizes.norm_groups} norms",
             "take norm_groups from the checkpoint's configuration",
         )
     wrong = sizes.projection_bias or sizes.norm_groups > 1 or sizes.longest_step is not None
     if "delta" in states and (wrong or sizes.shortest_step):
-        yield _find_kind(
+        yield Finding(
             ("recurrence",),
             "layers of the kind delta have no biases, parts of norms and limits of steps",
             "remove them, or write mamba instead of delta",
@@ -126,13 +126,13 @@ def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:
     if "mamba1" in states:
         yield from _check_first_mamba(sizes)
     elif states and (sizes.step_rank is not None or sizes.part_norm != "none"):
-        yield _find_kind(
+        yield Finding(
             ("recurrence",),
             f"layers of the kind {states[0]} have no step_rank, and no norms of parts",
             "remove step_rank and part_norm, or write mamba1",
         )
     if sizes.longest_step is not None and sizes.longest_step < sizes.shortest_step:
-        yield _find_kind(
+        yield Finding(
             ("recurrence", "longest_step"),
             f"the longest step {sizes.longest_step:g} is below the shortest, "
             f"{sizes.shortest_step:g}",
@@ -144,19 +144,19 @@ def _check_delta(sizes: Recurrence, states: Sequence[str]) -> Iterator[Finding]:
     of_keys = sizes.decay_of == "key"
     own = sizes.gate != "silu" or sizes.gate_rank is not None
     if states and states[0] != "delta" and (of_keys or own):
-        yield _find_kind(
+        yield Finding(
             ("recurrence",),
             f"layers of the kind {states[0]} have no decays of keys, and gates of no other kind",
             "remove decay_of, gate and gate_rank, or write delta",
         )
     if not of_keys and (sizes.decay_rank is not None or sizes.decay_floor is not None):
-        yield _find_kind(
+        yield Finding(
             ("recurrence", "decay_of"),
             "decay_rank and decay_floor are of decays of keys",
             'write decay_of = "key", or remove them',
         )
     if of_keys and sizes.key_heads != sizes.value_heads:
-        yield _find_kind(
+        yield Finding(
             ("recurrence", "key_heads"),
             f"decays of keys need as many key heads as value heads, not {sizes.key_heads} for "
             f"{sizes.value_heads}",
@@ -166,22 +166,18 @@ def _check_delta(sizes: Recurrence, states: Sequence[str]) -> Iterator[Finding]:
 
 def _check_first_mamba(sizes: Recurrence) -> Iterator[Finding]:
     if sizes.step_rank is None:
-        yield _find_kind(
+        yield Finding(
             ("recurrence", "step_rank"),
             "layers of the kind mamba1 need step_rank",
             "state the number of columns of the projection to step sizes",
         )
     limited = sizes.shortest_step > 0.0 or sizes.longest_step is not None
     if max(sizes.key_heads, sizes.value_heads, sizes.norm_groups) > 1 or limited:
-        yield _find_kind(
+        yield Finding(
             ("recurrence",),
             "layers of the kind mamba1 have one head, no parts of norms and no limits of steps",
             "state 1 for key_heads and value_heads, and remove the others",
         )
-
-
-def _find_kind(path: tuple[str, ...], message: str, remedy: str) -> Finding:
-    return Finding(document="model", path=path, message=message, help=remedy)
 
 
 _ONCE = frozenset(
@@ -236,18 +232,16 @@ def check_tensor_names_layers(facts: Facts) -> Iterator[Finding]:
             wanted |= found & {"{mixer}"}
         for placeholder in sorted(found - wanted):
             yield Finding(
-                document="model",
-                path=("tensors", key),
-                message=f"`{placeholder}` stands for nothing in the name of {key}",
-                help=f"its placeholders: {', '.join(sorted(wanted)) or 'none'}",
+                ("tensors", key),
+                f"`{placeholder}` stands for nothing in the name of {key}",
+                f"its placeholders: {', '.join(sorted(wanted)) or 'none'}",
             )
         for placeholder in sorted(wanted - found):
             subject = placeholder.strip("{}")
             yield Finding(
-                document="model",
-                path=("tensors", key),
-                message=f"the name of {key} is the same for every {subject}",
-                help=f"put {placeholder} where the {subject}'s number is",
+                ("tensors", key),
+                f"the name of {key} is the same for every {subject}",
+                f"put {placeholder} where the {subject}'s number is",
             )
 
 
@@ -281,10 +275,10 @@ def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
         if name in first:
             path = ("layers", "overrides", first[name], "id")
             yield Finding(
-                path=("layers", "overrides", number, "id"),
-                message=f"another override is called `{name}` too",
-                help="give it another name, or none",
-                origins=(Origin(document="plan", path=path, text="the first one"),),
+                ("layers", "overrides", number, "id"),
+                f"another override is called `{name}` too",
+                "give it another name, or none",
+                origins=(Origin("plan", path, "the first one"),),
             )
         first.setdefault(name, number)
 
@@ -301,9 +295,9 @@ def check_overrides_set_something(facts: Facts) -> Iterator[Finding]:
     for number, override in enumerate(facts.plan.layers.overrides):
         if override.split is None and override.hot is None:
             yield Finding(
-                path=("layers", "overrides", number),
-                message="the override sets nothing",
-                help="add `split` or `hot`, or remove it",
+                ("layers", "overrides", number),
+                "the override sets nothing",
+                "add `split` or `hot`, or remove it",
             )
 
 
@@ -328,9 +322,7 @@ def check_selectors_disjoint(facts: Facts) -> Iterator[Finding]:
         repeated = _find_repetition(ranges[number])
         if repeated is not None:
             yield Finding(
-                path=path,
-                message=f"the selector names {_name_layers(repeated)} twice",
-                help="name every layer once",
+                path, f"the selector names {_name_layers(repeated)} twice", "name every layer once"
             )
         keys = [key for key in ("split", "hot") if getattr(override, key) is not None]
         coverers = [_find_coverers(facts, ranges, number, key) for key in keys]
@@ -338,14 +330,14 @@ def check_selectors_disjoint(facts: Facts) -> Iterator[Finding]:
             last = max(item for found in coverers for item in found)
             names = " and ".join(f"`{key}`" for key in keys)
             yield Finding(
-                path=path,
-                message=f"this override does nothing: later ones set {names} of all its layers",
-                help="put it after them, or remove it",
+                path,
+                f"this override does nothing: later ones set {names} of all its layers",
+                "put it after them, or remove it",
                 origins=(
                     Origin(
-                        document="plan",
-                        path=("layers", "overrides", last, "select"),
-                        text=f'set again for "{overrides[last].select.strip()}"',
+                        "plan",
+                        ("layers", "overrides", last, "select"),
+                        f'set again for "{overrides[last].select.strip()}"',
                     ),
                 ),
             )
@@ -417,18 +409,14 @@ def check_selectors_in_range(facts: Facts) -> Iterator[Finding]:
         for first, last in parse_selector(selector):
             if first > last:
                 yield Finding(
-                    path=path,
-                    message=f"the range {first}-{last} is reversed and selects nothing",
-                    help=f'write "{last}-{first}"',
+                    path,
+                    f"the range {first}-{last} is reversed and selects nothing",
+                    f'write "{last}-{first}"',
                 )
             elif last >= count:
                 yield Finding(
-                    path=path,
-                    message=f"there is no layer {last}: the model has the layers 0 to {count - 1}",
-                    help=f'write "{first}-{count - 1}"' if first < count - 1 else None,
-                    origins=(
-                        Origin(
-                            document="model", path=("shape", "layers"), text=f"layers = {count}"
-                        ),
-                    ),
+                    path,
+                    f"there is no layer {last}: the model has the layers 0 to {count - 1}",
+                    f'write "{first}-{count - 1}"' if first < count - 1 else None,
+                    origins=(Origin("model", ("shape", "layers"), f"layers = {count}"),),
                 )

@@ -30,15 +30,11 @@ def check_budget_fits_device(facts: Facts) -> Iterator[Finding]:
     if limit is None or budget <= limit:
         return
     yield Finding(
-        path=("memory", "budget"),
-        message=f"the budget is {format_bytes(budget)}, the device `{facts.device.id}` has "
+        ("memory", "budget"),
+        f"the budget is {format_bytes(budget)}, the device `{facts.device.id}` has "
         f"{format_bytes(limit)}",
-        help=f"lower the budget and its segments to {write_most(limit)} or less",
-        origins=(
-            Origin(
-                document="device", path=("memory", key), text=f'{key} = "{format_bytes(limit)}"'
-            ),
-        ),
+        f"lower the budget and its segments to {write_most(limit)} or less",
+        origins=(Origin("device", ("memory", key), f'{key} = "{format_bytes(limit)}"'),),
     )
 
 
@@ -68,15 +64,15 @@ def check_segments_fit_budget(facts: Facts) -> Iterator[Finding]:
     if cold > excess:
         help_text += f", or lower cold to {write_most(cold - excess)}"
     yield Finding(
-        path=("memory", "budget"),
-        message=f"the segments{_name_units(sizes)} add up to {format_bytes(total)}, "
+        ("memory", "budget"),
+        f"the segments{_name_units(sizes)} add up to {format_bytes(total)}, "
         f"{approximate_bytes(excess)} more than the budget of {format_bytes(memory.budget)}",
-        help=help_text,
+        help_text,
         origins=(
             Origin(
-                document="plan",
-                path=_find_key(largest),
-                text=f"the largest is {largest} with {format_bytes(sizes[largest])}",
+                "plan",
+                _find_key(largest),
+                f"the largest is {largest} with {format_bytes(sizes[largest])}",
             ),
         ),
     )
@@ -105,10 +101,10 @@ def check_scales_exist(facts: Facts) -> Iterator[Finding]:
     if facts.plan.bundle.scales == "resident" and not find_packing(precision).has_scales:
         path = ("quantization", "ffn")
         yield Finding(
-            path=("bundle", "scales"),
-            message=f"neurons of {precision} have no scales that could be resident",
-            help='write scales = "inline"',
-            origins=(Origin(document="model", path=path, text=f'ffn = "{precision}"'),),
+            ("bundle", "scales"),
+            f"neurons of {precision} have no scales that could be resident",
+            'write scales = "inline"',
+            origins=(Origin("model", path, f'ffn = "{precision}"'),),
         )
 
 
@@ -131,14 +127,11 @@ def check_stride_fits_blocks(facts: Facts) -> Iterator[Finding]:
     origins: tuple[Origin, ...] = ()
     if facts.device.storage.block_size is not None:
         path = ("storage", "block_size")
-        origins = (
-            Origin(document="device", path=path, text=f'block_size = "{format_bytes(block)}"'),
-        )
+        origins = (Origin("device", path, f'block_size = "{format_bytes(block)}"'),)
     yield Finding(
-        path=("bundle", "stride"),
-        message=f"the stride of {stride} bytes is not a multiple of the device's block of "
-        f"{block} bytes",
-        help=f'write stride = "{format_bytes(round_up(stride, block))}"',
+        ("bundle", "stride"),
+        f"the stride of {stride} bytes is not a multiple of the device's block of {block} bytes",
+        f'write stride = "{format_bytes(round_up(stride, block))}"',
         origins=origins,
     )
 
@@ -168,26 +161,22 @@ def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
     stride = facts.plan.bundle.stride
     fitting = round_up(used, block)
     origins = (
-        Origin(document="model", path=("shape", "hidden"), text=f"hidden = {model.shape.hidden}"),
-        Origin(
-            document="model",
-            path=("quantization", "ffn"),
-            text=f'ffn weights are "{model.quantization.ffn}"',
-        ),
+        Origin("model", ("shape", "hidden"), f"hidden = {model.shape.hidden}"),
+        Origin("model", ("quantization", "ffn"), f'ffn weights are "{model.quantization.ffn}"'),
     )
     if stride < used:
         yield Finding(
-            path=("bundle", "stride"),
-            message=f"a neuron takes {used} bytes, the stride is {stride}",
-            help=f'write stride = "{format_bytes(fitting)}"',
+            ("bundle", "stride"),
+            f"a neuron takes {used} bytes, the stride is {stride}",
+            f'write stride = "{format_bytes(fitting)}"',
             origins=origins,
         )
     elif stride > MOST_WASTE * round_up(used, max(block, LARGE_BLOCK_BYTES)):
         yield Finding(
-            path=("bundle", "stride"),
-            message=f"a neuron takes {used} bytes, the stride is {stride}: "
+            ("bundle", "stride"),
+            f"a neuron takes {used} bytes, the stride is {stride}: "
             f"{1 - used / stride:.0%} of memory and reads would be empty",
-            help=f'write stride = "{format_bytes(fitting)}"',
+            f'write stride = "{format_bytes(fitting)}"',
             origins=origins,
         )
 
@@ -206,8 +195,8 @@ def check_prefix_cache_is_used(facts: Facts) -> Iterator[Finding]:
     if serve.prefix_cache is None or serve.prefixes != "none":
         return
     yield Finding(
-        path=("serve", "prefix_cache"),
-        message="nothing is kept in files: prompts are read from their beginning",
-        help="remove it, or serve.prefixes",
-        origins=(Origin(document="plan", path=("serve", "prefixes"), text='prefixes = "none"'),),
+        ("serve", "prefix_cache"),
+        "nothing is kept in files: prompts are read from their beginning",
+        "remove it, or serve.prefixes",
+        origins=(Origin("plan", ("serve", "prefixes"), 'prefixes = "none"'),),
     )

@@ -29,13 +29,10 @@ def check_experts_exist(facts: Facts) -> Iterator[Finding]:
     if moe is None or moe.active_experts <= moe.experts:
         return
     yield Finding(
-        document="model",
-        path=("moe", "active_experts"),
-        message=f"{moe.active_experts} active experts, a layer has {moe.experts}",
-        help="take the number from the checkpoint's configuration",
-        origins=(
-            Origin(document="model", path=("moe", "experts"), text=f"experts = {moe.experts}"),
-        ),
+        ("moe", "active_experts"),
+        f"{moe.active_experts} active experts, a layer has {moe.experts}",
+        "take the number from the checkpoint's configuration",
+        origins=(Origin("model", ("moe", "experts"), f"experts = {moe.experts}"),),
     )
 
 
@@ -50,23 +47,19 @@ def check_fatrelu_threshold(facts: Facts) -> Iterator[Finding]:
 
     Fix: write the checkpoint's threshold, or name the activation that it has."""
     ffn = facts.model.ffn
-    activation = Origin(
-        document="model", path=("ffn", "activation"), text=f'activation = "{ffn.activation}"'
-    )
+    activation = Origin("model", ("ffn", "activation"), f'activation = "{ffn.activation}"')
     if ffn.activation == "fatrelu" and ffn.threshold <= 0:
         yield Finding(
-            document="model",
-            path=("ffn", "threshold"),
-            message=f"fatrelu needs a threshold above 0, it is {ffn.threshold:g}",
-            help='write the checkpoint\'s threshold, or activation = "relu"',
+            ("ffn", "threshold"),
+            f"fatrelu needs a threshold above 0, it is {ffn.threshold:g}",
+            'write the checkpoint\'s threshold, or activation = "relu"',
             origins=(activation,),
         )
     elif ffn.activation != "fatrelu" and ffn.threshold != 0:
         yield Finding(
-            document="model",
-            path=("ffn", "threshold"),
-            message=f"{ffn.activation} has no threshold",
-            help='remove it, or write activation = "fatrelu"',
+            ("ffn", "threshold"),
+            f"{ffn.activation} has no threshold",
+            'remove it, or write activation = "fatrelu"',
             origins=(activation,),
         )
 
@@ -89,10 +82,9 @@ def check_head_is_even(facts: Facts) -> Iterator[Finding]:
     for table, (turned, width) in heads.items():
         if turned % 2:
             yield Finding(
-                document="model",
-                path=(table, "head_dim"),
-                message=f"a head of {width} elements has no two halves to rotate",
-                help="take head_dim from the checkpoint's configuration",
+                (table, "head_dim"),
+                f"a head of {width} elements has no two halves to rotate",
+                "take head_dim from the checkpoint's configuration",
             )
 
 
@@ -113,12 +105,11 @@ def check_heads_share_keys(facts: Facts) -> Iterator[Finding]:
         if count % kv_heads == 0:
             continue
         owner = table if table == "shape" or (other and other.heads) else "shape"
-        heads = Origin(document="model", path=(owner, "heads"), text=f"heads = {count}")
+        heads = Origin("model", (owner, "heads"), f"heads = {count}")
         yield Finding(
-            document="model",
-            path=(table, "kv_heads"),
-            message=f"{count} heads cannot share {kv_heads} key and value heads evenly",
-            help="take heads and kv_heads from the checkpoint's configuration",
+            (table, "kv_heads"),
+            f"{count} heads cannot share {kv_heads} key and value heads evenly",
+            "take heads and kv_heads from the checkpoint's configuration",
             origins=(heads,),
         )
 
@@ -140,53 +131,46 @@ def check_rope_scaling(facts: Facts) -> Iterator[Finding]:
 
 
 def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:
-    kind = Origin(document="model", path=(table, "kind"), text=f'kind = "{rope.kind}"')
+    kind = Origin("model", (table, "kind"), f'kind = "{rope.kind}"')
     if rope.kind in ("plain", "none") and rope.factor != 1.0:
         subject = "plain positions ignore" if rope.kind == "plain" else "no rotation ignores"
         yield Finding(
-            document="model",
-            path=(table, "factor"),
-            message=f"{subject} the factor {rope.factor:g}",
-            help='write kind = "linear" or "llama3", or remove the factor',
+            (table, "factor"),
+            f"{subject} the factor {rope.factor:g}",
+            'write kind = "linear" or "llama3", or remove the factor',
             origins=(kind,),
         )
     if rope.kind == "yarn" and rope.fast_rotations <= rope.slow_rotations:
         yield Finding(
-            document="model",
-            path=(table, "fast_rotations"),
-            message=f"fast_rotations is {rope.fast_rotations:g}, expected more than "
+            (table, "fast_rotations"),
+            f"fast_rotations is {rope.fast_rotations:g}, expected more than "
             f"slow_rotations, {rope.slow_rotations:g}",
         )
     rotated = rope.count_rotated(head_dim)
     if rope.share < 1.0 and (rotated == 0 or rotated % 2):
         yield Finding(
-            document="model",
-            path=(table, "share"),
-            message=f"{rotated} elements of a head are rotated, expected an even number",
-            help="take the share from the checkpoint's configuration",
+            (table, "share"),
+            f"{rotated} elements of a head are rotated, expected an even number",
+            "take the share from the checkpoint's configuration",
         )
     pairs = rotated // 2 if rope.kind == "longrope" else 0
     for name in ("short_factors", "long_factors"):
         count = len(getattr(rope, name))
         if count != pairs:
             yield Finding(
-                document="model",
-                path=(table, name),
-                message=f"{count} factors are stated, expected {pairs}",
-                help='only kind = "longrope" has them, one for each pair that turns',
+                (table, name),
+                f"{count} factors are stated, expected {pairs}",
+                'only kind = "longrope" has them, one for each pair that turns',
                 origins=(kind,),
             )
     if rope.kind == "longrope" and rope.original_context < 2:
         yield Finding(
-            document="model",
-            path=(table, "original_context"),
-            message="original_context is 1, expected 2 tokens or more",
+            (table, "original_context"), "original_context is 1, expected 2 tokens or more"
         )
     if rope.kind == "llama3" and rope.high_frequency_factor < rope.low_frequency_factor:
         yield Finding(
-            document="model",
-            path=(table, "high_frequency_factor"),
-            message=f"high_frequency_factor is {rope.high_frequency_factor:g}, expected no less "
+            (table, "high_frequency_factor"),
+            f"high_frequency_factor is {rope.high_frequency_factor:g}, expected no less "
             f"than low_frequency_factor, {rope.low_frequency_factor:g}",
         )
 
@@ -204,10 +188,9 @@ def check_rank_fills_groups(facts: Facts) -> Iterator[Finding]:
     predictor = facts.model.predictor
     if predictor is not None and predictor.rank % GROUP:
         yield Finding(
-            document="model",
-            path=("predictor", "rank"),
-            message=f"rank is {predictor.rank}, expected a multiple of {GROUP}",
-            help="take the number from the checkpoint's configuration",
+            ("predictor", "rank"),
+            f"rank is {predictor.rank}, expected a multiple of {GROUP}",
+            "take the number from the checkpoint's configuration",
         )
 
 
@@ -234,15 +217,15 @@ def check_sequences_share_positions(facts: Facts) -> Iterator[Finding]:
             continue
         original = f"original_context = {rope.original_context}"
         yield Finding(
-            path=("decode", "speculation" if guesses else "batch"),
-            message=f"the plan generates {f'{batch} sequences' if batch > 1 else 'several tokens'} "
+            ("decode", "speculation" if guesses else "batch"),
+            f"the plan generates {f'{batch} sequences' if batch > 1 else 'several tokens'} "
             "at a time, and the model's positions "
             f"differ between sequences of up to {rope.original_context} tokens and longer ones",
-            help=("remove it" if guesses else "write batch = 1")
+            ("remove it" if guesses else "write batch = 1")
             + f", or set kv.context to {rope.original_context} at most",
             origins=(
-                Origin(document="plan", path=("kv", "context"), text=f"context = {context}"),
-                Origin(document="model", path=(table, "original_context"), text=original),
+                Origin("plan", ("kv", "context"), f"context = {context}"),
+                Origin("model", (table, "original_context"), original),
             ),
         )
 
@@ -265,19 +248,15 @@ def check_tokens_in_vocabulary(facts: Facts) -> Iterator[Finding]:
     for path, token in tokens:
         if not 0 <= token < vocab:
             yield Finding(
-                document="model",
-                path=path,
-                message=f"there is no token {token}: the vocabulary has 0 to {vocab - 1}",
-                origins=(
-                    Origin(document="model", path=("shape", "vocab"), text=f"vocab = {vocab}"),
-                ),
+                path,
+                f"there is no token {token}: the vocabulary has 0 to {vocab - 1}",
+                origins=(Origin("model", ("shape", "vocab"), f"vocab = {vocab}"),),
             )
     if tokenizer.add_bos and tokenizer.bos is None:
         yield Finding(
-            document="model",
-            path=("tokenizer", "add_bos"),
-            message="prompts begin with `bos`, which is not stated",
-            help="add `bos`, or write add_bos = false",
+            ("tokenizer", "add_bos"),
+            "prompts begin with `bos`, which is not stated",
+            "add `bos`, or write add_bos = false",
         )
 
 
@@ -295,10 +274,10 @@ def check_context_within_model(facts: Facts) -> Iterator[Finding]:
     if wanted <= known:
         return
     yield Finding(
-        path=("kv", "context"),
-        message=f"context {wanted} exceeds the limit of the model `{facts.model.id}`: {known}",
-        help=f"write context = {known} or less",
-        origins=(Origin(document="model", path=("shape", "context"), text=f"context = {known}"),),
+        ("kv", "context"),
+        f"context {wanted} exceeds the limit of the model `{facts.model.id}`: {known}",
+        f"write context = {known} or less",
+        origins=(Origin("model", ("shape", "context"), f"context = {known}"),),
     )
 
 
@@ -337,11 +316,10 @@ def check_model_keys(facts: Facts) -> Iterator[Finding]:
 def _report_key(path: KeyPath, own: KeyPath) -> Finding:
     near = suggest(str(own[-1]), list_known_keys(Model, own[:-1]))
     return Finding(
-        document="family",
-        path=path,
+        path,
+        f"model documents have no key `{format_path(own)}`",
+        None if near is None else f"did you mean `{near}`?",
         at="key",
-        message=f"model documents have no key `{format_path(own)}`",
-        help=None if near is None else f"did you mean `{near}`?",
     )
 
 
@@ -369,14 +347,13 @@ def check_expressions(facts: Facts) -> Iterator[Finding]:
             try:
                 parse_expression(text)
             except ValueError as error:
-                yield Finding(document="family", path=path, message=f"`{text}`: {error}")
+                yield Finding(path, f"`{text}`: {error}")
         for path, value in walk_values(sections.read, (*base, "read")):
             if not isinstance(value, dict) and not (
                 isinstance(value, list) and value and isinstance(value[0], str)
             ):
                 yield Finding(
-                    document="family",
-                    path=path,
-                    message=f"`{format_path(path)}` is no array of keys to read",
-                    help='write ["key"], or ["key", default]; a fixed value belongs in [set]',
+                    path,
+                    f"`{format_path(path)}` is no array of keys to read",
+                    'write ["key"], or ["key", default]; a fixed value belongs in [set]',
                 )

@@ -31,44 +31,35 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
     model = facts.model
     if not model.ffn.gated and model.ffn.activation == "drelu":
         yield Finding(
-            document="model",
-            path=("ffn", "gated"),
-            message="drelu is an activation of gate and up, but neurons have no gate",
-            help='write activation = "relu", or remove gated = false',
-            origins=(
-                Origin(document="model", path=("ffn", "activation"), text='activation = "drelu"'),
-            ),
+            ("ffn", "gated"),
+            "drelu is an activation of gate and up, but neurons have no gate",
+            'write activation = "relu", or remove gated = false',
+            origins=(Origin("model", ("ffn", "activation"), 'activation = "drelu"'),),
         )
     moe = model.moe
     if model.ffn.bias and moe is not None and (moe.shared_experts or moe.dense_layers):
         yield Finding(
-            document="model",
-            path=("ffn", "bias"),
-            message="shared experts and dense layers have no biases",
-            help="remove bias = true",
+            ("ffn", "bias"), "shared experts and dense layers have no biases", "remove bias = true"
         )
     if model.moe is not None and model.moe.shared_gate and not model.moe.shared_experts:
         yield Finding(
-            document="model",
-            path=("moe", "shared_gate"),
-            message="there are no shared experts to weight",
-            help="write shared_experts = N, or remove shared_gate = true",
+            ("moe", "shared_gate"),
+            "there are no shared experts to weight",
+            "write shared_experts = N, or remove shared_gate = true",
         )
     others = (model.positions, model.layer_embedding, model.altup)
     if model.norm.embedding and any(other is not None for other in others):
         yield Finding(
-            document="model",
-            path=("norm", "embedding"),
-            message="embeddings have a norm in models with one stream, to which neither learned "
+            ("norm", "embedding"),
+            "embeddings have a norm in models with one stream, to which neither learned "
             "positions nor embeddings of layers are added",
-            help="remove embedding = true",
+            "remove embedding = true",
         )
     if model.norm.outputs and model.norm.bias:
         yield Finding(
-            document="model",
-            path=("norm", "outputs"),
-            message="norms of outputs have no biases",
-            help="remove bias = true, or outputs = true",
+            ("norm", "outputs"),
+            "norms of outputs have no biases",
+            "remove bias = true, or outputs = true",
         )
     if model.other_rope is not None:
         yield from _find_missing(model, ("other_rope", "layers"), model.other_rope.layers)
@@ -87,26 +78,23 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
     precision = model.quantization.ffn
     if find_packing(precision).shares_down_scales and model.shape.ffn % GROUP:
         yield Finding(
-            document="model",
-            path=("quantization", "ffn"),
-            message=f"{GROUP} neurons of {precision} share scales, but there are {model.shape.ffn}",
-            help='write ffn = "int8"',
+            ("quantization", "ffn"),
+            f"{GROUP} neurons of {precision} share scales, but there are {model.shape.ffn}",
+            'write ffn = "int8"',
         )
     blocks, width = model.quantization.gate_up, model.neuron_width
     if blocks is not None and width % (step := find_packing(blocks).length_step):
         yield Finding(
-            document="model",
-            path=("quantization", "gate_up"),
-            message=f"rows of {width} elements are no whole blocks of {blocks}, which have {step}",
-            help="remove gate_up",
+            ("quantization", "gate_up"),
+            f"rows of {width} elements are no whole blocks of {blocks}, which have {step}",
+            "remove gate_up",
         )
     if model.ffn.sub_norm and (model.moe is not None or model.ffn.bias):
         what = "biases" if model.moe is None else "experts"
         yield Finding(
-            document="model",
-            path=("ffn", "sub_norm"),
-            message=f"an FFN with {what} has no norm of its activations",
-            help="remove sub_norm = true",
+            ("ffn", "sub_norm"),
+            f"an FFN with {what} has no norm of its activations",
+            "remove sub_norm = true",
         )
     yield from _check_latent(model)
     yield from _check_values(model)
@@ -118,10 +106,9 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
         return
     if model.attention.sliding_window is None:
         yield Finding(
-            document="model",
-            path=("attention", "window_layers"),
-            message="layers have a sliding window, but its width is not stated",
-            help="write sliding_window = N, in tokens",
+            ("attention", "window_layers"),
+            "layers have a sliding window, but its width is not stated",
+            "write sliding_window = N, in tokens",
         )
     yield from _find_missing(model, ("attention", "window_layers"), layers)
 
@@ -129,10 +116,9 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
 def _check_scores(moe: Moe) -> Iterator[Finding]:
     if moe.router != "sigmoid" or not moe.choice_bias or moe.groups > 1:
         yield Finding(
-            document="model",
-            path=("moe", "choice_bias_of"),
-            message="scores and a bias choose only among sigmoids without groups",
-            help='write router = "sigmoid" and choice_bias = true, or remove choice_bias_of',
+            ("moe", "choice_bias_of"),
+            "scores and a bias choose only among sigmoids without groups",
+            'write router = "sigmoid" and choice_bias = true, or remove choice_bias_of',
         )
 
 
@@ -150,10 +136,9 @@ def _check_other_heads(model: Model) -> Iterator[Finding]:
     }
     for reason in (reason for reason, is_there in reasons.items() if is_there):
         yield Finding(
-            document="model",
-            path=("other_heads", "keys_are_values" if other.keys_are_values else "kv_heads"),
-            message=f"QKV projections with {reason} have the same heads in all layers",
-            help="remove [other_heads]",
+            ("other_heads", "keys_are_values" if other.keys_are_values else "kv_heads"),
+            f"QKV projections with {reason} have the same heads in all layers",
+            "remove [other_heads]",
         )
 
 
@@ -170,10 +155,7 @@ def _check_shared_keys(model: Model) -> Iterator[Finding]:
     }
     for reason in (reason for reason, is_there in reasons.items() if is_there):
         yield Finding(
-            document="model",
-            path=path,
-            message=f"QKV projections with {reason} are each layer's own",
-            help="remove kv_shared_layers",
+            path, f"QKV projections with {reason} are each layer's own", "remove kv_shared_layers"
         )
     alone = [
         layer
@@ -182,11 +164,10 @@ def _check_shared_keys(model: Model) -> Iterator[Finding]:
     ]
     if alone:
         yield Finding(
-            document="model",
-            path=path,
-            message=f"no layer before the last {attention.kv_shared_layers} has the window and the "
+            path,
+            f"no layer before the last {attention.kv_shared_layers} has the window and the "
             f"heads of layer {alone[0]}, whose KV cache it could read",
-            help="take the number from the checkpoint's configuration",
+            "take the number from the checkpoint's configuration",
         )
 
 
@@ -285,17 +266,15 @@ def _check_activation(model: Model) -> Iterator[Finding]:
     for key, is_stated in (("slope", ffn.slope != 1.0), ("limit", ffn.limit is not None)):
         if is_stated and ffn.activation != "silu":
             yield Finding(
-                document="model",
-                path=("ffn", key),
-                message=f"{key} is an option of silu, but the activation is {ffn.activation}",
-                help=f'write activation = "silu", or remove {key}',
+                ("ffn", key),
+                f"{key} is an option of silu, but the activation is {ffn.activation}",
+                f'write activation = "silu", or remove {key}',
             )
     if ffn.up_offset and not ffn.gated:
         yield Finding(
-            document="model",
-            path=("ffn", "up_offset"),
-            message="without gates there is nothing that ups are multiplied with",
-            help="remove up_offset, or gated = false",
+            ("ffn", "up_offset"),
+            "without gates there is nothing that ups are multiplied with",
+            "remove up_offset, or gated = false",
         )
 
 
@@ -305,39 +284,34 @@ def _check_mixture(model: Model) -> Iterator[Finding]:
         return
     if moe.experts % moe.groups or moe.active_groups > moe.groups:
         yield Finding(
-            document="model",
-            path=("moe", "groups"),
-            message=f"{moe.experts} experts in {moe.groups} groups, of which "
+            ("moe", "groups"),
+            f"{moe.experts} experts in {moe.groups} groups, of which "
             f"{moe.active_groups} may be active",
-            help="take the numbers from the checkpoint's configuration",
+            "take the numbers from the checkpoint's configuration",
         )
     elif moe.groups > 1 and moe.active_experts > moe.active_groups * (moe.experts // moe.groups):
         yield Finding(
-            document="model",
-            path=("moe", "active_groups"),
-            message=f"{moe.active_groups} groups have fewer than {moe.active_experts} experts",
-            help="take the numbers from the checkpoint's configuration",
+            ("moe", "active_groups"),
+            f"{moe.active_groups} groups have fewer than {moe.active_experts} experts",
+            "take the numbers from the checkpoint's configuration",
         )
     if moe.weighs == "input" and not (model.is_smooth and model.ffn.gated and not model.ffn.bias):
         yield Finding(
-            document="model",
-            path=("moe", "weighs"),
-            message="experts that read what their weights have multiplied need a smooth "
+            ("moe", "weighs"),
+            "experts that read what their weights have multiplied need a smooth "
             "activation, gates and no biases",
-            help="take the options from the checkpoint's configuration",
+            "take the options from the checkpoint's configuration",
         )
     if moe.router == "none" and moe.active_experts + moe.shared_experts != moe.experts:
         yield Finding(
-            document="model",
-            path=("moe", "router"),
-            message="without a router all experts compute every token, none of them shared",
-            help=f"write active_experts = {moe.experts}, and no shared_experts",
+            ("moe", "router"),
+            "without a router all experts compute every token, none of them shared",
+            f"write active_experts = {moe.experts}, and no shared_experts",
         )
     if bool(moe.dense_layers) != (moe.dense_ffn is not None):
         yield Finding(
-            document="model",
-            path=("moe", "dense_layers" if moe.dense_layers else "dense_ffn"),
-            message="dense_layers and dense_ffn are stated together: which layers are dense, "
+            ("moe", "dense_layers" if moe.dense_layers else "dense_ffn"),
+            "dense_layers and dense_ffn are stated together: which layers are dense, "
             "and how many neurons they have",
         )
     yield from _find_missing(model, ("moe", "dense_layers"), moe.dense_layers)
@@ -353,24 +327,21 @@ def _check_latent(model: Model) -> Iterator[Finding]:
         others.append("value_scale")
     for key in (key for key in others if getattr(attention, key)):
         yield Finding(
-            document="model",
-            path=("attention", key),
-            message=f"latent attention has no {key}",
-            help=f"remove {key}, or the table [attention.latent]",
+            ("attention", key),
+            f"latent attention has no {key}",
+            f"remove {key}, or the table [attention.latent]",
         )
     of_heads = attention.output_gate_of == "head" and attention.output_gate_function == "sigmoid"
     if attention.output_gate and not of_heads:
         yield Finding(
-            document="model",
-            path=("attention", "output_gate_of"),
-            message="latent attention has a gate for each head, which goes through a sigmoid",
-            help='write output_gate_of = "head", and remove output_gate_function',
+            ("attention", "output_gate_of"),
+            "latent attention has a gate for each head, which goes through a sigmoid",
+            'write output_gate_of = "head", and remove output_gate_function',
         )
     if shape.heads != shape.kv_heads:
         yield Finding(
-            document="model",
-            path=("shape", "kv_heads"),
-            message=f"with latent attention every head has its own key: kv_heads is {shape.heads}",
+            ("shape", "kv_heads"),
+            f"with latent attention every head has its own key: kv_heads is {shape.heads}",
         )
 
 
@@ -380,20 +351,17 @@ def _check_values(model: Model) -> Iterator[Finding]:
     sizes = [model.shape.head_dim, *([model.other_heads.head_dim] if model.other_heads else [])]
     if attention.sink_layers is not None and not attention.sinks:
         yield Finding(
-            document="model",
-            path=("attention", "sink_layers"),
-            message="layers have sinks, but the model has none",
-            help="write sinks = true, or remove sink_layers",
+            ("attention", "sink_layers"),
+            "layers have sinks, but the model has none",
+            "write sinks = true, or remove sink_layers",
         )
     if attention.value_width is None:
         return
     if attention.value_width > min(sizes):
         yield Finding(
-            document="model",
-            path=("attention", "value_width"),
-            message=f"values of {attention.value_width} elements are wider than a head of "
-            f"{min(sizes)}",
-            help="remove value_width where values are as wide as keys",
+            ("attention", "value_width"),
+            f"values of {attention.value_width} elements are wider than a head of {min(sizes)}",
+            "remove value_width where values are as wide as keys",
         )
     reasons = {
         "[attention.latent]": attention.latent is not None,
@@ -407,10 +375,9 @@ def _check_values(model: Model) -> Iterator[Finding]:
     }
     for name in (name for name, holds in reasons.items() if holds):
         yield Finding(
-            document="model",
-            path=("attention", "value_width"),
-            message=f"values are as wide as keys where there is {name}",
-            help=f"remove value_width, or {name}",
+            ("attention", "value_width"),
+            f"values are as wide as keys where there is {name}",
+            f"remove value_width, or {name}",
         )
 
 
@@ -420,9 +387,7 @@ def _find_missing(
     beyond = [layer for layer in layers if layer >= model.shape.layers]
     if beyond:
         yield Finding(
-            document="model",
-            path=path,
-            message=f"there is no layer {beyond[0]}: the model has {model.shape.layers}, from 0 on",
+            path, f"there is no layer {beyond[0]}: the model has {model.shape.layers}, from 0 on"
         )
 
 
@@ -433,8 +398,5 @@ def _list_missing(
     sentence's beginning."""
     for reason in (reason for reason, holds in reasons.items() if not holds):
         yield Finding(
-            document="model",
-            path=path,
-            message=f"{needing} {reason}",
-            help="take the options from the checkpoint's configuration",
+            path, f"{needing} {reason}", "take the options from the checkpoint's configuration"
         )

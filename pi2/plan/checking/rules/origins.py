@@ -33,10 +33,9 @@ def check_claims_are_no_measurements(facts: Facts) -> Iterator[Finding]:
         found = _CLAIM.search(figure.source) if figure.status == "measured" else None
         if found is not None:
             yield Finding(
-                document="device",
-                path=(*path, "status"),
-                message=f"called measured, but its source is a claim: `{found[0]}`",
-                help='write status = "vendor-claimed", or say how it was measured',
+                (*path, "status"),
+                f"called measured, but its source is a claim: `{found[0]}`",
+                'write status = "vendor-claimed", or say how it was measured',
             )
 
 
@@ -60,10 +59,9 @@ def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
             continue
         if figure.samples is None and _RANGE.search(figure.source) is None:
             yield Finding(
-                document="device",
-                path=(*path, "status"),
-                message="a measured figure without `samples` and `spread`",
-                help='write both, or status = "estimated" if they are not known',
+                (*path, "status"),
+                "a measured figure without `samples` and `spread`",
+                'write both, or status = "estimated" if they are not known',
             )
 
 
@@ -83,14 +81,13 @@ def check_plan_rests_on_claims(facts: Facts) -> Iterator[Finding]:
     if not claimed:
         return
     places = tuple(
-        Place(document="device", path=(*path, "status"), text='status = "vendor-claimed"')
-        for path in claimed
+        Place("device", (*path, "status"), 'status = "vendor-claimed"') for path in claimed
     )
     count = "a read rate" if len(claimed) == 1 else f"{len(claimed)} read rates"
     yield Finding(
-        path=("device",),
-        message=f"the plan rests on {count} that only the vendor claims",
-        help="`pi2 probe -o FILE` measures it; until then, predictions are optimistic",
+        ("device",),
+        f"the plan rests on {count} that only the vendor claims",
+        "`pi2 probe -o FILE` measures it; until then, predictions are optimistic",
         origins=places,
     )
 
@@ -174,10 +171,10 @@ def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
             found = _PLACEHOLDER.search(text)
             if found is not None:
                 yield Finding(
+                    path,
+                    f"`{found[0]}` is left in",
+                    "write the value, or remove the key where it has a default",
                     document=document,
-                    path=path,
-                    message=f"`{found[0]}` is left in",
-                    help="write the value, or remove the key where it has a default",
                 )
 
 
@@ -194,8 +191,7 @@ def check_model_named_by_file(facts: Facts) -> Iterator[Finding]:
     name = facts.files["model"].name.removesuffix(".model.toml")
     if facts.model.id != name:
         yield Finding(
-            document="model",
-            path=("id",),
-            message=f"the id is `{facts.model.id}`, the file is called `{name}`",
-            help=f'write id = "{name}", or rename the file to {facts.model.id}.model.toml',
+            ("id",),
+            f"the id is `{facts.model.id}`, the file is called `{name}`",
+            f'write id = "{name}", or rename the file to {facts.model.id}.model.toml',
         )

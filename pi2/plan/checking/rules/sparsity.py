@@ -31,16 +31,14 @@ def check_sparsity_fits_model(facts: Facts) -> Iterator[Finding]:
     name = model.ffn.activation
     if not model.is_smooth:
         yield Finding(
-            path=("sparsity",),
-            message=f"neurons with {name} are zero when inactive: thresholds only add an error",
-            help='remove [sparsity]: predictor = "gate" loses nothing',
+            ("sparsity",),
+            f"neurons with {name} are zero when inactive: thresholds only add an error",
+            'remove [sparsity]: predictor = "gate" loses nothing',
             at="key",
-            origins=(
-                Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
-            ),
+            origins=(Origin("model", ("ffn", "activation"), f'activation = "{name}"'),),
         )
     elif (problem := explain_method(sparsity.method, model)) is not None:
-        yield Finding(path=("sparsity", "method"), message=problem, help='write method = "cats"')
+        yield Finding(("sparsity", "method"), problem, 'write method = "cats"')
 
 
 def explain_method(method: SparsityMethod, model: Model) -> str | None:
@@ -71,9 +69,9 @@ def check_sparsity_has_one_goal(facts: Facts) -> Iterator[Finding]:
     if sparsity.target is not None:
         message = "[sparsity] states target and max_perplexity_increase: one follows from the other"
     yield Finding(
-        path=("sparsity",) if sparsity.target is None else ("sparsity", "target"),
-        message=message,
-        help="for example target = 0.5" if sparsity.target is None else "remove one of them",
+        ("sparsity",) if sparsity.target is None else ("sparsity", "target"),
+        message,
+        "for example target = 0.5" if sparsity.target is None else "remove one of them",
         at="key",
     )
 
@@ -93,9 +91,9 @@ def check_sparsity_is_used(facts: Facts) -> Iterator[Finding]:
     if plan.sparsity is None or plan.decode.predictor == "gate":
         return
     yield Finding(
-        path=("decode", "predictor"),
-        message=f'[sparsity] does nothing with predictor = "{plan.decode.predictor}"',
-        help='write predictor = "gate"',
+        ("decode", "predictor"),
+        f'[sparsity] does nothing with predictor = "{plan.decode.predictor}"',
+        'write predictor = "gate"',
     )
 
 
@@ -120,10 +118,10 @@ def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
     if not found.fits(resolved.model):
         shape = f"{len(found.layers)} layers of {found.neurons} neurons, {found.activation}"
         message = f"these thresholds are of the model `{found.model}` ({shape})"
-        yield Finding(path=path, message=message, help=again)
+        yield Finding(path, message, again)
     elif found.method != sparsity.method:
         message = f"these thresholds were made for method = {found.method!r}"
-        yield Finding(path=path, message=message, help=again)
+        yield Finding(path, message, again)
     elif found.max_perplexity_increase != sparsity.max_perplexity_increase or (
         sparsity.target is not None and found.target != sparsity.target
     ):
@@ -131,7 +129,7 @@ def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
         if found.max_perplexity_increase is not None:
             wish = f"max_perplexity_increase = {found.max_perplexity_increase:g}"
         message = f"these thresholds were made for {wish}"
-        yield Finding(path=path, message=message, help=again)
+        yield Finding(path, message, again)
 
 
 @rule("P279", "error", "plan", "model")
@@ -155,24 +153,22 @@ def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
         dial = dial if experts.read_best is None else "read_best"
     if facts.plan.decode.predictor != "router":
         yield Finding(
-            path=("experts", dial),
-            message=f"{dial} does nothing with predictor = "
+            ("experts", dial),
+            f"{dial} does nothing with predictor = "
             f'"{facts.plan.decode.predictor}": no router chooses the reads',
-            help='write decode.predictor = "router", or leave the table [experts] out',
+            'write decode.predictor = "router", or leave the table [experts] out',
             origins=(
                 Origin(
-                    document="plan",
-                    path=("decode", "predictor"),
-                    text=f'predictor = "{facts.plan.decode.predictor}"',
+                    "plan", ("decode", "predictor"), f'predictor = "{facts.plan.decode.predictor}"'
                 ),
             ),
         )
     elif moe is not None and experts.prefer_cached and (key := find_other_choice(moe)):
         yield Finding(
-            path=("experts", "prefer_cached"),
-            message=f"experts cannot be preferred: the model chooses them otherwise ({key})",
-            help="leave prefer_cached out; least_weight, read_best and most_reads work",
-            origins=(Origin(document="model", path=("moe", key), text="it is said here"),),
+            ("experts", "prefer_cached"),
+            f"experts cannot be preferred: the model chooses them otherwise ({key})",
+            "leave prefer_cached out; least_weight, read_best and most_reads work",
+            origins=(Origin("model", ("moe", key), "it is said here"),),
         )
 
 
@@ -207,25 +203,19 @@ def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
         return
     if decode.speculation.drafts == "resident" and resolved.whole_layers:
         yield Finding(
-            path=("decode", "speculation", "drafts"),
-            message="drafts leave nothing out: every neuron computes"
+            ("decode", "speculation", "drafts"),
+            "drafts leave nothing out: every neuron computes"
             + (f" in {len(resolved.whole_layers)} layers" if resolved.named_layers else ""),
-            help='write drafts = "prompt", or choose another decode.predictor',
-            origins=(
-                Origin(
-                    document="plan",
-                    path=("decode", "predictor"),
-                    text=f'predictor = "{decode.predictor}"',
-                ),
-            ),
+            'write drafts = "prompt", or choose another decode.predictor',
+            origins=(Origin("plan", ("decode", "predictor"), f'predictor = "{decode.predictor}"'),),
         )
     if not resolved.has_whole_unit:
         return
     yield Finding(
-        path=("decode", "speculation"),
+        ("decode", "speculation"),
+        f"{resolved.sparse_unit!r} has the whole model, and verifies no drafts",
+        "remove speculation, or give some of the neurons to a CPU",
         at="key",
-        message=f"{resolved.sparse_unit!r} has the whole model, and verifies no drafts",
-        help="remove speculation, or give some of the neurons to a CPU",
     )
 
 
@@ -248,15 +238,15 @@ def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
     if (settings.drafts == "plan") != (settings.plan is not None):
         is_unnamed = settings.plan is None
         yield Finding(
-            path=("decode", "speculation", "drafts" if is_unnamed else "plan"),
-            message="no plan is named" if is_unnamed else "no plan drafts with this one",
-            help='write plan = "./draft.plan.toml" and drafts = "plan", or neither',
+            ("decode", "speculation", "drafts" if is_unnamed else "plan"),
+            "no plan is named" if is_unnamed else "no plan drafts with this one",
+            'write plan = "./draft.plan.toml" and drafts = "plan", or neither',
         )
         return
     if resolved.draft is None:
         return
     for message, help in _list_obstacles(resolved, resolved.draft):
-        yield Finding(path=("decode", "speculation", "plan"), message=message, help=help)
+        yield Finding(("decode", "speculation", "plan"), message, help)
 
 
 def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tuple[str, str]]:

@@ -38,10 +38,10 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
         dense = _list_dense(placed.split, sparse)
         if len(dense) > 1:
             yield Finding(
-                path=placed.path,
-                message=f"{placed.subject} have two units next to `{sparse}`: "
+                placed.path,
+                f"{placed.subject} have two units next to `{sparse}`: "
                 f"{', '.join(f'`{name}`' for name in dense)}",
-                help=f"give the share of `{dense[-1]}` to `{dense[0]}` or `{sparse}`",
+                f"give the share of `{dense[-1]}` to `{dense[0]}` or `{sparse}`",
             )
     seen = set()
     for layer, splits in enumerate(_list_splits_of_layers(facts)):
@@ -55,10 +55,10 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
             elif dense[0] != first and path not in seen:
                 seen.add(path)
                 yield Finding(
-                    path=path,
-                    message=f"{subjects[path]} name `{dense[0]}`, and layer {layer} has "
+                    path,
+                    f"{subjects[path]} name `{dense[0]}`, and layer {layer} has "
                     f"`{first}` otherwise",
-                    help=f"name `{first}` here as well: a unit keeps its neurons for every batch",
+                    f"name `{first}` here as well: a unit keeps its neurons for every batch",
                 )
 
 
@@ -104,9 +104,9 @@ def check_rows_have_one_unit(facts: Facts) -> Iterator[Finding]:
     for placed in list_row_splits(plan):
         if placed.split.get(sparse, 0.0) <= 0:
             yield Finding(
-                path=placed.path,
-                message=f"`{sparse}` has no rows of {placed.subject}",
-                help=f"give it a part, such as {sparse} = 0.1, and the others less",
+                placed.path,
+                f"`{sparse}` has no rows of {placed.subject}",
+                f"give it a part, such as {sparse} = 0.1, and the others less",
             )
         for name, share in placed.split.items():
             if share <= 0 or name == sparse or name in found:
@@ -114,22 +114,19 @@ def check_rows_have_one_unit(facts: Facts) -> Iterator[Finding]:
             found.append(name)
             if len(found) > 1:
                 yield Finding(
-                    path=(*placed.path, name),
+                    (*placed.path, name),
+                    f"rows are given to `{found[0]}` and to `{name}`",
+                    f"give the share of `{name}` to `{found[0]}` or `{sparse}`",
                     at="key",
-                    message=f"rows are given to `{found[0]}` and to `{name}`",
-                    help=f"give the share of `{name}` to `{found[0]}` or `{sparse}`",
                 )
                 continue
             settings = plan.units.get(name)
             if settings is not None and settings.on_failure != "stop":
                 yield Finding(
-                    path=("units", name, "on_failure"),
-                    message=f"a run cannot go on without `{name}`, which has rows of "
-                    f"{placed.subject}",
-                    help='write on_failure = "stop", or take the rows from the unit',
-                    origins=(
-                        Origin(document="plan", path=placed.path, text=f"{name} = {share:g}"),
-                    ),
+                    ("units", name, "on_failure"),
+                    f"a run cannot go on without `{name}`, which has rows of {placed.subject}",
+                    'write on_failure = "stop", or take the rows from the unit',
+                    origins=(Origin("plan", placed.path, f"{name} = {share:g}"),),
                 )
 
 
@@ -159,11 +156,7 @@ def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Ite
     if 0.0 <= wanted <= 1.0:
         verb = "lower" if total > 1.0 else "raise"
         help_text = f"{verb} {unit} to {wanted:.6g}"
-    yield Finding(
-        path=path,
-        message=f"the shares of {subject} add up to {total:.6g}, expected 1",
-        help=help_text,
-    )
+    yield Finding(path, f"the shares of {subject} add up to {total:.6g}, expected 1", help_text)
 
 
 @rule("P211", "error", "plan", "device")
@@ -195,11 +188,11 @@ def _check_names(
         near = suggest(name, units)
         listed = ", ".join(units)
         yield Finding(
-            path=(*path, name) if at == "key" else path,
+            (*path, name) if at == "key" else path,
+            f"the device `{facts.device.id}` has no unit `{name}`",
+            f"did you mean `{near}`?" if near else f"its units: {listed}",
             at=at,
-            message=f"the device `{facts.device.id}` has no unit `{name}`",
-            help=f"did you mean `{near}`?" if near else f"its units: {listed}",
-            origins=(Origin(document="device", path=("units",), text=f"units: {listed}"),),
+            origins=(Origin("device", ("units",), f"units: {listed}"),),
         )
 
 
@@ -228,15 +221,15 @@ def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
         if layer.dense.kept == layer.dense.by_sequences[0]:
             share = layer.split[layer.dense.unit]
         yield Finding(
-            path=layer.hot_path,
-            message=f"`{layer.dense.unit}` owns {share:.4g} of the neurons, and only "
+            layer.hot_path,
+            f"`{layer.dense.unit}` owns {share:.4g} of the neurons, and only "
             f"{layer.hot:.4g} are hot",
-            help=f"write hot = {share:.4g}, or lower the share of `{layer.dense.unit}`",
+            f"write hot = {share:.4g}, or lower the share of `{layer.dense.unit}`",
             origins=(
                 Origin(
-                    document="plan",
-                    path=layer.split_path,
-                    text=f"{layer.dense.unit} = {layer.split.get(layer.dense.unit, 0.0):.4g}",
+                    "plan",
+                    layer.split_path,
+                    f"{layer.dense.unit} = {layer.split.get(layer.dense.unit, 0.0):.4g}",
                 ),
             ),
         )
@@ -250,13 +243,11 @@ def _check_whole(facts: Facts) -> Iterator[Finding]:
             continue
         seen.add(layer.hot_path)
         yield Finding(
-            path=layer.hot_path,
-            message=f"`{unit}` has the whole model in its memory, and only {layer.hot:.4g} of the "
+            layer.hot_path,
+            f"`{unit}` has the whole model in its memory, and only {layer.hot:.4g} of the "
             "neurons are hot",
-            help="write hot = 1.0, or give a part of layers.split to a CPU",
-            origins=(
-                Origin(document="plan", path=layer.split_path, text=f"{unit} has all layers"),
-            ),
+            "write hot = 1.0, or give a part of layers.split to a CPU",
+            origins=(Origin("plan", layer.split_path, f"{unit} has all layers"),),
         )
 
 
@@ -284,17 +275,15 @@ def _check_table(table: Sequence[BatchSplit], path: KeyPath, batch: int) -> Iter
         place: KeyPath = (*path, number, "sequences")
         if entry.sequences <= last and number:
             yield Finding(
-                path=place,
-                message=f"{entry.sequences} sequences come after {last}",
-                help="write the entries in the order of their sequences, each number once",
+                place,
+                f"{entry.sequences} sequences come after {last}",
+                "write the entries in the order of their sequences, each number once",
             )
         elif entry.sequences > batch:
             yield Finding(
-                path=place,
-                message=f"no step has {entry.sequences} sequences: decode.batch is {batch}",
-                help=f"raise decode.batch to {entry.sequences}, or take the entry out",
-                origins=(
-                    Origin(document="plan", path=("decode", "batch"), text=f"batch = {batch}"),
-                ),
+                place,
+                f"no step has {entry.sequences} sequences: decode.batch is {batch}",
+                f"raise decode.batch to {entry.sequences}, or take the entry out",
+                origins=(Origin("plan", ("decode", "batch"), f"batch = {batch}"),),
             )
         last = entry.sequences

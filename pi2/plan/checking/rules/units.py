@@ -41,13 +41,11 @@ def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
         kind = device.units[unit].kind
         listed = ", ".join(f'{key} = "{value}"' for key, value in plan.backends.items())
         yield Finding(
-            path=path,
+            path,
+            f"no backend is named for units of kind `{kind}`, such as `{unit}`",
+            f"add a backend for {kind} to `backends`, or give the work to another unit",
             at="value" if path == ("prefill", "unit") else "key",
-            message=f"no backend is named for units of kind `{kind}`, such as `{unit}`",
-            help=f"add a backend for {kind} to `backends`, or give the work to another unit",
-            origins=(
-                Origin(document="plan", path=("backends",), text=f"backends: {listed or 'none'}"),
-            ),
+            origins=(Origin("plan", ("backends",), f"backends: {listed or 'none'}"),),
         )
 
 
@@ -73,12 +71,12 @@ def check_settings_reach_units(facts: Facts) -> Iterator[Finding]:
         ignored.append(("memory", "units", name))
     for path in ignored:
         yield Finding(
-            path=path,
-            at="key",
-            message=f"does nothing: `{name}` is the sparse unit, which has no such setting",
-            help="take it out"
+            path,
+            f"does nothing: `{name}` is the sparse unit, which has no such setting",
+            "take it out"
             if path[0] == "units"
             else "take it out: memory.segments are what the sparse unit has",
+            at="key",
         )
 
 
@@ -105,27 +103,27 @@ def check_graphs_have_shapes(facts: Facts) -> Iterator[Finding]:
         kind = resolved.device.units[name].kind
         if kind != "npu":
             yield Finding(
-                path=path,
+                path,
+                f"`{name}` is a {kind.upper()}; only programs of an NPU have fixed shapes",
+                "take the table out",
                 at="key",
-                message=f"`{name}` is a {kind.upper()}; only programs of an NPU have fixed shapes",
-                help="take the table out",
             )
             continue
         for place, tokens in enumerate(graphs.tokens):
             if tokens not in (1, 2, 4) and tokens % _STEP:
                 larger = tokens // _STEP * _STEP + _STEP
                 yield Finding(
-                    path=(*path, "tokens", place),
-                    message=f"no graph computes {tokens} tokens",
-                    help=f"write {4 if tokens == 3 else larger}: it holds jobs of {tokens} tokens",
+                    (*path, "tokens", place),
+                    f"no graph computes {tokens} tokens",
+                    f"write {4 if tokens == 3 else larger}: it holds jobs of {tokens} tokens",
                 )
         yield from _find_twice(graphs.tokens, (*path, "tokens"))
         for place, share in enumerate(graphs.shares or ()):
             if share == 0:
                 yield Finding(
-                    path=(*path, "shares", place),
-                    message="a graph of no neurons computes nothing",
-                    help="take it out",
+                    (*path, "shares", place),
+                    "a graph of no neurons computes nothing",
+                    "take it out",
                 )
         yield from _find_twice(graphs.shares or (), (*path, "shares"))
 
@@ -133,6 +131,4 @@ def check_graphs_have_shapes(facts: Facts) -> Iterator[Finding]:
 def _find_twice(values: Sequence[float], path: KeyPath) -> Iterator[Finding]:
     for place, value in enumerate(values):
         if value in values[:place]:
-            yield Finding(
-                path=(*path, place), message=f"{value:g} is named twice", help="take it out"
-            )
+            yield Finding((*path, place), f"{value:g} is named twice", "take it out")
