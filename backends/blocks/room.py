@@ -122,10 +122,17 @@ def count_table_bytes(name: str) -> int:
     return GRIDS[name] + 128 if name in GRIDS else 0
 
 
+def place_tables(name: str) -> Path:
+    """Return where a phone's bundle, which lacks the package `gguf`, has the tables of a format."""
+    return Path(__file__).with_name(f"{name}.tables")
+
+
 def make_tables(name: str) -> U8:
     """Return the tables of a format; zeros where it has none."""
     if name not in GRIDS:
         return np.zeros(64, np.uint8)
+    if place_tables(name).exists():
+        return np.fromfile(place_tables(name), np.uint8)
     from gguf import quants
 
     kind = getattr(quants, name.upper())

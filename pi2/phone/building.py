@@ -17,6 +17,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.blocks.contract import BlockSpec, list_libraries
+from pi2.backends.blocks.room import GRIDS, make_tables, place_tables
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.cpu.backend import make_spec
 from pi2.backends.hexagon.backend import describe_sizes
@@ -58,13 +59,24 @@ def list_block_specs(resolved: ResolvedPlan) -> list[BlockSpec]:
     """Return the libraries that a run of a file's plan asks for."""
     unit, weights = resolved.device.units[resolved.sparse_unit], take_weights(resolved)
     assert unit.features is not None and unit.architecture is not None
-    formats = {tensor.format for _, _, tensor in weights.list_matrices()}
     return [
         BlockSpec(
             library=name, architecture=unit.architecture, features=tuple(sorted(unit.features))
         )
-        for name in (*list_libraries(weights.model), *sorted({*formats, "f32"}))
+        for name in (*list_libraries(weights.model), *sorted({*list_formats(weights), "f32"}))
     ]
+
+
+def list_formats(weights: GgufWeights) -> set[str]:
+    return {tensor.format for _, _, tensor in weights.list_matrices()}
+
+
+def write_tables(room: Path, resolved: ResolvedPlan) -> None:
+    """Write what codes of IQ types are looked up in, next to the module that reads it."""
+    is_file = resolved.file is not None
+    own = list_formats(take_weights(resolved)) if is_file else {resolved.model.quantization.gates}
+    for name in own & GRIDS.keys():
+        make_tables(name).tofile(room / PACKAGES / "pi2/backends/blocks" / place_tables(name).name)
 
 
 def take_weights(resolved: ResolvedPlan) -> GgufWeights:
@@ -249,6 +261,7 @@ def _fill(
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     _write_version(room)
+    write_tables(room, aimed)
     if aimed.file is not None:
         specs: list[Spec] = [*list_block_specs(aimed), *list_host_specs(aimed)]
     elif store_path is None:

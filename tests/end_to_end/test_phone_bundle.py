@@ -375,8 +375,10 @@ def test_threads_that_cannot_be_bound_or_memory_that_cannot_be_locked_are_named(
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = {"hidden": 64, "ffn": 96, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
-    return write_random_gguf(tmp_path_factory.mktemp("files"), shape)
+    """Gates and ups are looked up in tables, which the package `gguf` has."""
+    shape = {"hidden": 256, "ffn": 96, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
+    kinds = {"gate.weight": "IQ2_XS", "up.weight": "IQ1_S"}
+    return write_random_gguf(tmp_path_factory.mktemp("files"), shape, kinds=kinds)
 
 
 @pytest.fixture(scope="module")

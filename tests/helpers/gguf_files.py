@@ -10,6 +10,7 @@ import pytest
 
 from pi2.arrays import F32
 from pi2.formats import find_format
+from tests.helpers.blocks import make_blocks
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_metadata import add_config
 from tests.helpers.gguf_tensors import ARCHITECTURES, translate, write_all
@@ -52,7 +53,12 @@ def write_gguf(
             writer.add_tensor(name, values.astype(np.float16))
         else:
             values = np.ascontiguousarray(values, np.float32)
-            if kind.endswith("_K"):  # which the package does not write
+            if kind.startswith("IQ"):  # which nothing here writes: any bits are weights
+                own = find_format(kind.lower())
+                generator = np.random.default_rng(values.size)
+                blocks = make_blocks(own, values.size // own.block, generator)
+                packed = blocks.reshape(*values.shape[:-1], -1)
+            elif kind.endswith("_K"):  # which the package does not write
                 packed = find_format(kind.lower()).encode(values)
             else:
                 packed = gguf.quants.quantize(values, number)
@@ -94,6 +100,7 @@ def write_random_gguf(
     shape: Mapping[str, int],
     changes: Mapping[str, Any] | None = None,
     kind: str = "Q8_0",
+    kinds: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a model of random weights, with a tokenizer: see `make_model`; the folder of the same
     model is ``checkpoint``."""
@@ -114,4 +121,6 @@ def write_random_gguf(
         for key, value in metadata.items()
     }
     (checkpoint / "config.json").write_text(json.dumps(config))
-    return write_gguf(folder / "model.gguf", config, translate(weights, config), kind, further)
+    return write_gguf(
+        folder / "model.gguf", config, translate(weights, config), kind, further, kinds
+    )
