@@ -105,6 +105,8 @@ def _check(path: Path, mode: int) -> None:
 
 
 VARIABLE = "PI2_CACHE_DIR"
+RECORD = "source.json"
+"""A pulled or converted model's file that names its source."""
 
 _NO_HOME = Path("/nonexistent")
 """What Debian calls the home of accounts without one."""

@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
+from pi2.caches import RECORD as RECORD
 from pi2.caches import VARIABLE, Kept, find_cache_folder, find_home
 from pi2.diagnostics import UserError
 
 PLAN = "default.plan.toml"
-RECORD = "source.json"
-"""A store's file that names its source."""
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _LEAVING = ".leaving-"
 """Begins the name of a model that is being removed."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.caches import has_gguf_suffix, is_gguf
+from pi2.caches import has_gguf_suffix
 from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     FILE,
@@ -157,7 +157,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     if given.model is None and name_mtp_tensors(opened, document)[1]:
         advice = f"pi2 convert {checkpoint} --mtp -o {given.output}-mtp"
         click.echo(f"its MTP head drafts tokens: `{advice}`", err=True)
-    if given.quantization is None and not is_gguf(checkpoint) and _runs_as_it_is(document):
+    if given.quantization is None and runs_as_it_is(opened, document):
         advice = f"pi2 convert {checkpoint} -o {given.output.name}.gguf"
         click.echo(f"every neuron is computed: {BEST} rounds less, `{advice}`", err=True)
     cost = measure_cost(checkpoint, document, given.output, passages)
@@ -212,11 +212,14 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
     click.echo(f"next: pi2 run {output} --prompt 'Hello'", err=True)
 
 
-def _runs_as_it_is(model: Model) -> bool:
-    """Whether a GGUF file of a model serves as well as its store: every neuron is computed."""
+def runs_as_it_is(source: Checkpoint, model: Model) -> bool:
+    """Whether a GGUF file of a checkpoint serves better than its store: every neuron is computed,
+    and no weights are quantised already."""
     from pi2.backends.blocks.contract import find_unknown
+    from pi2.importing.decoded_tensor import DecodedTensor, PackedTensor
 
-    return model.is_smooth and model.predictor is None and not find_unknown(model)
+    plain = not any(isinstance(t, DecodedTensor | PackedTensor) for t in source.tensors.values())
+    return plain and model.is_smooth and model.predictor is None and not find_unknown(model)
 
 
 def measure_cost(

@@ -45,7 +45,8 @@ def list_command() -> None:
 @dataclass(frozen=True, kw_only=True)
 class PullOptions:
     quantization: str | None = option(type=click.Choice(name_packings("tables")))
-    """Weight precision.  [default: int4]"""
+    """Weight precision of a neuron store.  [default: a GGUF file in q4_k_m if it runs as it is;
+    else int4]"""
     file: str | None = option(metavar="FILE")
     """Which of several GGUF models of the repository."""
     name: str | None = option(metavar="NAME")

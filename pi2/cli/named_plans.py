@@ -7,7 +7,8 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,12 @@ import click
 from pi2.caches import VARIABLE, has_gguf_suffix, is_gguf, show_path
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError
+from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.toml.source import KINDS, Kind
 from pi2.pulled_models import (
     PLAN,
+    RECORD,
     LocalSource,
     PulledModel,
     Source,
@@ -72,14 +75,22 @@ def convert_once(path: Path, tokenizer: Path | None = None) -> Path:
     return known.plan
 
 
+FILE = "model.gguf"
+"""The weights of a model that runs as a GGUF file."""
+FILE_PLAN = f'schema_version = {SCHEMA_VERSION}\nweights = "{FILE}"\n'
+"""Its plan, which derives the rest whenever it runs."""
+
+
 def write_plan(folder: Path) -> None:
-    """Write the plan that the store ``folder`` lacks; UserError P026 with too little memory."""
+    """Write the plan that ``folder`` lacks; UserError P026 with too little memory for a store."""
     from pi2.cli.convert import draft_plan_here
     from pi2.cli.options import read_model
-    from pi2.pulled_models import PLAN
     from pi2.sharing.fetching import write_atomically
     from pi2.store.manifest import read_manifest
 
+    if (folder / FILE).exists():
+        write_atomically(folder / PLAN, FILE_PLAN.encode())
+        return
     document = next(iter(sorted(folder.glob("*.model.toml"))))
     scales = read_manifest(folder).bundle.scales
     try:
@@ -175,16 +186,21 @@ def make_model(
     origin: str,
     replace: bool,
 ) -> Path:
-    """Make the store ``output`` with model and plan; return the plan's path, if there is one."""
-    from pi2.cli.convert import choose_precision, write_notes
+    """Make the folder ``output`` with a plan and weights: a GGUF file if it runs as it is and no
+    precision is asked for, else a store. Return the plan's path, if there is one."""
+    from pi2.cli.convert import BEST, choose_precision, runs_as_it_is, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts
-    from pi2.pulled_models import PLAN, RECORD
 
-    document = choose_precision(document, source.quantization, checkpoint)
-    notes, refusal = write_notes(checkpoint, document, origin)
+    is_file = source.quantization is None and runs_as_it_is(checkpoint, document)
+    if is_file:
+        kept, notes, refusal = f"{BEST}, runs as it is", {PLAN: FILE_PLAN.encode()}, ""
+    else:
+        document = choose_precision(document, source.quantization, checkpoint)
+        kept = describe_kept(document)
+        notes, refusal = write_notes(checkpoint, document, origin)
     notes[RECORD] = source.write()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -194,23 +210,57 @@ def make_model(
             f"cannot make {output.parent}: {error.strerror}",
             help=f"set {VARIABLE} to a folder that you may write to",
         ) from None
-    manifest = convert_checkpoint(
-        checkpoint,
-        document,
-        output,
-        notes=notes,
-        quantizer=Quantizer("search"),
-        replace=replace,
-        progress=progress,
-    )
-    size_mib = sum(entry.bytes for entry in manifest.files) / MIB
-    kept = describe_kept(document)
-    click.echo(f"{output}: {origin}, {size_mib:.1f} MiB ({kept})", err=True)
+    if is_file:
+        size_bytes = make_file(checkpoint, document, output, notes, replace, progress)
+    else:
+        manifest = convert_checkpoint(
+            checkpoint,
+            document,
+            output,
+            notes=notes,
+            quantizer=Quantizer("search"),
+            replace=replace,
+            progress=progress,
+        )
+        size_bytes = sum(entry.bytes for entry in manifest.files)
+    click.echo(f"{output}: {origin}, {size_bytes / MIB:.1f} MiB ({kept})", err=True)
     for line in describe_other_parts(checkpoint):
         click.echo(line, err=True)
     if PLAN not in notes:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
     return output / PLAN
+
+
+def make_file(
+    checkpoint: Checkpoint,
+    document: Model,
+    output: Path,
+    notes: Mapping[str, bytes],
+    replace: bool,
+    progress: Progress,
+) -> int:
+    """Make the folder ``output`` of a GGUF file and ``notes``; return the file's bytes. A job whose
+    weights are fetched meanwhile resumes when called again. Raises as `convert_checkpoint`."""
+    from pi2.cli.convert import BEST
+    from pi2.importing.conversion_job import describe_files, keep_old_notes, read_extra_files
+    from pi2.importing.quantize import quantize_checkpoint
+    from pi2.importing.requirements import check_checkpoint
+    from pi2.store.verification import UnfinishedStore
+
+    check_checkpoint(checkpoint, document)
+    read_extra_files(checkpoint, document, None, {})
+    job = hashlib.sha256(repr((version("pi2"), BEST, describe_files(checkpoint))).encode())
+    room = UnfinishedStore(output, job=job.hexdigest(), replace=replace)
+    try:
+        place = room.folder / FILE
+        made = quantize_checkpoint(checkpoint, document, place, BEST, progress=progress)
+        for path, content in keep_old_notes(output, notes).items():
+            (room.folder / path).write_bytes(content)
+    except BaseException:
+        room.abandon(keep=checkpoint.shards is not None)
+        raise
+    room.publish()
+    return made.size_bytes
 
 
 MANIFEST = "manifest.json"
@@ -271,8 +321,8 @@ def list_names() -> list[str]:
 
 
 def _find_plan(path: Path) -> Path | None:
-    """The plan that a name or a store means; None for another path."""
-    if (path / MANIFEST).is_file():
+    """The plan that a name or a model's folder means; None for another path."""
+    if any((path / name).is_file() for name in (MANIFEST, FILE)):
         return path / PLAN
     if path.exists() and not path.is_dir():
         return None

@@ -34,7 +34,7 @@ from pi2.importing.gguf_checkpoint import FILES, OWN, GgufCheckpoint, GgufTensor
 from pi2.importing.gguf_file import GgufFile, read_gguf
 from pi2.importing.imatrix import Importance, refuse_imatrix
 from pi2.importing.quantizers import ErrorReport
-from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.safetensors_file import Shards, SourceTensor
 from pi2.model.tensors import MIXTURES, choose_formats, fit_width
 from pi2.plan.documents.model import Model
 from pi2.progress import ByteProgress, Progress, ignore_progress
@@ -54,6 +54,8 @@ class NewTensor:
     format: Format
     pieces: Pieces
     """Gives its bytes, one after the other."""
+    source: Path
+    """The file of what it is made of."""
 
     @property
     def size_bytes(self) -> int:
@@ -70,28 +72,50 @@ def write_text(key: str, value: bytes) -> bytes:
     return _write_text(key.encode()) + struct.pack("<I", _TEXT) + _write_text(value)
 
 
-def write_gguf(file: Path, keys: Mapping[str, bytes], tensors: Sequence[NewTensor]) -> None:
+def write_gguf(
+    file: Path,
+    keys: Mapping[str, bytes],
+    tensors: Sequence[NewTensor],
+    shards: Shards | None = None,
+) -> None:
     """Write ``file``, which appears when it is whole.  ``keys``: each with its value, as bytes.
 
-    Raises `UserError` P523 if it cannot be written, and what pieces raise."""
+    ``shards`` bring sources one by one; what was written before a failure is then kept, for a call
+    with the same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
+    and shards raise."""
     keys = {"general.alignment": write_number("general.alignment", _ALIGNMENT), **keys}
-    part = file.with_name(f".{file.name}.part")
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    head += b"".join([*keys.values(), *_describe(tensors)])
+    first = _align(len(head))
+    places = dict(zip((tensor.name for tensor in tensors), _place_all(tensors), strict=True))
+    part, journal = (file.with_name(f".{file.name}.{end}") for end in ("part", "done.part"))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as stream:
-            stream.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)))
-            stream.writelines(keys.values())
-            stream.writelines(_describe(tensors))
-            for tensor in tensors:
-                stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
-                start = stream.tell()
-                for piece in tensor.pieces():
-                    piece.tofile(stream)
-                written = stream.tell() - start
-                assert written == tensor.size_bytes, (tensor.name, written)
-            stream.flush()
-            os.fsync(stream.fileno())
+        goes_on = shards is not None and part.exists() and journal.exists()
+        done = journal.read_text("utf-8").splitlines() if goes_on else []
+        sources = {tensor.source if shards else file: None for tensor in tensors}
+        left = [source for source in sources if source.name not in done]
+        if shards is not None:
+            shards.reserve(left, max(map(shards.measure, left), default=0))
+        with part.open("r+b" if done else "wb") as stream:
+            stream.write(head)
+            for source in left:
+                if shards is not None:
+                    shards.bring(source)
+                for tensor in tensors:
+                    if shards is None or tensor.source == source:
+                        start = stream.seek(first + places[tensor.name])
+                        for piece in tensor.pieces():
+                            piece.tofile(stream)
+                        assert stream.tell() - start == tensor.size_bytes, tensor.name
+                stream.flush()
+                os.fsync(stream.fileno())
+                if shards is not None:
+                    with journal.open("a", encoding="utf-8") as list_of_done:
+                        list_of_done.write(f"{source.name}\n")
+                    shards.drop(source)
         part.replace(file)
+        journal.unlink(missing_ok=True)
     except OSError as error:
         raise UserError.of(
             "P523",
@@ -99,17 +123,28 @@ def write_gguf(file: Path, keys: Mapping[str, bytes], tensors: Sequence[NewTenso
             help="choose another file with -o, or free disk space",
         ) from None
     finally:
-        part.unlink(missing_ok=True)
+        if shards is None:
+            part.unlink(missing_ok=True)
 
 
-def _describe(tensors: Iterable[NewTensor]) -> Iterator[bytes]:
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _place_all(tensors: Iterable[NewTensor]) -> Iterator[int]:
+    """Yield the place of each tensor after the header."""
     offset = 0
     for tensor in tensors:
+        yield offset
+        offset += _align(tensor.size_bytes)
+
+
+def _describe(tensors: Sequence[NewTensor]) -> Iterator[bytes]:
+    for tensor, offset in zip(tensors, _place_all(tensors), strict=True):
         sizes = tensor.shape[::-1]
         yield _write_text(tensor.name.encode())
         yield struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
         yield struct.pack("<IQ", tensor.format.number, offset)
-        offset += -(-tensor.size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _write_text(text: bytes) -> bytes:
@@ -160,8 +195,11 @@ def quantize_checkpoint(
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
     formats = choose_formats(shapes, model, wanted)
     with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
-        whole = sum(file.stat().st_size for file in source.files)
-        report = ByteProgress(progress, "quantising", whole)
+        shards = source.shards
+        sizes = (
+            file.stat().st_size if shards is None else shards.measure(file) for file in source.files
+        )
+        report = ByteProgress(progress, "quantising", sum(sizes))
         work = _Work(source, importance, errors, pool, report)
         if isinstance(source, GgufCheckpoint):
             keys, tensors = work.take_file(source, formats)
@@ -171,7 +209,7 @@ def quantize_checkpoint(
             raise refuse_imatrix(importance.file, "it names none of its matrices")
         numbers = {"general.file_type": wanted.number, "general.quantization_version": 2}
         keys |= {key: write_number(key, number) for key, number in numbers.items()}
-        write_gguf(output, keys, tensors)
+        write_gguf(output, keys, tensors, shards)
     progress("quantising", 1.0)
     return Quantized(
         size_bytes=output.stat().st_size, weighed=work.weighed, quantized=work.quantized
@@ -252,7 +290,13 @@ class _Work:
                 yield tensor.read_flat(start, min(_COPY_BYTES, end - start), "|u1").view(np.uint8)
             self._advance(tensor)
 
-        return NewTensor(name=tensor.name, shape=tensor.shape, format=tensor.block, pieces=read)
+        return NewTensor(
+            name=tensor.name,
+            shape=tensor.shape,
+            format=tensor.block,
+            pieces=read,
+            source=tensor.file,
+        )
 
     def _round(
         self,
@@ -290,7 +334,7 @@ class _Work:
             yield from map_in_order(self.pool, encode, pieces)
             self._advance(rows)
 
-        return NewTensor(name=name, shape=shape, format=wanted, pieces=make)
+        return NewTensor(name=name, shape=shape, format=wanted, pieces=make, source=rows.file)
 
     def _advance(self, tensor: SourceTensor) -> None:
         self.done_bytes += tensor.size_bytes

@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from pi2.caches import check_regular
+from pi2.caches import RECORD, check_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.store.files import check_pieces, exchange_names, hash_file, sync_folder
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, StoredFile, read_manifest
 
 JOURNAL = "journal.jsonl"
+PART = ".part"
+"""Ends the names of files that go on where they were, as the whole job does."""
 
 
 class UnfinishedStore:
@@ -44,9 +46,9 @@ class UnfinishedStore:
             recover_replaced(self.target)
             # Another process may have finished this store while the lock was waited for.
             self._check_target()
-            self.finished = self._read_journal(job) if job else {}
-            self._clear(keep=set(self.finished))
-            (self.folder / "layers").mkdir(exist_ok=True)
+            goes_on = bool(job) and self._read_job() == {"job": job}
+            self.finished = self._read_journal() if goes_on else {}
+            self._clear(keep=set(self.finished), parts=goes_on)
             self._write_journal(job)
         except OSError as error:
             self.abandon(keep=False)
@@ -69,8 +71,8 @@ class UnfinishedStore:
     def publish(self) -> None:
         """Make the folder, manifest included, the store."""
         (self.folder / JOURNAL).unlink()
-        sync_folder(self.folder / "layers")
-        sync_folder(self.folder)
+        for folder in (*filter(Path.is_dir, self.folder.iterdir()), self.folder):
+            sync_folder(folder)
         if not self.target.exists() or _is_empty_folder(self.target):
             os.rename(self.folder, self.target)
         elif exchange_names(self.folder, self.target):
@@ -93,7 +95,7 @@ class UnfinishedStore:
     def _check_target(self) -> None:
         if not os.path.lexists(self.target) or _is_empty_folder(self.target):
             return
-        if not (self.target / MANIFEST).is_file():
+        if not any((self.target / name).is_file() for name in (MANIFEST, RECORD)):
             raise UserError.of(
                 "P521",
                 f"{self.target} exists and is not a neuron store",
@@ -121,15 +123,15 @@ class UnfinishedStore:
             raise UserError.of("P522", f"another process is writing the neuron store {self.target}")
         return descriptor
 
-    def _read_journal(self, job: str) -> dict[str, StoredFile]:
+    def _read_job(self) -> object:
         try:
-            lines = (self.folder / JOURNAL).read_text().splitlines()
-            if not lines or json.loads(lines[0]) != {"job": job}:
-                return {}
+            return json.loads((self.folder / JOURNAL).read_text().partition("\n")[0])
         except (FileNotFoundError, ValueError):
-            return {}
+            return None
+
+    def _read_journal(self) -> dict[str, StoredFile]:
         finished = {}
-        for line in lines[1:]:
+        for line in (self.folder / JOURNAL).read_text().splitlines()[1:]:
             try:
                 entry = StoredFile.model_validate_json(line)
             except ValidationError:
@@ -140,12 +142,14 @@ class UnfinishedStore:
                 finished[entry.path] = entry
         return finished
 
-    def _clear(self, *, keep: set[str]) -> None:
+    def _clear(self, *, keep: set[str], parts: bool) -> None:
         for path in sorted(self.folder.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
                 if not any(path.iterdir()):
                     path.rmdir()
-            elif path.relative_to(self.folder).as_posix() not in keep:
+            elif path.relative_to(self.folder).as_posix() not in keep and not (
+                parts and path.suffix == PART
+            ):
                 path.unlink()
 
     def _write_journal(self, job: str) -> None:

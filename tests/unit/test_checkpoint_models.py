@@ -62,12 +62,12 @@ def write_model(
     return write_gguf(file, config, translate(weights, config), kind=kind, changes=said)
 
 
-def write_folder(folder: Path, name: str, seed: int = 0) -> Path:
-    """A Hugging Face folder of the same model."""
+def write_folder(folder: Path, name: str, seed: int = 0, activation: str = "silu") -> Path:
+    """A Hugging Face folder of the same model, which becomes a GGUF file; with ReLU, a store."""
     file = write_model(folder, name, "F32", seed)
     made = folder / f"checkpoint-{name}-{seed}"
     config = json.loads((made / "config.json").read_text())
-    further = {"hidden_act": "silu", "max_position_embeddings": 64}
+    further = {"hidden_act": activation, "max_position_embeddings": 64}
     (made / "config.json").write_text(json.dumps(config | further))
     (made / "tokenizer.json").write_bytes(open_checkpoint(file).read_tokenizer() or b"")
     settings = json.dumps({"do_sample": True, "temperature": 0.25})
@@ -120,17 +120,29 @@ def test_a_served_file_is_called_without_its_ending(tmp_path: Path, models: Path
     assert plan.name == "tiny q8"
 
 
+@pytest.mark.parametrize(
+    ("activation", "said", "planned"),
+    [
+        ("silu", "MiB (q4_k_m, runs as it is)", 'weights = "model.gguf"'),
+        ("relu", "MiB (ffn int4, ", "temperature = 0.25"),
+    ],
+)
 def test_a_folder_is_converted_once(
-    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+    activation: str,
+    said: str,
+    planned: str,
+    tmp_path: Path,
+    models: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = write_folder(tmp_path, "tiny q8")
+    file = write_folder(tmp_path, "tiny q8", activation=activation)
     command = ["run", str(file), "--prompt", "hello", *REFERENCE]
     assert run(command) == 0
     first = capsys.readouterr()
-    assert first.out.strip() and "is converted once" in first.err
+    assert first.out.strip() and "is converted once" in first.err and said in first.err
     model = find_model("tiny-q8")
     assert model is not None and model.source.name == str(file)
-    assert "temperature = 0.25" in model.plan.read_text()
+    assert planned in model.plan.read_text()
 
     made = model.plan.stat().st_mtime_ns
     assert run([*command, "--seed", "1"]) == 0
@@ -153,7 +165,7 @@ def test_a_plan_that_did_not_fit_is_written_when_it_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Until then the finding says the least memory, and how to write a plan for it."""
-    file = write_folder(tmp_path, "tiny")
+    file = write_folder(tmp_path, "tiny", activation="relu")
     with monkeypatch.context() as patch:
         patch.setattr("pi2.importing.new_model.MEMORY_SHARE", 1e-6)
         assert run(["run", str(file), "--prompt", "hello", *REFERENCE]) == 2
@@ -220,7 +232,7 @@ def test_a_tokenizer_that_was_given_once_counts_for_a_folder_that_is_converted(
     assert "is converted once" in capsys.readouterr().err
     assert run(command) == 0
     assert "converted" not in capsys.readouterr().err
-    assert (models / "tiny/tokenizer.json").read_bytes() == given.read_bytes()
+    assert open_checkpoint(models / "tiny/model.gguf").read_tokenizer() == given.read_bytes()
 
 
 def test_python_loads_what_a_command_runs(tmp_path: Path, models: Path) -> None:
@@ -239,10 +251,12 @@ def test_python_loads_what_a_command_runs(tmp_path: Path, models: Path) -> None:
 def test_a_file_that_has_changed_is_converted_again(tmp_path: Path, models: Path) -> None:
     file = write_folder(tmp_path, "tiny")
     plan = find_plan_path(file)
-    before = (plan.parent / "layers/ffn-000.arrow").read_bytes()
+    before = (plan.parent / "model.gguf").read_bytes()
     write_folder(tmp_path, "tiny", seed=1)
     assert find_plan_path(file) == plan
-    assert (plan.parent / "layers/ffn-000.arrow").read_bytes() != before
+    assert (plan.parent / "model.gguf").read_bytes() != before
+    plan.unlink()
+    assert find_plan_path(file) == plan and plan.exists()
     assert [path.name for path in models.iterdir()] == ["tiny"]
 
 
@@ -254,19 +268,24 @@ def test_files_of_one_name_are_two_models(tmp_path: Path, models: Path) -> None:
     assert len(plans) == len(list_models()) == 2
 
 
+@pytest.mark.parametrize(
+    ("activation", "work"),
+    [("silu", "quantize._Work._advance"), ("relu", "convert._Conversion.read_dense")],
+)
 def test_an_interrupted_conversion_leaves_no_model(
-    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    activation: str, work: str, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write_folder(tmp_path, "tiny")
+    file = write_folder(tmp_path, "tiny", activation=activation)
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pi2.importing.convert._Conversion.read_dense", stop)
+        patch.setattr(f"pi2.importing.{work}", stop)
         with pytest.raises(KeyboardInterrupt):
             find_plan_path(file)
-        assert run(["remove", "tiny"]) == 0  # what is left can be deleted
+        if activation == "relu":  # what is left can be deleted
+            assert run(["remove", "tiny"]) == 0
         assert list(models.iterdir()) == []
         with pytest.raises(KeyboardInterrupt):
             find_plan_path(file)

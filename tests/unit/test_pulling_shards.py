@@ -15,6 +15,7 @@ from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.hub import HubShards, Repository, open_repository
 from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.quantize import quantize_checkpoint
 from pi2.plan.documents.model import Model
 from pi2.store.manifest import MANIFEST
 from tests.helpers.checkpoints import write_checkpoint
@@ -135,6 +136,34 @@ def test_whatever_interrupts_a_job_it_goes_on_where_it_was(tmp_path: Path) -> No
             assert not list(work.glob("*.safetensors"))
             point += 1
         assert point > 8
+
+
+@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["dense", "mixture"])
+def test_a_gguf_file_is_made_file_by_file_too(tmp_path: Path, changes: Any) -> None:
+    """Files go when they are quantised, and none is fetched twice, however often a job is cut."""
+    model = make_model(changes)
+    with publish(tmp_path / "checkpoint", model, shards=4, in_order=False) as hub:
+        work, made, own = (tmp_path / name for name in ("work", "made.gguf", "own.gguf"))
+        quantize_checkpoint(open_checkpoint(hub.folder), model, own, "q4_k_m")
+        for point in (2, 2, 9):
+            events: list[str] = []
+
+            def stop(event: str, events: list[str] = events, point: int = point) -> None:
+                assert len(list(work.glob("*.safetensors"))) < 2
+                events.append(event)
+                if events.count("after") == point:
+                    raise Stopped
+
+            checkpoint = open_remote(hub, work)
+            watch(checkpoint, stop)
+            if point == 9:
+                quantize_checkpoint(checkpoint, model, made, "q4_k_m")
+            else:
+                with pytest.raises(Stopped):
+                    quantize_checkpoint(checkpoint, model, made, "q4_k_m")
+        assert set(count_fetched(hub).values()) == {1}
+    assert made.read_bytes() == own.read_bytes()
+    assert not list(tmp_path.glob(".made.gguf.*")) and not list(work.glob("*.safetensors"))
 
 
 def test_a_file_without_room_is_refused_and_nothing_is_lost(
