@@ -329,7 +329,7 @@ class Builder:
     def _multiply(self, product: Product, inputs: dict[str, _Codes], *, waits: bool) -> None:
         weight, y = product.weight, product.y
         codes = inputs[self._name_form(weight)]
-        size = count_scratch_bytes(weight.length, self._libraries.isa.lanes)
+        size = count_scratch_bytes(self._libraries.isa.lanes)
         self._scratch_size = max(self._scratch_size, size)
         number = self._append(
             Instruction(

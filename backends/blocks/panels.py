@@ -13,10 +13,10 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, as_bytes, join, pick
-from pi2.backends.blocks.room import STAGE_BYTES
+from pi2.backends.blocks.room import PANEL_TOKENS, STAGE_BYTES, STRETCH, count_panel_bytes
 from pi2.backends.blocks.rows import Pairs, Results, ask_ahead
 from pi2.backends.blocks.unpacking import Unpacking
-from pi2.backends.blocks.unpacking.block import Block, Source
+from pi2.backends.blocks.unpacking.block import Block, Source, add_fifths, join_halves
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
@@ -25,67 +25,87 @@ _EXTRA = STAGE_BYTES // 2
 
 
 def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
-    """The same as `rows.emit_multiply`, for pairs ``listed`` by expert; items are panels."""
+    """The same as `rows.emit_multiply`, for pairs ``listed`` by expert; items are panels.  Rows are
+    taken in stretches, whose unpacked weights the first-level cache holds."""
     machine = Machine(isa)
     weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
     codes, scratch = table.take_array("x", "uint8"), table.take_array("scratch", "uint8")
-    blocks, rows = table.take("blocks"), table.take("rows")
-    stride, lanes, together = table.take("x_stride"), machine.lanes, machine.together
-    base = v.let(table.thread * table.take("scratch_stride"))
-    count = v.let(blocks * len(unpacking.opens))
+    blocks, rows, planes = table.take("blocks"), table.take("rows"), table.take("planes")
+    stride, plane_stride = table.take("x_stride"), table.take("plane_stride")
+    lanes, width, opens = machine.lanes, machine.width, len(unpacking.opens)
     results, pairs = Results(table), Pairs(table)
     listed, starts = table.take_array("pairs", "int32"), table.take_array("starts", "int32")
+    panel = _Panel(machine, unpacking, scratch, table.thread * table.take("scratch_stride"))
+    sums = v.let(panel.base + count_panel_bytes(lanes))
+    most, row_bytes = STRETCH // unpacking.whole, v.let(blocks * unpacking.size)
+
+    def find_sum(plane: v.Expr, token: v.Expr) -> v.Expr:
+        return v.let(sums + (plane * PANEL_TOKENS + token) * width)
+
+    def store(place: v.Expr, value: v.Expr) -> None:
+        v.store(scratch, place, v.reinterpret(value, "uint8", width), width)
+
+    def multiply(low: v.Expr, tokens: v.Expr, first: v.Expr, count: v.Expr, together: int) -> None:
+        with T.serial((tokens + together - 1) // together) as tile:
+            now = v.let(tile * together)
+            taken = [
+                pairs.find_x(v.let(v.wide(listed[T.min(now + k, tokens - 1) + low])))
+                for k in range(together)
+            ]
+            with T.serial(planes) as plane:
+                begins = [v.let(own * stride + plane * plane_stride) for own in taken]
+                product = _Product(panel, codes, begins, v.let(blocks * unpacking.whole))
+                places = [find_sum(plane, now + k) for k in range(together)]
+                totals = [v.Cell(v.load_as(scratch, at, "float32", lanes)) for at in places]
+                product.emit(v.let(first * opens), v.let(count * opens), totals)
+                for at, total in zip(places, totals, strict=True):
+                    store(at, total.get())
+
     with T.serial(table.first, table.end) as item, T.serial(table.take("experts")) as expert:
         begin, end = v.let(v.wide(starts[expert])), v.let(v.wide(starts[expert + 1]))
-        with T.If(begin < end), T.Then():
-            first = v.let(item * lanes)
-            matrix = pairs.find_matrix(expert)
-            panel = _Panel(machine, unpacking, scratch, base)
-            # The last rows may be the last one again.
-            begins = [
-                v.let(matrix + T.min(first + lane, rows - 1) * blocks * unpacking.size)
-                for lane in range(lanes if panel.takes_bundles else 0)
-            ]
-            # Rows are many streams of few bytes, but the next panel's follow one another.
-            each = lanes * unpacking.size
-            after = v.let(matrix + (first + lanes) * blocks * unpacking.size)
-            with T.serial(blocks) as number:
-                ask_ahead(weights, after + number * each, each)
-                if panel.takes_bundles:
-                    places = [v.let(own + number * unpacking.size) for own in begins]
-                    sources = [Source(machine, weights, place, grid) for place in places]
-                    panel.put_bundles(sources, number)
-                else:
-                    with T.serial(T.int64(lanes)) as lane:
-                        row = v.let(T.min(first + lane, rows - 1))
-                        place = v.let(matrix + (row * blocks + number) * unpacking.size)
-                        panel.put(Source(machine, weights, place, grid), number, lane)
-                    panel.turn(number)
-            with T.serial((end - begin + together - 1) // together) as tile:
-                now = v.let(begin + tile * together)
-                taken = [
-                    pairs.find_x(v.let(v.wide(listed[T.min(now + k, end - 1)])))
-                    for k in range(together)
-                ]
-                # Unpacking is over: its room takes the sums.
-                with T.serial(table.take("planes")) as plane:
-                    begins = v.let(plane * table.take("plane_stride"))
-                    bases = [v.let(own * stride + begins) for own in taken]
-                    length = v.let(count * unpacking.elements)
-                    product = _Product(machine, panel, codes, bases, length)
-                    emit = product.emit_wide if unpacking.elements == 256 else product.emit_groups
-                    for place, own in enumerate(emit(count)):
-                        at = v.let(base + place * machine.width)
-                        total = v.Cell(own)
-                        with T.If(plane > T.int64(0)), T.Then():
-                            before = v.load_as(scratch, at, "float32", lanes)
-                            total.set(total.get() + before)
-                        raw = v.reinterpret(total.get(), "uint8", machine.width)
-                        v.store(scratch, at, raw, machine.width)
-                with T.serial(T.min(T.int64(together), end - now)) as place:
-                    pair = v.let(v.wide(listed[now + place]))
-                    own = v.let(base + place * machine.width)
-                    results.put_lanes(pair, expert, first, scratch, own, lanes)
+        row, matrix = v.let(item * lanes), v.let(pairs.find_matrix(expert))
+        # The last rows may be the last one again.
+        begins = [v.let(matrix + T.min(row + k, rows - 1) * row_bytes) for k in range(lanes)]
+        with T.serial((end - begin + PANEL_TOKENS - 1) // PANEL_TOKENS) as some:
+            low = v.let(begin + some * PANEL_TOKENS)
+            tokens = v.let(T.min(end - low, T.int64(PANEL_TOKENS)))
+            with T.serial(planes) as plane, T.serial(T.int64(PANEL_TOKENS)) as token:
+                store(find_sum(plane, token), v.constant(0.0, "float32", lanes))
+            with T.serial((blocks + most - 1) // most) as stretch:
+                first = v.let(stretch * most)
+                count, end_of_stretch = v.let(T.min(blocks - first, T.int64(most))), first + most
+                # Rows are many streams of few bytes; asked for is the next stretch of each.
+                rest = v.let(T.Select(end_of_stretch < blocks, end_of_stretch, lanes * blocks))
+                with T.serial(count) as number:
+                    for k in range(max(1, lanes // most)):
+                        at = (number * lanes // most + k) * row_bytes + rest * unpacking.size
+                        skip = number * lanes % most * unpacking.size
+                        size = min(lanes, most) * unpacking.size
+                        ask_ahead(weights, v.let(begins[0] + at + skip), size)
+                    place = v.let((first + number) * unpacking.size)
+                    if panel.takes_groups:
+                        found = [v.let(own + place) for own in begins]
+                        own = [Source(machine, weights, at, grid) for at in found]
+                        panel.put_groups(own, number)
+                    else:
+                        with T.serial(T.int64(lanes)) as lane:
+                            at = v.let(matrix + T.min(row + lane, rows - 1) * row_bytes + place)
+                            panel.put(Source(machine, weights, at, grid), number, lane)
+                        panel.turn(number)
+                with T.If(tokens <= T.int64(4)):
+                    with T.Then():
+                        multiply(low, tokens, first, count, 4)
+                    with T.Else():
+                        multiply(low, tokens, first, count, machine.together)
+            with T.serial(tokens) as token:
+                place = find_sum(T.int64(0), token)
+                total = v.Cell(v.load_as(scratch, place, "float32", lanes))
+                with T.serial(planes - 1) as plane:
+                    more = v.load_as(scratch, find_sum(plane + 1, token), "float32", lanes)
+                    total.set(more + total.get())
+                store(place, total.get())
+                pair = v.let(v.wide(listed[low + token]))
+                results.put_lanes(pair, expert, row, scratch, place, lanes)
 
 
 class _Panel:
@@ -124,40 +144,42 @@ class _Panel:
         return (self.weights + self.extra) * self.machine.width
 
     @property
-    def takes_bundles(self) -> bool:
-        return self._unpacking.bundle is not None and self.machine.width >= 32
+    def takes_groups(self) -> bool:
+        return self._unpacking.groups is not None and self.machine.width >= 32
 
-    def put_bundles(self, rows: Sequence[Source], number: v.Expr) -> None:
-        """Unpack a block of each of ``lanes`` rows, of which a register takes every fourth."""
-        machine, open_bundle = self.machine, self._unpacking.bundle
-        assert open_bundle is not None
-        lanes, width, count = machine.lanes, machine.width, machine.lanes // 4
-        found = [open_bundle(rows[first::4]) for first in range(4)]
-        own = found[0]
+    def put_groups(self, rows: Sequence[Source], number: v.Expr) -> None:
+        """Unpack a group of each of ``lanes`` rows, whose words of 4 bytes are turned before."""
+        machine, own = self.machine, self._unpacking.groups
+        assert own is not None
+        lanes, width = machine.lanes, machine.width
         shifts = own.is_signed and machine.dot == "vnni"
         self.flips, self.offset = own.is_signed and not shifts, 128 if shifts else own.offset
         self.pieces, self.has_min = 1, own.mins is not None
         block = v.let(self.base + number * self.size)
-        owners = [owner for part in own.owners for owner in part]
-        halves = [[k for k, owner in enumerate(owners) if owner == row] for row in range(count)]
-        for half in range(2):
-            places = [16 * chunks[half] + k for chunks in halves for k in range(16)]
-            values = []
-            for bundle in found:
-                raw = as_bytes(v.let(Shuffle(list(bundle.parts), places)), "uint8", width)
-                if shifts:
-                    raw = raw ^ v.constant(0x80, "uint8", width)
-                values.append(v.let(v.reinterpret(raw, "int32", lanes)))
-            for place, column in enumerate(turn_square(values, lanes)):
-                raw = v.reinterpret(column, "uint8", width)
-                v.store(self.scratch, block + (4 * half + place) * width, raw, width)
-        order = [row % 4 * count + row // 4 for row in range(lanes)]
-        numbers = [[bundle.scales for bundle in found]]
+        fifths = None if own.fifths is None else own.join_fifths(rows)
+        for load, place in enumerate(own.places):
+            words = []
+            for first in range(4):
+                raw = v.let(join([row.load(place, 16) for row in rows[first::4]], 16))
+                words.append(v.let(v.reinterpret(raw, "int32", lanes)))
+            for word, column in enumerate(turn_square(words, lanes)):
+                raw = v.let(as_bytes(column, "uint8", width))
+                for part, value in enumerate(own.split(machine, raw, width)):
+                    chunk = load + part
+                    if fifths is not None:
+                        byte, bits = 2 * chunk + word // 2, range(word % 2 * 4, word % 2 * 4 + 4)
+                        places = [4 * (k // 4) + byte for k in range(width)]
+                        value = add_fifths(value, fifths, width, places, bits)
+                    value = as_bytes(value, "uint8", width)
+                    if shifts:
+                        value = value ^ v.constant(0x80, "uint8", width)
+                    v.store(self.scratch, block + (4 * chunk + word) * width, value, width)
+        numbers = [own.scales(rows)]
         if own.mins is not None:
-            numbers.append([bundle.mins for bundle in found])
-        for place, parts in enumerate(numbers):
-            raw = v.reinterpret(v.let(Shuffle(parts, order)), "uint8", width)
-            v.store(self.scratch, block + (self.weights + place) * width, raw, width)
+            numbers.append(join_halves(rows, own.mins))
+        for register, value in enumerate(numbers):
+            value = v.reinterpret(value, "uint8", width)
+            v.store(self.scratch, block + (self.weights + register) * width, value, width)
 
     def put(self, source: Source, number: v.Expr, lane: v.Expr) -> None:
         machine, pieces = self.machine, len(self._unpacking.opens)
@@ -289,19 +311,21 @@ def turn_square(rows: Sequence[v.Expr], lanes: int) -> list[v.Expr]:
 
 class _Product:
     def __init__(
-        self,
-        machine: Machine,
-        panel: _Panel,
-        codes: v.Buffer,
-        starts: Sequence[v.Expr],
-        length: v.Expr,
+        self, panel: _Panel, codes: v.Buffer, starts: Sequence[v.Expr], length: v.Expr
     ) -> None:
-        self._machine = machine
+        """``starts``: first bytes of tokens of ``length`` elements."""
+        self._machine, self._lanes = panel.machine, panel.machine.lanes
         self._panel = panel
         self._codes = codes
         self._starts = starts
         self._length = length
-        self._lanes = machine.lanes
+
+    def emit(self, first: v.Expr, count: v.Expr, totals: Sequence[v.Cell]) -> None:
+        """Add to float32 [lanes] of each token the products of a panel's ``count`` blocks, of which
+        ``first`` are before it."""
+        emit = self._emit_wide if self._panel.elements == 256 else self._emit_groups
+        with T.serial(count) as number:
+            emit(v.let(self._panel.base + number * self._panel.size), v.let(first + number), totals)
 
     def _spread(self, place: v.Expr, dtype: str) -> v.Expr:
         return v.splat(v.load_as(self._codes, place, dtype, 1), self._lanes)
@@ -325,31 +349,26 @@ class _Product:
                     codes, own = v.let(machine.flip(weights, codes, machine.width)), sizes
                 cell.set(machine.add_bytes(cell.get(), own, codes, machine.width))
 
-    def emit_wide(self, count: v.Expr) -> list[v.Expr]:
-        """Return sums float32 [lanes] of tokens over blocks of 256."""
+    def _emit_wide(self, block: v.Expr, number: v.Expr, totals: Sequence[v.Cell]) -> None:
         panel, lanes, length = self._panel, self._lanes, self._length
         pieces = panel.pieces
         each = 256 // pieces
-        totals = self._zeros()
         sums_at = v.let(length + length // 64)
         if pieces == 8:
             sums_at = v.let(sums_at + length // 8)
-        with T.serial(count) as number:
-            block = v.let(panel.base + number * panel.size)
-            parts = self._zeros()
-            with T.serial(T.int64(pieces)) as piece:
-                sums = self._begin_piece(v.let(sums_at + number * (2 * pieces)), piece)
-                place = v.let(number * 256 + piece * each)
-                self._add_weights(block, v.let(piece * (each // 4)), each // 4, place, sums)
-                scale = panel.load(block, panel.weights + piece, "float32")
-                for cell, own in zip(parts, sums, strict=True):
-                    cell.set(T.fma(v.cast(own.get(), "float32", lanes), scale, cell.get()))
-            if panel.pairs:
-                self._take_mins(block, v.let(sums_at + number * (2 * pieces)), parts)
-            for start, cell, part in zip(self._starts, totals, parts, strict=True):
-                scale = self._spread(start + length + number * 4, "float32")
-                cell.set(T.fma(part.get(), scale, cell.get()))
-        return [cell.get() for cell in totals]
+        parts = self._zeros()
+        with T.serial(T.int64(pieces)) as piece:
+            sums = self._begin_piece(v.let(sums_at + number * (2 * pieces)), piece)
+            place = v.let(number * 256 + piece * each)
+            self._add_weights(block, v.let(piece * (each // 4)), each // 4, place, sums)
+            scale = panel.load(block, panel.weights + piece, "float32")
+            for cell, own in zip(parts, sums, strict=True):
+                cell.set(T.fma(v.cast(own.get(), "float32", lanes), scale, cell.get()))
+        if panel.pairs:
+            self._take_mins(block, v.let(sums_at + number * (2 * pieces)), parts)
+        for start, cell, part in zip(self._starts, totals, parts, strict=True):
+            scale = self._spread(start + length + number * 4, "float32")
+            cell.set(T.fma(part.get(), scale, cell.get()))
 
     def _begin_piece(self, place: v.Expr, piece: v.Expr) -> list[v.Cell]:
         """Return sums of a piece that take the weights' offset off; sums of the codes of its block
@@ -383,31 +402,25 @@ class _Product:
         for cell, own in zip(parts, sums, strict=True):
             cell.set(cell.get() - v.cast(own.get(), "float32", lanes) * least)
 
-    def emit_groups(self, count: v.Expr) -> list[v.Expr]:
-        """Return sums float32 [lanes] of tokens over groups of 32."""
+    def _emit_groups(self, block: v.Expr, number: v.Expr, totals: Sequence[v.Cell]) -> None:
         panel, lanes, length = self._panel, self._lanes, self._length
         each = 32 // panel.pieces
-        totals = self._zeros()
-        with T.serial(count) as number:
-            block = v.let(panel.base + number * panel.size)
-            scales = [
-                v.let(self._spread(start + length + number * 4, "float32"))
-                for start in self._starts
-            ]
-            for piece in range(panel.pieces):
-                sums = [v.Cell(self._begin(start, number)) for start in self._starts]
-                place = v.let(number * 32 + piece * each)
-                self._add_weights(block, piece * (each // 4), each // 4, place, sums)
-                own_scale = panel.load(block, panel.weights + piece, "float32")
-                for cell, own, scale in zip(totals, sums, scales, strict=True):
-                    value = v.cast(own.get(), "float32", lanes) * scale
-                    cell.set(T.fma(value, own_scale, cell.get()))
-            if panel.has_min:
-                least = panel.load(block, panel.weights + panel.pieces, "float32")
-                at = v.let(length + length // 8 + number * 4)
-                for start, cell in zip(self._starts, totals, strict=True):
-                    cell.set(T.fma(least, self._spread(start + at, "float32"), cell.get()))
-        return [cell.get() for cell in totals]
+        scales = [
+            v.let(self._spread(start + length + number * 4, "float32")) for start in self._starts
+        ]
+        for piece in range(panel.pieces):
+            sums = [v.Cell(self._begin(start, number)) for start in self._starts]
+            place = v.let(number * 32 + piece * each)
+            self._add_weights(block, piece * (each // 4), each // 4, place, sums)
+            own_scale = panel.load(block, panel.weights + piece, "float32")
+            for cell, own, scale in zip(totals, sums, scales, strict=True):
+                value = v.cast(own.get(), "float32", lanes) * scale
+                cell.set(T.fma(value, own_scale, cell.get()))
+        if panel.has_min:
+            least = panel.load(block, panel.weights + panel.pieces, "float32")
+            at = v.let(length + length // 8 + number * 4)
+            for start, cell in zip(self._starts, totals, strict=True):
+                cell.set(T.fma(least, self._spread(start + at, "float32"), cell.get()))
 
     def _begin(self, start: v.Expr, number: v.Expr) -> v.Expr:
         lanes, offset, length = self._lanes, self._panel.offset, self._length

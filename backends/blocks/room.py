@@ -23,6 +23,12 @@ from pi2.progress import Progress, ignore_progress
 _LINE = 64
 STAGE_BYTES = 8192
 """Bytes in which a thread unpacks blocks of some rows."""
+STRETCH = 1024
+"""Elements of a row that are unpacked at a time: the first-level cache holds those of a panel."""
+PANEL_TOKENS = 128
+"""Tokens that share a panel; each has sums."""
+PLANES = 3
+"""Planes of activations at most."""
 
 QUERIES = 8
 """Queries that are multiplied with the same keys at once."""
@@ -59,11 +65,15 @@ def count_partial_bytes(heads: int, head_dim: int, sequences: int) -> int:
     return 4 * max(SINGLE * PARTS, sequences) * heads * (head_dim + PARTIAL)
 
 
-def count_scratch_bytes(length: int, lanes: int) -> int:
-    """Return the bytes that a thread needs for a panel of ``lanes`` rows of ``length``."""
+def count_panel_bytes(lanes: int) -> int:
+    """Return the bytes of a stretch of ``lanes`` rows, unpacked."""
     # Of 256 elements 64 registers are weights, and 25, or 24 of 8 groups, what belongs to them.
-    registers = -(-length // 256) * (64 + 32)
-    return STAGE_BYTES + registers * 4 * lanes
+    return STRETCH // 256 * (64 + 32) * 4 * lanes
+
+
+def count_scratch_bytes(lanes: int) -> int:
+    """Return the bytes that a thread needs for a panel of ``lanes`` rows, and for its sums."""
+    return STAGE_BYTES + count_panel_bytes(lanes) + PLANES * PANEL_TOKENS * 4 * lanes
 
 
 def count_quantized_bytes(kind: Activations, length: int) -> int:
@@ -75,15 +85,6 @@ def count_quantized_bytes(kind: Activations, length: int) -> int:
     else:
         size = length + 3 * (length // 8)
     return -(-size // _LINE) * _LINE
-
-
-def count_longest_input(model: Model) -> int:
-    """Return the elements of the longest vector that a matrix is multiplied with."""
-    shape, moe = model.shape, model.moe
-    widths = [shape.hidden, shape.ffn, *(own.query for own, _ in list_attention(model))]
-    if moe is not None:
-        widths += [moe.shared_ffn or moe.shared_experts * shape.ffn, moe.dense_ffn or 0]
-    return max(widths)
 
 
 def count_token_bytes(model: Model, planes: int = 1) -> int:
@@ -273,7 +274,7 @@ def count_workspace_bytes(
     turns = sum(4 * max(width, 2) for _, width in list_turns(model))
     heads = model.shape.heads // model.shape.kv_heads
     scratch = max(
-        count_scratch_bytes(count_longest_input(model), _MOST_LANES),
+        count_scratch_bytes(_MOST_LANES),
         *(
             count_attention_bytes(heads, own.head_dim, _MOST_LANES)
             for own, _ in list_attention(model)

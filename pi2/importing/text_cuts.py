@@ -48,7 +48,7 @@ def _fill(expression: str) -> str:
 
 
 def _read_cuts() -> Mapping[str, Cut]:
-    found = {}
+    found: dict[str, Cut] = {}
     for table in _TABLE["cuts"]:
         flags = {key: value for key, value in table.items() if key not in ("names", "expressions")}
         cut = Cut(tuple(map(_fill, table["expressions"])), **flags)

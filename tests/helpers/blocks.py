@@ -204,8 +204,7 @@ def multiply(
     rows = len(raw)
     y: F32 = np.full((tokens, rows), np.nan, np.float32)
     lanes, steps = kernels.isa.lanes, np.arange(tokens, dtype=np.int32)
-    length = raw.shape[1] // own.block_bytes * own.block
-    scratch = allocate(count_scratch_bytes(length, lanes))
+    scratch = allocate(count_scratch_bytes(lanes))
     kernels.call(
         kernel,
         -(-rows // lanes) if kernel == "multiply_many" else rows,

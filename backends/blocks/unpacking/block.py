@@ -86,6 +86,67 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """How groups of 32 of several rows are unpacked at once: their bytes may be turned before."""
+
+    places: tuple[int, ...] = (2,)
+    """First bytes of 16 each."""
+    split: Callable[[Machine, v.Expr, int], Sequence[v.Expr]]
+    """Returns the registers of weights that a register of such bytes has."""
+    scales: Callable[[Sequence[Source]], v.Expr]
+    """Returns float32 of each group."""
+    fifths: int | None = None
+    """First of 4 bytes with a fifth bit of each weight."""
+    is_signed: bool = False
+    offset: int = 0
+    mins: int | None = None
+    """First byte of minima."""
+
+    def bundle(self, sources: Sequence[Source]) -> Bundle:
+        """Unpack nibbles of as many groups as a register has 16 bytes."""
+        count = len(sources)
+        width, owner = 16 * count, tuple(range(count))
+        raw = v.let(join([source.load(self.places[0], 16) for source in sources], 16))
+        parts = list(self.split(sources[0].machine, raw, width))
+        if self.fifths is not None:
+            bits = self.join_fifths(sources)
+            for half in range(2):
+                places = [4 * (k // 16) + 2 * half + k % 16 // 8 for k in range(width)]
+                parts[half] = add_fifths(parts[half], bits, 4 * count, places, range(8))
+        return Bundle(
+            parts=parts,
+            owners=(owner, owner),
+            scales=self.scales(sources),
+            is_signed=self.is_signed,
+            offset=self.offset,
+            mins=None if self.mins is None else join_halves(sources, self.mins),
+        )
+
+    def join_fifths(self, sources: Sequence[Source]) -> v.Expr:
+        """Return the bytes with fifth bits, 4 of each group."""
+        assert self.fifths is not None
+        words = v.let(join([source.load_as(self.fifths, "int32") for source in sources], 1))
+        return v.let(v.reinterpret(words, "uint8", 4 * len(sources)))
+
+
+def add_fifths(
+    value: v.Expr, bits: v.Expr, count: int, places: Sequence[int], order: Sequence[int]
+) -> v.Expr:
+    """Return weights with 16 more where a bit, of ``order`` again and again, is set in the byte of
+    ``bits``, uint8 [count], that ``places`` has of each."""
+    size = len(places)
+    flags = fill([1 << order[k % len(order)] for k in range(size)])
+    tested = pick(bits, count, places) & flags
+    zero = v.constant(0, "uint8", size)
+    return v.let(value | T.Select(tested != zero, v.constant(16, "uint8", size), zero))
+
+
+def split_nibbles(machine: Machine, value: v.Expr, size: int) -> Sequence[v.Expr]:
+    """Return the low nibbles of bytes, and the high ones."""
+    return low(value, size), high(value, size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacking:
     """How blocks of a format are unpacked."""
 
@@ -97,6 +158,8 @@ class Unpacking:
     """Unpack what bytes have: a block, or several that follow each other."""
     bundle: Callable[[Sequence[Source]], Bundle] | None = None
     """Unpacks several groups at once, as many as a register has 16 bytes."""
+    groups: Groups | None = None
+    """Groups of 32 that can be turned before they are unpacked."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
     """Reads so many floats from a byte on, if elements are plain numbers."""
 
@@ -203,10 +266,3 @@ def join_halves(sources: Sequence[Source], place: int) -> v.Expr:
     raw = v.let(join([source.load_as(place, "int16") for source in sources], 1))
     count = len(sources)
     return v.let(v.cast(v.reinterpret(raw, "float16", count), "float32", count))
-
-
-def join_nibbles(sources: Sequence[Source], place: int) -> tuple[v.Expr, v.Expr]:
-    """Return the low nibbles of 16 bytes of each block, and the high ones."""
-    width = 16 * len(sources)
-    raw = v.let(join([source.load(place, 16) for source in sources], 16))
-    return low(raw, width), high(raw, width)

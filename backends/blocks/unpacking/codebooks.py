@@ -7,20 +7,20 @@ from functools import partial
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import as_bytes, join, pick
+from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
 from pi2.backends.blocks.room import GRIDS, HALVES
 from pi2.backends.blocks.unpacking.block import (
     Block,
-    Bundle,
+    Groups,
     Part,
     Source,
     Unpacking,
     fill,
     high,
     join_halves,
-    join_nibbles,
     low,
     split_group,
+    split_nibbles,
     take_nibbles,
 )
 from pi2.backends.compiler import vectors as v
@@ -228,9 +228,8 @@ def _open_iq1_m(source: Source) -> Block:
     )
 
 
-def _look_up(source: Source, table: Sequence[int], codes: v.Expr, size: int) -> v.Expr:
+def _look_up(machine: Machine, table: Sequence[int], codes: v.Expr, size: int) -> v.Expr:
     """Return the numbers of nibbles, int8."""
-    machine = source.machine
     if machine.dot == "multiply":
         found = v.constant(table[0], "int8", size)
         for code, number in enumerate(table[1:], 1):
@@ -248,7 +247,7 @@ def _open_iq4_xs(source: Source) -> Block:
         raw = source.load(8 + 16 * first, width)
         for field, codes in enumerate((low(raw, width), high(raw, width))):
             chunks = tuple(HALVES.place(b, field) for b in range(first, first + each))
-            value = _look_up(source, _NON_LINEAR, codes, width)
+            value = _look_up(source.machine, _NON_LINEAR, codes, width)
             parts.append(Part(weights=value, chunks=chunks))
     lower = v.splat(source.load_as(4, "int32"), 8) >> fill(range(0, 32, 4), "int32")
     upper = v.splat(_word(source, 2), 8) >> fill(range(0, 16, 2), "int32")
@@ -264,7 +263,7 @@ def _open_table(source: Source, place: int, table: Sequence[int]) -> list[Part]:
     codes = split_group(source, take_nibbles(source, place))
     size = min(source.width, 32)
     return [
-        Part(weights=_look_up(source, table, part.weights, size), chunks=part.chunks)
+        Part(weights=_look_up(source.machine, table, part.weights, size), chunks=part.chunks)
         for part in codes
     ]
 
@@ -284,11 +283,8 @@ def _open_mxfp4(source: Source) -> Block:
     return Block(parts=_open_table(source, 1, _DOUBLED), is_signed=True, scale=scale)
 
 
-def _bundle_iq4_nl(sources: Sequence[Source]) -> Bundle:
-    return _bundle_table(sources, 2, _NON_LINEAR, join_halves(sources, 0))
-
-
-def _bundle_mxfp4(sources: Sequence[Source]) -> Bundle:
+def _join_powers(sources: Sequence[Source]) -> v.Expr:
+    """Return the scales of MXFP4, halved: exponents of 2 less 127."""
     count = len(sources)
     exponents = v.let(join([_byte(source, 0) for source in sources], 1))
 
@@ -298,18 +294,13 @@ def _bundle_mxfp4(sources: Sequence[Source]) -> Bundle:
     normal = (exponents - number(1)) << number(23)
     small = number(0x00200000) << T.min(exponents, number(1))
     bits = v.let(T.Select(exponents < number(2), small, normal))
-    return _bundle_table(sources, 1, _DOUBLED, v.reinterpret(bits, "float32", count))
+    return v.let(v.reinterpret(bits, "float32", count))
 
 
-def _bundle_table(
-    sources: Sequence[Source], place: int, table: Sequence[int], scales: v.Expr
-) -> Bundle:
-    count = len(sources)
-    owner = tuple(range(count))
-    parts = [
-        _look_up(sources[0], table, codes, 16 * count) for codes in join_nibbles(sources, place)
-    ]
-    return Bundle(parts=parts, owners=(owner, owner), scales=v.let(scales), is_signed=True)
+def _split_table(
+    machine: Machine, value: v.Expr, size: int, table: Sequence[int]
+) -> Sequence[v.Expr]:
+    return [_look_up(machine, table, codes, size) for codes in split_nibbles(machine, value, size)]
 
 
 def _open_nvfp4(source: Source, half: int) -> Block:
@@ -333,12 +324,20 @@ def _open_nvfp4(source: Source, half: int) -> Block:
     codes = as_bytes(shifted, "uint8", 32) & v.constant(15, "uint8", 32)
     size = min(source.width, 32)
     parts = [
-        Part(weights=_look_up(source, _DOUBLED, part.weights, size), chunks=part.chunks)
+        Part(weights=_look_up(source.machine, _DOUBLED, part.weights, size), chunks=part.chunks)
         for part in split_group(source, codes)
     ]
     return Block(parts=parts, is_signed=True, scale=T.float32(1.0), part_scales=scales)
 
 
+_IQ4_NL = Groups(
+    split=partial(_split_table, table=_NON_LINEAR),
+    scales=partial(join_halves, place=0),
+    is_signed=True,
+)
+_MXFP4 = Groups(
+    places=(1,), split=partial(_split_table, table=_DOUBLED), scales=_join_powers, is_signed=True
+)
 UNPACKINGS = {
     **{
         name: Unpacking(size=size, elements=256, opens=(own,))
@@ -353,8 +352,13 @@ UNPACKINGS = {
             ("iq4_xs", 136, _open_iq4_xs),
         )
     },
-    "iq4_nl": Unpacking(size=18, elements=32, opens=(_open_iq4_nl,), bundle=_bundle_iq4_nl),
-    "mxfp4": Unpacking(size=17, elements=32, opens=(_open_mxfp4,), bundle=_bundle_mxfp4),
+    **{
+        name: Unpacking(size=size, elements=32, opens=(own,), bundle=groups.bundle, groups=groups)
+        for name, size, own, groups in (
+            ("iq4_nl", 18, _open_iq4_nl, _IQ4_NL),
+            ("mxfp4", 17, _open_mxfp4, _MXFP4),
+        )
+    },
     "nvfp4": Unpacking(
         size=36, elements=32, opens=(partial(_open_nvfp4, half=0), partial(_open_nvfp4, half=1))
     ),

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import as_bytes, join, pick
+from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
 from pi2.backends.blocks.unpacking.block import (
     Block,
     Bundle,
+    Groups,
     Source,
     Unpacking,
     fill,
     join_halves,
-    join_nibbles,
     split_group,
+    split_nibbles,
     take_nibbles,
 )
 from pi2.backends.compiler import vectors as v
-
-MakeBundle = Callable[[Sequence[Source]], Bundle]
 
 
 def _fifth_bits(source: Source, place: int) -> v.Expr:
@@ -57,31 +56,6 @@ def _open_q8_0(source: Source) -> Block:
     return Block(parts=parts, scale=source.load_half(0), is_signed=True)
 
 
-def _bundle_nibbles(
-    sources: Sequence[Source], place: int, bits: int | None, offset: int, has_min: bool
-) -> Bundle:
-    """Nibbles from a byte on, with a fifth bit each where ``bits`` says where they are."""
-    count = len(sources)
-    width, owner = 16 * count, tuple(range(count))
-    parts = list(join_nibbles(sources, place))
-    if bits is not None:
-        words = v.let(join([source.load_as(bits, "int32") for source in sources], 1))
-        raw = v.let(v.reinterpret(words, "uint8", 4 * count))
-        for half in range(2):
-            places = [4 * (k // 16) + 2 * half + k % 16 // 8 for k in range(width)]
-            tested = pick(raw, 4 * count, places) & fill([1 << k % 8 for k in range(width)])
-            zero = v.constant(0, "uint8", width)
-            fifth = T.Select(tested != zero, v.constant(16, "uint8", width), zero)
-            parts[half] = v.let(parts[half] | fifth)
-    return Bundle(
-        parts=parts,
-        owners=(owner, owner),
-        scales=join_halves(sources, 0),
-        offset=offset,
-        mins=join_halves(sources, 2) if has_min else None,
-    )
-
-
 def _bundle_q8_0(sources: Sequence[Source]) -> Bundle:
     parts, owners = [], []
     for first in range(0, len(sources), sources[0].width // 32):
@@ -92,17 +66,31 @@ def _bundle_q8_0(sources: Sequence[Source]) -> Bundle:
     return Bundle(parts=parts, owners=owners, scales=join_halves(sources, 0), is_signed=True)
 
 
-def _bundle(place: int, bits: int | None, offset: int, has_min: bool) -> MakeBundle:
-    return partial(_bundle_nibbles, place=place, bits=bits, offset=offset, has_min=has_min)
+def _take_bytes(machine: Machine, value: v.Expr, size: int) -> Sequence[v.Expr]:
+    return [v.let(as_bytes(value, "int8", size))]
 
+
+_SCALES = partial(join_halves, place=0)
 
 UNPACKINGS = {
-    name: Unpacking(size=size, elements=32, opens=(own,), bundle=bundle)
-    for name, size, own, bundle in (
-        ("q4_0", 18, _open_q4_0, _bundle(2, None, 8, False)),
-        ("q4_1", 20, _open_q4_1, _bundle(4, None, 0, True)),
-        ("q5_0", 22, _open_q5_0, _bundle(6, 2, 16, False)),
-        ("q5_1", 24, _open_q5_1, _bundle(8, 4, 0, True)),
-        ("q8_0", 34, _open_q8_0, _bundle_q8_0),
+    name: Unpacking(size=size, elements=32, opens=(own,), bundle=groups.bundle, groups=groups)
+    for name, size, own, groups in (
+        ("q4_0", 18, _open_q4_0, Groups(split=split_nibbles, scales=_SCALES, offset=8)),
+        ("q4_1", 20, _open_q4_1, Groups(places=(4,), split=split_nibbles, scales=_SCALES, mins=2)),
+        (
+            *("q5_0", 22, _open_q5_0),
+            Groups(places=(6,), split=split_nibbles, scales=_SCALES, fifths=2, offset=16),
+        ),
+        (
+            *("q5_1", 24, _open_q5_1),
+            Groups(places=(8,), split=split_nibbles, scales=_SCALES, fifths=4, mins=2),
+        ),
     )
 }
+UNPACKINGS["q8_0"] = Unpacking(
+    size=34,
+    elements=32,
+    opens=(_open_q8_0,),
+    bundle=_bundle_q8_0,
+    groups=Groups(places=(2, 18), split=_take_bytes, scales=_SCALES, is_signed=True),
+)
