@@ -132,8 +132,8 @@ class Groups:
 def add_fifths(
     value: v.Expr, bits: v.Expr, count: int, places: Sequence[int], order: Sequence[int]
 ) -> v.Expr:
-    """Return weights with 16 more where a bit, of ``order`` again and again, is set in the byte of
-    ``bits``, uint8 [count], that ``places`` has of each."""
+    """Return weights with 16 more where a bit is set: of ``bits``, uint8 [count], weight k has byte
+    ``places[k]``; ``order`` says again and again which bit."""
     size = len(places)
     flags = fill([1 << order[k % len(order)] for k in range(size)])
     tested = pick(bits, count, places) & flags
