@@ -47,7 +47,6 @@ Order of calls::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -59,6 +58,7 @@ from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress, ignore_progress
+from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.arrays import I32

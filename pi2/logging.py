@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from structlog.typing import Processor
 
-_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
-"""Level by the number of ``-v``."""
+_LEVELS = (30, 20, 10)
+"""WARNING, INFO and DEBUG, by the number of ``-v``."""
 
 
 def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> None:

@@ -9,7 +9,6 @@ import struct
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from pi2.backends.blocks.contract import FIELDS
 from pi2.backends.blocks.room import SINGLE, open_library
 from pi2.backends.compiler.functions import refuse_library
 from pi2.formats import Format, find_format
+from pi2.records import dataclass
 
 _PATIENCE = 500
 """How often a thread looks for work before it sleeps."""
@@ -195,15 +195,16 @@ class Program:
         self.code = self._code.reshape(-1, _WORDS)
         self.values: list[I64] = []
         place = 0
-        for number, (own, size) in enumerate(zip(instructions, sizes, strict=True)):
+        for own, size in zip(instructions, sizes, strict=True):
             fields = FIELDS[own.kernel]
             assert set(own.values) == set(fields), set(own.values) ^ set(fields)
             row = self._values[place : place + len(fields)]
             row[:] = [own.values[name] for name in fields]
             self.values.append(row)
-            self.code[number, _ARGUMENTS] = row.ctypes.data
-            self.code[number, _WAITS] = int(own.waits)
             place += size
+        places = np.cumsum([0, *sizes])[:-1]
+        self.code[:, _ARGUMENTS] = self._values.ctypes.data + places * self._values.itemsize
+        self.code[:, _WAITS] = [int(own.waits) for own in instructions]
         self.address: int = self._code.ctypes.data
         self._parts = [
             _Part(self.code, self.values, instructions, begin, end)
@@ -253,10 +254,10 @@ class _Part:
 
         def find(*wanted: str) -> list[tuple[I64, Instruction]]:
             return [
-                (row[place:][:1], instruction)
-                for row, names, instruction in zip(rows, fields, own, strict=True)
-                for place, name in enumerate(names)
-                if name in wanted
+                (row[place : place + 1], instruction)
+                for row, instruction in zip(rows, own, strict=True)
+                for name in wanted
+                if (place := _PLACES[instruction.kernel].get(name)) is not None
             ]
 
         self._counts = [(place, each.pairs) for place, each in find("tokens")]

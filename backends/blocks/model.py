@@ -307,7 +307,8 @@ class BlockModel:
         self._count = 0
         self._note: NoteKernel | None = None
         logits = layers.logits
-        self._logits = view_floats(logits.address, max(LOGIT_ROWS, sequences), logits.stride)
+        found = view_floats(logits.address, max(LOGIT_ROWS, sequences), logits.stride)
+        self._logits = found[:, : model.shape.vocab]
         self._hidden = view_floats(layers.u.address, tokens, layers.u.stride)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
@@ -388,7 +389,7 @@ class BlockModel:
 
     def read_logits(self) -> F32:
         """Return what the head gave last [n, vocab]."""
-        return self._logits[: self._rows, : self._model.shape.vocab]
+        return self._logits[: self._rows]
 
     def read_hidden(self, first: int) -> F32:
         """Return what the head reads of the chunk's tokens from ``first`` on [n, hidden], n at

@@ -207,7 +207,8 @@ class Program:
 
     @property
     def target(self) -> tvm.target.Target:
-        return make_target(self._spec.isa)
+        # LLVM's further levels take it as long again, and kernels of no format gain nothing.
+        return make_target(self._spec.isa, level=1 if self._spec.library == COMMON else 3)
 
     def write_objects(
         self, folder: Path, target: tvm.target.Target, report: Callable[[str, float], None]

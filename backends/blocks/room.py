@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from pi2.model.blocks import list_attention, list_turns
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
+from pi2.records import dataclass
 
 _LINE = 64
 STAGE_BYTES = 8192
@@ -229,8 +232,9 @@ class Libraries:
         loaded = dict(zip(names[1:], map(open_library, paths), strict=True))
         self._shared = [loaded[name] for name in shared[1:]]
         self._formats = {name: loaded[name] for name in formats}
+        self.find = cache(self._find)
 
-    def find(self, kernel: str, own: str | None = None) -> int:
+    def _find(self, kernel: str, own: str | None = None) -> int:
         """Return the address of a kernel, of the format ``own`` if it belongs to one."""
         assert kernel in FIELDS
         libraries = self._shared if own is None else [self._formats[own]]
@@ -304,13 +308,16 @@ class KvCache:
     """KV cache of the layers, fp16 [sequences, heads, context, head_dim], keys and values each."""
 
     def __init__(self, model: Model, context: int, sequences: int) -> None:
+        shapes = {
+            layer: (2, sequences, block.attention.kv_heads, context, block.attention.head_dim)
+            for layer, block in enumerate(model.blocks)
+            if block.attention is not None and block.attention.has_keys
+        }
+        ends = list(accumulate(map(prod, shapes.values()), initial=0))
+        region = allocate(2 * ends[-1]).view(np.float16)
         self._layers: dict[int, tuple[F16, F16]] = {}
-        for layer, own in enumerate(block.attention for block in model.blocks):
-            if own is None or not own.has_keys:
-                continue
-            shape = (sequences, own.kv_heads, context, own.head_dim)
-            size = 2 * int(np.prod(shape))
-            first, second = (allocate(size).view(np.float16).reshape(shape) for _ in range(2))
+        for (layer, shape), (begin, end) in zip(shapes.items(), pairwise(ends), strict=True):
+            first, second = region[begin:end].reshape(shape)
             self._layers[layer] = first, second
 
     def find(self, layer: int) -> tuple[F16, F16]:

@@ -10,14 +10,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 import pi2
 from pi2.backends.compiler.signature import LIBRARIES, Compiler, find_signatures
@@ -25,6 +24,9 @@ from pi2.caches import VARIABLE, find_cache_folder, find_problem
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
 from pi2.progress import COMPILING, Progress
+
+if TYPE_CHECKING:
+    import subprocess
 
 _DIGITS = 32
 _SHARED = (
@@ -140,7 +142,8 @@ def _find_or_make(
 ) -> list[Path]:
     """The kernels of ``folder``, made now unless they are there; raises `_NoRoom`."""
     keys = [compute_key(spec, triple) for spec in specs]
-    found = {key: _find_intact(folder, key, compiler.suffix) for key in keys}
+    names = sorted(os.listdir(folder))
+    found = {key: _find_intact(folder, names, key, compiler.suffix) for key in keys}
     missing = {key: spec for key, spec in zip(keys, specs, strict=True) if found[key] is None}
     if not missing:
         get_logger().debug("kernels are cached", files=[str(path) for path in found.values()])
@@ -208,9 +211,12 @@ def _refuse_folders(*tried: tuple[Path, str]) -> UserError:
     )
 
 
-def _find_intact(folder: Path, key: str, suffix: str) -> Path | None:
-    """Return a cached file whose content is what its name says; remove damaged ones."""
-    for path in sorted(folder.glob(f"{key}-*{suffix}")):
+def _find_intact(folder: Path, names: Sequence[str], key: str, suffix: str) -> Path | None:
+    """Return a cached file, of ``names``, whose content is what its name says; remove damaged."""
+    for name in names:
+        if not (name.startswith(f"{key}-") and name.endswith(suffix)):
+            continue
+        path = folder / name
         try:
             if path.name == f"{key}-{_hash_files(path)}{suffix}":
                 return path
@@ -243,6 +249,8 @@ def start_compiler(
     module: str, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str]
 ) -> subprocess.Popen[str]:
     """Start ``python -m module arguments``, whose messages are lines of its ``stdout``."""
+    import subprocess
+
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,

@@ -48,7 +48,8 @@ OPTIONS = (
 
 def aim(target: tvm.target.Target, triple: str) -> tvm.target.Target:
     """Return ``target`` for the machine ``triple``."""
-    options: dict[str, object] = {"kind": "llvm", "mtriple": triple}
+    level = int(target.attrs.get("opt-level", 3))
+    options: dict[str, object] = {"kind": "llvm", "mtriple": triple, "opt-level": level}
     for key in ("mcpu", "mattr"):
         if target.attrs.get(key):
             value = target.attrs[key]
@@ -99,10 +100,12 @@ class Processor(Protocol):
         """Further instructions that it has, such as ``+dotprod``."""
 
 
-def make_target(processor: Processor | None = None, triple: str | None = None) -> tvm.target.Target:
+def make_target(
+    processor: Processor | None = None, triple: str | None = None, level: int = 3
+) -> tvm.target.Target:
     """Return the compiler's target for a processor, by default for the least one of this machine's
-    architecture; ``triple`` for another machine than this."""
-    options: dict[str, object] = {"kind": "llvm"}
+    architecture; ``triple`` for another machine than this; ``level``: how much LLVM optimises."""
+    options: dict[str, object] = {"kind": "llvm", "opt-level": level}
     if processor is not None and processor.mcpu is not None:
         options["mcpu"] = processor.mcpu
     if processor is not None and processor.mattr:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, TypedDict
 
@@ -15,6 +14,7 @@ from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import divide
 from pi2.engine.text import StopFilter, TokenDecoder
+from pi2.records import dataclass, field
 
 Bias = NDArray[np.float32]
 """Added to logits [vocab]."""
@@ -97,7 +97,7 @@ class Sampler:
         may be minus infinity."""
         options = self._options
         if self._takes_best and bias is None:
-            return int(np.argmax(logits))
+            return int(logits.argmax())
         scores = logits.astype(np.float64)
         if options.repetition_penalty != 1.0 and len(seen):
             # An id that is seen twice gets the same score twice.  np.unique would import numpy.ma,

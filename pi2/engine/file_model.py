@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -22,6 +21,7 @@ from pi2.backends.blocks.routed import PairTables, RoutedLayer
 from pi2.backends.executor import ExecutorObserver
 from pi2.memory.expert_slots import ExpertSlots, Held
 from pi2.memory.weight_stream import BLOCK, Piece, Rates, WeightStream
+from pi2.records import dataclass
 from pi2.weights.file_tensor import FileTensor
 from pi2.weights.gguf_weights import GgufWeights
 
@@ -160,6 +160,8 @@ class FileModel:
         ends = (0, model.head, model.end)
         self._layers = _Course(model, ends[:2], layers, work, lambda p: make_stream(p, ring[part:]))
         self._head = _Course(model, ends[1:], head, [], lambda p: make_stream(p, ring[:part]))
+        found = (slots, self._layers.stream, self._head.stream)
+        self._readers = [own for own in found if own is not None]
 
     def _name_key(self, key: str) -> str:
         """Key of ``model.tensors`` that a matrix of the program is known by."""
@@ -183,7 +185,7 @@ class FileModel:
         return self._model.read_hidden(first)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
-        if self._layers.is_resident and self._head.is_resident and self._embedding is None:
+        if not self._readers and self._embedding is None:
             return self._model.step(tokens, sequences, positions)
         self._model.begin_step(tokens, sequences, positions)
         self._put_rows(tokens)
@@ -209,13 +211,11 @@ class FileModel:
     @property
     def read_bytes(self) -> int:
         rows = 0 if self._rows is None else self._row_reads * self._rows.row_bytes
-        experts = 0 if self._slots is None else self._slots.read_bytes
-        return rows + experts + self._layers.read_bytes + self._head.read_bytes
+        return rows + sum(own.read_bytes for own in self._readers)
 
     @property
     def waited_s(self) -> float:
-        experts = 0.0 if self._slots is None else self._slots.waited_s
-        return experts + self._layers.waited_s + self._head.waited_s
+        return sum((own.waited_s for own in self._readers), 0.0)
 
     def count_named(self) -> int:
         return 0
@@ -288,24 +288,16 @@ class _Course:
         if at < end:
             self._work.append(_Work(at, end))
         cycle = [piece for number in sorted(streamed) for _, piece in streamed[number]]
-        self._stream = make_stream(cycle) if cycle else None
+        self.stream = make_stream(cycle) if cycle else None
         self._done = 0
         """Pieces that have been computed."""
 
     @property
     def is_resident(self) -> bool:
-        return self._stream is None and all(item.action is None for item in self._work)
-
-    @property
-    def read_bytes(self) -> int:
-        return 0 if self._stream is None else self._stream.read_bytes
-
-    @property
-    def waited_s(self) -> float:
-        return 0.0 if self._stream is None else self._stream.waited_s
+        return self.stream is None and all(item.action is None for item in self._work)
 
     def run(self) -> None:
-        stream = self._stream
+        stream = self.stream
         try:
             for work in self._work:
                 if stream is not None:
@@ -324,7 +316,7 @@ class _Course:
             self._model.most_threads = self._threads
 
     def _run_pieces(self, work: _Work) -> None:
-        stream = self._stream
+        stream = self.stream
         assert stream is not None
         for first, end, before in work.pieces:
             address = stream.take(self._done)
@@ -336,7 +328,7 @@ class _Course:
     def measure(self) -> Rates | None:
         """Rates of reading and computing pieces, once every slot was filled: its memory is slower
         when it is touched for the first time.  A whole round follows."""
-        stream = self._stream
+        stream = self.stream
         if stream is None:
             return None
         parts = ((work, piece) for work in itertools.cycle(self._work) for piece in work.pieces)
@@ -358,8 +350,8 @@ class _Course:
         return Rates(disk=read / taken_s, computing=read / computing_s)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        if self.stream is not None:
+            self.stream.close()
 
 
 class ExpertCourse:

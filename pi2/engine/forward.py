@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from pi2.backends.executor import (
 )
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
+from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import Executor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
 from threading import Event, Thread
 from typing import Literal
 
@@ -19,6 +18,7 @@ from pi2.engine.scheduler import Rounds, Scheduler, Ticket, tell_nobody
 from pi2.engine.speculation import StepBytes
 from pi2.engine.statistics import RunStatistics, SpeculationCounters, UnitUse, divide
 from pi2.engine.whole_forward import WholeForward
+from pi2.records import dataclass, replace
 
 _PATIENCE_S = 60.0
 """The thread looks by itself after this time whether there is something to do."""

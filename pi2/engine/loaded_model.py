@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -387,9 +387,18 @@ class LoadedModel:
             return ""
         return decode_ids(self.coder, ids, special=special)
 
+    @cached_property
+    def _decode(self) -> Callable[[Sequence[int]], str]:
+        """`decode` that knows the texts of the last single tokens: streams ask for each again."""
+        if self.is_dry:
+            return lambda ids: ""
+        decode = partial(decode_ids, self.coder)
+        keep = lru_cache(1024)(lambda token: decode([token]))
+        return lambda ids: keep(ids[0]) if len(ids) == 1 else decode(ids)
+
     def _make_decoder(self, request: GenerationRequest) -> TokenDecoder:
         if not request.shown_ids or self.is_dry:
-            return TokenDecoder(self.decode)
+            return TokenDecoder(self._decode)
         added = self.coder.get_added_tokens_decoder()
         hidden = {token for token, what in added.items() if what.special} - request.shown_ids
         return TokenDecoder(

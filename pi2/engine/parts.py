@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import U8

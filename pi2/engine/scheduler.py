@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import add
 from threading import Condition, RLock, get_ident
@@ -30,6 +29,7 @@ from pi2.engine.prefixes import NoPrefixes, Prefixes
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import Counters
 from pi2.engine.text import TokenDecoder
+from pi2.records import dataclass, field
 
 
 class Line:
@@ -112,15 +112,6 @@ class Rounds:
     @property
     def steps_s(self) -> float:
         return self.whole.seconds
-
-    def add_step(self, sequences: int, step: Phase) -> Rounds:
-        phase = self.phases.get(sequences, Phase()) + step
-        return replace(self, phases=MappingProxyType({**self.phases, sequences: phase}))
-
-    def add_prompt(self, tokens: int, seconds: float) -> Rounds:
-        return replace(
-            self, prompt_tokens=self.prompt_tokens + tokens, prefill_s=self.prefill_s + seconds
-        )
 
     def __sub__(self, other: Rounds) -> Rounds:
         phases = {
@@ -237,7 +228,18 @@ class Scheduler:
         self._following: dict[int, list[tuple[int, Ticket]]] = {}
         """Requests, with their places, whose prompts are read for another one, by its place."""
         self._closed = False
-        self.rounds = Rounds()
+        self._phases: dict[int, list[Any]] = {}
+        """Values of `Phase`, by the number of sequences."""
+        self._prompt_tokens, self._prefill_s = 0, 0.0
+
+    @property
+    def rounds(self) -> Rounds:
+        phases = {sequences: Phase(*own) for sequences, own in list(self._phases.items())}
+        return Rounds(
+            phases=MappingProxyType(phases),
+            prompt_tokens=self._prompt_tokens,
+            prefill_s=self._prefill_s,
+        )
 
     @property
     def waiting(self) -> int:
@@ -459,8 +461,8 @@ class Scheduler:
             except Exception as error:
                 self._fail(ticket, error)
                 self._let_next_read(place)
-            taken_s = time.perf_counter() - start
-            self.rounds = self.rounds.add_prompt(end - done, taken_s)
+            self._prefill_s += time.perf_counter() - start
+            self._prompt_tokens += end - done
             room -= end - done
             if end == len(ids) or ticket.ended:
                 del self._reading[place]
@@ -507,8 +509,9 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.note_step(len(running), guesses, kept, taken_s)
         after_bytes, after_s = self._count_reads()
-        step = Phase(1, sum(kept.values()), taken_s, after_bytes - read_bytes, after_s - waited_s)
-        self.rounds = self.rounds.add_step(len(running), step)
+        step = (1, sum(kept.values()), taken_s, after_bytes - read_bytes, after_s - waited_s)
+        own = self._phases.setdefault(len(running), [0, 0, 0.0, 0, 0.0])
+        own[:] = map(add, own, step)
         self._free_ended()
 
     def _guess(self, running: Mapping[int, Ticket]) -> dict[int, list[int]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -21,6 +19,7 @@ from pi2.model.tensor import EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_kv_token_bytes
+from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.engine.feed_forward import FeedForward
@@ -282,7 +281,9 @@ class _Window:
 
     def find_seconds(self) -> float:
         """Seconds for each; a few steps that the machine has disturbed do not count."""
-        median = statistics.median(step[2] for step in self.steps)
+        from statistics import median as find_median
+
+        median = find_median(step[2] for step in self.steps)
         return median * len(self.steps) / max(1, self._count())
 
     def _count(self) -> int:

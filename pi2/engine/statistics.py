@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, ClassVar, Literal, Self
+
+from pi2.records import dataclass, field
 
 
 class Counters:

@@ -7,7 +7,6 @@ have theirs in a TOML file per range of codes. It has a table per code with the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.reading.references import Located, Resolver, list_documents
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
+from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import FillPlan

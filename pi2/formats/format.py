@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, U8, Bits

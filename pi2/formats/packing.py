@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats.format import Format, check_finite
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I8, U8, U32, Scales

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -60,6 +59,8 @@ def read_shares(metadata: Metadata, layers: int) -> list[float] | None:
         return None
     if not all(scale < math.inf for scale in scales):
         raise metadata.refuse(f"{key} has a number that is no cutoff")
+    from statistics import NormalDist
+
     # Files have 32 bits of what people wrote in decimals; below -infinity lies nothing.
     return [round(NormalDist().cdf(scale), 6) for scale in scales]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli
 from pydantic import ValidationError
 
 from pi2.authoring.drafting import Wish, draft_plan
@@ -32,6 +31,7 @@ from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_q
 from pi2.plan.reading.block_entries import gather_blocks, list_entries, write_entries
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
+from pi2.records import dataclass
 from pi2.sandbox.tokenizer import TokenizerRefused
 
 LEAST_CONTEXT = 512
@@ -61,7 +61,7 @@ def draft_first_plan(
         return draft_plan(wish, device, model)
 
     whole = draft(None)
-    budget = parse_quantity(tomllib.loads(whole)["memory"]["budget"], BYTE_UNITS)
+    budget = parse_quantity(tomli.loads(whole)["memory"]["budget"], BYTE_UNITS)
     free = int(available_bytes * MEMORY_SHARE)
     if not available_bytes or free >= budget:
         return whole

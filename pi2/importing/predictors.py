@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from pi2.model.tensor import fill_name
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.weights.layout import GROUP, round_up
+from pi2.records import dataclass
 
 _NAME = re.compile(r"model_(\d+)\.pt")
 

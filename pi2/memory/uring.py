@@ -15,7 +15,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -31,6 +30,7 @@ from pi2.memory.io_engine import (
     ReadBatch,
     read_in_python,
 )
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops

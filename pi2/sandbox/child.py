@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Timer
-from typing import IO, Self
+from typing import IO, TYPE_CHECKING, Self
+
+from pi2.records import dataclass
+
+if TYPE_CHECKING:
+    import subprocess
 
 MIB = 1 << 20
 START_S = 60.0
@@ -48,6 +51,8 @@ def start_child(module: str, limits: Limits, *, stays: bool = False) -> subproce
     settings = {"PYTHONPATH": paths, "RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-P", "-X", "utf8", "-m", f"{__package__}.{module}"]
     numbers = [str(limits.cpu_s), str(limits.memory_mib)]
+    import subprocess
+
     try:
         return subprocess.Popen(
             [*command, *numbers, *([_STAYS] if stays else [])],
@@ -63,10 +68,12 @@ def start_child(module: str, limits: Limits, *, stays: bool = False) -> subproce
 
 def run_child(module: str, request: bytes, limits: Limits) -> bytes:
     """Run ``module`` of this package on ``request`` within ``limits``; raises `ChildFailed`."""
+    from subprocess import TimeoutExpired
+
     with start_child(module, limits) as process:
         try:
             answer, errors = process.communicate(request, timeout=START_S + 4 * limits.cpu_s)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             process.kill()
             process.communicate()
             raise ChildFailed(f"it takes more than {limits.cpu_s:.2g} s") from None

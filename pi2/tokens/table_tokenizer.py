@@ -4,10 +4,11 @@ texts of tokens, and only pairs are merged here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 Merge = tuple[int, int]
 """Rank of a pair, the lowest of which is merged first, and the token that it becomes."""
 FindMerge = Callable[[int, int], Merge | None]
-_KEPT_WORDS, _KEPT_CHARACTERS = 10_000, 64
+_KEPT_WORDS, _KEPT_CHARACTERS, _KEPT_TEXTS = 10_000, 64, 1024
 
 
 def list_byte_tokens(vocabulary: Mapping[str, int]) -> list[int | None]:
@@ -165,6 +166,7 @@ class TableTokenizer:
         """``steps`` has what a text goes through before and after ``pairs``, ``marks`` knows only
         tokens that are taken out of texts as they are, and ``frame`` is put around a text."""
         self._pairs, self._texts = pairs, texts
+        self._known, self._read = range(len(texts)), lru_cache(_KEPT_TEXTS)(texts.__getitem__)
         self._change, self._cut = steps.normalizer, steps.pre_tokenizer
         self._join = steps.decoder
         self._marks, self._frame = marks, frame
@@ -201,8 +203,8 @@ class TableTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         hidden = self._special if skip_special_tokens else ()
-        known = range(len(self._texts))
-        texts = [self._texts[id] for id in ids if id in known and id not in hidden]
+        known, read = self._known, self._read
+        texts = [read(id) for id in ids if id in known and id not in hidden]
         return str(self._join.decode(texts))
 
     def id_to_token(self, id: int) -> str | None:

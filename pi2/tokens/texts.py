@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from struct import Struct
 from typing import Any, overload
@@ -12,6 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from pi2.arrays import I64, U8, U64
+from pi2.records import dataclass
 from pi2.tokens.table_tokenizer import Merge
 
 _FACTOR = 0x9E3779B97F4A7C15
@@ -19,6 +19,8 @@ _FACTOR = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 _MOST_BYTES = 1 << 14
 """That count for a hash."""
+_STEP = 1 << 16
+"""Bytes that are searched for lengths at a time."""
 
 
 class Texts(Sequence[str]):
@@ -36,12 +38,13 @@ class Texts(Sequence[str]):
         measure = Struct("<Q").unpack_from
         end, ends = place, _guess_ends(source, place, count)
         if ends is None:
-            ends = [end := end + 8 + measure(source, end)[0] for _ in range(count)]
-        end = ends[-1] if ends else place
+            listed = [end := end + 8 + measure(source, end)[0] for _ in range(count)]
+            ends = np.array(listed, np.int64)
+        end = int(ends[-1]) if count else place
         if end > len(source):
             measure(source, end)
         region = np.frombuffer(source, np.uint8, end - place, place)
-        stops = np.array(ends, np.int64) - place
+        stops = ends - place
         heads = np.concatenate([np.zeros(min(count, 1), np.int64), stops[:-1]])
         is_text = np.ones(len(region), bool)
         for byte in range(8):
@@ -101,19 +104,21 @@ class Texts(Sequence[str]):
         return TextNumbers(self)
 
 
-def _guess_ends(source: Any, place: int, count: int) -> list[int] | None:
-    """Ends of texts if each has at most 255 bytes and a length of one byte is read: twice as fast.
-    None if one is longer."""
-    end = place
-    try:
-        ends = [end := end + 8 + source[end] for _ in range(count)]
-    except IndexError:
-        return None
-    if end > len(source):
-        return None
-    read = np.frombuffer(source, np.uint8)
-    heads = np.array([place, *ends[:-1]], np.int64)[:count]
-    return None if any(read[heads + byte].any() for byte in range(1, 8)) else ends
+def _guess_ends(source: Any, place: int, count: int) -> I64 | None:
+    """Ends of texts if none begins with zeros or has six of them, as only lengths do; else None."""
+    parts, found = [np.zeros(0, np.int64)], 0
+    for at in range(place, len(source), _STEP):
+        if found >= count:
+            break
+        is_zero = np.frombuffer(source, np.uint8, min(_STEP + 6, len(source) - at), at) == 0
+        pairs = is_zero[1:] & is_zero[:-1]
+        sixes = pairs[:-4] & pairs[2:-2] & pairs[4:]
+        parts.append(np.flatnonzero(sixes[:-1] & ~is_zero[6:]) + (at - 2))
+        found += len(parts[-1])
+    heads, read = np.concatenate(parts)[:count], np.frombuffer(source, np.uint8)
+    ends = heads + 8 + read[heads] + 256 * read[heads + 1].astype(np.int64)
+    is_whole = len(heads) == count > 0 and heads[0] == place and ends[-1] <= len(source)
+    return ends if is_whole and (ends[:-1] == heads[1:]).all() else None
 
 
 def hash_pieces(data: U8, starts: I64, sizes: I64) -> U64:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ from pi2.caches import has_gguf_suffix, is_gguf, read_regular, show_path
 from pi2.diagnostics import UserError
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.progress import Progress, ignore_progress
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
@@ -141,9 +140,11 @@ def _find_pin(text: str, folder: Path) -> PinnedWeights | None:
 
 def _write_pull(plan: Path) -> str:
     """The command that fetches a plan's weights."""
+    from shlex import quote
+
     from pi2.plan.toml.source import display_path
 
-    return f"pi2 pull {shlex.quote(display_path(plan))}"
+    return f"pi2 pull {quote(display_path(plan))}"
 
 
 def _report_others(pin: PinnedWeights, plan: Path) -> UserError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import cached_property
@@ -194,16 +193,19 @@ class FileTexts:
     def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
         self.identity = repr(weights.identity).encode()
         """Bytes that change if another file has taken this one's place."""
-        self.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pi2-")))
-        checkpoint = weights.checkpoint
-        contents = {
-            "tokenizer_config.json": checkpoint.read_file("tokenizer_config.json"),
-            "chat_template.jinja": checkpoint.read_file("chat_template.jinja"),
-        }
-        for name, content in contents.items():
+        self._checkpoint = weights.checkpoint
+        self._made = cleanup.enter_context(ExitStack())
+
+    @cached_property
+    def path(self) -> Path:
+        from tempfile import TemporaryDirectory
+
+        folder = Path(self._made.enter_context(TemporaryDirectory(prefix="pi2-")))
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            content = self._checkpoint.read_file(name)
             if content is not None:
-                (self.path / name).write_bytes(content)
-        self._checkpoint = checkpoint
+                (folder / name).write_bytes(content)
+        return folder
 
     def open_tokenizer(self) -> Coder:
         """The file's tokenizer; `UserError` P543 or P605."""

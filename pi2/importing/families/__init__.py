@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from pi2.importing.families import functions
 from pi2.importing.families.interpreter import Description, Tables
 from pi2.plan.documents.family import Family
 from pi2.plan.reading.references import list_shipped
+from pi2.records import dataclass, field
 
 SUFFIX = ".family.toml"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -36,6 +35,8 @@ _SIMILAR = 0.7
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 """Families whose configurations have no ``text_config`` where older transformers wrote them: the
 text's keys are next to ``vision_config``."""
+_LISTED = ("aliases", "gguf", "refused", "wrappers")
+"""Keys that a listing tells; of a document with none it tells the name."""
 _OUTER = ("bos_token_id", "eos_token_id", "_name_or_path")
 """Keys of the whole model that count where the text's configuration does not state them."""
 
@@ -59,7 +60,8 @@ class Listing:
 def list_families() -> Listing:
     found = Listing()
     for name, file in list_shipped("family").items():
-        values = tomli.loads(file.read_text("utf-8"))
+        text = file.read_text("utf-8")
+        values = tomli.loads(text) if any(word in text for word in _LISTED) else {}
         names, files = (name, *values.get("aliases", ())), values.get("gguf", {})
         if "refused" in values:
             found.refused.update(dict.fromkeys((*names, *files), values["refused"]))
@@ -78,10 +80,12 @@ def find_nearest(kind: str) -> str:
     """Say which known family has the most similar name, as the end of a sentence: its description
     is the one to begin with.  Nothing if none is similar."""
 
+    from difflib import SequenceMatcher
+
     def rate(name: str) -> tuple[int, float]:
         equal = (ours == theirs for ours, theirs in zip(kind, name, strict=False))
         same = sum(1 for _ in itertools.takewhile(bool, equal))
-        return same, difflib.SequenceMatcher(None, kind, name).ratio()
+        return same, SequenceMatcher(None, kind, name).ratio()
 
     nearest = max(list_families().families, key=rate)
     same, ratio = rate(nearest)

@@ -1,8 +1,6 @@
 """What the three kinds of documents have in common."""
 
-from __future__ import annotations
-
-import difflib
+import sys
 import types
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -63,7 +61,9 @@ def suggest(word: str, known: Iterable[str]) -> str | None:
     cutoff = 0.6 if len(word) > 3 else 0.7  # two letters of three are no likeness: cpu, gpu
     letters = sorted(word.lower())
     turned = [name for name in names if sorted(name) == letters]  # hto, hot
-    near = turned or difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=cutoff)
+    from difflib import get_close_matches
+
+    near = turned or get_close_matches(word.lower(), list(names), n=1, cutoff=cutoff)
     return names[near[0]] if near else None
 
 
@@ -93,6 +93,9 @@ LayerNumber = Annotated[int, Field(ge=0, le=1023, examples=[0])]
 """A layer, the first being 0."""
 
 
+_PLUGINS = "pydantic.plugin._loader"
+
+
 class Table(BaseModel):
     """A TOML table with known keys: frozen, strict, nothing unknown."""
 
@@ -104,6 +107,18 @@ class Table(BaseModel):
         ser_json_inf_nan="constants",
         defer_build=True,  # one validator per kind of document, not one per table
     )
+
+    @classmethod
+    def model_rebuild(cls, **settings: Any) -> bool | None:
+        """Build the validator without pydantic's look for plugins in every installed package."""
+        if _PLUGINS in sys.modules:
+            return super().model_rebuild(**settings)
+        sys.modules[_PLUGINS] = module = types.ModuleType(_PLUGINS)
+        vars(module)["get_plugins"] = tuple
+        try:
+            return super().model_rebuild(**settings)
+        finally:
+            del sys.modules[_PLUGINS]
 
     @classmethod
     def default(cls) -> Self:

@@ -1,7 +1,5 @@
 """The device document: a kind of machine, its compute units, memory and storage."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

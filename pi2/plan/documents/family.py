@@ -1,7 +1,5 @@
 """What a family document states: how keys of ``config.json`` become keys of a model document."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

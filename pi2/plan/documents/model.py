@@ -1,7 +1,5 @@
 """The model document: everything about a model that is not a weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self

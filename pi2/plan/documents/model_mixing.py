@@ -1,7 +1,5 @@
 """What mixes tokens in a model document, and its residual stream."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

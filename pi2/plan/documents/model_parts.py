@@ -1,7 +1,5 @@
 """Shape, FFN, experts and storage of a model document."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field

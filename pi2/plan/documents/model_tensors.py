@@ -1,7 +1,5 @@
 """What a model document calls the tensors of its checkpoint."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

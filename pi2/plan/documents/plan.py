@@ -1,7 +1,5 @@
 """The plan document: this model on this device."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Which unit computes what: layers and their splits, projections, threads, graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 

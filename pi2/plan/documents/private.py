@@ -1,10 +1,7 @@
 """Values of documents one by one, and private data in their texts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -12,6 +9,7 @@ from pydantic import BaseModel
 
 from pi2.plan.documents.common import Origin
 from pi2.plan.toml.text import KeyPath
+from pi2.records import dataclass
 
 
 def walk_figures(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin]]:
@@ -45,34 +43,27 @@ def walk_values(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]
 Match = tuple[Literal["serial", "account", "home"], int, int]
 """The kind of a piece of private text, its start and its end."""
 
-LABELLED_SERIAL = re.compile(
-    r"(?<![\w-])(?:serial(?:[ _-]?(?:number|no|nr))?\.?|s/n|imei|meid|asset[ _-]?tag"
+# Compiled by their first text: few have any.
+LABELLED_SERIAL = (
+    r"(?i)(?<![\w-])(?:serial(?:[ _-]?(?:number|no|nr))?\.?|s/n|imei|meid|asset[ _-]?tag"
     r"|android[ _-]?id|udid)(?:\s*[:=#]\s*|\s+(?:is\s+)?)"
-    r"(?P<found>[\"']?[A-Z0-9](?:[A-Z0-9:-]{4,38})[A-Z0-9][\"']?)(?![\w-])",
-    re.IGNORECASE,
+    r"(?P<found>[\"']?[A-Z0-9](?:[A-Z0-9:-]{4,38})[A-Z0-9][\"']?)(?![\w-])"
 )
-MAC = re.compile(
-    r"(?<![\w:-])(?:[0-9A-Fa-f]{2}([:-]))(?:[0-9A-Fa-f]{2}\1){4}[0-9A-Fa-f]{2}(?![\w:-])"
-)
-UUID = re.compile(r"(?<![\w-])[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}(?![\w-])")
-LONG_DIGITS = re.compile(r"(?<![\w.,-])\d{15}(?![\w.,-])")
-PHONE_SERIAL = re.compile(
-    r"(?<![\w/-])(?=(?:[A-Z]*\d){4})(?=(?:\d*[A-Z]){3})[A-Z0-9]{11,20}(?![\w/-])"
-)
+MAC = r"(?<![\w:-])(?:[0-9A-Fa-f]{2}([:-]))(?:[0-9A-Fa-f]{2}\1){4}[0-9A-Fa-f]{2}(?![\w:-])"
+UUID = r"(?<![\w-])[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}(?![\w-])"
+LONG_DIGITS = r"(?<![\w.,-])\d{15}(?![\w.,-])"
+PHONE_SERIAL = r"(?<![\w/-])(?=(?:[A-Z]*\d){4})(?=(?:\d*[A-Z]){3})[A-Z0-9]{11,20}(?![\w/-])"
 
-EMAIL = re.compile(
-    r"(?<![\w.+/-])[\w.+-]{1,64}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,24}(?!\w)"
+EMAIL = r"(?<![\w.+/-])[\w.+-]{1,64}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,24}(?!\w)"
+LOGIN = (
+    r"(?i)(?<![\w-])(?:user(?:[ _-]?name)?|login|account|host[ _-]?name)\s*[:=]\s*"
+    r"(?P<found>[\"']?[\w.@+-]{2,64}[\"']?)"
 )
-LOGIN = re.compile(
-    r"(?<![\w-])(?:user(?:[ _-]?name)?|login|account|host[ _-]?name)\s*[:=]\s*"
-    r"(?P<found>[\"']?[\w.@+-]{2,64}[\"']?)",
-    re.IGNORECASE,
-)
-SHELL_PROMPT = re.compile(r"(?<![\w./@+-])[a-z_][\w-]{0,31}@[\w-]{2,63}(?=:[~/]|\s*[$#])")
-URL_ACCOUNT = re.compile(r"(?<=://)[^/\s@\"']{1,200}@")
-TOKEN = re.compile(r"(?<!\w)(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{20,})")
+SHELL_PROMPT = r"(?<![\w./@+-])[a-z_][\w-]{0,31}@[\w-]{2,63}(?=:[~/]|\s*[$#])"
+URL_ACCOUNT = r"(?<=://)[^/\s@\"']{1,200}@"
+TOKEN = r"(?<!\w)(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{20,})"
 
-HOME = re.compile(
+HOME = (
     r"(?<![\w.])(?:/home/|/Users/|/var/home/|[A-Za-z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))"
     r"(?P<found>[^\s/\\\"'<>|:*?,;)]{1,64})"
 )
@@ -84,15 +75,15 @@ NOBODY = frozenset({"user", "username", "you", "me", "name", "$user", "<user>", 
 def find_matches(text: str) -> Iterator[Match]:
     """Every piece of ``text`` that a pattern finds; some overlap."""
     for pattern in (LABELLED_SERIAL, MAC, UUID, LONG_DIGITS, PHONE_SERIAL):
-        for match in pattern.finditer(text):
+        for match in re.finditer(pattern, text):
             if _is_serial(pattern, match):
                 yield "serial", *_locate(match)
     for pattern in (EMAIL, LOGIN, SHELL_PROMPT, URL_ACCOUNT, TOKEN):
-        for match in pattern.finditer(text):
+        for match in re.finditer(pattern, text):
             start, end = _locate(match)
             if text[start:end].lower() not in NOBODY:
                 yield "account", start, end
-    for match in HOME.finditer(text):
+    for match in re.finditer(HOME, text):
         if match["found"].lower() not in NOBODY:
             yield "home", *match.span()
 
@@ -108,7 +99,7 @@ def _locate(match: re.Match[str]) -> tuple[int, int]:
     return start, end
 
 
-def _is_serial(pattern: re.Pattern[str], match: re.Match[str]) -> bool:
+def _is_serial(pattern: str, match: re.Match[str]) -> bool:
     if pattern is LABELLED_SERIAL:
         text: str = match["found"]
         return sum(char.isdigit() for char in text) >= 2

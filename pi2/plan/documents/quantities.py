@@ -4,8 +4,6 @@ A document states a quantity as text; in memory it is a plain number in the base
 field's name carries (``_bytes``, ``_hz``, ``_bytes_s``, ``_s``). Bare numbers are refused: every
 unit is visible."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +17,7 @@ from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.source import Kind, detect_kind, display_path
+from pi2.records import dataclass
 
 
 def list_documents(paths: Iterable[str | Path]) -> list[Path]:
@@ -208,7 +207,9 @@ def _find_name(reference: str, kind: Kind, base: Path, resolver: Resolver | None
     if resolver is not None and (found := resolver.find(reference, kind)) is not None:
         return found
     shipped = list_shipped(kind)
-    near = difflib.get_close_matches(reference, shipped, n=1, cutoff=0.5)
+    from difflib import get_close_matches
+
+    near = get_close_matches(reference, shipped, n=1, cutoff=0.5)
     hint = f"shipped {kind}s: {', '.join(list(shipped)[:MAX_LISTED])}"
     if near:
         hint = f'did you mean "{near[0]}"?'

@@ -94,7 +94,7 @@ class BaseModel:
     def __init_subclass__(cls, **_options: Any) -> None:
         fields = dict(cls.model_fields)
         for name, kind in inspect.get_annotations(cls).items():
-            if name == "model_config" or str(kind).startswith("ClassVar"):
+            if name == "model_config" or "ClassVar" in str(kind):
                 continue
             given = cls.__dict__.get(name, _MISSING)
             fields[name] = given if isinstance(given, FieldInfo) else FieldInfo(given)
