@@ -46,6 +46,10 @@ def pause_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        if is_on and not gc.get_freeze_count():
+            # All becomes old: else the first look would be at everything that was made here.
+            gc.freeze()
+            gc.unfreeze()
         if is_on:
             gc.enable()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi2 import orchestrator, pause_collection
+from pi2 import orchestrator
 from pi2.plan.documents.quantities import parse_size
 from pi2.refit import read_plan
 from pi2.sharing.resolver import LockedReferences
@@ -42,19 +42,16 @@ def load(
     executor. ``thresholds`` replace the plan's; ``"none"`` states that there are none yet. Raises
     `UserError` with all findings."""
     plan, files = Path(path), FileFiller()
-    with pause_collection():
-        is_plan = plan.name.endswith(".plan.toml") or files.runs_as_it_is(plan)
-    if not is_plan:
+    if not plan.name.endswith(".plan.toml") and not files.runs_as_it_is(plan):
         from pi2.cli.named_plans import find_plan_path
 
         plan = find_plan_path(plan, files=files)
-    with pause_collection():
-        fitted = read_plan(
-            plan,
-            overrides=set,
-            memory_bytes=None if memory is None else parse_size(memory),
-            resolver=LockedReferences(plan.parent, locked=locked),
-            thresholds=thresholds,
-            files=files,
-        )
-        return orchestrator.load(fitted, progress=progress, make_observer=make_observer)
+    fitted = read_plan(
+        plan,
+        overrides=set,
+        memory_bytes=None if memory is None else parse_size(memory),
+        resolver=LockedReferences(plan.parent, locked=locked),
+        thresholds=thresholds,
+        files=files,
+    )
+    return orchestrator.load(fitted, progress=progress, make_observer=make_observer)

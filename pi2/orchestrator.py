@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pi2 import pause_collection
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Parts
@@ -69,6 +70,7 @@ def load(
     return model
 
 
+@pause_collection()
 def build(
     resolved: ResolvedPlan,
     *,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pi2 import pause_collection
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.fitting.budget import MIB, Shortage, count_runtime, find_room, fit_plan
 from pi2.fitting.check import Report, check_plan
@@ -79,6 +80,7 @@ class FittedPlan:
         return self.report.resolved
 
 
+@pause_collection()
 def read_plan(
     path: Path,
     *,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pi2 import pause_collection
 from pi2.arrays import F32
 from pi2.caches import find_cache_folder, open_stream, replace_file
 from pi2.diagnostics import UserError
@@ -36,6 +37,7 @@ class GgufWeights(TensorFiles):
         self._found: dict[tuple[str, int], FileTensor | None] = {}
 
     @classmethod
+    @pause_collection()
     def open(
         cls, path: Path, *, has_texts: bool = True, tokenizer: Path | None = None
     ) -> GgufWeights:
