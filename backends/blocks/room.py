@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
+from mmap import mmap
 from pathlib import Path
 
 import numpy as np
@@ -304,6 +305,10 @@ def allocate(size: int) -> U8:
     return raw[skip : skip + size]
 
 
+_HUGE = 4 << 20
+"""Bytes of an array from which on numpy asks for pages of 2 MiB: short contexts fill few."""
+
+
 class KvCache:
     """KV cache of the layers, fp16 [sequences, heads, context, head_dim], keys and values each."""
 
@@ -314,7 +319,9 @@ class KvCache:
             if block.attention is not None and block.attention.has_keys
         }
         ends = list(accumulate(map(prod, shapes.values()), initial=0))
-        region = allocate(2 * ends[-1]).view(np.float16)
+        size, is_large = 2 * ends[-1], max(map(prod, shapes.values()), default=0) >= _HUGE
+        raw = allocate(size) if is_large else np.frombuffer(mmap(-1, max(size, 1)), np.uint8)
+        region = raw[:size].view(np.float16)
         self._layers: dict[int, tuple[F16, F16]] = {}
         for (layer, shape), (begin, end) in zip(shapes.items(), pairwise(ends), strict=True):
             first, second = region[begin:end].reshape(shape)
