@@ -130,6 +130,8 @@ class Sequences(ABC):
         self.positions[sequence] = position
 
     def _find_positions(self, sequences: Sequence[int]) -> list[int]:
+        if len(sequences) == 1:
+            return [self.positions[sequences[0]]]
         following: dict[int, int] = {}
         found = []
         for sequence in sequences:
