@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +33,7 @@ _OF_NO_USE = frozenset({"torch", "ml_dtypes"})
 180 MiB of PyTorch, and 2 of NumPy's further types, beyond any plan's budget."""
 
 
-class _WithoutOthers(MetaPathFinder):
+class _WithoutOthers:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
 

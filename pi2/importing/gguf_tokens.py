@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +212,8 @@ def _find_cut(file: Path, name: object) -> Cut:
     """How ``tokenizer.ggml.pre`` says that words are cut."""
     cut = CUTS.get("" if name is None else str(name))
     if cut is None:
+        from difflib import get_close_matches
+
         near = get_close_matches(str(name), CUTS, 3, 0.5)
         known = f"the nearest of {len(CUTS) - 1} known: {', '.join(near)}" if near else ""
         known = known or f"known are {', '.join(sorted(CUTS)[1:])}"

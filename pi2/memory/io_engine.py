@@ -6,7 +6,6 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -17,6 +16,8 @@ from pi2.arrays import I32, I64, Bits
 from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
     from pi2.memory.host_loops import HostLoops
 
 
@@ -320,19 +321,21 @@ class IoEngine(Protocol):
 
 def make_readers(threads: int, name: str) -> ThreadPoolExecutor:
     """Threads on every core that the caller may use now, before it is bound to one."""
+    from concurrent.futures import ThreadPoolExecutor as Pool
+
     ask, put = (getattr(os, f"sched_{verb}affinity", None) for verb in ("get", "set"))
     if ask is None or put is None:
-        return ThreadPoolExecutor(threads, thread_name_prefix=name)
+        return Pool(threads, thread_name_prefix=name)
     try:
         free = ask(0)
     except OSError:  # a sandbox that forbids the question
-        return ThreadPoolExecutor(threads, thread_name_prefix=name)
+        return Pool(threads, thread_name_prefix=name)
 
     def let_go() -> None:
         with suppress(OSError):
             put(0, free)
 
-    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=let_go)
+    return Pool(threads, thread_name_prefix=name, initializer=let_go)
 
 
 def read_in_python(
@@ -394,6 +397,8 @@ class PreadEngine:
             del self._jobs[id(batch)]
 
     def abandon(self, batch: ReadBatch) -> None:
+        from concurrent.futures import wait
+
         wait([job for job in self._jobs.pop(id(batch), []) if not job.cancel()])
 
     def close(self) -> None:

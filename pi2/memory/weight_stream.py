@@ -18,7 +18,6 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
-from pi2.memory.bundle_files import ReadObserver
 from pi2.memory.io_engine import PENDING, EngineName, IoEngine, ReadBatch, make_single
 from pi2.memory.uring import EngineSettings, open_engine
 from pi2.plan.weights.layout import round_up
@@ -26,6 +25,7 @@ from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.records import dataclass
 
 if TYPE_CHECKING:
+    from pi2.memory.bundle_files import ReadObserver
     from pi2.memory.host_loops import HostLoops
 
 BLOCK = 4096
