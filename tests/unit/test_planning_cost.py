@@ -9,7 +9,6 @@ import pytest
 from pi2.cli.main import run
 from pi2.costs.cost import Cost, cost_plan, cost_resolved
 from pi2.costs.rates import read_rates
-from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
@@ -47,23 +46,6 @@ def test_what_the_context_lends_holds_neurons() -> None:
 def test_the_published_phone_comes_out_near_what_was_published() -> None:
     """PowerInfer-2, Fig 7: 11.1 tokens/s with half of the FFN in flash."""
     assert cost_plan(load_half()).tokens_s == pytest.approx(11.1, rel=0.35)
-
-
-@pytest.mark.parametrize("key", ["read_bandwidth", "reads"])
-def test_a_missing_figure_is_named_with_the_way_to_measure_it(key: str) -> None:
-    def change(values: Any) -> None:
-        if key == "reads":
-            values["storage"]["reads"] = values["storage"]["reads"][:2]
-        else:
-            del values["units"]["cpu"]["read_bandwidth"]
-            del values["memory"]["peak_bandwidth"]
-
-    with pytest.raises(UserError) as caught:
-        change_device(load_half(), change)
-    finding = caught.value.diagnostics[0]
-    assert finding.code == "P351"
-    assert key in finding.message
-    assert finding.help is not None and "pi2 probe" in finding.help
 
 
 def test_where_reading_needs_the_cores_nothing_is_hidden() -> None:

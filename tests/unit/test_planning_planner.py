@@ -31,6 +31,8 @@ from pi2.planning.wish import Wish
 from tests.helpers.shipped_plans import read_device, read_model
 
 GIB, MIB = 1 << 30, 1 << 20
+ORIGIN = {"status": "estimated", "source": "a test"}
+RANDOM = {"pattern": "random", "block": "8 KiB", "threads": 1, **ORIGIN}
 DEVICE: dict[str, Any] = {
     "schema_version": 3,
     "id": "box",
@@ -38,40 +40,16 @@ DEVICE: dict[str, Any] = {
         "cpu": {
             "kind": "cpu",
             "clusters": [{"id": "cores", "cores": 4}],
-            "read_bandwidth": {"value": "20 GB/s", "status": "estimated", "source": "a test"},
-            "compute": [
-                {"giga_ops": 200, "precision": "int8", "status": "estimated", "source": "a test"}
-            ],
+            "read_bandwidth": {"value": "20 GB/s", **ORIGIN},
+            "compute": [{"giga_ops": 200, "precision": "int8", **ORIGIN}],
         }
     },
     "storage": {
         "block_size": "512 B",
         "reads": [
-            {
-                "pattern": "sequential",
-                "block": "1 MiB",
-                "rate": "1 GB/s",
-                "status": "estimated",
-                "source": "a test",
-            },
-            {
-                "pattern": "random",
-                "block": "8 KiB",
-                "rate": "100 MB/s",
-                "threads": 1,
-                "depth": 8,
-                "status": "estimated",
-                "source": "a test",
-            },
-            {
-                "pattern": "random",
-                "block": "8 KiB",
-                "rate": "300 MB/s",
-                "threads": 1,
-                "depth": 64,
-                "status": "estimated",
-                "source": "a test",
-            },
+            {"pattern": "sequential", "block": "1 MiB", "rate": "1 GB/s", **ORIGIN},
+            {**RANDOM, "rate": "100 MB/s", "depth": 8},
+            {**RANDOM, "rate": "300 MB/s", "depth": 64},
         ],
     },
 }

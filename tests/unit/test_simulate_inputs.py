@@ -93,16 +93,3 @@ def test_another_unit_in_other_layers_is_refused() -> None:
         read(BAMBOO, layers__overrides=others, backends=backends)
     (finding,) = caught.value.diagnostics
     assert (finding.code, "gpu, npu" in finding.message) == ("P331", True)
-
-
-def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said() -> None:
-    assert read(BAMBOO).assumptions == ()
-    named = read(
-        BAMBOO, prefill__unit="gpu", backends={"cpu": "null", "npu": "null", "gpu": "null"}
-    )
-    (said,) = named.assumptions
-    assert said == "cpu computes prompts; gpu does in pi2's engine"
-    assert said in simulate(named, tokens=2).summarise()
-    assert simulate(named, tokens=2).describe()["assumptions"] == [said]
-    alone = read(PAPER / "x86-laptop/prosparse-llama-2-7b.plan.toml")
-    assert alone.assumptions == ()

@@ -1,6 +1,5 @@
 """The simulator: one run, its trace, the paper's figures, and how much activations repeat."""
 
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from paper.freedoms import list_names
 from paper.points import ACE2, BAMBOO, OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, Scenario
 from pi2.costs.activations import (
-    CLASSES,
     Hotness,
     compute_hit_chances,
     draw_shifts,
@@ -56,26 +54,11 @@ def test_later_tokens_take_longer_because_of_their_keys_and_values() -> None:
     assert growth == pytest.approx(kept_bytes / inputs.rates.bandwidth_bytes_s, rel=0.2)
 
 
-def test_results_are_labelled_as_simulated() -> None:
-    result = run()
-    assert result.describe()["simulated"] is True
-    assert result.summarise().startswith("SIMULATED")
-
-
 def test_every_constant_is_described() -> None:
     for name, value, unit, kind, meaning in describe_constants(Constants()):
         assert name and unit and meaning
         assert kind in ("published", "estimated", "calibrated", "assumed")
         assert value >= 0.0
-
-
-def test_reads_that_begin_earlier_are_waited_for_less() -> None:
-    none, attention, layer = (
-        run(decode__look_ahead=mode) for mode in ("none", "attention", "layer")
-    )
-    assert none.tokens_s < attention.tokens_s <= layer.tokens_s
-    assert none.decode.waiting_s.mean() > layer.decode.waiting_s.mean()
-    assert (layer.decode.flash_s <= layer.decode.token_s).all()
 
 
 @pytest.fixture(scope="module")
@@ -234,69 +217,6 @@ def test_a_few_tokens_are_far_from_the_median() -> None:
     assert shifts.std() == pytest.approx(0.1, rel=0.02)
     p50, p90, p99 = np.percentile(shifts, [50, 90, 99])
     assert (p99 - p50) / (p90 - p50) == pytest.approx(43.1 / 18.7, rel=0.1)
-
-
-class CountedCache:
-    """A real LRU cache that looks all neurons of a token up before it loads the missing ones."""
-
-    def __init__(self, capacity: int) -> None:
-        self.entries: OrderedDict[int, None] = OrderedDict()
-        self.capacity, self.hits, self.uses = capacity, 0, 0
-
-    def use(self, neurons: np.ndarray, *, counted: bool) -> None:
-        wanted = neurons.tolist()
-        if counted:
-            self.uses += len(wanted)
-            self.hits += sum(neuron in self.entries for neuron in wanted)
-        for neuron in wanted:
-            self.entries.pop(neuron, None)
-            self.entries[neuron] = None
-        while len(self.entries) > self.capacity:
-            self.entries.popitem(last=False)
-
-
-def count_hits(
-    chances: np.ndarray, capacity: int, tokens: int, correlation: float, seed: int
-) -> float:
-    """Hit rate over neurons that fire as two-state chains."""
-    random = np.random.default_rng(seed)
-    cache = CountedCache(capacity)
-    active = random.random(len(chances)) < chances
-    for token in range(tokens):
-        again = chances + correlation * (1.0 - chances)
-        anew = chances * (1.0 - correlation)
-        active = random.random(len(chances)) < np.where(active, again, anew)
-        cache.use(random.permutation(np.flatnonzero(active)), counted=token >= tokens // 3)
-    return cache.hits / cache.uses
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize("correlation", [0.0, 0.3])
-def test_the_analytic_hit_rate_is_that_of_a_counted_cache(share: float, correlation: float) -> None:
-    hotness = Hotness(active=0.15, spread=0.8)
-    each = 8  # neurons of a class
-    chances = np.repeat(hotness.compute_chances(), each)
-    counted = count_hits(chances, int(share * len(chances)), 300, correlation, seed=1)
-    hits = compute_hit_chances(hotness, 0.0, share, 1.0, correlation)
-    analytic = float((hotness.compute_chances() * hits).sum() / hotness.compute_chances().sum())
-    assert analytic == pytest.approx(counted, abs=0.015)
-
-
-def test_the_analytic_hit_rate_holds_for_experts_as_well() -> None:
-    random = np.random.default_rng(3)
-    hotness = Hotness(active=0.3, spread=0.8)
-    chances = hotness.compute_chances()
-    experts, chosen, tokens = 8, 2, 1500
-    cache = CountedCache(int(0.4 * experts * CLASSES))
-    for token in range(tokens):
-        used = [
-            expert * CLASSES + np.flatnonzero(random.random(CLASSES) < chances)
-            for expert in random.permutation(experts)[:chosen]
-        ]
-        cache.use(random.permutation(np.concatenate(used)), counted=token > tokens // 3)
-    found = compute_hit_chances(hotness, 0.0, 0.4, chosen / experts)
-    analytic = float((chances * found).sum() / chances.sum())
-    assert analytic == pytest.approx(cache.hits / cache.uses, abs=0.02)
 
 
 def test_a_larger_cache_never_hits_less() -> None:
