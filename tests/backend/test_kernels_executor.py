@@ -11,8 +11,7 @@ from pi2.backends.cpu import backend as cpu
 from pi2.backends.cpu.backend import make_spec
 from pi2.backends.protocol import Executor
 from pi2.backends.reference import backend as reference
-from pi2.plan.weights.bundles import split_scales
-from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, align, measure_error
+from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, measure_error
 
 
 def feed(
@@ -139,26 +138,6 @@ def test_chunks_of_a_prompt_may_take_turns_in_every_layer() -> None:
             assert measure_error(executor.logits(0), expected[number]) < 3e-4
 
 
-def test_equal_runs_give_equal_bits() -> None:
-    model = RandomModel(**MODELS["demo-like"])
-    runs = []
-    for _ in range(2):
-        executor = cpu.build(model.request)
-        feed(executor, model, list(range(7)), 0)
-        runs.append(np.stack([feed(executor, model, [i], 7 + i, "gate") for i in range(5)]))
-    assert np.array_equal(runs[0], runs[1])
-
-
-def test_active_neurons_are_counted_once() -> None:
-    model = RandomModel(**MODELS["demo-like"])
-    ours, truth = cpu.build(model.request), reference.build(model.request)
-    for executor in (ours, truth):
-        feed(executor, model, [1, 2, 3], 0)
-        feed(executor, model, [4], 3, "gate")
-    assert ours.count_active() == truth.count_active() > 0
-    assert ours.count_active() == 0
-
-
 def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:
     model = RandomModel(**MODELS["demo-like"])
     runs = []
@@ -177,18 +156,6 @@ def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:
         runs.append((executor.logits(0).copy(), executor.count_active()))
     assert np.array_equal(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1] > 0
-
-
-def test_both_predictors_agree_with_the_reference() -> None:
-    model = RandomModel(**MODELS["demo-like"])
-    ours, truth = cpu.build(model.request), reference.build(model.request)
-    for executor in (ours, truth):
-        executor.embed(np.array([5], np.int32))
-        executor.attend(0, 0)
-        executor.begin_ffn(0)
-    for threshold in (-1.0, 0.0, 0.2):
-        assert set(ours.predict_low_rank(0, threshold)) == set(truth.predict_low_rank(0, threshold))
-    assert np.array_equal(ours.predict_gate(0), truth.predict_gate(0))
 
 
 def test_logits_of_the_last_tokens_only() -> None:
@@ -233,35 +200,3 @@ def test_gates_that_are_read_first_tell_which_neurons_count() -> None:
             outputs.append(executor.logits(0).copy())
         assert np.array_equal(outputs[0], outputs[1]), "to the bit"
         executor.close()
-
-
-def test_resident_scales_change_no_bit() -> None:
-    model = RandomModel(**MODELS["demo-like"])
-    apart, layout = RandomModel(**MODELS["demo-like"]), model.model.lay_out_bundle(None, "resident")
-    pairs = [split_scales(bundles, layout) for bundles in model.bundles]
-    apart.bundles = [align(bundles) for bundles, _ in pairs]
-    scales = [align(rows) for _, rows in pairs]
-    apart.request = dataclasses.replace(apart.request, bundle=layout, scales=scales)
-    one, two = cpu.build(model.request), cpu.build(apart.request)
-    position = 0
-    for count, mode in ((9, "none"), (1, "none"), (1, "gate")):
-        ids = list(range(position, position + count))
-        expected = feed(one, model, ids, position, mode)
-        assert np.array_equal(feed(two, apart, ids, position, mode), expected)
-        position += count
-    # A neuron's slot is one thing, its place in the store another.
-    size = len(apart.bundles[0])
-    slots, indices = np.arange(0, size, 3, dtype=np.int32), np.empty(0, np.int32)
-    outputs = []
-    for executor, bundles in ((one, model.bundles[0]), (two, apart.bundles[0])):
-        indices = (slots - 5) % size
-        executor.embed(np.array([7], np.int32))
-        executor.begin_ffn(0)
-        arena = np.roll(bundles, 5, axis=0)
-        opened = executor.find_open(0, arena, slots, indices)
-        executor.add_neurons(0, arena, slots, indices)
-        executor.end_ffn(0)
-        outputs.append((opened, executor.logits(0).copy()))
-        executor.close()
-    assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
-    assert 0 < np.count_nonzero(outputs[0][0]) < len(slots)

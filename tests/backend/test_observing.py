@@ -86,17 +86,6 @@ def test_an_observer_does_not_change_what_is_computed(plan: Path) -> None:
     assert np.array_equal(answers[0], answers[1])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_one_observer_at_a_time(plan: Path, backend: str) -> None:
-    with load(plan, set={"backends.cpu": backend}) as model:
-        executor = model._parts.executor
-        executor.observe(Profiler())
-        with pytest.raises(AssertionError):
-            executor.observe(Profiler())
-        executor.observe(None)
-        executor.observe(Profiler())
-
-
 def test_the_steps_of_several_sequences_are_seen(plan: Path) -> None:
     with load(plan, set={"layers.hot": 0.25, "backends.cpu": "cpu", "decode.batch": 3}) as model:
         parts, times = model._parts, Profiler()
