@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pi2.costs.constants import FlashPoint
 from pi2.costs.rates import Rates
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting.check import load_plan
@@ -29,7 +28,7 @@ from pi2.measuring.bandwidth import BandwidthMeter
 from pi2.measuring.contestant import Worker
 from pi2.measuring.contestants import PlanContestant, PlanRecipe
 from pi2.measuring.samples import Workload
-from pi2.plan.documents.device import Device
+from pi2.plan.documents.device import Device, ReadFigure
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
 from pi2.progress import ignore_progress
@@ -140,9 +139,9 @@ def scale_rates(rates: Rates, device: Device, measured: Mapping[str, Any]) -> Ra
         if name in measured and (probed := _find_probed(device, spec)) is not None
     }
 
-    def pace(points: tuple[FlashPoint, ...]) -> tuple[FlashPoint, ...]:
+    def pace(points: tuple[ReadFigure, ...]) -> tuple[ReadFigure, ...]:
         return tuple(
-            replace(item, rate_bytes_s=item.rate_bytes_s * shares.get(item.pattern, 1.0))
+            item.model_copy(update={"rate": item.rate * shares.get(item.pattern, 1.0)})
             for item in points
         )
 

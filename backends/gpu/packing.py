@@ -134,45 +134,47 @@ def pack_matrix(
 
 def pack_neurons(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
     """Arrange bundles uint8 [n, .] that have their scales in them; the last tile is filled up."""
-    inputs = range(len(layout.parts) - 1)
-    parts = [slice_part(bundles, layout, index) for index in range(len(layout.parts))]
-    words = [
-        fill_tile(find_packing(layout.precision).order_words(weights, layout.hidden))
-        for weights, _ in parts
-    ]
-    scales = [fill_tile(part_scales) for _, part_scales in parts if part_scales is not None]
-    biases = [slice_bias(bundles, layout, index) for index in range(len(layout.biases))]
-    mixed = layout.expert_offset is not None
+    inputs, down, scales, down_scales, biases, experts = _take_arrays(bundles, layout)
     return DeviceNeurons(
-        gate_up_weights=pack_tiles([words[index] for index in inputs]),
-        gate_up_scales=pack_tile_scales([scales[index] for index in inputs]) if scales else None,
-        down_weights=words[-1].reshape(-1),
-        down_scales=np.ascontiguousarray(scales[-1]).reshape(-1) if scales else None,
-        biases=fill_tile(np.stack(biases, 1)).reshape(-1) if biases else None,
-        experts=fill_tile(slice_experts(bundles, layout)) if mixed else None,
+        gate_up_weights=pack_tiles(list(map(fill_tile, inputs))),
+        gate_up_scales=pack_tile_scales(list(map(fill_tile, scales))) if scales else None,
+        down_weights=fill_tile(down).reshape(-1),
+        down_scales=None if down_scales is None else fill_tile(down_scales).reshape(-1),
+        biases=None if biases is None else fill_tile(biases).reshape(-1),
+        experts=None if experts is None else fill_tile(experts),
     )
 
 
 def pack_slots(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
     """Arrange bundles uint8 [n, .] that have their scales in them for slots: all vectors in rows,
-    a neuron's inputs' one after the other."""
-    inputs = range(len(layout.parts) - 1)
-    parts = [slice_part(bundles, layout, index) for index in range(len(layout.parts))]
-    words = [
-        find_packing(layout.precision).order_words(weights, layout.hidden) for weights, _ in parts
-    ]
-    scales = [part_scales for _, part_scales in parts if part_scales is not None]
-    biases = [slice_bias(bundles, layout, index) for index in range(len(layout.biases))]
-    mixed = layout.expert_offset is not None
+    a neuron's inputs one after the other."""
+    inputs, down, scales, down_scales, biases, experts = _take_arrays(bundles, layout)
     return DeviceNeurons(
-        gate_up_weights=np.stack([words[index] for index in inputs], 1).reshape(-1),
-        gate_up_scales=(
-            np.stack([scales[index] for index in inputs], 1).reshape(-1) if scales else None
-        ),
-        down_weights=words[-1].reshape(-1),
-        down_scales=scales[-1].reshape(-1) if scales else None,
-        biases=np.stack(biases, 1).reshape(-1) if biases else None,
-        experts=slice_experts(bundles, layout) if mixed else None,
+        gate_up_weights=np.stack(inputs, 1).reshape(-1),
+        gate_up_scales=np.stack(scales, 1).reshape(-1) if scales else None,
+        down_weights=down.reshape(-1),
+        down_scales=None if down_scales is None else down_scales.reshape(-1),
+        biases=None if biases is None else biases.reshape(-1),
+        experts=experts,
+    )
+
+
+def _take_arrays(
+    bundles: U8, layout: BundleLayout
+) -> tuple[list[U32], U32, list[Scales], Scales | None, F32 | None, I32 | None]:
+    """Words and scales of inputs and of downs, biases [n, parts] and experts [n] of bundles."""
+    packing = find_packing(layout.precision)
+    parts = [slice_part(bundles, layout, index) for index in range(len(layout.parts))]
+    words = [packing.order_words(weights, layout.hidden) for weights, _ in parts]
+    scales = [own for _, own in parts if own is not None]
+    biases = [slice_bias(bundles, layout, index) for index in range(len(layout.biases))]
+    return (
+        words[:-1],
+        words[-1],
+        scales[:-1],
+        np.ascontiguousarray(scales[-1]) if scales else None,
+        np.stack(biases, 1) if biases else None,
+        None if layout.expert_offset is None else slice_experts(bundles, layout),
     )
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where a document is written."""
+    """The output file of a document."""
 
     output: Path | None = option("-o", "--output", metavar="FILE")
     """Output file, NAME.KIND.toml.  [default: one named after it, in this folder]"""

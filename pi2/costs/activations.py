@@ -1,9 +1,9 @@
 """Which neurons a token activates: hotness, a token's share of active neurons, and the cache.
 
-A neuron fires if its input, a normal variable around the neuron's own mean, is positive.  Means of
-a layer are normal as well, with standard deviation ``spread``, which follows from the published
-share of neurons that make 80 % of all activations.  A token moves all inputs by a common amount
-(Laplace).  Neurons of equal hotness are taken together, hottest first.
+A neuron fires if its input, a normal variable around the neuron's own mean, is positive. Means of a
+layer are normal as well, with standard deviation ``spread``. It follows from the published share of
+neurons that make 80 % of all activations. A token moves all inputs by a common amount (Laplace).
+Neurons of equal hotness are taken together, hottest first.
 
 Hit chances of the least recently used cache follow Che's approximation: exactly the neurons that
 the last T tokens used are present, and T fills the capacity."""

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import exp, log
 from typing import Any, Literal
 
-from pi2.plan.documents.device import Storage
+from pi2.plan.documents.device import ReadFigure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,54 +38,11 @@ Pattern = Literal["sequential", "random"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlashPoint:
-    """One figure of a device's ``storage.reads``."""
-
-    pattern: Pattern
-    block_bytes: int
-    rate_bytes_s: float
-    range_bytes: int | None = None
-    core: str | None = None
-    depth: int | None = None
-    threads: int | None = None
-    burst: int | None = None
-    """Reads that are asked for at once; None for as many as keep the storage busy."""
-    overlap: float | None = None
-    """Part of their time that computing hides; None if it was not measured."""
-
-
-def list_points(storage: Storage) -> tuple[FlashPoint, ...]:
-    """The rates of a device document, without rates of short bursts."""
-    return tuple(item for item in _list_all(storage) if item.burst is None)
-
-
-def list_bursts(storage: Storage) -> tuple[FlashPoint, ...]:
-    """What a few reads at a time reach: the fixed part of a batch shows in them."""
-    return tuple(item for item in _list_all(storage) if item.burst is not None)
-
-
-def _list_all(storage: Storage) -> tuple[FlashPoint, ...]:
-    return tuple(
-        FlashPoint(
-            pattern=item.pattern,
-            block_bytes=item.block,
-            rate_bytes_s=float(item.rate),
-            range_bytes=item.range,
-            core=item.cluster,
-            depth=item.depth,
-            threads=item.threads,
-            burst=item.burst,
-            overlap=item.overlap,
-        )
-        for item in storage.reads
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Flash:
     """The flash of a device, as far as reading goes."""
 
-    points: tuple[FlashPoint, ...]
+    points: tuple[ReadFigure, ...]
+    """Rates of as many reads at a time as keep the storage busy."""
     latency_s: float
     """One small read in an idle queue."""
     reader_penalty: float
@@ -96,7 +53,7 @@ class Flash:
     """Reads in flight beyond which the storage is not faster."""
     has_io_uring: bool = True
     """Whether programs may use it."""
-    bursts: tuple[FlashPoint, ...] = ()
+    bursts: tuple[ReadFigure, ...] = ()
     """Rates of a few reads at a time."""
 
     def find_rate_bytes_s(
@@ -115,8 +72,8 @@ class Flash:
             raise LookupError(pattern)
         points = keep_core(points, core)
         by_block: list[tuple[float, float]] = []
-        for block in sorted({item.block_bytes for item in points}):
-            same = [item for item in points if item.block_bytes == block]
+        for block in sorted({item.block for item in points}):
+            same = [item for item in points if item.block == block]
             by_block.append((block, _rate_in_range(same, range_bytes)))
         smallest, rate = by_block[0]
         if block_bytes < smallest:
@@ -125,37 +82,30 @@ class Flash:
         return interpolate_logs(by_block, block_bytes)
 
 
-def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint]:
+def keep_core(points: Iterable[ReadFigure], core: str | None) -> list[ReadFigure]:
     """If figures differ in the core only, keep the wanted core's, else the fastest."""
-    kept: dict[tuple[object, ...], FlashPoint] = {}
+    kept: dict[tuple[object, ...], ReadFigure] = {}
     for item in points:
-        key = (
-            item.pattern,
-            item.block_bytes,
-            item.range_bytes,
-            item.depth,
-            item.threads,
-            item.burst,
-        )
+        key = (item.pattern, item.block, item.range, item.depth, item.threads)
         old = kept.get(key)
         better = old is None or (
-            old.core != core and (item.core == core or item.rate_bytes_s > old.rate_bytes_s)
+            old.cluster != core and (item.cluster == core or item.rate > old.rate)
         )
         if better:
             kept[key] = item
     return list(kept.values())
 
 
-def _rate_in_range(points: Sequence[FlashPoint], range_bytes: int | None) -> float:
+def _rate_in_range(points: Sequence[ReadFigure], range_bytes: int | None) -> float:
     """Rate of figures of one block size at an extent; one without an extent is the widest."""
-    wide = [item for item in points if item.range_bytes is None]
-    narrow = [item for item in points if item.range_bytes is not None]
+    wide = [item for item in points if item.range is None]
+    narrow = [item for item in points if item.range is not None]
     if not narrow or (range_bytes is None and wide):
-        return max(item.rate_bytes_s for item in wide)
+        return max(item.rate for item in wide)
     curve: list[tuple[float, float]] = []
-    for extent in sorted({item.range_bytes for item in narrow if item.range_bytes is not None}):
-        same = [item for item in narrow if item.range_bytes == extent]
-        curve.append((extent, max(item.rate_bytes_s for item in same)))
+    for extent in sorted({item.range for item in narrow if item.range is not None}):
+        same = [item for item in narrow if item.range == extent]
+        curve.append((extent, max(item.rate for item in same)))
     return interpolate_logs(curve, range_bytes or curve[0][0])
 
 

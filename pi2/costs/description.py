@@ -1,5 +1,5 @@
-"""A plan on its device in plain numbers: the planner adds them up and the simulator plays them
-through.  Documents are read only here and in the modules that it calls.
+"""A plan on its device in plain numbers, which the planner adds up and the simulator runs.
+Documents are read only here and in the modules that it calls.
 
 A unit with the whole model in its own memory takes the processor's place: a step takes its bytes at
 the rate of that memory, and a fixed time for every kernel."""

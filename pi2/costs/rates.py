@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isinf
 from typing import Any, get_args
 
-from pi2.costs.constants import Constants, Figure, Flash, keep_core, list_bursts, list_points
+from pi2.costs.constants import Constants, Figure, Flash, keep_core
 from pi2.costs.kernel_times import KernelTimes, Linear
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import ComputeFigure, Device, Unit
@@ -204,9 +204,8 @@ def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[s
 def find_stream_overlap(rates: Rates) -> float:
     """Part of the time of such reads that computing hides: they cost the cores less."""
     points = () if rates.flash is None else rates.flash.points
-    found = [
-        item.overlap for item in points if item.pattern == "sequential" and item.overlap is not None
-    ]
+    streamed = (item.overlap for item in points if item.pattern == "sequential")
+    found = [overlap for overlap in streamed if overlap is not None]
     return max(found, default=rates.overlap)
 
 
@@ -479,19 +478,21 @@ class _Reader:
             name = f"storage.reads ({item.pattern}, {item.block} B)"
             self._use(name, item.status, item.source)
         clusters = self._cpu.clusters
-        points = keep_core(list_points(storage), clusters[0].id if clusters else None)
+        bursts = tuple(item for item in storage.reads if item.burst is not None)
+        steady = (item for item in storage.reads if item.burst is None)
+        points = keep_core(steady, clusters[0].id if clusters else None)
         penalty = storage.reader_penalty
         if penalty is not None:
             self._use("storage.reader_penalty", penalty.status, penalty.source)
         if self._is_warm:
             points = [
-                replace(item, rate_bytes_s=item.rate_bytes_s * self._constants.warm_share)
+                item.model_copy(update={"rate": item.rate * self._constants.warm_share})
                 for item in points
             ]
         usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
         return Flash(
             points=tuple(points),
-            bursts=list_bursts(storage),
+            bursts=bursts,
             latency_s=float(storage.latency or self._constants.read_latency_s),
             reader_penalty=usual if penalty is None else float(penalty.value),
             block_bytes=storage.block_size or 4096,

@@ -10,7 +10,8 @@ from math import gcd, inf
 from typing import Literal
 
 from pi2.costs.activity import MergedReads
-from pi2.costs.constants import Flash, FlashPoint, interpolate_logs
+from pi2.costs.constants import Flash, interpolate_logs
+from pi2.plan.documents.device import ReadFigure
 
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
@@ -296,7 +297,7 @@ def _make_waiting(
     flash: Flash, stride: int, queue: IoChoice, threads: int, place_s: float, run: int
 ) -> IoChoice:
     """Threads that wait for each read of theirs, on a device whose full ``queue`` is known."""
-    best = max(item.rate_bytes_s for item in flash.points)
+    best = max(item.rate for item in flash.points)
     penalty = 1.0 - flash.reader_penalty if threads > 1 else 1.0
 
     def time_one(neurons: int, queue_s: float) -> float:
@@ -322,7 +323,7 @@ def _make_choice(
     points = [item for item in flash.points if item.pattern == "random"]
     own = [item for item in points if (item.depth, item.threads) == (depth, threads)]
     read_bytes = float(stride)
-    if not any(item.block_bytes == stride for item in points):
+    if not any(item.block == stride for item in points):
         # Rates are of reads that begin with a page; others touch more pages than they fill.
         read_bytes = find_touched_bytes(stride)
     lanes = min(threads or 1, flash.queue) if not queued else min(depth or 128, flash.queue, _BUSY)
@@ -346,15 +347,15 @@ def _make_choice(
 
 
 def _time_read(
-    flash: Flash, own: list[FlashPoint], size_bytes: float, range_bytes: int, lanes: int
+    flash: Flash, own: list[ReadFigure], size_bytes: float, range_bytes: int, lanes: int
 ) -> float:
     """Seconds of one of many reads; bytes beyond the largest block come at the best rate."""
-    blocks = [item.block_bytes for item in own]
+    blocks = [item.block for item in own]
     within = min(max(size_bytes, min(blocks)), max(blocks))
     seconds = within / _find_rate(flash, own, round(within), range_bytes, lanes)
     if size_bytes < within:
         # Down to the smallest block that any setting has; below it, as `Flash` says.
-        least = min(x.block_bytes for x in flash.points if x.pattern == "random")
+        least = min(x.block for x in flash.points if x.pattern == "random")
         known = min(max(size_bytes, least), within)
         seconds *= (known / within) ** (1.0 - _SMALLER_POWER)
         other, usual = (
@@ -362,7 +363,7 @@ def _time_read(
             for size in (size_bytes, known)
         )
         seconds *= min(other / usual, 1.0) if size_bytes < known else 1.0
-    best = max(item.rate_bytes_s for item in flash.points)
+    best = max(item.rate for item in flash.points)
     return seconds + (size_bytes - within) / best if size_bytes > within else seconds
 
 
@@ -370,20 +371,20 @@ def _list_bursts(
     flash: Flash, stride: int, queued: bool, threads: int | None
 ) -> list[tuple[int, float]]:
     """Sizes of read bursts and their seconds, ascending; a single read uses one thread."""
-    best = max(item.rate_bytes_s for item in flash.points)
+    best = max(item.rate for item in flash.points)
     found = []
     for item in flash.bursts:
         assert item.burst is not None
         same = item.threads == threads or item.burst == 1
         if same and (item.depth is not None) == queued:
-            more_s = max(stride - item.block_bytes, 0) / best
-            seconds = item.burst * (item.block_bytes / item.rate_bytes_s + more_s)
+            more_s = max(stride - item.block, 0) / best
+            seconds = item.burst * (item.block / item.rate + more_s)
             found.append((item.burst, seconds))
     return sorted(found)
 
 
 def _find_rate(
-    flash: Flash, points: Iterable[FlashPoint], block: int, range_bytes: int, lanes: int = 1
+    flash: Flash, points: Iterable[ReadFigure], block: int, range_bytes: int, lanes: int = 1
 ) -> float:
     part = Flash(
         points=tuple(item for item in points if item.pattern == "random"),

@@ -297,8 +297,8 @@ class FeedForward(Waves):
     def _predict(
         self, layer: int, bounds: tuple[int, int | None], late: list[I32] | None, name: Namer
     ) -> tuple[I32, I64 | None, F32 | None]:
-        """Neurons within ``bounds`` that any token uses by what ``name`` tells of it, which of them
-        are whose, if there are several (`unite_named`), and scores to leave some out by."""
+        """Neurons within ``bounds`` that ``name`` names for any token, the owners if there are
+        several tokens (`unite_named`), and scores to leave some out by."""
         self._reader.advance()
         if self._tokens == 1:
             indices, scores = self._take_named(layer, 0, bounds, late is None, name)

@@ -109,8 +109,8 @@ class DenseObserver(ExecutorObserver):
 def compute_activations(
     request: BuildRequest, inputs: F32, bundles: U8, cutoffs: F32 | None
 ) -> F32:
-    """Activations [T, n] of the neurons of ``bundles`` [n, .], as ``request.whole_bundle`` says,
-    for ``inputs`` [T, hidden] and ``cutoffs`` [T, 1] of gates, if the layer has them."""
+    """Activations [T, n] of neurons for ``inputs`` [T, hidden] and, if the layer has them,
+    ``cutoffs`` [T, 1] of gates. ``bundles`` [n, .] are laid out as ``request.whole_bundle``."""
     return operators.compute_activations(
         request.model, request.whole_bundle, inputs, bundles, cutoffs=cutoffs
     )

@@ -127,7 +127,7 @@ class RunStatistics(Counters):
     """Of experts in whose place nothing computed."""
     score_mass: float = 0.0
     """Predictors' scores above the threshold, summed over named neurons of layers that are not all
-    in memory, if the plan leaves out some that are missing."""
+    in memory; 0 if the plan reads all missing neurons."""
     left_out_mass: float = 0.0
     """Scores of neurons that were missing and not worth a read to the plan."""
     gate_reads: int = 0

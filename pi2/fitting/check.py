@@ -1,8 +1,8 @@
 """From a path to a plan that may run: read, compose, resolve, and run all rules.
 
-A rule's page is its docstring. Codes that are given in passing, such as that of a missing file,
-have theirs in a TOML file per range of codes. It has a table per code with the keys ``what``,
-``why``, ``example`` and ``fix``, which are Markdown."""
+A rule's page is its docstring. Codes without a rule, such as the code of a missing file, have their
+pages in a TOML file per range of codes. It has a table per code with the keys ``what``, ``why``,
+``example`` and ``fix``, which are Markdown."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Looking into documents: reads them with the documents they name, runs the rules, gathers
 findings.
 
-A finding belongs to a line of its author, never to a document that comes with pi2.
+A finding is shown at a line of its author, never in a document that comes with pi2.
 
-A document may extend one that pi2 ships, or one that was fetched, which nobody may change. A
-finding about a value from there is shown at the entry of ``extends`` that takes the document up,
-and says what to write in the author's own file instead."""
+A document may extend a shipped or a fetched one, which is not changed. A finding about a value from
+there is shown at the entry of ``extends``, with the line to write in the author's own file."""
 
 from __future__ import annotations
 

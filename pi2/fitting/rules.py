@@ -1,4 +1,4 @@
-"""Rules about backends: what they compute, and the memory that they take."""
+"""Rules about backends: the plans that they can compute, and their memory."""
 
 from __future__ import annotations
 

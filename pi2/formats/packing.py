@@ -10,9 +10,9 @@ into planes of 8, 4, 2 and 1 bits, the largest first (3 bits: 2, then 1), from i
 plane of p bits has p chunks of 4 L bytes: byte ``b`` of lane ``j`` in chunk ``c`` holds element
 ``4c + b + 4pk`` of group ``j`` in its bits ``pk`` to ``pk + p - 1``.
 
-So one vector instruction multiplies 4 elements of 16 groups, the integer sum of a whole group ends
-up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle. Plain
-numbers (fp16) are in their own order. Scales follow in the order of groups."""
+So one vector instruction multiplies 4 elements of 16 groups, and the integer sum of a whole group
+ends up in its lane. The multiplication with 16 consecutive scales needs no shuffle. Plain numbers
+(fp16) are in their own order. Scales follow in the order of groups."""
 
 from __future__ import annotations
 

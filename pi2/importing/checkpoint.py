@@ -261,8 +261,8 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
     """Read ``config.json`` and the headers of all weight files of a Hugging Face folder.
 
     ``shards``: source of the weight files that the index names, if some are missing. Raises
-    `UserError`: P530 not a checkpoint folder, P531 no weight files, P532 broken file, P533 a tensor
-    that the index names is missing, P536 a tensor twice, P538 an index that names files outside the
+    `UserError`: P530 not a checkpoint folder, P531 no weight files, P532 broken file, P533 a
+    missing tensor of the index; P536 a tensor twice, P538 an index that names files outside the
     folder."""
     if not folder.is_dir():
         raise UserError.of(

@@ -135,7 +135,7 @@ def _factor_products(gates: Rows) -> tuple[F64, F64]:
     product of the gates without their mean.
 
     The Cholesky factor of that product, summed up in float64, takes a small part of the time of a
-    QR decomposition, and is no less exact for the length of F u. The error of the product is some
+    QR decomposition. It is no less exact for the length of F u. The error of the product is some
     1e-13 of its norm, and F is stored as float32 at best (docs/howto/convert-a-model.md)."""
     blocks = _list_blocks(gates.count)
     shift = gates.read(*blocks[0]).mean(axis=0, dtype=np.float64)

@@ -154,8 +154,8 @@ nothing is compared."""
 
 
 def find_unread(metadata: Metadata, model: Model) -> Iterator[Diagnostic]:
-    """A P537 for every key whose value ``model`` does not have, and a P544 for every key that is
-    neither read nor known to change nothing."""
+    """P537 for every key whose value ``model`` does not have, and P544 for every key that is not
+    read and may change results."""
     kind = metadata.values.get("general.type", "model")
     if kind not in _KINDS:
         yield _refuse(metadata, "general.type", kind)

@@ -108,9 +108,8 @@ def describe_checkpoint(
     """Describe the checkpoint at ``path``, or one that is open; ``name`` is the document's id, else
     the checkpoint's.  Without ``has_texts`` the tokenizer is not read.
 
-    Raises `UserError`: P530-P538 as `open_checkpoint`, P544 for a family or option that no model
-    document can state, P533, P534 or P537 where configuration and tensors contradict each
-    other."""
+    Raises `UserError`: P530-P538 as `open_checkpoint`; P544 for a family or option that no model
+    document can state; P533, P534 or P537 if configuration and tensors contradict each other."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     place = path.folder if isinstance(path, Checkpoint) else path
     file = checkpoint.config_file

@@ -365,8 +365,8 @@ that pi2 does not round."""
 
 
 def _list_unused(checkpoint: Checkpoint, model: Model) -> list[str]:
-    """Names of tensors that the model has no place for, and that are neither known to change
-    nothing nor a part that is left out with a word."""
+    """Names of tensors that the model has no place for; without harmless ones, and without parts
+    that are left out with a message."""
     used = {need.name for need in list_requirements(model)}
     used |= {model.tensors.head, *_list_unread(model)}
     patterns = [*_OTHER_PARTS.values(), _HARMLESS, *_match_predictors(model)]

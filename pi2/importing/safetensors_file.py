@@ -46,7 +46,7 @@ class SourceTensor:
 
     @classmethod
     def made_of(cls, other: SourceTensor, /, **own: Any) -> Self:
-        """What is made of another tensor: the same but for ``own``."""
+        """A tensor with the values of ``other`` except ``own``."""
         kept = ("file", "name", "dtype", "shape", "size_bytes")
         return cls(**({"offset": 0} | {name: getattr(other, name) for name in kept} | own))
 

@@ -228,7 +228,7 @@ class State:
 
     chunk: ChunkState
     kept: U8 | None = None
-    """The KV cache, if later layers read an earlier one's."""
+    """The KV cache, if later layers read the cache of an earlier layer."""
 
 
 class LayerExecutor(ReferenceExecutor):

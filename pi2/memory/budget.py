@@ -206,8 +206,8 @@ class Budget:
         self._advise(segment, "MADV_DONTNEED")
 
     def use_small_pages(self, segment: str) -> None:
-        """See to it that memory of ``segment`` comes page by page, as it is touched, also where the
-        system gives 2 MiB at once to everybody."""
+        """Let memory of ``segment`` come page by page, as it is touched, even if the system gives
+        every process 2 MiB at once."""
         self._advise(segment, "MADV_NOHUGEPAGE")
 
     def _advise(self, segment: str, name: str) -> None:

@@ -81,7 +81,7 @@ class SingleNeurons:
 
 
 def expand_stretches(numbers: I32, stretch: int) -> I32:
-    """Numbers of the neurons [n stretch] in the ranges ``numbers`` [n], in order within each."""
+    """Numbers of the neurons in the ranges ``numbers`` [n], in order within each."""
     if stretch == 1:
         return numbers
     first: I32 = np.multiply(numbers, stretch, dtype=np.int32)[:, None]

@@ -236,9 +236,9 @@ class HostLoops(Protocol):
         limits: ReadLimits | None = None,
     ) -> FoundNeurons:
         """Find ``indices`` [n] (ascending) of a layer; end before the first cold one beyond
-        ``room``.  Give the missing ones slots as `place_neurons` does, as far as candidates go.
-        Missing ones behind the hot ones that are not worth a read by their ``marks`` [neurons], if
-        given, and the ``limits`` are left out, as `pi2.memory.read_sieve.ReadSieve.choose` says.
+        ``room``. Give the missing ones slots as `place_neurons` does, as far as candidates go.
+        Missing cold ones that are not worth a read by ``marks`` [neurons], if given, and ``limits``
+        are left out, as `pi2.memory.read_sieve.ReadSieve.choose` does.
 
         Of cold ones in memory ``tables.weight`` is added to the counts, scores become these
         counts, and ``used_at`` the clock; of missing ones ``weight`` (1 + ``growth`` h) for h such.
@@ -273,8 +273,8 @@ class HostLoops(Protocol):
         file, into ``slots`` [b] at ``address + slot stride``: neighbours, up to ``most`` of them,
         are one request.
 
-        Returns vectors [b, 2], firsts [n], counts [n] and offsets [n] as `read_runs`
-        takes them, bytes [n], the request of each bundle [b], and results [n], all ``pending``."""
+        Returns vectors [b, 2], firsts [n], counts [n] and offsets [n] as `read_runs` takes them;
+        then bytes [n], the request of each bundle [b], and results [n], all ``pending``."""
 
     def submit_reads(
         self,
@@ -286,8 +286,8 @@ class HostLoops(Protocol):
         head: int,
         first_name: int,
     ) -> tuple[tuple[I64, I32, I32, I64, I64, I32], bool, bool]:
-        """Plan reads of b bundles as `plan_reads` does, write their entries into the pool from the
-        request ``first_name`` on, and submit entries as `drive_ring` does, as far as there is room.
+        """Plan reads of b bundles as `plan_reads` does, and write their entries into the pool from
+        the request ``first_name`` on. Submit entries as `drive_ring` does, as far as there is room.
 
         Names are taken for b requests in neighbouring places of the pool. Requests that were joined
         to a neighbour's have entries whose first word is 0, and results that are 0. Returns

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def unite_named(lists: Sequence[I32], neurons: int, loops: HostLoops | None) -> tuple[I32, I64]:
-    """Return the neurons, ascending, that any of at most 64 ``lists`` has, and for each of all
-    ``neurons`` a number whose bit k says whether list k has it."""
+    """Return the neurons of at most 64 ``lists``, each once and ascending, and for each of all
+    ``neurons`` a number whose bit k is set if list k has it."""
     named = np.empty(neurons, np.int64)
     if loops is not None:
         return loops.unite_named(lists, named), named
@@ -187,8 +187,8 @@ _EMPTY = -1.0
 """Score of a slot without a neuron: it goes first."""
 _NO_SLOTS = np.empty(0, np.int32)
 _STEEPNESS = 0.6
-"""Exponent of the power law of activations over stored places, from a layer in which 26 to 43 % of
-the neurons make 80 % of the activations."""
+"""Exponent of the power law of activations over stored places: 26 to 43 % of a layer's neurons make
+80 % of its activations."""
 
 
 def expect_uses(layers: int, neurons: int, *, share: float = _UNKNOWN_USE) -> F32:

@@ -1,15 +1,15 @@
 """Which missing neurons are worth a read: neurons whose scores reach a limit.
 
 The limit is a score that a plan states (``decode.missing_threshold``), or it is found while the
-model runs, by the share of all scores' mass to leave out (``decode.leave_out``).
+model runs. Then ``decode.leave_out`` is the share of all scores' mass to leave out.
 
 The *mass* of a neuron is its predictor's score above ``decode.threshold``, from which neurons are
 named. A layer earns the stated share of its named mass as allowance, and left-out neurons spend it;
 the share left out is therefore never above the stated one. After every step the limit follows the
 step's balance: spending equals earnings, and a small reserve stays.
 
-A missing neuron next to one that is read for its own score shares that one's request. So it has a
-lower limit, by the cost of both reads."""
+A missing neuron next to one that is read for its own score shares its request. So it has a lower
+limit, by the cost of both reads."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ReadSieve:
         self.count(len(named), mass, gone, tried)
 
     def count(self, neurons: int, mass: float, left_out: float, tried: float) -> None:
-        """Count the mass of named ``neurons``, of the left-out ones, and of those that any
+        """Count the mass of named ``neurons``, the mass ``left_out``, and the mass that any
         allowance would have left out."""
         if not isfinite(mass):
             # Nothing was computed: there are no scores.

@@ -223,7 +223,7 @@ def _list_fused_rows(
 def list_latent_projected(
     at: Place, own: Attention, suffix: str, *columns: int
 ) -> Iterator[Source]:
-    """Rows of ``qkv``: queries or their latents, gates of heads, keys and values or their latents,
+    """Rows of ``qkv``: queries or their latents, gates of heads, keys with values or their latents,
     the rotated key; or their biases, which queries and gates lack."""
     latent = own.latent
     assert latent is not None

@@ -2,12 +2,12 @@
 
 Pure arithmetic, shared by the store, the backends and the plan's sizes.
 
-A layer of the kind ``delta`` or ``mamba`` projects its input to queries, keys and values of all
-heads, which go through a causal convolution of some tokens and SiLU, and to a gate for each value.
-``mamba`` calls queries C, keys B and values x. A layer of the kind ``mamba1`` projects to values x,
-which are convolved, and a gate for each of them; further projections of the convolved values make
-step sizes, B and C. A layer of the kind ``convolution`` projects to b, c and x. Rows of the
-projection are in this order, heads one after the other.
+A layer of the kind ``delta`` or ``mamba`` projects its input to the queries, keys, values and gates
+of all heads. All but the gates go through a causal convolution of some tokens and SiLU. ``mamba``
+calls queries C, keys B and values x. A layer of the kind ``mamba1`` projects to values x, which are
+convolved, and a gate for each of them; further projections of the convolved values make step sizes,
+B and C. A layer of the kind ``convolution`` projects to b, c and x. Rows of the projection are in
+this order, heads one after the other.
 
 If every element of a key has a decay (``decay_of``), there are as many decays as keys. A second
 projection makes them from ``decay_rank`` elements, which are rows of ``state_gates``. Gates of
@@ -84,8 +84,8 @@ class StateShape:
 
     @property
     def gates(self) -> int:
-        """Rows of the projection ``state_gates``: input gates of value heads, decays or their
-        low-rank elements, and those of gates; or step sizes."""
+        """Rows of the projection ``state_gates``: input gates of value heads, and decays and gates
+        or their low-rank elements; or step sizes."""
         if self.kind == "delta":
             return self.value_heads + (self.decay_rank or self.decays) + self.gate_rank
         return self.value_heads if self.kind == "mamba" else 0
@@ -332,6 +332,6 @@ def _order_mamba(shape: StateShape) -> list[int]:
 
 
 def _order_channels(shape: StateShape) -> list[int]:
-    """Queries, keys and values; checkpoints have values, keys and queries."""
+    """The store's order is queries, keys, values; checkpoints have values, keys, queries."""
     first, second = shape.width, shape.width + shape.key_heads * shape.key_dim
     return [*range(second, shape.channels), *range(first, second), *range(first)]

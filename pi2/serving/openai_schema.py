@@ -20,7 +20,8 @@ class Fields:
 
     ignored: frozenset[str] = frozenset()
     refused: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Fields that would change the answer, with harmless values besides null and empty ones."""
+    """Fields that would change the answer, with harmless values; null and empty ones are
+    harmless."""
 
     def leave_out(self, values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         """The ``values`` of other fields; ApiError 400 for one that would change the answer."""

@@ -23,7 +23,7 @@ Arrow files are in the IPC file format, metadata V5, and can be read as streams 
   ``int8``, ``fp16``, ``fp32``), ``rows``, ``length``, ``weights``, ``scales``; weights and scales
   begin at a multiple of 64 bytes.
 - The manifest (`pi2.store.manifest`) repeats all offsets: pi2 opens a store without an Arrow
-  library.  Its digest of the model covers the keys that decide the weights
-  (`pi2.store.identity`), and it has the CRC-32 of each MiB of files that are read as a whole.
+  library. Its digest of the model covers the keys that decide the weights (`pi2.store.identity`).
+  It has the CRC-32 of each MiB of files that are read as a whole.
 
 Numbers are little-endian."""

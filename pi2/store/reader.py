@@ -154,7 +154,7 @@ class NeuronStore:
 
     @property
     def identity(self) -> bytes:
-        """Bytes that change if another store has taken this one's place."""
+        """Bytes that change if another store has replaced this one."""
         return (self.path / MANIFEST).read_bytes()
 
     def check_unchanged(self) -> None:

@@ -194,7 +194,7 @@ class FileTexts:
 
     def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
         self.identity = repr(weights.identity).encode()
-        """Bytes that change if another file has taken this one's place."""
+        """Bytes that change if another file has replaced this one."""
         self._checkpoint = weights.checkpoint
         self._made = cleanup.enter_context(ExitStack())
 

@@ -6,10 +6,10 @@ and zero points and group numbers where there are some.
 
 GPTQ and AWQ: integers packed into 32-bit words, matrices with columns where others have rows.
 
-Both have ``qweight``, ``qzeros`` and ``scales`` [groups, out].  GPTQ packs along the inputs, the
-lowest bits first, keeps zero points less one (but for its second format), and may take inputs in
-any order, whose groups ``g_idx`` states.  AWQ packs 8 neighbours of the outputs into a word, in
-the order 0, 2, 4, 6, 1, 3, 5, 7."""
+Both have ``qweight``, ``qzeros`` and ``scales`` [groups, out]. GPTQ packs along the inputs, the
+lowest bits first, and keeps zero points less one, except in its second format. Inputs may have any
+order; ``g_idx`` states their groups. AWQ packs 8 neighbours of the outputs into a word, in the
+order 0, 2, 4, 6, 1, 3, 5, 7."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 BitNet's ternary weights: -1, 0 and 1 times one scale of the matrix.
 
 They are published packed, four to a byte with the matrix's rows in quarters, or as the numbers that
-training changes (``quantization_mode`` = ``online``), whose mean magnitude is the scale that they
-are rounded with.  BitNet also rounds activations to 8 bits, one scale for a token; how many bits
-activations have is a plan's to say, not a store's.
+training changes (``quantization_mode`` = ``online``). Their scale is then their mean magnitude.
+BitNet also rounds activations to 8 bits, one scale for a token; how many bits activations have is a
+plan's to say, not a store's.
 
 Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits
 (arXiv 2402.17764), section 2."""

@@ -200,8 +200,7 @@ class ResolvedPlan:
 
     @cached_property
     def has_whole_unit(self) -> bool:
-        """Whether the sparse unit, a GPU or NPU, has the whole model in its own memory, as its
-        backend does with models that no other unit computes."""
+        """Whether the sparse unit is a GPU or NPU that has the whole model in its own memory."""
         unit = self.sparse_unit
         if not self.has_backend(unit) or self.device.units[unit].kind == "cpu":
             return False
@@ -215,8 +214,8 @@ class ResolvedPlan:
 
     @property
     def names_by_cutoff(self) -> bool:
-        """Whether gates name neurons in the layers where a cutoff closes most of them, and the
-        other layers, whose activation is never zero, compute all of theirs."""
+        """Whether gates name neurons in layers with a cutoff only; the other layers, whose
+        activation is never zero, compute all neurons."""
         exact = self.plan.decode.predictor == "gate" and self.plan.sparsity is None
         return exact and self.model.is_smooth and bool(self.model.cut_layers)
 

@@ -86,8 +86,8 @@ _PARTS = {
 
 
 def need_attention(resolved: ResolvedPlan) -> Need:
-    """All dense tensors but predictors, of embeddings that are read from flash the rows of a chunk,
-    and the scales of all neurons if they are resident."""
+    """All dense tensors but predictors; the rows of a chunk if embeddings are read from flash; and
+    the scales of all neurons if they are resident."""
     plan, model = resolved.plan, resolved.model
     layers, sizes = model.shape.layers, dict.fromkeys([*_PARTS.values(), "layers"], 0)
     for tensor in model.dense_tensors:

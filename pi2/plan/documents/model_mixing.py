@@ -306,7 +306,7 @@ class LayerEmbedding(Table):
 
 
 SMALLEST_SQUARE = 1e-5
-"""Lower bound of a mean square when `AltUp` scales a stream to the first one's."""
+"""Lower bound of a mean square when `AltUp` scales a stream to the first stream."""
 
 
 class AltUp(Table):

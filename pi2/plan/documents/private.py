@@ -138,7 +138,7 @@ class Private:
 
     @property
     def shortened(self) -> str:
-        """The beginning of the piece: enough to find it again, too little to give it away."""
+        """The beginning of the piece: enough to find it again, and not enough to give it away."""
         return f"{self.text[:3]}…" if self.kind != "home" else self.text[:32]
 
 

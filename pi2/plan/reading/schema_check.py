@@ -170,8 +170,8 @@ def _walk(values: dict[str, Any]) -> Iterator[tuple[KeyPath, Any, Any]]:
 def _find_path(values: Any, loc: tuple[str | int, ...]) -> KeyPath:
     """Turn a pydantic location into a path of the document.
 
-    Tags of unions are not keys of the document, so parts that lead nowhere are left out, except
-    the last one, which names a missing key.  ``[key]`` stands for the key itself."""
+    Tags of unions are not keys of the document. Parts that lead nowhere are left out, except the
+    last one, which names a missing key. ``[key]`` stands for the key itself."""
     path: list[str | int] = []
     current = values
     for number, part in enumerate(loc):

@@ -1,4 +1,4 @@
-"""Places of all keys and values in a TOML text, from a tree-sitter parse."""
+"""The place of every key and its value in a TOML text, from a tree-sitter parse."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ scales of its vectors one after the other; it is in memory wherever bundles are.
 
 Neurons of mxfp4 are exact copies of checkpoints, in which 32 neurons share the scale of an element
 of their down columns (`Packing.shares_down_scales`). So their gates and ups have scales in the
-bundle, and the scales of their downs are resident. For 32 neurons that follow each other in stored
-order, they are one vector of ``hidden`` bytes in the int8 layout, in the 32 rows of these neurons.
-Neurons of mxfp4 with all scales in them have such a vector each."""
+bundle, and the scales of their downs are resident. Of 32 neurons in stored order, they are one
+vector of ``hidden`` bytes in the int8 layout, in the 32 rows of these neurons. Neurons of mxfp4
+with all scales in them have such a vector each."""
 
 from __future__ import annotations
 
