@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import F32
+else:
+    from pi2.formats.format import np
 
 TILE = 2**16
 """Elements that are fitted together: they stay within a core's cache."""
@@ -27,8 +31,6 @@ def weigh(rows: F32, importance: F32 | None, length: int, *, evenly: bool) -> F3
     """Return what squared errors of ``rows`` [n, width] count: the same (``evenly``) or more where
     a weight is large among the ``length`` around it; or, where it is known, the ``importance``
     [width] of their column, times more for large ones."""
-    import numpy as np
-
     if importance is None and evenly:
         return np.ones_like(rows)
     groups = rows.reshape(len(rows), -1, length)
@@ -43,8 +45,6 @@ def weigh(rows: F32, importance: F32 | None, length: int, *, evenly: bool) -> F3
 
 def turn_groups(rows: F32, length: int) -> F32:
     """Return the groups of ``rows`` [n, width] as columns [length, n x width / length]."""
-    import numpy as np
-
     return np.ascontiguousarray(rows.reshape(-1, length).T)
 
 
@@ -57,8 +57,6 @@ def list_tiles(count: int, width: int) -> Iterator[slice]:
 def fit_scales(columns: F32, weights: F32, bottom: int, top: int) -> F32:
     """Return the scales [n] of signed codes from ``bottom`` to ``top``; if ``bottom`` is further
     from 0, a scale has the sign that gives it to the largest element."""
-    import numpy as np
-
     places = np.abs(columns).argmax(axis=0)[None]
     peaks = np.take_along_axis(columns, places, axis=0)[0]
     reach = max(top, -bottom)
@@ -79,15 +77,11 @@ def fit_scales(columns: F32, weights: F32, bottom: int, top: int) -> F32:
 
 def invert(numbers: F32) -> F32:
     """Return 1 over each number, and 0 for numbers near 0."""
-    import numpy as np
-
     return np.divide(1, numbers, out=np.zeros_like(numbers), where=np.abs(numbers) > _LEAST)
 
 
 def _solve_scale(columns: F32, weights: F32, codes: F32) -> tuple[F32, F32]:
     """Return the best scales [n] of ``codes``, and by how much each lowers the squared error."""
-    import numpy as np
-
     weighted = weights * codes
     product = np.einsum("en,en->n", weighted, columns)
     size = np.einsum("en,en->n", weighted, codes)
@@ -105,8 +99,6 @@ class Lines:
 
 def fit_lines(columns: F32, weights: F32, top: int, *, is_free: bool = False) -> Lines:
     """Return scales and minima of codes from 0 to ``top``; only free minima may be negative."""
-    import numpy as np
-
     low, high = columns.min(axis=0), columns.max(axis=0)
     if not is_free:
         low = np.minimum(low, 0)
@@ -126,8 +118,6 @@ def fit_lines(columns: F32, weights: F32, top: int, *, is_free: bool = False) ->
 
 
 def round_lines(columns: F32, lines: Lines, top: int) -> F32:
-    import numpy as np
-
     codes = columns + lines.minima
     codes *= invert(lines.scales)
     np.rint(codes, out=codes)
@@ -146,8 +136,6 @@ def _keep_line(
 ) -> F32:
     """Put the best lines of ``codes`` into ``found`` where they lower the error more than ``best``;
     return by how much they do.  ``sums``: of weights, and of weighted elements."""
-    import numpy as np
-
     weighted = weights * codes
     one, own = sums
     first = weighted.sum(axis=0)
@@ -187,29 +175,21 @@ class Settled:
 
 def _take_peaks(numbers: F32, groups: int) -> F32:
     """Return the number furthest from 0 of ``groups`` side by side."""
-    import numpy as np
-
     blocks = numbers.reshape(-1, groups)
     places = np.abs(blocks).argmax(axis=1)[:, None]
     return np.take_along_axis(blocks, places, axis=1)[:, 0]
 
 
 def _round_half(numbers: F32) -> F32:
-    import numpy as np
-
     with np.errstate(over="ignore"):
         return numbers.astype(np.float16).astype(np.float32)
 
 
 def _divide(numbers: F32, shared: F32, groups: int) -> F32:
-    import numpy as np
-
     return np.asarray(np.rint(numbers * invert(shared).repeat(groups)), np.float32)
 
 
 def _sum_groups(numbers: F32, groups: int) -> F32:
-    import numpy as np
-
     return np.asarray(numbers.reshape(-1, groups).sum(axis=1), np.float32)
 
 
@@ -231,8 +211,6 @@ class SuperBlock:
 
         For each group the neighbours of the nearest whole number are tried as well; then the shared
         scales are the best for all codes."""
-        import numpy as np
-
         peaks = _take_peaks(lines.scales, self.groups)
         is_signed = -self.lowest > self.highest
         step = _round_half(peaks / np.float32(self.lowest if is_signed else self.highest))
@@ -248,8 +226,6 @@ class SuperBlock:
         return found
 
     def _try_neighbours(self, columns: F32, weights: F32, found: Settled) -> None:
-        import numpy as np
-
         step, down = found.spread(self.groups)
         one = weights.sum(axis=0)
         has_minima = bool(down.any())
@@ -272,8 +248,6 @@ class SuperBlock:
             found.scales[better], found.minima[better] = own[better], least[better]
 
     def _share(self, columns: F32, weights: F32, found: Settled) -> None:
-        import numpy as np
-
         step, down = found.spread(self.groups)
         codes = self.round(columns, found.scales * step, found.minima * down)
         units = codes * found.scales
@@ -309,16 +283,12 @@ class SuperBlock:
         found.down = np.where(worse, old[1], found.down)
 
     def _measure(self, columns: F32, weights: F32, found: Settled) -> F32:
-        import numpy as np
-
         step, down = found.spread(self.groups)
         wide, least = found.scales * step, found.minima * down
         wrong = self.round(columns, wide, least) * wide - least - columns
         return _sum_groups(np.einsum("en,en,en->n", wrong, wrong, weights), self.groups)
 
     def round(self, columns: F32, scales: F32, minima: F32) -> F32:
-        import numpy as np
-
         codes = columns + minima
         codes *= invert(scales)
         np.rint(codes, out=codes)

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import importlib
+from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.records import dataclass
 
+
+class _Late:
+    """A module that is imported when a name of it is first asked for: reading a plan asks formats
+    for sizes only."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(importlib.import_module(self._name), name)
+        setattr(self, name, found)
+        return found
+
+
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import F32, U8, Bits
+else:
+    np = _Late("numpy")
 
 Activations = Literal["float", "q8_0", "q8_k"]
 """What weights are multiplied with: float32, or 8 bits with a scale for each 32 (``q8_0``) or 256
@@ -44,8 +63,6 @@ class Format:
 
     def decode(self, raw: U8) -> F32:
         """Return the numbers [..., n x block] of blocks uint8 [..., n x block_bytes]."""
-        import numpy as np
-
         raw = np.ascontiguousarray(raw)
         if self.name == "f32":
             return raw.view(np.float32)
@@ -66,8 +83,6 @@ class Format:
     def find_faults(self, raw: U8) -> Bits:
         """Return which blocks [..., n] of uint8 [..., n x block_bytes] have a scale, or a number,
         that is not finite."""
-        import numpy as np
-
         blocks = np.ascontiguousarray(raw).reshape(*raw.shape[:-1], -1, self.block_bytes)
         found: Bits = np.zeros(blocks.shape[:-1], np.bool_)
         for place in self.halves:
@@ -80,8 +95,6 @@ class Format:
 
 def check_finite(rows: F32, most: float | None = MOST_FLOAT16) -> None:
     """`ValueError` if a weight is not finite, or larger than ``most``, by default what fp16 has."""
-    import numpy as np
-
     if not np.isfinite(rows).all():
         raise ValueError("a weight is not a finite number")
     peak = float(np.abs(rows).max(initial=0))

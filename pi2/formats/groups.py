@@ -18,7 +18,11 @@ from pi2.formats.packing import keep_blocks
 from pi2.records import dataclass
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import F32, U8
+else:
+    from pi2.formats.format import np
 
 _BLOCK = 32
 
@@ -31,8 +35,6 @@ class _Group(Format):
     can_encode: bool = True
 
     def encode(self, rows: F32, importance: F32 | None = None) -> U8:
-        import numpy as np
-
         check_finite(rows)
         found = np.empty((len(rows), self.count_bytes(rows.shape[1])), np.uint8)
         for own in list_tiles(*rows.shape):
@@ -47,8 +49,6 @@ class _Group(Format):
 
     def _round(self, columns: F32, weights: F32) -> tuple[list[F32], F32]:
         """Return what precedes the codes, in fp16's numbers, and codes as bits hold them."""
-        import numpy as np
-
         if len(self.halves) == 2:
             top = (1 << self.bits) - 1
             lines = fit_lines(columns, weights, top, is_free=True)
@@ -63,8 +63,6 @@ class _Group(Format):
         return [scales], codes if self.bits == 8 else codes - np.float32(bottom)
 
     def _pack(self, codes: U8) -> list[U8]:
-        import numpy as np
-
         if self.bits == 8:
             return [codes]
         low = codes & np.uint8(15)

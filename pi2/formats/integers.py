@@ -15,7 +15,11 @@ from pi2.formats.packing import GROUP, Packing, explain_overflow
 from pi2.records import dataclass
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import F32, I8, Scales
+else:
+    from pi2.formats.format import np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +29,6 @@ class _Nearest(Packing):
     bottom: int
 
     def find_codes(self, rows: F32, scales_out: Scales) -> I8:
-        import numpy as np
-
         groups = rows.reshape(len(rows), -1, GROUP)
         peaks = _find_peaks(rows).reshape(scales_out.shape)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -48,8 +50,6 @@ class _Ternary(Packing):
     __slots__ = ()
 
     def find_codes(self, rows: F32, scales_out: Scales) -> I8:
-        import numpy as np
-
         if not np.isfinite(rows).all():
             raise ValueError(explain_overflow(rows))
         sizes = np.abs(rows)
@@ -64,8 +64,6 @@ class _Ternary(Packing):
 
 def _find_peaks(rows: F32) -> F32:
     """Largest magnitude of every group, float32 [n * groups]."""
-    import numpy as np
-
     # Without their signs, floats are in the order of their bits, which are compared twice as fast;
     # halving one long vector is four times as fast as a reduction over rows of 32.
     peaks = (np.ascontiguousarray(rows).view(np.uint32) & np.uint32(0x7FFFFFFF)).reshape(-1)

@@ -20,7 +20,11 @@ from pi2.formats.packing import keep_blocks
 from pi2.records import dataclass
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import F32, U8
+else:
+    from pi2.formats.format import np
 
 _BLOCK = 256
 
@@ -34,8 +38,6 @@ class _KQuant(Format):
     can_encode: bool = True
 
     def encode(self, rows: F32, importance: F32 | None = None) -> U8:
-        import numpy as np
-
         check_finite(rows)
         found = np.empty((len(rows), self.count_bytes(rows.shape[1])), np.uint8)
         for own in list_tiles(*rows.shape):
@@ -66,8 +68,6 @@ class _WithMinima(_KQuant):
         return fit_lines(columns, weights, self.shared.top)
 
     def _pack(self, codes: U8, settled: Settled) -> U8:
-        import numpy as np
-
         count = len(codes)
         halves = np.stack([settled.step, settled.down], axis=1).astype("<f2").view(np.uint8)
         pairs = codes.reshape(count, 4, 2, 32)
@@ -84,8 +84,6 @@ class _WithMinima(_KQuant):
 def _pack_scales(scales: F32, minima: F32) -> U8:
     """Return 6-bit numbers of 8 groups, and of their minima, as 12 bytes: the first four of each
     have a byte, with the highest two bits of the last four, whose lowest four share bytes."""
-    import numpy as np
-
     own, low = (part.astype(np.uint8).reshape(-1, 8) for part in (scales, minima))
     first = [part[:, :4] | ((part[:, 4:] >> np.uint8(4)) << np.uint8(6)) for part in (own, low)]
     last = (own[:, 4:] & np.uint8(15)) | ((low[:, 4:] & np.uint8(15)) << np.uint8(4))
@@ -98,14 +96,10 @@ class _WithoutMinima(_KQuant):
     __slots__ = ()
 
     def _fit(self, columns: F32, weights: F32) -> Lines:
-        import numpy as np
-
         scales = fit_scales(columns, weights, self.shared.bottom, self.shared.top)
         return Lines(scales, np.zeros_like(scales))
 
     def _pack(self, codes: U8, settled: Settled) -> U8:
-        import numpy as np
-
         count = len(codes)
         quarters = (codes + np.uint8(32)).reshape(count, 2, 4, 32)
         low = quarters & np.uint8(15)

@@ -20,7 +20,11 @@ from pi2.formats.integers import PACKINGS as INTEGERS
 from pi2.formats.packing import GROUP, Packing
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import F32, I8, U8, Bits, Scales
+else:
+    from pi2.formats.format import np
 
 
 MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -37,8 +41,6 @@ class _ScaledByBytes(Format):
     __slots__ = ()
 
     def find_faults(self, raw: U8) -> Bits:
-        import numpy as np
-
         count, mask = (1, 0xFF) if self.name == "mxfp4" else (4, 0x7F)
         blocks = np.ascontiguousarray(raw).reshape(*raw.shape[:-1], -1, self.block_bytes)
         found: Bits = ((blocks[..., :count] & mask) == mask).any(axis=-1)
@@ -52,18 +54,12 @@ class _PowersOfTwo(Packing):
     __slots__ = ()
 
     def take_numbers(self, codes: I8) -> F32:
-        import numpy as np
-
         return np.array(NUMBERS, np.float32)[codes]
 
     def take_scales(self, scales: Scales) -> F32:
-        import numpy as np
-
         return (scales.astype(np.uint32) << np.uint32(23)).view(np.float32)
 
     def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, Scales]:
-        import numpy as np
-
         count, length = rows.shape
         if not spread:
             codes, exponents = find_codes(rows.reshape(count, length // GROUP, GROUP), axis=2)
@@ -75,8 +71,6 @@ class _PowersOfTwo(Packing):
     def dequantize(
         self, weights: U8, scales: Scales | None, length: int, *, spread: bool = False
     ) -> F32:
-        import numpy as np
-
         if not spread:
             return Packing.dequantize(self, weights, scales, length)
         assert scales is not None
@@ -88,8 +82,6 @@ class _PowersOfTwo(Packing):
 def find_codes(groups: F32, axis: int) -> tuple[I8, U8]:
     """Codes int8 in the shape of ``groups``, and exponents uint8 without ``axis``; ValueError for
     infinite or too large weights."""
-    import numpy as np
-
     peaks = np.abs(groups).max(axis=axis, keepdims=True)
     if not np.isfinite(peaks).all():
         raise ValueError("a weight is not a finite number")

@@ -24,7 +24,11 @@ from pi2.formats.format import Format, check_finite
 from pi2.records import dataclass
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import F32, I8, U8, U32, Scales
+else:
+    from pi2.formats.format import np
 
 GROUP = 32
 """Weights that share a scale."""
@@ -140,20 +144,14 @@ class Packing:
 
     def take_numbers(self, codes: I8) -> F32:
         """Return what codes stand for, in units of their scales; a new array."""
-        import numpy as np
-
         return codes.astype(np.float32)
 
     def take_scales(self, scales: Scales) -> F32:
-        import numpy as np
-
         return scales.astype(np.float32)
 
     def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, Scales | None]:
         """Quantise and pack ``rows`` float32 [n, length]: weights uint8 [n, weight bytes] and
         scales [n, scales] or None; ValueError if a weight does not fit."""
-        import numpy as np
-
         count, length = rows.shape
         assert rows.dtype == np.float32 and not spread, (rows.dtype, spread)
         weights = np.empty((count, self.count_weight_bytes(length)), np.uint8)
@@ -177,8 +175,6 @@ class Packing:
 
     def pack(self, codes: I8) -> U8:
         """Lay codes int8 [n, length] out as bytes uint8 [n, weight bytes]."""
-        import numpy as np
-
         count, length = codes.shape
         packed = np.empty((count, self.count_weight_bytes(length)), np.uint8)
         group, byte = 0, 0
@@ -199,8 +195,6 @@ class Packing:
 
     def _join(self, fields: U32) -> U32:
         """Words [n, blocks, bits, lanes] of words of four fields [n, blocks, 8, lanes]."""
-        import numpy as np
-
         if self.bits == 8:
             return fields
         joined = np.empty((*fields.shape[:2], self.bits, fields.shape[3]), np.uint32)
@@ -217,8 +211,6 @@ class Packing:
 
     def unpack(self, weights: U8, length: int) -> I8:
         """Undo `pack`: bytes uint8 [n, weight bytes] -> codes int8 [n, length]."""
-        import numpy as np
-
         count = weights.shape[0]
         codes = np.empty((count, length), np.int8)
         group, byte = 0, 0
@@ -245,8 +237,6 @@ class Packing:
     def order_words(self, weights: U8, length: int) -> U32:
         """Put the words of packed vectors uint8 [n, weight bytes] in the order of groups: uint32
         [n, groups, words of a group]."""
-        import numpy as np
-
         count = len(weights)
         words = self.bits
         if self.is_plain:
@@ -276,8 +266,6 @@ class BlockPacking(Packing):
         return self.block.count_bytes(round_up(length, self.length_step))
 
     def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, None]:
-        import numpy as np
-
         if not rows.any():  # in every format, blocks of zeros stand for zeros
             return np.zeros((len(rows), self.count_weight_bytes(rows.shape[1])), np.uint8), None
         check_finite(rows)
@@ -310,8 +298,6 @@ def keep_blocks(formats: Iterable[Format]) -> tuple[Packing, ...]:
 
 def explain_overflow(rows: F32) -> str:
     """Say why weights do not fit into a format whose scales are fp16."""
-    import numpy as np
-
     if not np.isfinite(rows).all():
         return "a weight is not a finite number"
     return f"a weight of magnitude {float(np.abs(rows).max()):.4g} does not fit into fp16"

@@ -8,7 +8,11 @@ from pi2.formats.format import MOST_FLOAT16, Format, check_finite
 from pi2.formats.packing import Packing, explain_overflow
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import F32, U8, Bits, Scales
+else:
+    from pi2.formats.format import np
 
 
 class _Plain(Format):
@@ -17,8 +21,6 @@ class _Plain(Format):
     __slots__ = ()
 
     def encode(self, rows: F32, importance: F32 | None = None) -> U8:
-        import numpy as np
-
         check_finite(rows, None if self.block_bytes == 4 or self.name == "bf16" else MOST_FLOAT16)
         if self.name != "bf16":
             return np.ascontiguousarray(rows, f"<f{self.block_bytes}").view(np.uint8)
@@ -28,8 +30,6 @@ class _Plain(Format):
         return (bits >> np.uint32(16)).astype("<u2").view(np.uint8)
 
     def find_faults(self, raw: U8) -> Bits:
-        import numpy as np
-
         found: Bits = ~np.isfinite(self.decode(raw))
         return found
 
@@ -38,8 +38,6 @@ class _PlainVectors(Packing):
     __slots__ = ()
 
     def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, None]:
-        import numpy as np
-
         with np.errstate(over="ignore"):
             plain = np.ascontiguousarray(rows, dtype=self.plain_type)
         if not np.isfinite(plain).all():
@@ -49,8 +47,6 @@ class _PlainVectors(Packing):
     def dequantize(
         self, weights: U8, scales: Scales | None, length: int, *, spread: bool = False
     ) -> F32:
-        import numpy as np
-
         assert scales is None and self.plain_type is not None
         plain = np.ascontiguousarray(weights).view(self.plain_type)
         return plain.reshape(len(weights), length).astype(np.float32)

@@ -9,7 +9,11 @@ from pi2.formats.format import Format
 from pi2.formats.packing import keep_blocks
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pi2.arrays import U8, Bits
+else:
+    from pi2.formats.format import np
 
 
 class _SpreadScale(Format):
@@ -18,8 +22,6 @@ class _SpreadScale(Format):
     __slots__ = ()
 
     def find_faults(self, raw: U8) -> Bits:
-        import numpy as np
-
         blocks = np.ascontiguousarray(raw).reshape(*raw.shape[:-1], -1, self.block_bytes)
         # Its highest bits are the exponent: those of the last four, and one of those before.
         last, before = blocks[..., 55] >> 4, blocks[..., 53] >> 4
