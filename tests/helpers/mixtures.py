@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import tomlkit
 
 from pi2.fitting.check import check_file
+from pi2.importing.conversion_job import group_experts
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.manifest import read_manifest
+from pi2.store.reader import NeuronStore
+from pi2.store.reordering import reorder_store
 from synthesis.blueprint import draw_blueprint
 from synthesis.generation import write_synthetic_store
 from synthesis.plan_file import PlanWish, write_plan
@@ -21,10 +25,13 @@ SHAPE = {"layers": 2, "hidden": 128, "ffn": 200, "vocab": 300}
 
 
 def make_mixture_plan(
-    folder: Path, activation: str, changes: Mapping[str, Any] | None = None
+    folder: Path,
+    activation: str,
+    changes: Mapping[str, Any] | None = None,
+    order: Literal["hotness", "expert", "index"] = "hotness",
 ) -> Path:
     """A plan with everything in memory for a synthetic mixture, four experts of which two compute a
-    token; ``changes`` are those of `make_model`."""
+    token; ``changes`` are those of `make_model`, and neurons are stored in an ``order``."""
     model = make_model(
         {
             "shape": SHAPE,
@@ -36,6 +43,14 @@ def make_mixture_plan(
     )
     store, plan = folder / "store", folder / "tiny.plan.toml"
     write_synthetic_store(store, draw_blueprint(model, Recipe(active=0.3, skew=0.4)))
+    if order != "hotness":
+        with NeuronStore.open(store) as opened:
+            known = [layer.original for layer in opened.layers]
+        orders = [
+            np.sort(row) if order == "index" else group_experts(row, model.shape.ffn, 1)
+            for row in known
+        ]
+        reorder_store(store, np.stack(orders), order)
     model_file = folder / "tiny.model.toml"
     model_file.write_text(tomlkit.dumps(model.model_dump(mode="json", exclude_none=True)))
     device = check_file(find_document("host", "device", Path())).document

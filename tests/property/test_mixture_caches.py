@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import pi2
 from pi2.arrays import F32
 from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import MIXTURE
 
@@ -24,11 +23,7 @@ LAYERS, EXPERTS, CHOSEN, FFN = 2, 4, 3, 200
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {**MIXTURE, "predictor": None, "moe": {"experts": EXPERTS, "active_experts": CHOSEN}}
-    plan = make_mixture_plan(tmp_path_factory.mktemp("mixture"), "silu", changes)
-    with NeuronStore.open(plan.parent / "store") as store:
-        orders = np.stack([np.sort(layer.original) for layer in store.layers])
-    reorder_store(plan.parent / "store", orders, "index")
-    return plan
+    return make_mixture_plan(tmp_path_factory.mktemp("mixture"), "silu", changes, order="index")
 
 
 def compute(plan: Path, chosen: dict[str, Any]) -> tuple[F32, F32]:

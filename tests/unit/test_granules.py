@@ -22,7 +22,6 @@ from pi2.plan.arithmetic.costs import choose_request_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store
 from tests.helpers.mixtures import make_mixture_plan
 
 STRIDE, GRANULE, COUNT, OFFSET = 512, 40, 200, 4096
@@ -135,11 +134,8 @@ def test_looking_ahead_stops_where_tokens_are_quicker_without() -> None:
 
 @pytest.fixture(scope="module")
 def by_expert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    plan = make_mixture_plan(tmp_path_factory.mktemp("whole"), "silu", {"predictor": None})
-    with NeuronStore.open(plan.parent / "store") as store:
-        orders = np.stack([group_experts(one.original, FFN, 1) for one in store.layers])
-    reorder_store(plan.parent / "store", orders, "expert")
-    return plan
+    folder = tmp_path_factory.mktemp("whole")
+    return make_mixture_plan(folder, "silu", {"predictor": None}, order="expert")
 
 
 def test_a_cache_below_a_tokens_demand_is_warned_of_with_the_arithmetic(by_expert: Path) -> None:

@@ -235,12 +235,7 @@ def test_packed_integers_of_compressed_tensors(variety: str, bits: int, tmp_path
     if variety == "any order":
         index = np.random.default_rng(4).permutation(index)
         tensors["a.weight_g_idx"] = ("I32", index.astype(np.int32))
-    expected = np.empty((ROWS, COLUMNS), np.float32)
-    for row in range(ROWS):
-        for column in range(COLUMNS):
-            group = index[column]
-            step = codes[row, column] - zeros[row, group]
-            expected[row, column] = step * scales[row, group]
+    expected = (codes - zeros[:, index]) * scales[:, index]
     folder = write_folder(tmp_path / "model", {"quant_method": "compressed-tensors"}, tensors)
     np.testing.assert_allclose(read(folder, "a.weight"), expected, rtol=1e-6)
 
@@ -267,12 +262,8 @@ def test_gptq_weights(variety: str, bits: int, tmp_path: Path) -> None:
     index = np.arange(COLUMNS) // size
     if variety == "desc_act":
         index = np.random.default_rng(6).permutation(index)
-    expected = np.empty((ROWS, COLUMNS), np.float32)
-    for row in range(ROWS):
-        for column in range(COLUMNS):
-            group = index[column]
-            zero = zeros[group, row] + (0 if variety == "gptq_v2" else 1)
-            expected[row, column] = (codes[column, row] - zero) * np.float32(scales[group, row])
+    steps = codes - zeros[index] - (0 if variety == "gptq_v2" else 1)
+    expected = (steps * scales[index].astype(np.float32)).T
     tensors: Stored = {
         "a.qweight": ("I32", pack_words(codes.T, bits).T),
         "a.qzeros": ("I32", pack_words(zeros, bits)),
@@ -305,12 +296,8 @@ def test_awq_weights(tmp_path: Path) -> None:
                 words[:, word] |= column << np.uint32(4 * place)
         return words.view(np.int32)
 
-    expected = np.empty((ROWS, COLUMNS), np.float32)
-    for row in range(ROWS):
-        for column in range(COLUMNS):
-            group = column // 32
-            step = codes[column, row] - zeros[group, row]
-            expected[row, column] = step * np.float32(scales[group, row])
+    index = np.arange(COLUMNS) // 32
+    expected = ((codes - zeros[index]) * scales[index].astype(np.float32)).T
     tensors: Stored = {
         "a.qweight": ("I32", pack(codes)),
         "a.qzeros": ("I32", pack(zeros)),

@@ -22,8 +22,7 @@ from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import find_document
-from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store, repack_store
+from pi2.store.reordering import repack_store
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import MIXTURE, make_model
 
@@ -49,11 +48,8 @@ def silu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def by_expert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in the checkpoint's order: one expert's neurons after the other's."""
-    plan = make_mixture_plan(tmp_path_factory.mktemp("ordered"), "silu", {"predictor": None})
-    with NeuronStore.open(plan.parent / "store") as store:
-        orders = np.stack([np.sort(layer.original) for layer in store.layers])
-    reorder_store(plan.parent / "store", orders, "index")
-    return plan
+    folder = tmp_path_factory.mktemp("ordered")
+    return make_mixture_plan(folder, "silu", {"predictor": None}, order="index")
 
 
 def load(plan: Path, *settings: Mapping[str, Any]) -> LoadedModel:

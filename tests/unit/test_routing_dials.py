@@ -16,11 +16,8 @@ from pi2.engine.experts import DialCounters, RoutingDials
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.statistics import RunStatistics
 from pi2.fitting.check import load_plan
-from pi2.importing.conversion_job import group_experts
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Experts
-from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store
 from tests.helpers.goldens import (
     CPU,
     EXACT,
@@ -151,11 +148,8 @@ def test_a_routers_bias_counts_when_experts_are_preferred() -> None:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    plan = make_mixture_plan(tmp_path_factory.mktemp("dials"), "silu", {"predictor": None})
-    with NeuronStore.open(plan.parent / "store") as store:
-        orders = np.stack([group_experts(one.original, 200, 1) for one in store.layers])
-    reorder_store(plan.parent / "store", orders, "expert")
-    return plan
+    folder = tmp_path_factory.mktemp("dials")
+    return make_mixture_plan(folder, "silu", {"predictor": None}, order="expert")
 
 
 def run(plan: Path, look_ahead: str = "none", **settings: Any) -> tuple[F32, RunStatistics]:
