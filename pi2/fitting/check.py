@@ -2,10 +2,15 @@
 
 A rule's page is its docstring. Codes without a rule, such as the code of a missing file, have their
 pages in a TOML file per range of codes. It has a table per code with the keys ``what``, ``why``,
-``example`` and ``fix``, which are Markdown."""
+``example`` and ``fix``, which are Markdown.
+
+A finding is shown at a line of its author, never in a document that comes with pi2. A document may
+extend a shipped or a fetched one, which is not changed. A finding about a value from there is shown
+at the entry of ``extends``, with the line to write in the author's own file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +22,25 @@ from pi2.fitting import find_alone
 from pi2.fitting.inspection import Inspection, Reuse
 from pi2.fitting.rules import list_rules
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.checking.findings import Fact
+from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.reading.references import Located, Resolver, list_documents
+from pi2.plan.reading.references import (
+    Located,
+    Resolver,
+    find_shipped_folder,
+    has_scheme,
+    list_documents,
+)
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
+from pi2.plan.toml.text import KeyPath, format_path, name_path
 from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import FillPlan
+    from pi2.plan.composing.trees import Chain, Link
     from pi2.plan.reading.thresholds import GivenThresholds
 
 
@@ -108,7 +121,7 @@ def check_file(
         return _report(check, kind="plan")
     check.read(Located(path=path, file_name=path.name, name=shown, reference=reference), kind, text)
     if kind in check.documents:
-        check.run_rules(list_rules(), {kind: check.documents[kind]}, set())
+        run_rules(check, {kind: check.documents[kind]}, set())
     return _report(check, kind=kind)
 
 
@@ -165,10 +178,10 @@ def check_plan(
 
     done: set[str] = set()
     if check.is_open:
-        check.run_rules(list_rules(), dict(check.documents.items()), done, early=True)
+        run_rules(check, dict(check.documents.items()), done, early=True)
         check.close_plan()
     facts: dict[Fact, object] = dict(check.documents.items())
-    check.run_rules(list_rules(), facts, done)
+    run_rules(check, facts, done)
     if thresholds is None:
         thresholds = check.follow_thresholds()
     resolved = _resolve(check, thresholds)
@@ -179,8 +192,136 @@ def check_plan(
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)
     if resolved is not None:
-        check.run_rules(list_rules(), {**facts, "resolved": resolved}, done)
+        run_rules(check, {**facts, "resolved": resolved}, done)
     return _report(check, kind="plan", resolved=resolved)
+
+
+def run_rules(
+    check: Inspection, facts: Mapping[Fact, object], done: set[str], *, early: bool = False
+) -> None:
+    """Run rules that did not run and whose needs are met; ``early``: only those with needs."""
+    for rule in list_rules():
+        if early and not rule.needs:
+            continue
+        if rule.code in done or not set(rule.needs) <= set(facts):
+            continue
+        done.add(rule.code)
+        if not rule.needs:
+            for kind, document in check.documents.items():
+                check.diagnostics += _run_alone(check, rule, kind, document)
+        elif rule.needs[0] in check.documents and len(rule.needs) == 1:
+            kind = rule.needs[0]
+            found = _run_alone(check, rule, kind, check.documents[kind])
+            check.diagnostics += found
+            if any(item.severity == "error" for item in found):
+                check.contradictory.add(kind)
+        else:
+            check.diagnostics += _run_rule(check, rule, facts)
+
+
+def _run_rule(
+    check: Inspection, rule: Rule, facts: Mapping[Fact, object]
+) -> tuple[Diagnostic, ...]:
+    known = Facts(known=facts, files=check.file_names)
+    return tuple(_locate(check, rule, finding) for finding in rule.check(known))
+
+
+def _run_alone(
+    check: Inspection, rule: Rule, kind: Kind, document: Document
+) -> tuple[Diagnostic, ...]:
+    """What a rule finds in one document, from an earlier check if there was one."""
+    reuse = check.reuse
+    if reuse is None or kind == "plan":
+        return _run_rule(check, rule, {kind: document})
+    key = (rule.code, id(document))
+    if key not in reuse.findings:
+        found = _run_rule(check, rule, {kind: document})
+        if not any(item.document is document for item in reuse.documents.values()):
+            return found  # it may go, and another one get its identity
+        reuse.findings[key] = found
+    return reuse.findings[key]
+
+
+def _locate(check: Inspection, rule: Rule, finding: Finding) -> Diagnostic:
+    notes = []
+    for origin in finding.origins:
+        spans = check.files[origin.document].spans
+        remark = "" if spans.has(origin.path) else " (default)"
+        notes.append(f"{spans.find_value(origin.path).place}: {origin.text}{remark}")
+    file, help_text = check.files[finding.document or rule.document], finding.help
+    inherited = [] if type(file) is SourceFile else _list_inherited(file, finding.path)
+    if inherited:
+        notes += [f"{span.place}: inherited: {text}" for span, text in inherited]
+        remedy = f'remove = ["{name_path(finding.path)}"] drops the inherited ones'
+        help_text = f"{help_text}, or {remedy}" if help_text else remedy
+    find = file.spans.find_key if finding.at == "key" else file.spans.find_value
+    item = Diagnostic(
+        code=rule.code,
+        severity=rule.severity,
+        message=finding.message,
+        help=help_text,
+        span=find(finding.path),
+        notes=tuple(notes),
+        path=name_path(finding.path),
+    )
+    return give_to_author(item, finding, check) if check.chains else item
+
+
+def _list_inherited(file: SourceFile, path: KeyPath) -> list[tuple[Span, str]]:
+    """What a table of a composed document has from other files."""
+    from pi2.plan.composing.trees import ComposedPlaces
+
+    places = file.spans
+    return places.list_inherited(path) if isinstance(places, ComposedPlaces) else []
+
+
+_MAX_SHOWN = 80
+"""Longest line of another document that is shown, in characters."""
+
+_WRITE = re.compile(r"write (?P<key>[\w-]+) = ")
+
+
+def give_to_author(item: Diagnostic, finding: Finding, check: Inspection) -> Diagnostic:
+    """Move a finding from a shipped or fetched document to the ``extends`` that takes it up."""
+    span = item.span
+    link = None if span is None else _find_entry(span.file, check.chains.get(span.file, ()))
+    if span is None or link is None:
+        return item
+    lines = check.sources.get(span.file, "").split("\n")
+    line = lines[span.line - 1].strip() if span.line <= len(lines) else ""
+    shown = line if len(line) <= _MAX_SHOWN else f"{line[: _MAX_SHOWN - 3]}..."
+    return replace(
+        item,
+        span=link.file.spans.find_value(link.path),
+        notes=(f"{span.place}: {shown}", *item.notes),
+        help=_advise(item.help, finding, link.file.name),
+    )
+
+
+def _find_entry(name: str, chain: Chain) -> Link | None:
+    """The entry in an author's file from which the way leads to the document ``name`` that is not
+    theirs; None where ``name`` is an author's itself, or nothing on the way is."""
+    if not _is_foreign(name):
+        return None
+    return next((link for link in reversed(chain) if not _is_foreign(link.file.name)), None)
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether a document is one that pi2 ships or that was fetched."""
+    return has_scheme(name) or Path(name).resolve().is_relative_to(find_shipped_folder())
+
+
+def _advise(help: str | None, finding: Finding, file: str) -> str:
+    key = format_path(finding.path)
+    if finding.at == "key":
+        remedy = f'write remove = ["{key}"] in {file} to leave it out'
+        return remedy if help is None else f"{help}; {remedy}"
+    wanted = _WRITE.match(help or "")
+    if help is not None and wanted is not None and wanted["key"] == finding.path[-1]:
+        value = help[wanted.end() :].removesuffix(", or leave it out")
+        return f"in {file}, write {key} = {value}"
+    remedy = f"write {key} in {file}, and it counts instead"
+    return remedy if help is None else f"{help}; {remedy}"
 
 
 def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | None:

@@ -1,24 +1,16 @@
-"""Looking into documents: reads them with the documents they name, runs the rules, gathers
-findings.
-
-A finding is shown at a line of its author, never in a document that comes with pi2.
-
-A document may extend a shipped or a fetched one, which is not changed. A finding about a value from
-there is shown at the entry of ``extends``, with the line to write in the author's own file."""
+"""Reads documents with the documents that they name, and gathers the findings."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.fitting.completion import complete_plan, fill_gaps, leaves_out
-from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
-from pi2.plan.composing.trees import Chain, Link
+from pi2.plan.composing.trees import Chain
 from pi2.plan.documents.common import COMPOSITION, Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -31,15 +23,13 @@ from pi2.plan.reading.references import (
     Resolver,
     UnknownName,
     check_suffix,
-    find_shipped_folder,
     guess_kind,
-    has_scheme,
     locate_document,
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_schema
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, read_source
-from pi2.plan.toml.text import KeyPath, format_path, name_path
+from pi2.plan.toml.text import KeyPath, name_path
 from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
@@ -84,61 +74,6 @@ def make_key(located: Located, kind: Kind) -> FileKey | None:
         return None
     state = (status.st_ino, status.st_mtime_ns, status.st_size)
     return (kind, str(located.path), located.name, *state)
-
-
-MAX_SHOWN = 80
-"""Longest line of another document that is shown, in characters."""
-
-_WRITE = re.compile(r"write (?P<key>[\w-]+) = ")
-
-
-def give_to_author(
-    item: Diagnostic,
-    path: KeyPath,
-    at: Literal["key", "value"],
-    chains: Mapping[str, Chain],
-    sources: Mapping[str, str],
-) -> Diagnostic:
-    """Move a finding from a shipped or fetched document to the ``extends`` that takes it up."""
-    span = item.span
-    link = None if span is None else find_entry(span.file, chains.get(span.file, ()))
-    if span is None or link is None:
-        return item
-    lines = sources.get(span.file, "").split("\n")
-    line = lines[span.line - 1].strip() if span.line <= len(lines) else ""
-    shown = line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN - 3]}..."
-    return replace(
-        item,
-        span=link.file.spans.find_value(link.path),
-        notes=(f"{span.place}: {shown}", *item.notes),
-        help=_advise(item.help, path, at, link.file.name),
-    )
-
-
-def find_entry(name: str, chain: Chain) -> Link | None:
-    """The entry in an author's file from which the way leads to the document ``name`` that is not
-    theirs; None where ``name`` is an author's itself, or nothing on the way is."""
-    if not _is_foreign(name):
-        return None
-    return next((link for link in reversed(chain) if not _is_foreign(link.file.name)), None)
-
-
-def _is_foreign(name: str) -> bool:
-    """Whether a document is one that pi2 ships or that was fetched."""
-    return has_scheme(name) or Path(name).resolve().is_relative_to(find_shipped_folder())
-
-
-def _advise(help: str | None, path: KeyPath, at: Literal["key", "value"], file: str) -> str:
-    key = format_path(path)
-    if at == "key":
-        remedy = f'write remove = ["{key}"] in {file} to leave it out'
-        return remedy if help is None else f"{help}; {remedy}"
-    wanted = _WRITE.match(help or "")
-    if help is not None and wanted is not None and wanted["key"] == path[-1]:
-        value = help[wanted.end() :].removesuffix(", or leave it out")
-        return f"in {file}, write {key} = {value}"
-    remedy = f"write {key} in {file}, and it counts instead"
-    return remedy if help is None else f"{help}; {remedy}"
 
 
 _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
@@ -454,91 +389,12 @@ class Inspection:
             else:
                 self.diagnostics.append(item)
 
-    def run_rules(
-        self,
-        rules: Sequence[Rule],
-        facts: Mapping[Fact, object],
-        done: set[str],
-        *,
-        early: bool = False,
-    ) -> None:
-        """Run rules that did not run and whose needs are met; ``early``: only those with needs."""
-        for rule in rules:
-            if early and not rule.needs:
-                continue
-            if rule.code in done or not set(rule.needs) <= set(facts):
-                continue
-            done.add(rule.code)
-            if not rule.needs:
-                for kind, document in self.documents.items():
-                    self.diagnostics += self.run_alone(rule, kind, document)
-            elif rule.needs[0] in self.documents and len(rule.needs) == 1:
-                kind = rule.needs[0]
-                found = self.run_alone(rule, kind, self.documents[kind])
-                self.diagnostics += found
-                if any(item.severity == "error" for item in found):
-                    self.contradictory.add(kind)
-            else:
-                self.diagnostics += self.run_rule(rule, facts)
-
-    def run_rule(self, rule: Rule, facts: Mapping[Fact, object]) -> tuple[Diagnostic, ...]:
-        known = Facts(known=facts, files=self.file_names)
-        return tuple(self.locate(rule, finding) for finding in rule.check(known))
-
-    def run_alone(self, rule: Rule, kind: Kind, document: Document) -> tuple[Diagnostic, ...]:
-        """What a rule finds in one document, from an earlier check if there was one."""
-        if self.reuse is None or kind == "plan":
-            return self.run_rule(rule, {kind: document})
-        key = (rule.code, id(document))
-        if key not in self.reuse.findings:
-            found = self.run_rule(rule, {kind: document})
-            if not any(item.document is document for item in self.reuse.documents.values()):
-                return found  # it may go, and another one get its identity
-            self.reuse.findings[key] = found
-        return self.reuse.findings[key]
-
-    def locate(self, rule: Rule, finding: Finding) -> Diagnostic:
-        notes = []
-        for origin in finding.origins:
-            spans = self.files[origin.document].spans
-            remark = "" if spans.has(origin.path) else " (default)"
-            notes.append(f"{spans.find_value(origin.path).place}: {origin.text}{remark}")
-        file, help_text = self.files[finding.document or rule.document], finding.help
-        spans = file.spans
-        inherited = [] if type(file) is SourceFile else self.list_inherited(file, finding.path)
-        if inherited:
-            notes += [f"{span.place}: inherited: {text}" for span, text in inherited]
-            remedy = f'remove = ["{name_path(finding.path)}"] drops the inherited ones'
-            help_text = f"{help_text}, or {remedy}" if help_text else remedy
-        find = spans.find_key if finding.at == "key" else spans.find_value
-        item = Diagnostic(
-            code=rule.code,
-            severity=rule.severity,
-            message=finding.message,
-            help=help_text,
-            span=find(finding.path),
-            notes=tuple(notes),
-            path=name_path(finding.path),
-        )
-        if not self.chains:
-            return item
-
-        return give_to_author(item, finding.path, finding.at, self.chains, self.sources)
-
     def add_removal(self, item: Diagnostic) -> Diagnostic:
         """State why a key is missing: it was removed, or nothing states a model."""
         own = [r.note for r in self.removed if item.code == "P102" and r.covers(item.path)]
         if item.code == "P102" and item.path == "model":
             own.append("the store that `weights` names is not here, or states no model of pi2's")
         return replace(item, notes=(*item.notes, *own)) if own else item
-
-    @staticmethod
-    def list_inherited(file: SourceFile, path: KeyPath) -> list[tuple[Span, str]]:
-        """What a table of a composed document has from other files."""
-        from pi2.plan.composing.trees import ComposedPlaces
-
-        places = file.spans
-        return places.list_inherited(path) if isinstance(places, ComposedPlaces) else []
 
     def add_chain(self, item: Diagnostic) -> Diagnostic:
         """Say by which references a finding's file came to the document, where it is another."""
