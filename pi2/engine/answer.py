@@ -1,9 +1,10 @@
-"""The tokens of one request, one by one."""
+"""Requests, in line and under way, and the tokens of their answers, one by one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, Protocol, TypedDict
 
@@ -347,3 +348,82 @@ def score_token(logits: F32, token: int, count: int) -> TokenScore:
     ranked = found[np.lexsort((found, -scores[found]))]
     alternatives = tuple((int(other), float(scores[other])) for other in ranked)
     return TokenScore(token, float(scores[token]), alternatives)
+
+
+def tell_nobody() -> None:
+    """Called by a request without a waiting caller."""
+
+
+class Ticket:
+    """A request in line, or under way, or ended."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        *,
+        client: str = "",
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        """``client``: whose it is; ``progress`` is told the share of the prompt that is done."""
+        self.request = request
+        self.client = client
+        self.progress = progress
+        self.notify: Callable[[], None] = tell_nobody
+        """Called by the driver when there is something to take."""
+        self.pieces: deque[Piece] = deque()
+        """Generated tokens that were not taken yet."""
+        self.answer: Answer | None = None
+        """The generation, as soon as it has a place."""
+        self.result: SequenceResult | None = None
+        """The result, when it has ended by itself."""
+        self.error: Exception | None = None
+        """Why it has failed, if it has."""
+        self.cancelled = False
+        """Whether it was cancelled: its place is given to another one before the next token.  Any
+        thread may set it."""
+        self.ended = False
+        """Whether nothing will come any more."""
+        self.prompt_scores: list[TokenScore] = []
+        """How likely the prompt's tokens are, but the first one, if that is asked for."""
+        self.reused_tokens = 0
+        """Tokens of the prompt that the KV cache had already."""
+        self.shared_tokens = 0
+        """Tokens of the prompt that were read for another request at the same time."""
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Line:
+    """Requests that wait, by client; clients take turns.  Only the driver uses it."""
+
+    def __init__(self) -> None:
+        self._clients: OrderedDict[str, deque[Ticket]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._clients.values()))
+
+    def __iter__(self) -> Iterator[Ticket]:
+        for tickets in self._clients.values():
+            yield from tickets
+
+    def push(self, ticket: Ticket) -> None:
+        """Put a request at the end of its client's."""
+        self._clients.setdefault(ticket.client, deque()).append(ticket)
+
+    def pop(self) -> Ticket:
+        """Take the next one: the first of the client whose turn it is."""
+        client, tickets = self._clients.popitem(last=False)
+        ticket = tickets.popleft()
+        if tickets:
+            self._clients[client] = tickets
+        return ticket
+
+    def drop_cancelled(self) -> list[Ticket]:
+        dropped = [ticket for ticket in self if ticket.cancelled]
+        for ticket in dropped:
+            own = self._clients[ticket.client]
+            own.remove(ticket)
+            if not own:
+                del self._clients[ticket.client]
+        return dropped

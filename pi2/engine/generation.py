@@ -11,12 +11,12 @@ import numpy as np
 from pi2.arrays import F32, I32
 from pi2.backends.protocol import RowDivider
 from pi2.backends.units import FixedShapes
-from pi2.engine.answer import GenerationRequest, Piece, SequenceResult
+from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts
-from pi2.engine.scheduler import Rounds, Scheduler, Ticket, tell_nobody
+from pi2.engine.scheduler import Scheduler
 from pi2.engine.speculation import StepBytes
-from pi2.engine.statistics import RunStatistics, SpeculationCounters, UnitUse, divide
+from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
 from pi2.engine.whole_forward import WholeForward
 from pi2.records import dataclass, replace
 

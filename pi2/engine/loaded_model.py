@@ -14,7 +14,13 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import Constraint, GenerationOptions, GenerationRequest, SamplingOptions
+from pi2.engine.answer import (
+    Constraint,
+    GenerationOptions,
+    GenerationRequest,
+    SamplingOptions,
+    Ticket,
+)
 from pi2.engine.generation import (
     AsyncGeneration,
     BatchGeneration,
@@ -32,7 +38,7 @@ from pi2.engine.generation import describe_unit_counters as describe_units
 from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
 from pi2.engine.parts import Parts
 from pi2.engine.prefixes import make_kept_prefixes
-from pi2.engine.scheduler import Scheduler, Ticket
+from pi2.engine.scheduler import Scheduler
 from pi2.engine.speculation import find_step_bytes, make_speculation
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import (

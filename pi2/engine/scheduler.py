@@ -5,10 +5,10 @@ draws a token of every read sequence; clients take turns at free places."""
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from operator import add
 from threading import Condition, RLock, get_ident
 from types import MappingProxyType
@@ -16,124 +16,12 @@ from typing import Any
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import (
-    Answer,
-    GenerationRequest,
-    Piece,
-    SequenceResult,
-    TokenScore,
-    score_token,
-)
+from pi2.engine.answer import Answer, GenerationRequest, Line, Ticket, score_token
 from pi2.engine.forward import Sequences
 from pi2.engine.prefixes import NoPrefixes, Prefixes
 from pi2.engine.speculation import Speculation
-from pi2.engine.statistics import Counters
+from pi2.engine.statistics import Phase, Rounds
 from pi2.engine.text import TokenDecoder
-from pi2.records import dataclass, field
-
-
-class Line:
-    """Requests that wait, by client; clients take turns.  Only the driver uses it."""
-
-    def __init__(self) -> None:
-        self._clients: OrderedDict[str, deque[Ticket]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._clients.values()))
-
-    def __iter__(self) -> Iterator[Ticket]:
-        for tickets in self._clients.values():
-            yield from tickets
-
-    def push(self, ticket: Ticket) -> None:
-        """Put a request at the end of its client's."""
-        self._clients.setdefault(ticket.client, deque()).append(ticket)
-
-    def pop(self) -> Ticket:
-        """Take the next one: the first of the client whose turn it is."""
-        client, tickets = self._clients.popitem(last=False)
-        ticket = tickets.popleft()
-        if tickets:
-            self._clients[client] = tickets
-        return ticket
-
-    def drop_cancelled(self) -> list[Ticket]:
-        dropped = [ticket for ticket in self if ticket.cancelled]
-        for ticket in dropped:
-            own = self._clients[ticket.client]
-            own.remove(ticket)
-            if not own:
-                del self._clients[ticket.client]
-        return dropped
-
-
-@dataclass(frozen=True, slots=True)
-class Phase(Counters):
-    """Steps of as many sequences."""
-
-    steps: int = 0
-    tokens: int = 0
-    """Tokens that they made."""
-    seconds: float = 0.0
-    read_bytes: int = 0
-    waited_s: float = 0.0
-    """Seconds in which computing waited for reads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
-    """The work for all requests so far."""
-
-    phases: Mapping[int, Phase] = field(default_factory=lambda: MappingProxyType({}))
-    """Steps, by the number of sequences that went on in each."""
-    prompt_tokens: int = 0
-    """Tokens of prompts that were read."""
-    prefill_s: float = 0.0
-    """Seconds in them."""
-
-    @property
-    def whole(self) -> Phase:
-        """All steps, of any number of sequences."""
-        return reduce(add, self.phases.values(), Phase())
-
-    @property
-    def steps(self) -> int:
-        """Steps, each of the sequences that were under way."""
-        return self.whole.steps
-
-    @property
-    def stepped_sequences(self) -> int:
-        return sum(sequences * phase.steps for sequences, phase in self.phases.items())
-
-    @property
-    def stepped_tokens(self) -> int:
-        return self.whole.tokens
-
-    @property
-    def steps_s(self) -> float:
-        return self.whole.seconds
-
-    def __sub__(self, other: Rounds) -> Rounds:
-        phases = {
-            sequences: phase - other.phases.get(sequences, Phase())
-            for sequences, phase in sorted(self.phases.items())
-        }
-        return Rounds(
-            phases=MappingProxyType({key: phase for key, phase in phases.items() if phase.steps}),
-            prompt_tokens=self.prompt_tokens - other.prompt_tokens,
-            prefill_s=self.prefill_s - other.prefill_s,
-        )
-
-    def describe(self) -> dict[str, float]:
-        return {
-            "steps": self.steps,
-            "stepped_sequences": self.stepped_sequences,
-            "stepped_tokens": self.stepped_tokens,
-            "steps_s": self.steps_s,
-            "prompt_tokens": self.prompt_tokens,
-            "prefill_s": self.prefill_s,
-        }
-
 
 _PATIENCE_S = 1.0
 """A request that waits for a place looks again after this time."""
@@ -141,50 +29,6 @@ _PATIENCE_S = 1.0
 
 class _Unwanted(Exception):
     """The prompt that is being read was cancelled."""
-
-
-def tell_nobody() -> None:
-    """Called by a request without a waiting caller."""
-
-
-class Ticket:
-    """A request in line, or under way, or ended."""
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        client: str = "",
-        progress: Callable[[float], None] = lambda share: None,
-    ) -> None:
-        """``client``: whose it is; ``progress`` is told the share of the prompt that is done."""
-        self.request = request
-        self.client = client
-        self.progress = progress
-        self.notify: Callable[[], None] = tell_nobody
-        """Called by the driver when there is something to take."""
-        self.pieces: deque[Piece] = deque()
-        """Generated tokens that were not taken yet."""
-        self.answer: Answer | None = None
-        """The generation, as soon as it has a place."""
-        self.result: SequenceResult | None = None
-        """The result, when it has ended by itself."""
-        self.error: Exception | None = None
-        """Why it has failed, if it has."""
-        self.cancelled = False
-        """Whether it was cancelled: its place is given to another one before the next token.  Any
-        thread may set it."""
-        self.ended = False
-        """Whether nothing will come any more."""
-        self.prompt_scores: list[TokenScore] = []
-        """How likely the prompt's tokens are, but the first one, if that is asked for."""
-        self.reused_tokens = 0
-        """Tokens of the prompt that the KV cache had already."""
-        self.shared_tokens = 0
-        """Tokens of the prompt that were read for another request at the same time."""
-
-    def cancel(self) -> None:
-        self.cancelled = True
 
 
 class Scheduler:

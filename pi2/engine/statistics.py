@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import reduce
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 from pi2.records import dataclass, field
@@ -34,6 +36,74 @@ class Counters:
             else:
                 found[name] = None if mine is None or theirs is None else combine(mine, theirs)
         return type(self)(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase(Counters):
+    """Steps of as many sequences."""
+
+    steps: int = 0
+    tokens: int = 0
+    """Tokens that they made."""
+    seconds: float = 0.0
+    read_bytes: int = 0
+    waited_s: float = 0.0
+    """Seconds in which computing waited for reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """The work for all requests so far."""
+
+    phases: Mapping[int, Phase] = field(default_factory=lambda: MappingProxyType({}))
+    """Steps, by the number of sequences that went on in each."""
+    prompt_tokens: int = 0
+    """Tokens of prompts that were read."""
+    prefill_s: float = 0.0
+    """Seconds in them."""
+
+    @property
+    def whole(self) -> Phase:
+        """All steps, of any number of sequences."""
+        return reduce(operator.add, self.phases.values(), Phase())
+
+    @property
+    def steps(self) -> int:
+        """Steps, each of the sequences that were under way."""
+        return self.whole.steps
+
+    @property
+    def stepped_sequences(self) -> int:
+        return sum(sequences * phase.steps for sequences, phase in self.phases.items())
+
+    @property
+    def stepped_tokens(self) -> int:
+        return self.whole.tokens
+
+    @property
+    def steps_s(self) -> float:
+        return self.whole.seconds
+
+    def __sub__(self, other: Rounds) -> Rounds:
+        phases = {
+            sequences: phase - other.phases.get(sequences, Phase())
+            for sequences, phase in sorted(self.phases.items())
+        }
+        return Rounds(
+            phases=MappingProxyType({key: phase for key, phase in phases.items() if phase.steps}),
+            prompt_tokens=self.prompt_tokens - other.prompt_tokens,
+            prefill_s=self.prefill_s - other.prefill_s,
+        )
+
+    def describe(self) -> dict[str, float]:
+        return {
+            "steps": self.steps,
+            "stepped_sequences": self.stepped_sequences,
+            "stepped_tokens": self.stepped_tokens,
+            "steps_s": self.steps_s,
+            "prompt_tokens": self.prompt_tokens,
+            "prefill_s": self.prefill_s,
+        }
 
 
 @dataclass(slots=True)

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pi2.engine.answer import SequenceResult
-from pi2.engine.scheduler import Ticket
+from pi2.engine.answer import SequenceResult, Ticket
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.logging import get_logger
 from pi2.serving.hosts import Host

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 import pi2
 from pi2.arrays import F32, I32
 from pi2.cli.run import run_command as command
+from pi2.engine.answer import Ticket
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.scheduler import Ticket
 from tests.helpers.goldens import UNROUNDED, make_golden_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

@@ -12,8 +12,7 @@ import pytest
 
 import pi2
 from pi2.diagnostics import UserError
-from pi2.engine.answer import GenerationRequest, SamplingOptions
-from pi2.engine.scheduler import Line, Ticket
+from pi2.engine.answer import GenerationRequest, Line, SamplingOptions, Ticket
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 

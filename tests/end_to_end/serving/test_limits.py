@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 import httpx2
 from starlette.responses import Response, StreamingResponse
 
-from pi2.engine.scheduler import Ticket
+from pi2.engine.answer import Ticket
 from pi2.serving.calls import Answers, Ask, Limits
 from pi2.serving.errors import ApiError
 from pi2.serving.front import TimedConnection
