@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,12 @@ class Reading:
 
     @property
     def text(self) -> str:
-        return write_value(self.value, self.measure)
+        """Four digits with a unit; shares in percent."""
+        if self.measure == "share":
+            return f"{self.value:.0%}"
+        scales = _SCALES[self.measure]
+        size, unit = next((item for item in scales if abs(self.value) >= item[0]), scales[-1])
+        return f"{approximate_number(self.value / size, 4)} {unit}"
 
 
 def list_readings(device: Device) -> Iterator[Reading]:
@@ -88,15 +94,6 @@ def list_readings(device: Device) -> Iterator[Reading]:
         )
 
 
-def write_value(value: float, measure: Measure) -> str:
-    """Four digits with a unit; shares in percent."""
-    if measure == "share":
-        return f"{value:.0%}"
-    scales = _SCALES[measure]
-    size, unit = next((item for item in scales if abs(value) >= item[0]), scales[-1])
-    return f"{approximate_number(value / size, 4)} {unit}"
-
-
 def _read_value(figure: BaseModel) -> tuple[float, Measure] | None:
     match figure:
         case KernelFigure():
@@ -122,14 +119,10 @@ def _describe_settings(figure: BaseModel) -> str:
             return f" {figure.precision}"
         case ReadFigure():
             parts = [figure.pattern, format_bytes(figure.block)]
-            if figure.range is not None:
-                parts.append(f"within {format_bytes(figure.range)}")
-            if figure.depth is not None:
-                parts.append(f"depth {figure.depth}")
-            if figure.threads is not None:
-                parts.append(f"threads {figure.threads}")
-            if figure.burst is not None:
-                parts.append(f"{figure.burst} at a time")
+            parts += [] if figure.range is None else [f"within {format_bytes(figure.range)}"]
+            parts += [] if figure.depth is None else [f"depth {figure.depth}"]
+            parts += [] if figure.threads is None else [f"threads {figure.threads}"]
+            parts += [] if figure.burst is None else [f"{figure.burst} at a time"]
             return " " + " ".join(parts)
         case ThreadsFigure():
             return f" threads {figure.threads}"
@@ -145,21 +138,27 @@ DEVIATIONS = 2.0
 """How many standard deviations of the difference count as agreement."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """A figure of both documents."""
 
-    label: str
-    old: float
-    new: float
-    allowed: float
-    """Difference that the spreads of both explain: of shares as it is, else a part of the value."""
-    measure: Measure = "B/s"
+    old: Reading
+    new: Reading
+
+    @property
+    def label(self) -> str:
+        return self.new.label
 
     @property
     def change(self) -> float:
         """Difference of the new one from the old one: of shares as it is, else a part of it."""
-        return self.new - self.old if self.measure == "share" else self.new / self.old - 1.0
+        old, new = self.old.value, self.new.value
+        return new - old if self.new.measure == "share" else new / old - 1.0
+
+    @property
+    def allowed(self) -> float:
+        """Difference that the spreads of both explain: of shares as it is, else a part."""
+        return TOLERANCE + DEVIATIONS * math.hypot(self.old.spread, self.new.spread)
 
     @property
     def agrees(self) -> bool:
@@ -168,29 +167,16 @@ class Row:
 
 def compare_devices(old: Device, new: Device) -> list[Row]:
     before = {item.label: item for item in list_readings(old)}
-    rows = []
-    for after in list_readings(new):
-        first = before.get(after.label)
-        if first is None or (after.measure != "share" and min(first.value, after.value) <= 0):
-            continue
-        deviation = (first.spread**2 + after.spread**2) ** 0.5
-        rows.append(
-            Row(
-                label=after.label,
-                old=first.value,
-                new=after.value,
-                allowed=TOLERANCE + DEVIATIONS * deviation,
-                measure=after.measure,
-            )
-        )
-    return rows
+    rows = (Row(before[item.label], item) for item in list_readings(new) if item.label in before)
+    return [
+        row for row in rows if row.new.measure == "share" or min(row.old.value, row.new.value) > 0
+    ]
 
 
 def write_rows(rows: list[Row]) -> list[str]:
     width = max((len(row.label) for row in rows), default=0)
     lines = [
-        f"{row.label:{width}}  {write_value(row.old, row.measure):>11}  "
-        f"{write_value(row.new, row.measure):>11}  {row.change:+7.1%}  "
+        f"{row.label:{width}}  {row.old.text:>11}  {row.new.text:>11}  {row.change:+7.1%}  "
         f"{'agrees' if row.agrees else 'DIFFERS'} (spreads explain {row.allowed:.1%})"
         for row in rows
     ]
