@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pi2.costs.rates import Rates
+from pi2.costs.kernel_times import Rates
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores

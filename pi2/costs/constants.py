@@ -81,6 +81,10 @@ class Flash:
             return block_bytes / min(seconds, smallest / rate)
         return interpolate_logs(by_block, block_bytes)
 
+    def find_stream_rate(self, block_bytes: int = 4 << 20) -> float:
+        """Bytes per second of a layer that is read in order, ``block_bytes`` at a time."""
+        return self.find_rate_bytes_s("sequential", block_bytes)
+
 
 def keep_core(points: Iterable[ReadFigure], core: str | None) -> list[ReadFigure]:
     """If figures differ in the core only, keep the wanted core's, else the fastest."""

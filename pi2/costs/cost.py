@@ -26,8 +26,8 @@ from pathlib import Path
 from pi2.costs.activity import PredictorMode
 from pi2.costs.cost_layer import LayerCost, cost_layer
 from pi2.costs.description import Activity, Description, describe_plan
+from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PROMPT, cost_prompt
-from pi2.costs.rates import Rates
 from pi2.costs.settings import POSITION
 from pi2.fitting.budget import count_libraries
 from pi2.fitting.sizes import find_needs

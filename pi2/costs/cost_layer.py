@@ -8,7 +8,7 @@ from functools import partial
 from math import comb
 
 from pi2.costs.activity import LayerActivity
-from pi2.costs.rates import Rates
+from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import ALONE
 from pi2.costs.settings import Settings, Sizes
 from pi2.costs.terms import LayerTerms, Work, find_chance, find_terms

@@ -19,9 +19,9 @@ from pi2.costs.activity import (
     describe_target_activity,
 )
 from pi2.costs.constants import Constants, Figure
-from pi2.costs.kernel_times import Linear
+from pi2.costs.kernel_times import Linear, Rates
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
-from pi2.costs.rates import MISSING_FIGURE, Rates, find_card_share, is_fast_card, read_rates
+from pi2.costs.rates import MISSING_FIGURE, find_card_share, is_fast_card, read_rates
 from pi2.costs.settings import POSITION, Settings, Sizes, measure_sizes, read_settings, share_cold
 from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
 from pi2.diagnostics import UserError

@@ -1,15 +1,15 @@
-"""Times of measured steps at a model's width: a fixed part, and a part in proportion to bytes."""
+"""What a device does: times of measured steps at a model's width, and all of its rates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
-from pi2.costs.constants import Constants
+from pi2.costs.constants import Constants, Figure, Flash
 from pi2.plan.documents.device import KernelFigure, KernelName, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
 
@@ -17,6 +17,10 @@ _FEW_CORES = 16
 """Cores that meet as quickly as a few."""
 USUAL_WIDTH = 4096
 """Width of the model that kernels were measured with, if a figure does not state it."""
+_ENOUGH_SHARE = 0.6
+"""Share of the cores that reads as fast as all."""
+_TYPED = ("multiply", "project", "attend", "predict", "gather")
+"""Kernels that depend on what keys, values and activations are rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,10 @@ class Linear:
     def time(self, size_bytes: float) -> float:
         """Seconds for so many bytes; nothing takes no time."""
         return self.call_s + size_bytes / self.bytes_s if size_bytes > 0 else 0.0
+
+
+_NOTHING = Linear(call_s=0.0, bytes_s=inf)
+"""A step that takes no time."""
 
 
 class KernelTimes:
@@ -233,3 +241,149 @@ def _draw_many(items: list[KernelFigure]) -> tuple[float, float] | None:
     token_s = max(float(many.time - few.time), 0.0) / (many.size - few.size)
     once_s = max(float(few.time) - few.size * token_s, 0.0)
     return once_s / weights, token_s / weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseUnit:
+    """An NPU or GPU that computes hot neurons next to the CPU."""
+
+    name: str
+    bytes_s: float
+    launch_s: float
+    ops_s: float | None
+    is_npu: bool = True
+    """Whether it has one scale for a row of weights, as NPUs do."""
+    has_memory: bool = False
+    """Whether it has memory of its own for its neurons, and takes no main memory bandwidth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device does, for all threads of its processor."""
+
+    measured: bool
+    """Whether pi2's own kernels were measured on it."""
+    cores: int
+    enough_cores: float = 5.0
+    """Cores that read as fast as all, if fewer were not measured."""
+    warm_share: float = 1.0
+    """Part of the processor's rates that stays in long runs which read from flash."""
+    core_ops_s: float | None = None
+    """Operations per second of a core for one token; None if kernels were measured."""
+    bandwidth_bytes_s: float
+    """Rate at which the processor reads memory."""
+    multiply: Linear
+    project: Linear
+    attend: Linear
+    predict: Linear
+    gather: Linear
+    gate: Linear
+    """Time to compute all gates."""
+    open: Linear
+    """Time to compute neurons whose gates are known."""
+    norm_s: float
+    route_s: float = 0.0
+    """Time to choose an MoE model's experts."""
+    python_s: float = 0.0
+    """What the engine does in a layer between the steps."""
+    token_s: float = 0.0
+    """Time of the engine's own work once per token."""
+    look_up: Linear = _NOTHING
+    """Time of a look-up in the neuron cache; its "bytes" are missing neurons."""
+    place_s: float = 0.0
+    """What a look-up takes more where anything is missing, however little."""
+    find_s: float = 0.0
+    """Time to find the neurons of a call's slots, whose gates are wanted."""
+    find_hot_s: float = 0.0
+    """Time to find the neurons of a layer that is all hot."""
+    wake_s: float = 0.0
+    """What a call takes more after threads had nothing to do."""
+    room_s: float = 0.0
+    """Seconds to find room for a read neuron, if look-ups were not measured."""
+    touch_s: float = 0.0
+    """Each neuron that is found in the cache: its use is counted."""
+    dense_many: tuple[float, float] | None = None
+    """Seconds per weight of dense neurons for a pass, and for each token of it; None if unknown."""
+    project_many: tuple[float, float] | None = None
+    """Seconds of a weight of a layer's projections, for a pass and for each of its tokens."""
+    few_ops_s: float | None = None
+    """Operations per second for a few tokens, such as a batch."""
+    shared_bytes_s: float
+    dense: DenseUnit | None = None
+    flash: Flash | None = None
+    whole_unit: str | None = None
+    """The GPU or NPU that has the whole model; None if the processor computes."""
+    overlap: float = 1.0
+    """Part of reading that computing with all cores can hide."""
+    beside_overlap: float = 1.0
+    """The same of computing with another unit, which leaves the cores to reads."""
+    power_w: float | None = None
+    """Power of the processor while it generates; None where it is not stated."""
+    both_w: float | None = None
+    """Power of the whole device while the other unit computes as well."""
+    bandwidths: tuple[tuple[int, float], ...] = ()
+    """Read bandwidth by number of threads."""
+    types: Mapping[tuple[KvType, ActivationType], Mapping[str, Any]] = field(default_factory=dict)
+    """Kernels of other keys, values and activations than those above: fp16 and int16."""
+    sources: dict[str, str] = field(default_factory=dict)
+    figures: tuple[Figure, ...] = ()
+    """Figures of the device's document that the rates come from."""
+    spreads: Mapping[str, float] = field(default_factory=dict)
+    """How far measurements of a step were apart, as a share: of kernels by name, and of "reads"."""
+    constants: Constants = field(default_factory=Constants)
+    """Replacements of figures that the device does not state."""
+
+    def warm_up(self) -> Rates:
+        share = self.warm_share
+        if share == 1.0:
+            return self
+
+        core_ops_s = None if self.core_ops_s is None else share * self.core_ops_s
+        bytes_s = share * self.bandwidth_bytes_s
+        warm = replace(self, warm_share=1.0, bandwidth_bytes_s=bytes_s, core_ops_s=core_ops_s)
+        return warm.scale_kernels(share)
+
+    def scale_kernels(self, share: float) -> Rates:
+        """These rates with kernels that read at ``share`` of their rate."""
+
+        def scale(line: Linear) -> Linear:
+            return replace(line, bytes_s=share * line.bytes_s)
+
+        own: dict[str, Any] = {
+            name: scale(getattr(self, name)) for name in (*_TYPED, "gate", "open")
+        }
+        types = {
+            key: {name: scale(line) for name, line in found.items()}
+            for key, found in self.types.items()
+        }
+        return replace(self, types=types, **own)
+
+    def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
+        return replace(self, **self.types.get((kv, activations), {}))
+
+    @property
+    def stream_overlap(self) -> float:
+        """Part of the time of reads in order that computing hides: they cost the cores less."""
+        points = () if self.flash is None else self.flash.points
+        found = [x.overlap for x in points if x.pattern == "sequential" and x.overlap is not None]
+        return max(found, default=self.overlap)
+
+    @property
+    def fair_share(self) -> float:
+        """Share of a matrix that the dense unit computes; 0 if it has memory of its own."""
+        if self.dense is None or self.dense.has_memory:
+            return 0.0
+        return round(self.dense.bytes_s / (self.dense.bytes_s + self.bandwidth_bytes_s), 2)
+
+    def scale(self, threads: int) -> float:
+        """Part of the processor's speed that ``threads`` threads have."""
+        if threads >= self.cores:
+            return 1.0
+        if not self.bandwidths:
+            return min(1.0, threads / min(self.cores * _ENOUGH_SHARE, self.enough_cores))
+        best = max(rate for _, rate in self.bandwidths)
+        below = [item for item in self.bandwidths if item[0] <= threads]
+        if not below:
+            return threads / self.cores
+        count, rate = max(below)
+        return min(1.0, rate / best * threads / count)

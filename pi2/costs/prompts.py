@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from pi2.costs.rates import Rates, check_flash, find_stream_overlap
+from pi2.costs.kernel_times import Rates
+from pi2.costs.rates import check_flash
 from pi2.costs.settings import Sizes, Stream, find_stream, list_dense_graphs
 from pi2.fitting.sizes import count_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -93,7 +94,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         flash = check_flash(rates, resolved.device)
         stream = Stream(
             byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
-            overlap=rates.beside_overlap if computes else find_stream_overlap(rates),
+            overlap=rates.beside_overlap if computes else rates.stream_overlap,
             neurons=model.layer_neurons,
             stride=resolved.bundle.neuron_bytes,
         )

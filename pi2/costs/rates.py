@@ -2,167 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from math import inf, isinf
+from dataclasses import replace
+from math import isinf
 from typing import Any, get_args
 
 from pi2.costs.constants import Constants, Figure, Flash, keep_core
-from pi2.costs.kernel_times import KernelTimes, Linear
+from pi2.costs.kernel_times import DenseUnit, KernelTimes, Rates
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import ComputeFigure, Device, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
 
 MISSING_FIGURE = "P351"
-_ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
-"""Share and number of cores that read as fast as all; PowerInfer-2 uses 5 of 8 on a phone."""
-_STREAM_BLOCK = 4 << 20
-_NOTHING = Linear(call_s=0.0, bytes_s=inf)
-"""A step that takes no time."""
+_ENOUGH_CORES = 5.0
+"""Cores that read as fast as all; PowerInfer-2 uses 5 of 8 on a phone."""
 _FAST_CORE_BYTES_S = 8e9
 """Bandwidth per core above which cores compute as fast: 10 GB/s on phones, 2 to 7 on boards."""
 _FAST_CARD_BYTES_S = 900e9
 _WIDE_BYTES_S, _SERVER_CORES = 200e9, 32
 """Peak bandwidth beyond what two channels give, and cores of a processor that is made for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseUnit:
-    """An NPU or GPU that computes hot neurons next to the CPU."""
-
-    name: str
-    bytes_s: float
-    launch_s: float
-    ops_s: float | None
-    is_npu: bool = True
-    """Whether it has one scale for a row of weights, as NPUs do."""
-    has_memory: bool = False
-    """Whether it has memory of its own for its neurons, and takes no main memory bandwidth."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What a device does, for all threads of its processor."""
-
-    measured: bool
-    """Whether pi2's own kernels were measured on it."""
-    cores: int
-    enough_cores: float = 5.0
-    """Cores that read as fast as all, if fewer were not measured."""
-    warm_share: float = 1.0
-    """Part of the processor's rates that stays in long runs which read from flash."""
-    core_ops_s: float | None = None
-    """Operations per second of a core for one token; None if kernels were measured."""
-    bandwidth_bytes_s: float
-    """Rate at which the processor reads memory."""
-    multiply: Linear
-    project: Linear
-    attend: Linear
-    predict: Linear
-    gather: Linear
-    gate: Linear
-    """Time to compute all gates."""
-    open: Linear
-    """Time to compute neurons whose gates are known."""
-    norm_s: float
-    route_s: float = 0.0
-    """Time to choose an MoE model's experts."""
-    python_s: float = 0.0
-    """What the engine does in a layer between the steps."""
-    token_s: float = 0.0
-    """Time of the engine's own work once per token."""
-    look_up: Linear = _NOTHING
-    """Time of a look-up in the neuron cache; its "bytes" are missing neurons."""
-    place_s: float = 0.0
-    """What a look-up takes more where anything is missing, however little."""
-    find_s: float = 0.0
-    """Time to find the neurons of a call's slots, whose gates are wanted."""
-    find_hot_s: float = 0.0
-    """Time to find the neurons of a layer that is all hot."""
-    wake_s: float = 0.0
-    """What a call takes more after threads had nothing to do."""
-    room_s: float = 0.0
-    """Seconds to find room for a read neuron, if look-ups were not measured."""
-    touch_s: float = 0.0
-    """Each neuron that is found in the cache: its use is counted."""
-    dense_many: tuple[float, float] | None = None
-    """Seconds per weight of dense neurons for a pass, and for each token of it; None if unknown."""
-    project_many: tuple[float, float] | None = None
-    """Seconds of a weight of a layer's projections, for a pass and for each of its tokens."""
-    few_ops_s: float | None = None
-    """Operations per second for a few tokens, such as a batch."""
-    shared_bytes_s: float
-    dense: DenseUnit | None = None
-    flash: Flash | None = None
-    whole_unit: str | None = None
-    """The GPU or NPU that has the whole model; None if the processor computes."""
-    overlap: float = 1.0
-    """Part of reading that computing with all cores can hide."""
-    beside_overlap: float = 1.0
-    """The same of computing with another unit, which leaves the cores to reads."""
-    power_w: float | None = None
-    """Power of the processor while it generates; None where it is not stated."""
-    both_w: float | None = None
-    """Power of the whole device while the other unit computes as well."""
-    bandwidths: tuple[tuple[int, float], ...] = ()
-    """Read bandwidth by number of threads."""
-    types: Mapping[tuple[KvType, ActivationType], Mapping[str, Any]] = field(default_factory=dict)
-    """Kernels of other keys, values and activations than those above: fp16 and int16."""
-    sources: dict[str, str] = field(default_factory=dict)
-    figures: tuple[Figure, ...] = ()
-    """Figures of the device's document that the rates come from."""
-    spreads: Mapping[str, float] = field(default_factory=dict)
-    """How far measurements of a step were apart, as a share: of kernels by name, and of "reads"."""
-    constants: Constants = field(default_factory=Constants)
-    """Replacements of figures that the device does not state."""
-
-    def warm_up(self) -> Rates:
-        share = self.warm_share
-        if share == 1.0:
-            return self
-
-        core_ops_s = None if self.core_ops_s is None else share * self.core_ops_s
-        bytes_s = share * self.bandwidth_bytes_s
-        warm = replace(self, warm_share=1.0, bandwidth_bytes_s=bytes_s, core_ops_s=core_ops_s)
-        return warm.scale_kernels(share)
-
-    def scale_kernels(self, share: float) -> Rates:
-        """These rates with kernels that read at ``share`` of their rate."""
-
-        def scale(line: Linear) -> Linear:
-            return replace(line, bytes_s=share * line.bytes_s)
-
-        own: dict[str, Any] = {
-            name: scale(getattr(self, name)) for name in (*_TYPED, "gate", "open")
-        }
-        types = {
-            key: {name: scale(line) for name, line in found.items()}
-            for key, found in self.types.items()
-        }
-        return replace(self, types=types, **own)
-
-    def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
-        return replace(self, **self.types.get((kv, activations), {}))
-
-    @property
-    def fair_share(self) -> float:
-        """Share of a matrix that the dense unit computes; 0 if it has memory of its own."""
-        if self.dense is None or self.dense.has_memory:
-            return 0.0
-        return round(self.dense.bytes_s / (self.dense.bytes_s + self.bandwidth_bytes_s), 2)
-
-    def scale(self, threads: int) -> float:
-        """Part of the processor's speed that ``threads`` threads have."""
-        if threads >= self.cores:
-            return 1.0
-        if not self.bandwidths:
-            return min(1.0, threads / min(self.cores * _ENOUGH_SHARE, self.enough_cores))
-        best = max(rate for _, rate in self.bandwidths)
-        below = [item for item in self.bandwidths if item[0] <= threads]
-        if not below:
-            return threads / self.cores
-        count, rate = max(below)
-        return min(1.0, rate / best * threads / count)
 
 
 def read_rates(
@@ -188,10 +45,6 @@ def find_card_share(unit: Unit, constants: Constants) -> float:
     return constants.fast_card_of_peak if is_fast_card(unit) else constants.card_of_peak
 
 
-_TYPED = ("multiply", "project", "attend", "predict", "gather")
-"""Kernels that depend on what keys, values and activations are rounded to."""
-
-
 def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[str, Any]:
     found = {
         name: times.find_linear(name, bandwidth, norm_s)
@@ -199,19 +52,6 @@ def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[s
     }
     gather, attend = times.find_gather(bandwidth), times.find_attend(bandwidth)
     return {**found, "attend": attend, "gather": gather}
-
-
-def find_stream_overlap(rates: Rates) -> float:
-    """Part of the time of such reads that computing hides: they cost the cores less."""
-    points = () if rates.flash is None else rates.flash.points
-    streamed = (item.overlap for item in points if item.pattern == "sequential")
-    found = [overlap for overlap in streamed if overlap is not None]
-    return max(found, default=rates.overlap)
-
-
-def find_stream_rate(flash: Flash, block_bytes: int = _STREAM_BLOCK) -> float:
-    """Bytes per second of a layer that is read in order, ``block_bytes`` at a time."""
-    return flash.find_rate_bytes_s("sequential", block_bytes)
 
 
 class _Reader:

@@ -11,7 +11,8 @@ import numpy as np
 
 from pi2.arrays import F64
 from pi2.costs.activity import Policy, PredictorMode
-from pi2.costs.rates import Rates, check_flash, find_stream_overlap, find_stream_rate
+from pi2.costs.kernel_times import Rates
+from pi2.costs.rates import check_flash
 from pi2.costs.reads import Phases, Reads, find_reads
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import list_graph_tokens
@@ -166,8 +167,8 @@ def find_stream(resolved: ResolvedPlan, rates: Rates) -> Stream:
     neurons = count_staged_neurons(resolved)
     stride = resolved.bundle.stride
     return Stream(
-        byte_s=1.0 / find_stream_rate(flash, neurons * stride),
-        overlap=find_stream_overlap(rates),
+        byte_s=1.0 / flash.find_stream_rate(neurons * stride),
+        overlap=rates.stream_overlap,
         neurons=neurons,
         stride=stride,
     )

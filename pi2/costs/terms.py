@@ -9,8 +9,7 @@ import numpy as np
 
 from pi2.costs.activations import weigh_hot
 from pi2.costs.activity import LayerActivity, average_chances
-from pi2.costs.kernel_times import Linear
-from pi2.costs.rates import Rates
+from pi2.costs.kernel_times import Linear, Rates
 from pi2.costs.settings import Settings, Sizes
 from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.documents.model import Model

@@ -14,7 +14,7 @@ import numpy as np
 from pi2.costs.activity import LOOK_AHEAD_MODES, LayerActivity, PredictorMode, describe_activity
 from pi2.costs.cost_layer import cost_layer
 from pi2.costs.description import Activity
-from pi2.costs.rates import Rates, find_stream_rate
+from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import (
     POSITION,
@@ -355,7 +355,7 @@ def _pose_mode(
     resolved = _resolve(wish, mode, "fp16", SHORT_CHUNK, bundle)
     lines, fixed, compute, dense = [], [], [], []
     neuron_s, shares = [], []
-    stream_s = 0.0 if rates.flash is None else bundle.stride / find_stream_rate(rates.flash)
+    stream_s = 0.0 if rates.flash is None else bundle.stride / rates.flash.find_stream_rate()
     ahead_s = 0.0
     for group in groups:
         middle = group.layers[len(group.layers) // 2]

@@ -29,7 +29,6 @@ import numpy as np
 
 from pi2.arrays import F64
 from pi2.costs.activity import LOOK_AHEAD_MODES
-from pi2.costs.rates import find_stream_overlap, find_stream_rate
 from pi2.costs.reads import IoChoice
 from pi2.costs.settings import LookAhead
 from pi2.diagnostics import UserError
@@ -160,7 +159,7 @@ class Program:
         layers = sum(group.count for group in problem.groups)
         size = layers * problem.neurons * problem.stride
         flash = problem.rates.flash
-        rate = problem.rates.gather.bytes_s if flash is None else find_stream_rate(flash)
+        rate = problem.rates.gather.bytes_s if flash is None else flash.find_stream_rate()
         return size / rate / chunk.tokens + chunk.pass_s
 
     def _take(self, count: int) -> range:
@@ -318,7 +317,7 @@ class Program:
                 neuron_s = mode.neuron_s[number] or own_s
                 overlap = problem.rates.overlap if io.overlap is None else io.overlap
                 if mode.neuron_s[number]:
-                    overlap = find_stream_overlap(problem.rates)
+                    overlap = problem.rates.stream_overlap
                 large = used * neuron_s + io.call_s
                 # What the cores are needed for while reading goes on cannot be hidden.
                 rows.add(

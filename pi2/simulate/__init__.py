@@ -10,7 +10,7 @@ import numpy as np
 from pi2.costs.constants import Constants, describe_statuses
 from pi2.costs.cost import Cost, cost_description
 from pi2.costs.description import Description, describe_plan, list_dense_units
-from pi2.costs.rates import Rates
+from pi2.costs.kernel_times import Rates
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_number
