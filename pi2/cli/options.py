@@ -47,24 +47,18 @@ def suggest_plans(
     return [CompletionItem(word, type="file"), *map(CompletionItem, names)]
 
 
-def suggest_devices(
-    context: click.Context, parameter: click.Parameter, word: str
+def _suggest_shipped(
+    kind: Kind, context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    return _suggest_shipped("device", word)
-
-
-def suggest_models(
-    context: click.Context, parameter: click.Parameter, word: str
-) -> list[CompletionItem]:
-    return _suggest_shipped("model", word)
-
-
-def _suggest_shipped(kind: Kind, word: str) -> list[CompletionItem]:
     from pi2.plan.reading.references import list_shipped
 
     # The file comes first: shells take it only where no name is left.
     names = [name for name in list_shipped(kind) if name.startswith(word)]
     return [CompletionItem(word, type="file"), *map(CompletionItem, names)]
+
+
+suggest_devices = partial(_suggest_shipped, "device")
+suggest_models = partial(_suggest_shipped, "model")
 
 
 def suggest_codes(

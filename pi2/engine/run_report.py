@@ -89,15 +89,13 @@ def describe_speculation(
         "accepted_by_position": list(counters.accepted_by_position),
         "drafted_steps": counters.drafted_steps,
         "drafted_tokens": counters.drafted_tokens,
-        "drafted_bytes_per_token": _int(divide(counters.drafted_bytes, counters.drafted_tokens)),
-        "drafted_flash_bytes_per_token": _int(
-            divide(counters.drafted_flash_bytes, counters.drafted_tokens)
+        "drafted_bytes_per_token": _each(counters.drafted_bytes, counters.drafted_tokens),
+        "drafted_flash_bytes_per_token": _each(
+            counters.drafted_flash_bytes, counters.drafted_tokens
         ),
         "plain_tokens": counters.plain_tokens,
-        "plain_bytes_per_token": _int(divide(counters.plain_bytes, counters.plain_tokens)),
-        "plain_flash_bytes_per_token": _int(
-            divide(counters.plain_flash_bytes, counters.plain_tokens)
-        ),
+        "plain_bytes_per_token": _each(counters.plain_bytes, counters.plain_tokens),
+        "plain_flash_bytes_per_token": _each(counters.plain_flash_bytes, counters.plain_tokens),
     }
 
 
@@ -121,7 +119,8 @@ def summarise_speculation(found: dict[str, Any]) -> str:
     return line
 
 
-def _int(value: float | None) -> int | None:
+def _each(total: float, count: int) -> int | None:
+    value = divide(total, count)
     return None if value is None else round(value)
 
 
@@ -132,15 +131,12 @@ time, and these count as well."""
 
 def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]:
     tokens = result.prompt_tokens + len(result.token_ids)
-    return {
-        **describe_sequence(result),
-        **describe_model(model, result.statistics),
-        **_describe_bound(model, result.statistics, tokens),
-    }
+    return {**describe_sequence(result), **_describe_model(model, result.statistics, tokens)}
 
 
 def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
     """Everything that is known of a run with several sequences, for machines."""
+    tokens = result.rounds.prompt_tokens + sum(len(x.token_ids) for x in result.sequences)
     return {
         "sequences": [describe_sequence(item) for item in result.sequences],
         "batch": model.plan.plan.decode.batch,
@@ -157,12 +153,7 @@ def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
         "best": result.best,
         "prefill_tokens_s": _rounded(result.prefill_tokens_s),
         "decode_tokens_s": _rounded(result.decode_tokens_s),
-        **describe_model(model, result.statistics),
-        **_describe_bound(
-            model,
-            result.statistics,
-            result.rounds.prompt_tokens + sum(len(item.token_ids) for item in result.sequences),
-        ),
+        **_describe_model(model, result.statistics, tokens),
     }
 
 
@@ -221,7 +212,8 @@ def describe_sequence(result: SequenceResult) -> dict[str, Any]:
     }
 
 
-def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, Any]:
+def _describe_model(model: LoadedModel, statistics: RunStatistics, tokens: int) -> dict[str, Any]:
+    """What the model did in a run of so many tokens."""
     pressure = model.pressure
     return {
         "dry_run": model.is_dry,
@@ -259,6 +251,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "budget_changes": list(model.changes),
         "budget_bytes": model.plan.plan.memory.budget,
         "plan_digest": model.plan.digest,
+        **_describe_bound(model, statistics, tokens),
     }
 
 
@@ -317,13 +310,11 @@ def summarise_batch(model: LoadedModel, result: BatchResult, *, whole: bool = Tr
 
 
 def _list_phases(run: dict[str, Any]) -> list[str]:
-    if len(run["phases"]) < 2:
-        return []
     parts = [
         f"{phase['sequences']} at a time {_rate(phase['tokens_s'])} ({phase['tokens']} tokens)"
         for phase in run["phases"]
     ]
-    return [" · ".join(parts)]
+    return [" · ".join(parts)] if len(parts) > 1 else []
 
 
 def _describe_best(result: BatchResult, best: int) -> str:
