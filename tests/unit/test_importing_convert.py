@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -37,9 +38,18 @@ ROOT = Path(__file__).resolve().parents[2]
 Weights = dict[str, F32]
 
 
-def expect_store(path: Path, model: Model, weights: Weights, original: I32) -> None:
+def prepare(folder: Path, changes: Mapping[str, Any] | None = None) -> tuple[Model, Weights, Path]:
+    """A model, its weights and its checkpoint."""
+    model = make_model(changes)
+    weights = draw_weights(model)
+    return model, weights, write_checkpoint(folder / "checkpoint", model, weights)
+
+
+def expect_store(path: Path, model: Model, weights: Weights, original: I32 | None = None) -> None:
     """The store at ``path`` is what `model` and ``weights`` demand, neurons as ``original``."""
     names = model.tensors
+    if original is None:
+        original = np.tile(np.arange(model.shape.ffn, dtype=np.int32), (model.shape.layers, 1))
     with NeuronStore.open(path, model=model) as store:
         for number, layer in enumerate(store.layers):
             order = original[number]
@@ -61,10 +71,6 @@ def expect_store(path: Path, model: Model, weights: Weights, original: I32) -> N
     assert verify_store(path) == []
 
 
-def index_order(model: Model) -> I32:
-    return np.tile(np.arange(model.shape.ffn, dtype=np.int32), (model.shape.layers, 1))
-
-
 def split_predictors(model: Model, weights: Weights) -> tuple[Weights, Weights]:
     inside = {name: values for name, values in weights.items() if "predictor" not in name}
     return inside, {name: values for name, values in weights.items() if "predictor" in name}
@@ -84,17 +90,22 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "odd sizes": {"shape": {"hidden": 96, "ffn": 33, "heads": 3, "kv_heads": 1, "head_dim": 32}},
     "heads wider than hidden": {"shape": {"head_dim": 32}},
+    "more weights than are quantised at a time": {
+        "shape": {"layers": 1, "hidden": 512, "ffn": 2100, "vocab": 2500},
+        "predictor": None,
+    },
+    "other names": {
+        "tensors": {"gate": "h.{layer}.w1", "embedding": "wte", "predictor_out": "p{layer}.out"}
+    },
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_store_holds_the_quantised_checkpoint(tmp_path: Path, case: str) -> None:
-    model = make_model(CASES[case])
-    weights = draw_weights(model)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    model, weights, checkpoint = prepare(tmp_path, CASES[case])
     manifest = convert_checkpoint(checkpoint, model, tmp_path / "store")
     assert manifest.order == "index" and not manifest.synthetic
-    expect_store(tmp_path / "store", model, weights, index_order(model))
+    expect_store(tmp_path / "store", model, weights)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -107,27 +118,7 @@ def test_types_and_shards(tmp_path: Path, dtype: Dtype, shards: int) -> None:
     )
     convert_checkpoint(checkpoint, model, tmp_path / "store")
     narrowed = {name: narrow(values, dtype) for name, values in weights.items()}
-    expect_store(tmp_path / "store", model, narrowed, index_order(model))
-
-
-def test_pieces_of_large_tensors_come_together(tmp_path: Path) -> None:
-    # More weights than are quantised at a time, so that tensors come in several pieces.
-    changes = {"shape": {"layers": 1, "hidden": 512, "ffn": 2100, "vocab": 2500}}
-    model = make_model({**changes, "predictor": None})
-    weights = draw_weights(model)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
-    convert_checkpoint(checkpoint, model, tmp_path / "store")
-    expect_store(tmp_path / "store", model, weights, index_order(model))
-
-
-def test_other_tensor_names_are_read_where_the_model_says(tmp_path: Path) -> None:
-    tensors = {"gate": "h.{layer}.w1", "embedding": "wte", "predictor_out": "p{layer}.out"}
-    model = make_model({"tensors": tensors})
-    weights = draw_weights(model)
-    assert {"h.2.w1", "wte", "p0.out"} <= set(weights)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
-    convert_checkpoint(checkpoint, model, tmp_path / "store")
-    expect_store(tmp_path / "store", model, weights, index_order(model))
+    expect_store(tmp_path / "store", model, narrowed)
 
 
 def test_tensors_that_the_model_does_not_name_are_ignored(tmp_path: Path) -> None:
@@ -136,16 +127,14 @@ def test_tensors_that_the_model_does_not_name_are_ignored(tmp_path: Path) -> Non
     extra = {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, extra)
     convert_checkpoint(checkpoint, model, tmp_path / "store")
-    expect_store(tmp_path / "store", model, weights, index_order(model))
+    expect_store(tmp_path / "store", model, weights)
 
 
 # Order
 
 
 def test_activation_counts_put_the_most_active_neuron_first(tmp_path: Path) -> None:
-    model = make_model()
-    weights = draw_weights(model)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    model, weights, checkpoint = prepare(tmp_path)
     shape = (model.shape.layers, model.shape.ffn)
     counts = np.random.default_rng(5).permutation(np.prod(shape)).reshape(shape).astype(np.int64)
     file = write_counts(tmp_path / "counts.parquet", counts)
@@ -160,8 +149,7 @@ def test_activation_counts_put_the_most_active_neuron_first(tmp_path: Path) -> N
 
 
 def test_equally_active_neurons_stay_in_the_checkpoints_order(tmp_path: Path) -> None:
-    model = make_model()
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    model, _, checkpoint = prepare(tmp_path)
     counts = np.zeros((model.shape.layers, model.shape.ffn), np.int64)
     counts[:, 50] = 7
     file = write_counts(tmp_path / "counts.parquet", counts)
@@ -182,7 +170,7 @@ def test_predictors_may_come_in_a_file_of_their_own(tmp_path: Path) -> None:
     convert_checkpoint(
         checkpoint, model, tmp_path / "store", predictors=tmp_path / "predictors.safetensors"
     )
-    expect_store(tmp_path / "store", model, weights, index_order(model))
+    expect_store(tmp_path / "store", model, weights)
 
 
 def test_predictors_may_come_in_a_folder_of_powerinfer(
@@ -235,9 +223,9 @@ def test_predictors_without_bias_have_a_zero_bias(tmp_path: Path) -> None:
 
 
 def test_predictors_of_experts_lie_one_after_the_other_in_stored_order(tmp_path: Path) -> None:
-    model = make_model({**MIXTURE, "quantization": {"predictor": "fp16"}})
-    weights = draw_weights(model)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    model, weights, checkpoint = prepare(
+        tmp_path, {**MIXTURE, "quantization": {"predictor": "fp16"}}
+    )
     shape = (model.shape.layers, model.layer_neurons)
     counts = np.random.default_rng(5).permutation(np.prod(shape)).reshape(shape).astype(np.int64)
     file = write_counts(tmp_path / "counts.parquet", counts)
@@ -283,15 +271,14 @@ def test_a_rank_that_cannot_be_packed_is_filled_with_zeros(tmp_path: Path) -> No
         padded[inner][: len(weights[inner])] = weights[inner]
         padded[outer] = np.zeros((96, rank), np.float32)
         padded[outer][:, : weights[outer].shape[1]] = weights[outer]
-    expect_store(tmp_path / "store", model, padded, index_order(model))
+    expect_store(tmp_path / "store", model, padded)
 
 
 # The whole
 
 
 def test_the_tokenizer_and_extra_files_come_along(tmp_path: Path) -> None:
-    model = make_model()
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    model, _, checkpoint = prepare(tmp_path)
     (tmp_path / "card.json").write_text("{}")
     convert_checkpoint(
         checkpoint, model, tmp_path / "store", extras={"training.json": tmp_path / "card.json"}
@@ -302,8 +289,7 @@ def test_the_tokenizer_and_extra_files_come_along(tmp_path: Path) -> None:
 
 
 def test_equal_checkpoints_give_equal_stores(tmp_path: Path) -> None:
-    model = make_model()
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    model, _, checkpoint = prepare(tmp_path)
     shutil.copytree(checkpoint, tmp_path / "copy")
     convert_checkpoint(checkpoint, model, tmp_path / "a")
     convert_checkpoint(tmp_path / "copy", model, tmp_path / "b")
@@ -314,8 +300,7 @@ def test_equal_checkpoints_give_equal_stores(tmp_path: Path) -> None:
 
 
 def test_progress_grows_to_one(tmp_path: Path) -> None:
-    model = make_model()
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
+    model, _, checkpoint = prepare(tmp_path)
     shares: list[float] = []
     convert_checkpoint(
         checkpoint, model, tmp_path / "store", progress=lambda label, share: shares.append(share)
@@ -332,14 +317,12 @@ def interrupt_conversion(checkpoint: Path, model: Model, store: Path) -> None:
 
 
 def test_an_interrupted_conversion_goes_on_where_it_was(tmp_path: Path) -> None:
-    model = make_model()
-    weights = draw_weights(model)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    model, weights, checkpoint = prepare(tmp_path)
     interrupt_conversion(checkpoint, model, tmp_path / "store")
     number = (tmp_path / ".store.partial/layers/ffn-001.arrow").stat().st_ino
     convert_checkpoint(checkpoint, model, tmp_path / "store")
     assert (tmp_path / "store/layers/ffn-001.arrow").stat().st_ino == number
-    expect_store(tmp_path / "store", model, weights, index_order(model))
+    expect_store(tmp_path / "store", model, weights)
 
 
 def test_an_interrupted_conversion_of_another_checkpoint_is_not_continued(tmp_path: Path) -> None:
@@ -349,7 +332,7 @@ def test_an_interrupted_conversion_of_another_checkpoint_is_not_continued(tmp_pa
     second = write_checkpoint(tmp_path / "second", model, other)
     interrupt_conversion(first, model, tmp_path / "store")
     convert_checkpoint(second, model, tmp_path / "store")
-    expect_store(tmp_path / "store", model, other, index_order(model))
+    expect_store(tmp_path / "store", model, other)
 
 
 CONVERT = """
@@ -365,9 +348,7 @@ convert_checkpoint(Path(sys.argv[1]), make_model(), Path(sys.argv[2]), progress=
 
 @pytest.mark.parametrize("steps", [1, 5, 12])
 def test_killed_conversion_leaves_no_store_and_can_be_repeated(tmp_path: Path, steps: int) -> None:
-    model = make_model()
-    weights = draw_weights(model)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
+    model, weights, checkpoint = prepare(tmp_path)
     store = tmp_path / "store"
     process = subprocess.Popen(
         [sys.executable, "-c", CONVERT, str(checkpoint), str(store)],
@@ -384,4 +365,4 @@ def test_killed_conversion_leaves_no_store_and_can_be_repeated(tmp_path: Path, s
         with pytest.raises(UserError, match="P501"):
             NeuronStore.open(store)
         convert_checkpoint(checkpoint, model, store)
-    expect_store(store, model, weights, index_order(model))
+    expect_store(store, model, weights)
