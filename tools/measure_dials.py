@@ -21,8 +21,7 @@ import numpy as np
 
 import pi2
 from pi2.fitting.check import load_plan
-from pi2.measuring.evaluation import score_windows
-from pi2.measuring.texts import Passages
+from pi2.measuring.texts import Passages, score_windows
 from pi2.tracing import add_legend, make_figure, pick_styles, save_figure
 
 DIALS: Mapping[str, list[Mapping[str, Any]]] = {

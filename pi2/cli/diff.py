@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,20 @@ class Speed:
     prefill_tokens_s: float | None = None
     layers_s: tuple[float, ...] = ()
     reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two documents differ in; only of plans more than ``changes``."""
+
+    changes: list[Change]
+    layers: Sequence[LayerChange] = ()
+    segments: Sequence[SegmentChange] = ()
+    speeds: Sequence[Speed] = ()
+
+    @property
+    def is_none(self) -> bool:
+        return not self.changes and not self.layers
 
 
 @in_help("More commands", "Compare two plans, devices or models; their memory and speed.")
@@ -65,20 +79,18 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
     assert documents[1] is not None
     plans = [report.resolved for report in reports]
     if plans[0] is None or plans[1] is None:
-        changes = compare_documents(kinds[0], documents[0], documents[1])
-        layers: list[LayerChange] = []
-        segments: list[SegmentChange] = []
-        speeds: list[Speed] = []
+        found = Difference(compare_documents(kinds[0], documents[0], documents[1]))
     else:
-        changes = compare_plans(plans[0], plans[1])
-        layers = compare_layers(plans[0], plans[1])
-        segments = compare_segments(plans[0], plans[1])
-        same = not changes and not layers
-        speeds = [_simulate(plan) for plan in plans if plan] if simulate and not same else []
-    found = _describe(reports, changes, layers, segments, speeds)
-    lines = _write(before, after, changes, layers, segments, speeds)
-    print_found(found, "\n".join(lines), as_json)
-    return 1 if exit_code and (changes or layers) else 0
+        found = Difference(
+            compare_plans(plans[0], plans[1]),
+            compare_layers(plans[0], plans[1]),
+            compare_segments(plans[0], plans[1]),
+        )
+        if simulate and not found.is_none:
+            found = replace(found, speeds=[_simulate(plan) for plan in plans if plan])
+    lines = [f"A  {before}", f"B  {after}", *_write(found)]
+    print_found(_describe(reports, found), "\n".join(lines), as_json)
+    return 1 if exit_code and not found.is_none else 0
 
 
 def _read_kind(path: Path) -> Kind:
@@ -107,17 +119,12 @@ def _simulate(plan: ResolvedPlan) -> Speed:
     )
 
 
-def _describe(
-    reports: list[Report],
-    changes: list[Change],
-    layers: list[LayerChange],
-    segments: list[SegmentChange],
-    speeds: list[Speed],
-) -> dict[str, Any]:
+def _describe(reports: list[Report], found: Difference) -> dict[str, Any]:
+    speeds = found.speeds
     return {
         "digests": [item.resolved.digest if item.resolved else None for item in reports],
         "changes": [
-            {"key": item.name, "before": item.before, "after": item.after} for item in changes
+            {"key": item.name, "before": item.before, "after": item.after} for item in found.changes
         ],
         "layers": [
             {
@@ -130,11 +137,11 @@ def _describe(
                 "hot_bytes": list(item.hot_bytes),
                 "simulated_s": [_find_time(speed, item.first) for speed in speeds] or None,
             }
-            for item in layers
+            for item in found.layers
         ],
         "memory": {
             item.name: {"size_bytes": list(item.sizes), "needed_bytes": list(item.needs)}
-            for item in segments
+            for item in found.segments
         },
         "speed": {
             "simulated": True,
@@ -165,34 +172,26 @@ def _find_time(speed: Speed, layer: int) -> float | None:
     return speed.layers_s[layer] if layer < len(speed.layers_s) else None
 
 
-def _write(
-    before: str,
-    after: str,
-    changes: list[Change],
-    layers: list[LayerChange],
-    segments: list[SegmentChange],
-    speeds: list[Speed],
-) -> Iterator[str]:
-    yield f"A  {before}"
-    yield f"B  {after}"
-    if not changes and not layers:
+def _write(found: Difference) -> Iterator[str]:
+    if found.is_none:
         yield "no differences"
         return
-    if changes:
+    if found.changes:
         yield "values"
-        width = min(44, max(len(item.name) for item in changes))
-        for change in changes:
+        width = min(44, max(len(item.name) for item in found.changes))
+        for change in found.changes:
             values = f"{_show(change.before)} -> {_show(change.after)}"
             yield f"  {change.name:{width}}  {values}"
-    if layers:
+    if found.layers:
         yield "layers"
-        yield from (f"  {line}" for item in layers for line in _write_layer(item, speeds))
-    if segments:
+        for item in found.layers:
+            yield f"  {_write_layer(item, found.speeds)}"
+    if found.segments:
         yield "memory needed"
-        yield from _write_segments(segments)
-    if speeds:
+        yield from _write_segments(found.segments)
+    if found.speeds:
         yield "speed, SIMULATED and not measured"
-        yield from _write_speeds(speeds)
+        yield from _write_speeds(found.speeds)
 
 
 def _show(value: Any) -> str:
@@ -204,7 +203,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _write_layer(item: LayerChange, speeds: list[Speed]) -> Iterator[str]:
+def _write_layer(item: LayerChange, speeds: Sequence[Speed]) -> str:
     from pi2.plan.documents.quantities import approximate_number
 
     parts = []
@@ -221,7 +220,7 @@ def _write_layer(item: LayerChange, speeds: list[Speed]) -> Iterator[str]:
     if len(times) == 2 and times[0] is not None and times[1] is not None:
         shown = f"{approximate_number(times[0] * 1e3)} -> {approximate_number(times[1] * 1e3)} ms"
         parts.append(f"{shown}{each} (simulated)")
-    yield f"{item.name}: {'; '.join(parts)}"
+    return f"{item.name}: {'; '.join(parts)}"
 
 
 def _show_difference(before: int, after: int) -> str:
@@ -233,7 +232,7 @@ def _show_difference(before: int, after: int) -> str:
     return f"{sign}{approximate_bytes(abs(after - before))}"
 
 
-def _write_segments(segments: list[SegmentChange]) -> Iterator[str]:
+def _write_segments(segments: Sequence[SegmentChange]) -> Iterator[str]:
     from pi2.plan.documents.quantities import approximate_bytes
 
     rows = [(item.name, item.needs, item.sizes) for item in segments]
@@ -247,7 +246,7 @@ def _write_segments(segments: list[SegmentChange]) -> Iterator[str]:
         yield f"  {name:9}  {shown:24} {_show_difference(old, new)}{reserved}"
 
 
-def _write_speeds(speeds: list[Speed]) -> Iterator[str]:
+def _write_speeds(speeds: Sequence[Speed]) -> Iterator[str]:
     from pi2.plan.documents.quantities import approximate_number
 
     for name, side in zip("AB", speeds, strict=True):

@@ -22,14 +22,13 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
-from pi2.measuring.evaluation import Scores, join_scores, score_windows
 from pi2.measuring.magnitudes import (
     Histogram,
     LayerMagnitudes,
     MagnitudeObserver,
     compute_magnitudes,
 )
-from pi2.measuring.texts import Passages, Window
+from pi2.measuring.texts import Passages, Scores, Window, join_scores, score_windows
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.rules.sparsity import explain_method

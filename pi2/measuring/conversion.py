@@ -22,8 +22,7 @@ from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.convert import pad_columns
 from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
 from pi2.importing.rows import Rows
-from pi2.measuring.evaluation import Scores
-from pi2.measuring.texts import Window, cut_texts, cut_windows
+from pi2.measuring.texts import Scores, Window, cut_texts, cut_windows
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LAYER_EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model

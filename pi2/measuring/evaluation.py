@@ -7,82 +7,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I64
+from pi2.arrays import F32, F64
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
 from pi2.measuring.prediction import LayerRecall, RecallCounter, can_compare
-from pi2.measuring.texts import Passages, Window
+from pi2.measuring.texts import (
+    Mode,
+    Passages,
+    Scores,
+    Window,
+    compute_log_chances,
+    compute_losses,
+    score_windows,
+)
 from pi2.orchestrator import load
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 
-Mode = Literal["prefill", "decode"]
-
 _FLOOR_TOKENS = 512
 """Tokens that tell how far another engine is from itself."""
-_ROWS = 16
-"""Tokens whose logits are widened to float64 together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What a run said of the scored tokens of all windows, in order."""
-
-    losses: F64
-    """Negative log-likelihood of every scored token, in nats [tokens]."""
-    choices: I64
-    """The most likely token in its place [tokens]."""
-
-    @property
-    def perplexity(self) -> float:
-        return float(np.exp(self.losses.mean()))
-
-
-def join_scores(pieces: Sequence[Scores]) -> Scores:
-    return Scores(
-        np.concatenate([piece.losses for piece in pieces]),
-        np.concatenate([piece.choices for piece in pieces]),
-    )
-
-
-def score_windows(
-    model: LoadedModel,
-    windows: Sequence[Window],
-    mode: Mode,
-    progress: Callable[[float], None] = lambda share: None,
-) -> Scores:
-    """Score ``windows`` densely (``prefill``) or as a generation does (``decode``)."""
-    losses, choices = [], []
-    for number, window in enumerate(windows):
-        tokens = np.array(window.tokens, np.int64)
-        done = 0
-        # The last token has nothing to predict.
-        for logits in model.iterate_logits(window.tokens[:-1], mode=mode):
-            skipped = max(0, window.first_scored - 1 - done)
-            targets = tokens[done + 1 : done + 1 + len(logits)]
-            done += len(logits)
-            for start in range(skipped, len(logits), _ROWS):
-                rows = slice(start, start + _ROWS)
-                losses.append(compute_losses(logits[rows], targets[rows]))
-                choices.append(logits[rows].argmax(-1))
-        progress((number + 1) / len(windows))
-    return Scores(np.concatenate(losses), np.concatenate(choices))
-
-
-def compute_losses(logits: F32, targets: I64) -> F64:
-    """Negative log-likelihoods [n], in nats, of ``targets`` [n] under ``logits`` [n, vocab]."""
-    scores = logits.astype(np.float64)
-    scores -= scores.max(axis=-1, keepdims=True)
-    norm = np.log(np.exp(scores).sum(axis=-1))
-    return np.asarray(norm - scores[np.arange(len(targets)), targets])
-
 
 PEER = "llama.cpp"
 """An entry of ``against``: the same file, computed by another engine."""
@@ -191,9 +141,9 @@ def evaluate_plan(
         if counter is not None:
             model._parts.executor.observe(None)
         if PEER in against:
-            peer = score_beside(model, cut, lambda share: progress(PEER, share))
-            found = _describe(model, PEER, "none", peer.scores, text)
-            runs.append(replace(found, backend=PEER, divergence=peer.divergence, floor=peer.floor))
+            scores, distance, floor = score_beside(model, cut, lambda share: progress(PEER, share))
+            found = _describe(model, PEER, "none", scores, text)
+            runs.append(replace(found, backend=PEER, divergence=distance, floor=floor))
         predictor = model.plan.plan.decode.predictor
         if predictor != "none":
             runs.append(_run(model, _name_run(model), "decode", text, progress))
@@ -407,23 +357,13 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.1f} %"
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What llama.cpp says of the windows that pi2 was given."""
-
-    scores: Scores
-    divergence: float
-    """As `Run` has both."""
-    floor: tuple[float, float]
-
-
 def score_beside(
     model: LoadedModel,
     windows: Sequence[Window],
     progress: Callable[[float], None] = lambda share: None,
-) -> Beside:
-    """llama.cpp's scores on the file of ``model``, and its distances from pi2 and from itself.
-    UserError P663 without a GGUF file or llama-cpp-python."""
+) -> tuple[Scores, float, tuple[float, float]]:
+    """llama.cpp's scores on the file of ``model``, and its distances from pi2 and from itself, as
+    `Run` has both. UserError P663 without a GGUF file or llama-cpp-python."""
     if model.plan.file is None:
         raise UserError.of(
             "P663",
@@ -452,7 +392,7 @@ def score_beside(
         progress((number + 1) / len(windows))
     peer.close()
     scores = Scores(np.concatenate(losses), np.concatenate(choices))
-    return Beside(scores, float(np.concatenate(divergences).mean()), floor)
+    return scores, float(np.concatenate(divergences).mean()), floor
 
 
 def _ask_peer(peer: Any, tokens: Sequence[int], step: int) -> F32:
@@ -485,9 +425,7 @@ def _open_peer(file: Path, context: int) -> Any:
 def _diverge(theirs: F32, ours: F32) -> F64:
     """KL divergences [n] from distributions of logits ``theirs`` to ``ours`` [n, vocab]."""
     found = []
-    for first, second in zip(theirs, ours, strict=True):
-        pair = np.stack([first, second]).astype(np.float64)
-        pair -= pair.max(axis=1, keepdims=True)
-        pair -= np.log(np.exp(pair).sum(axis=1, keepdims=True))
-        found.append(float((np.exp(pair[0]) * (pair[0] - pair[1])).sum()))
+    for pair in zip(theirs, ours, strict=True):
+        first, second = compute_log_chances(np.stack(pair))
+        found.append(float((np.exp(first) * (first - second)).sum()))
     return np.array(found)

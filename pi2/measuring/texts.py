@@ -1,4 +1,4 @@
-"""Text files as token ids, cut into windows."""
+"""Text files as token ids, cut into windows, and what models say of their tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from pi2.arrays import F32, F64, I64
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.plan.documents.model import Model
@@ -132,3 +133,66 @@ def cut_windows(
         if first < len(tokens):
             windows.append(Window(tokens, first))
     return windows
+
+
+Mode = Literal["prefill", "decode"]
+_ROWS = 16
+"""Tokens whose logits are widened to float64 together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a run said of the scored tokens of all windows, in order."""
+
+    losses: F64
+    """Negative log-likelihood of every scored token, in nats [tokens]."""
+    choices: I64
+    """The most likely token in its place [tokens]."""
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.losses.mean()))
+
+
+def join_scores(pieces: Sequence[Scores]) -> Scores:
+    return Scores(
+        np.concatenate([piece.losses for piece in pieces]),
+        np.concatenate([piece.choices for piece in pieces]),
+    )
+
+
+def score_windows(
+    model: LoadedModel,
+    windows: Sequence[Window],
+    mode: Mode,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Scores:
+    """Score ``windows`` densely (``prefill``) or as a generation does (``decode``)."""
+    losses, choices = [], []
+    for number, window in enumerate(windows):
+        tokens = np.array(window.tokens, np.int64)
+        done = 0
+        # The last token has nothing to predict.
+        for logits in model.iterate_logits(window.tokens[:-1], mode=mode):
+            skipped = max(0, window.first_scored - 1 - done)
+            targets = tokens[done + 1 : done + 1 + len(logits)]
+            done += len(logits)
+            for start in range(skipped, len(logits), _ROWS):
+                rows = slice(start, start + _ROWS)
+                losses.append(compute_losses(logits[rows], targets[rows]))
+                choices.append(logits[rows].argmax(-1))
+        progress((number + 1) / len(windows))
+    return Scores(np.concatenate(losses), np.concatenate(choices))
+
+
+def compute_losses(logits: F32, targets: I64) -> F64:
+    """Negative log-likelihoods [n], in nats, of ``targets`` [n] under ``logits`` [n, vocab]."""
+    return np.asarray(-compute_log_chances(logits)[np.arange(len(targets)), targets])
+
+
+def compute_log_chances(logits: F32) -> F64:
+    """Logarithms of the chances [n, vocab] that ``logits`` [n, vocab] give."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max(axis=-1, keepdims=True)
+    scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    return scores

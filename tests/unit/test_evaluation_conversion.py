@@ -16,8 +16,7 @@ from pi2.measuring.conversion import (
     measure_conversion,
     score_layerwise,
 )
-from pi2.measuring.evaluation import compute_losses
-from pi2.measuring.texts import Window
+from pi2.measuring.texts import Window, compute_losses
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, list_goldens, read_golden
