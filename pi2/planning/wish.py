@@ -1,19 +1,22 @@
-"""The wish that a plan is made for."""
+"""The wish that a plan is made for, and what the plan says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import UserError
+from pi2.fitting.budget import fit_plan, round_share, write_memory
 from pi2.fitting.check import check_file
+from pi2.fitting.completion import choose_backends, resolve_values
+from pi2.fitting.sizes import find_needs
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments
-from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.documents.quantities import format_bytes, round_size
 from pi2.plan.reading.references import DOCUMENTS, UnknownName, locate_document
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.weights.layout import BundleLayout
@@ -22,6 +25,11 @@ from pi2.sharing.resolver import LockedReferences
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
     from pi2.plan.toml.source import Kind
+    from pi2.planning.problem import Problem
+    from pi2.planning.program import Solution
+
+_LEAST_DENSE = 0.02
+"""Share of a layer that a unit is given which does not compute more for waiting for flash."""
 
 
 def read_document(reference: str, kind: Kind) -> Report:
@@ -96,3 +104,127 @@ class Wish:
     """Thresholds for an MoE model's experts, which a plan may use where it is faster with them."""
     thresholds_file: str = ""
     """Their file, as the plan is to name it."""
+
+
+def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
+    """The plan of a solution, with sizes."""
+    wish, mode = problem.wish, solution.mode
+    values = make_plan_values(
+        wish,
+        predictor=mode.predictor,
+        kv=solution.kv.type,
+        chunk=solution.chunk.tokens,
+        bundle=problem.bundle,
+    )
+    if solution.embedding.place == "flash":
+        values["memory"]["embedding"] = "flash"
+    if solution.lent_bytes > 0.0:
+        values["kv"]["lend"] = True
+    hots = [0.0] * wish.model.shape.layers
+    denses = [0.0] * wish.model.shape.layers
+    for group, resident, dense, cached in zip(
+        problem.groups, solution.resident, solution.dense, mode.cache_shares, strict=True
+    ):
+        whole = mode.cache_share == 0.0 or resident >= 1.0 - 1e-6
+        hot = 1.0 if whole else round_share(resident * (1.0 - cached))
+        for layer in group.layers:
+            hots[layer] = hot
+            denses[layer] = round_share(min(dense, hot))
+    if problem.rates.fair_share > 0.0 and max(denses) <= 0.0:
+        # The program counts on its help with projections, which it has for any neurons at all.
+        denses = [round_share(min(_LEAST_DENSE, hot)) for hot in hots]
+    values["layers"] = _write_layers(problem, hots, denses)
+    if max(denses) > 0.0:
+        _divide_rest(problem, values)
+    kinds = {wish.device.units[name].kind for name in list_split_units(values["layers"])}
+    values["backends"] = choose_backends(kinds)
+    unit = problem.rates.dense
+    if unit is not None and unit.name in wish.unit_memory and max(denses) > 0.0:
+        size = round_size(wish.unit_memory[unit.name])
+        values["memory"]["units"] = {unit.name: {"budget": format_bytes(size)}}
+    resolved = resolve_values(values, wish.device, wish.model)
+    budget = None if wish.memory_bytes is None else round_size(wish.memory_bytes)
+    cold_bytes = None
+    if budget is None or wish.objective == "memory":  # else what is left over helps
+        own = problem.unit_bytes is not None
+        resident_bytes = sum(
+            (share - dense * own) * group.count * problem.neurons * problem.stride
+            for group, share, dense in zip(
+                problem.groups, solution.resident, solution.dense, strict=True
+            )
+        )
+        cold_bytes = int(resident_bytes - find_needs(resolved).hot.bytes - solution.lent_bytes)
+    fitted = fit_plan(resolved, budget, cold_bytes=cold_bytes).plan
+    values["memory"] |= write_memory(fitted)
+    values["layers"] = fitted.layers.model_dump(exclude_unset=True)
+    values["io"] = {
+        "engine": solution.io.engine,
+        "threads": solution.io.threads,
+        "depth": solution.io.depth,
+    }
+    # Where nothing is read there is nothing to look ahead for, or to leave out.
+    values["decode"]["look_ahead"] = "none" if min(hots) >= 1.0 else solution.look_ahead
+    if wish.leave_out > 0.0 and mode.predictor == "low-rank" and min(hots) < 1.0:
+        values["decode"]["leave_out"] = wish.leave_out
+    return values
+
+
+def _divide_rest(problem: Problem, values: dict[str, Any]) -> None:
+    """Give the unit that computes hot neurons its part of everything but the FFN, and prompts."""
+    unit, share = problem.rates.dense, problem.rates.fair_share
+    if unit is None or share <= 0.0:
+        return
+    cpu = next(n for n, item in problem.wish.device.units.items() if item.kind == "cpu")
+    split = {unit.name: share, cpu: round(1.0 - share, 2)}
+    values["projections"] = {"attention": split, "head": split}
+    if unit.ops_s is not None:
+        values["prefill"]["unit"] = unit.name
+
+
+def list_split_units(layers: Mapping[str, Any]) -> set[str]:
+    """Names of the units in the splits of a table ``[layers]``."""
+    tables = [layers, *layers.get("overrides", ())]
+    return {name for table in tables for name in table.get("split", ())}
+
+
+def _write_layers(
+    problem: Problem, hots: Sequence[float], denses: Sequence[float]
+) -> dict[str, Any]:
+    """Values of ``[layers]``: the most frequent settings, and overrides for the others."""
+    cpu = next(n for n, unit in problem.wish.device.units.items() if unit.kind == "cpu")
+    unit = problem.rates.dense
+
+    def split(dense: float) -> dict[str, float]:
+        if unit is None or dense <= 0.0:
+            return {cpu: 1.0}
+        return {unit.name: dense, cpu: round(1.0 - dense, 6)}
+
+    kinds: dict[tuple[float, float], list[int]] = {}
+    for layer, kind in enumerate(zip(hots, denses, strict=True)):
+        kinds.setdefault(kind, []).append(layer)
+    base = max(kinds, key=lambda kind: (len(kinds[kind]), kind))
+    found: dict[str, Any] = {"split": split(base[1]), "hot": base[0]}
+    overrides = []
+    for kind, layers in kinds.items():
+        if kind == base:
+            continue
+        values: dict[str, Any] = {"select": _write_ranges(layers)}
+        if split(kind[1]) != split(base[1]):
+            values["split"] = split(kind[1])
+        if kind[0] != base[0]:
+            values["hot"] = kind[0]
+        overrides.append(values)
+    if overrides:
+        found["overrides"] = overrides
+    return found
+
+
+def _write_ranges(layers: Sequence[int]) -> str:
+    """Write a selector of layers: ``"0-3,7"``."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and parts[-1][1] == layer - 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
