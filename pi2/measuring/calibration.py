@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
-import json
 import math
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
@@ -23,7 +17,7 @@ from pi2.engine.observation import DenseObserver
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.measuring.magnitudes import (
-    Histogram,
+    KeptFindings,
     LayerMagnitudes,
     MagnitudeObserver,
     compute_magnitudes,
@@ -37,7 +31,6 @@ from pi2.plan.documents.plan_units import Sparsity, SparsityMethod
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.progress import Progress, ignore_progress
-from pi2.sharing.fetching import write_atomically
 from pi2.sharing.resolver import LockedReferences
 
 
@@ -113,100 +106,6 @@ def describe_changes(
     if total > plan.memory.budget:
         changes["memory.budget"] = format_bytes(total)
     return changes
-
-
-FORMAT = 1
-PAUSE_S = 20.0
-"""Time between two writes while windows are counted."""
-_PARTS = ("gates", "both", "energy")
-
-
-@dataclass(slots=True)
-class KeptFindings:
-    """Histograms, and scores of the dense model and of every target that was tried."""
-
-    file: Path | None
-    """None keeps nothing."""
-    asked: tuple[object, ...]
-    """Everything that the findings depend on, except the plan."""
-    _arrays: dict[str, Any] = field(default_factory=dict)
-    _key: str = ""
-    _written_s: float = field(default_factory=time.monotonic)
-
-    def restore(self, digest: str, layers: dict[int, LayerMagnitudes]) -> int:
-        """Fill ``layers`` with counts of the same plan and texts; return their windows."""
-        text = json.dumps([FORMAT, digest, *self.asked], default=str)
-        self._key = hashlib.sha256(text.encode()).hexdigest()
-        if self.file is None:
-            return 0
-        try:
-            with np.load(self.file, allow_pickle=False) as found:
-                if str(found["key"]) != self._key:
-                    return 0
-                self._arrays = {name: found[name] for name in found.files}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return 0
-        for name in self._arrays:
-            kind, _, number = name.partition(".")
-            if kind != "tokens":
-                continue
-            counts = [int(count) for count in self._arrays[name]]
-            layers[int(number)] = LayerMagnitudes(
-                [
-                    Histogram(*(self._arrays[f"{part}.{number}.{expert}"] for part in _PARTS))
-                    for expert in range(len(counts))
-                ],
-                counts,
-            )
-        return int(self._arrays["windows"])
-
-    def note_windows(
-        self, count: int, layers: dict[int, LayerMagnitudes], *, is_last: bool
-    ) -> None:
-        """Keep what ``count`` windows have shown; not each time, for it takes a moment."""
-        if not is_last and time.monotonic() - self._written_s < PAUSE_S:
-            return
-        self._arrays["windows"] = np.asarray(count)
-        for number, layer in layers.items():
-            self._arrays[f"tokens.{number}"] = np.asarray(layer.tokens, np.int64)
-            for expert, histogram in enumerate(layer.experts):
-                for part in _PARTS:
-                    self._arrays[f"{part}.{number}.{expert}"] = getattr(histogram, part)
-        self._write()
-
-    def find_scores(self, name: str) -> tuple[Scores, tuple[float, ...]] | None:
-        """Scores and figures that were kept under ``name``."""
-        if f"losses.{name}" not in self._arrays:
-            return None
-        losses, choices, figures = (
-            self._arrays[f"{part}.{name}"] for part in ("losses", "choices", "figures")
-        )
-        return Scores(losses, choices), tuple(figures.tolist())
-
-    def note_scores(self, name: str, scores: Scores, figures: tuple[float, ...] = ()) -> None:
-        self._arrays |= {
-            f"losses.{name}": scores.losses,
-            f"choices.{name}": scores.choices,
-            f"figures.{name}": np.asarray(figures, np.float64),
-        }
-        self._write()
-
-    def drop(self) -> None:
-        """Remove the file: everything is done."""
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
-
-    def _write(self) -> None:
-        if self.file is None:
-            return
-        content = io.BytesIO()
-        np.savez_compressed(
-            content,
-            key=np.asarray(self._key),
-            **{name: array for name, array in self._arrays.items() if name != "key"},
-        )
-        write_atomically(self.file, content.getvalue())
-        self._written_s = time.monotonic()
 
 
 FINEST = 0.005
