@@ -19,7 +19,8 @@ from typing import Any
 import pi2
 from pi2.arrays import I64
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.speculation import Speculation, StepBytes
+from pi2.engine.parts import StepBytes
+from pi2.engine.speculation import Speculation
 
 KINDS: Mapping[str, Mapping[str, Any] | None] = {
     "none": None,

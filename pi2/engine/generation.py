@@ -13,9 +13,8 @@ from pi2.backends.protocol import RowDivider
 from pi2.backends.units import FixedShapes
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
 from pi2.engine.forward import Forward
-from pi2.engine.parts import Parts
+from pi2.engine.parts import Parts, StepBytes
 from pi2.engine.scheduler import Scheduler
-from pi2.engine.speculation import StepBytes
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
 from pi2.engine.whole_forward import WholeForward
 from pi2.records import dataclass, replace

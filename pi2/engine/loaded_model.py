@@ -36,10 +36,10 @@ from pi2.engine.generation import (
 )
 from pi2.engine.generation import describe_unit_counters as describe_units
 from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
-from pi2.engine.parts import Parts
+from pi2.engine.parts import Parts, find_step_bytes
 from pi2.engine.prefixes import make_kept_prefixes
 from pi2.engine.scheduler import Scheduler
-from pi2.engine.speculation import find_step_bytes, make_speculation
+from pi2.engine.speculation import make_speculation
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import (
     ChatTemplate,

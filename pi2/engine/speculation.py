@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -13,12 +13,8 @@ from pi2.arrays import F32, I32, I64
 from pi2.backends.protocol import RowDivider, StateKeeper
 from pi2.engine.answer import Answer
 from pi2.engine.forward import Forward, Sequences
-from pi2.engine.parts import Parts
+from pi2.engine.parts import Parts, StepBytes, Touched, find_step_bytes
 from pi2.engine.statistics import SpeculationCounters
-from pi2.model.tensor import EMBEDDING
-from pi2.model.tensors import list_tensors
-from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
@@ -247,25 +243,6 @@ LONGEST_REST = 512
 GAIN = 0.05
 """Share of bytes and of seconds that drafts must save to be taken up again; they are given up if
 they save nothing."""
-FLASH_WEIGHT = 10
-"""Bytes in memory that count as one byte from flash: drives give a tenth of the memory's rate, or
-less. Drafts of resident neurons touch more memory to read less."""
-
-
-class Touched(NamedTuple):
-    """Bytes that steps have touched."""
-
-    memory: int
-    flash: int
-
-    @property
-    def total(self) -> int:
-        """All bytes: bytes from flash are touched there and in memory."""
-        return self.memory + self.flash
-
-    @property
-    def weight(self) -> int:
-        return self.memory + FLASH_WEIGHT * self.flash
 
 
 @dataclass(slots=True)
@@ -339,45 +316,6 @@ class Payback:
             return
         self.is_on, self._resting = False, self._rest
         self._rest = min(2 * self._rest, LONGEST_REST)
-
-
-class StepBytes:
-    """Bytes that steps touch: dense weights and predictors once a step, neurons that any token of
-    it used once, the KV cache for each token.  A step of a GGUF file reads its dense matrices and
-    one token's experts."""
-
-    def __init__(self, parts: Parts) -> None:
-        resolved, file = parts.resolved, parts.resolved.file
-        self._forward, self._reader = parts.forward, parts.reader
-        self._counters = None if parts.layers is None else parts.feed_forward.counters
-        self._neuron_bytes = 0 if parts.layers is None else resolved.bundle.neuron_bytes
-        self._dense_bytes = count_dense_bytes(resolved) if file is None else file.token_bytes
-        kind = resolved.plan.kv.type if file is None else "fp16"
-        layers = resolved.model.shape.layers
-        self._context_bytes = layers * count_kv_token_bytes(resolved.model, kind)
-
-    def count(self) -> Touched:
-        """Bytes of all steps so far; the reads of prompts count as well."""
-        memory = self._forward.steps * self._dense_bytes
-        memory += self._forward.attended_tokens * self._context_bytes
-        if self._counters is not None:
-            memory += self._counters.touched * self._neuron_bytes
-        return Touched(memory, self._reader.read_bytes)
-
-
-def count_dense_bytes(resolved: ResolvedPlan) -> int:
-    """Bytes that every step reads for any token: all but neurons and the embedding."""
-    model = resolved.model
-    predictor = model.predictor if resolved.plan.decode.predictor == "low-rank" else None
-    ranks = None if predictor is None else [predictor.rank] * model.shape.layers
-    total = sum(
-        tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)
-        for tensor in list_tensors(model, ranks)
-        if tensor.name != EMBEDDING or model.tied_head
-    )
-    if resolved.plan.decode.predictor == "gate":
-        total += len(resolved.named_layers) * model.layer_neurons * resolved.bundle.gate_bytes
-    return total
 
 
 class Speculation:
@@ -485,8 +423,7 @@ def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculat
         if settings.drafts == "resident":
             drafter = ResidentDrafts(forward, parts.feed_forward)
     if settings.drafts == "plan":
-        other = None if parts.draft is None else find_step_bytes(parts.draft)
-        if parts.draft is None or other is None:
+        if parts.draft is None or (other := find_step_bytes(parts.draft)) is None:
             return None
         drafter = _follow_plan(parts, parts.draft)
         count = partial(_add_counts, count, other.count)
@@ -508,12 +445,6 @@ def _follow_plan(parts: Parts, draft: Parts) -> Drafter:
     if isinstance(parts.executor, RowDivider):
         parts.forward.watch = drafter.watch
     return drafter
-
-
-def find_step_bytes(parts: Parts) -> StepBytes | None:
-    """The counter of the bytes that steps touch; None if another unit has the whole model."""
-    is_counted = parts.layers is not None or parts.resolved.file is not None
-    return StepBytes(parts) if is_counted else None
 
 
 def _add_counts(own: Callable[[], Touched], other: Callable[[], Touched]) -> Touched:

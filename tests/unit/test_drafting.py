@@ -13,6 +13,7 @@ from pi2.arrays import F32
 from pi2.cli.main import run
 from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.parts import Touched
 from pi2.engine.speculation import (
     FIRST_REST,
     PLAIN_STEPS,
@@ -20,7 +21,6 @@ from pi2.engine.speculation import (
     TRIAL_STEPS,
     Payback,
     PromptLookup,
-    Touched,
 )
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint

@@ -10,8 +10,9 @@ from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Sampler, SamplingOptions, Ticket
 from pi2.engine.forward import Sequences
+from pi2.engine.parts import Touched
 from pi2.engine.scheduler import Scheduler
-from pi2.engine.speculation import Speculation, Touched
+from pi2.engine.speculation import Speculation
 from pi2.engine.text import TokenDecoder
 
 CHANCES = np.array(
