@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 from pi2.authoring.writing import Cost, list_costs
 from pi2.diagnostics import UserError
 from pi2.fitting.check import Report
-from pi2.plan.composing.trees import Step, look_up, trace_value
+from pi2.plan.composing.compose import Step, trace_value
+from pi2.plan.composing.trees import look_up
 from pi2.plan.documents.common import Document, find_type, list_known_keys, suggest
 from pi2.plan.documents.plan import DERIVED, Plan
 from pi2.plan.reading.references import DOCUMENTS, WRITTEN

@@ -17,7 +17,7 @@ from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.baseline import ProjectSettings, read_project, sift
 from pi2.fitting.check import Report
 from pi2.fitting.misfits import list_store_findings
-from pi2.plan.composing.trees import trace_value
+from pi2.plan.composing.compose import trace_value
 from pi2.plan.reading.references import WRITTEN, Located, UnknownName, locate_document
 from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.spans import SpanIndex, index_spans

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pi2.authoring.writing import write_plan
 from pi2.cli.main import run
 from pi2.fitting.check import Report, check_file
-from pi2.plan.composing.compose import compose, parse_key
+from pi2.plan.composing.compose import compose, parse_key, trace_value
 from pi2.plan.composing.trees import (
     Node,
     build_tree,
@@ -20,7 +20,6 @@ from pi2.plan.composing.trees import (
     find_node,
     look_up,
     merge_trees,
-    trace_value,
 )
 from pi2.plan.toml.source import SourceFile, parse_source
 from pi2.plan.toml.text import KeyPath, write_key, write_value

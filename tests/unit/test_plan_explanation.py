@@ -12,7 +12,7 @@ from pi2.authoring.explanation import describe_path, explain_value, list_keys, p
 from pi2.cli.main import run
 from pi2.fitting.check import check_file, check_plan
 from pi2.fitting.sizes import find_needs
-from pi2.plan.composing.trees import trace_value
+from pi2.plan.composing.compose import trace_value
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import format_path

@@ -16,17 +16,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, get_args, get_origin
 
-import tomli
-
-from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.diagnostics import Diagnostic, Span
 from pi2.plan.documents.common import COMPOSITION, find_type, list_known_keys, suggest
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.source import Places, SourceFile
-from pi2.plan.toml.text import KeyPath, format_path, write_value
+from pi2.plan.toml.text import SET, KeyPath, format_path, write_value
 from pi2.records import dataclass, field, replace
-
-SET = "--set"
-"""Name of the source that overridden values come from."""
 
 
 @dataclass(frozen=True)
@@ -45,38 +40,6 @@ class Overrides:
 
     items: tuple[Override, ...]
     text: str
-
-
-def parse_assignments(texts: tuple[str, ...]) -> dict[str, object]:
-    """Parse ``KEY=VALUE`` texts; a value that is no TOML value is text."""
-    values: dict[str, object] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise UserError.of(
-                "P016",
-                f"`{SET} {text}`: expected KEY=VALUE",
-                help="for example `--set decode.predictor=gate`",
-            )
-        values[key.strip()] = _parse_value(text, value.strip())
-    return values
-
-
-def _parse_value(text: str, value: str) -> object:
-    try:
-        parsed = tomli.loads(f"value = {value}")
-    except (tomli.TOMLDecodeError, RecursionError, ValueError):
-        if value and value[0] not in "\"'[{" and "\n" not in value:
-            return value
-        raise UserError.of(
-            "P016",
-            f"`{SET} {text}`: the value is not TOML",
-            help="for example `--set memory.budget='\"64 MiB\"'` or `--set io.threads=2`",
-        ) from None
-    if set(parsed) != {"value"}:
-        raise UserError.of("P016", f"`{SET} {text}`: expected one value")
-    result: object = parsed["value"]
-    return result
 
 
 def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Diagnostic]]:
@@ -448,64 +411,6 @@ class ComposedFile(SourceFile):
     @cached_property
     def spans(self) -> Places:
         return ComposedPlaces(self.tree, self.replaced)
-
-
-_REPLACES = "replaces it by"
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one file, or ``--set``, says about a value."""
-
-    place: str
-    """The place of the step: ``file:line:column``, or ``--set:1:3``."""
-    file: str
-    verb: str
-    """The step's verb: ``sets``, ``replaces it by``, ``adds to``, ``appends`` or ``prepends``."""
-    value: Any
-    """The value as it stands at the place."""
-
-
-def trace_value(source: SourceFile, path: KeyPath) -> tuple[Step, ...]:
-    """Steps that led to the value at ``path``; none where it is a default."""
-    steps: list[Step] = []
-    if isinstance(source, ComposedFile):
-        node, rest = find_node(source.tree, path)
-        for number, place in enumerate(() if rest else node.places):
-            span = place.file.spans.find_value(place.path)
-            verb = "sets"
-            if place.join is not None:
-                verb = f"{place.join}s"
-            elif number:
-                verb = "adds to" if node.table is not None or _is_mixed(node) else _REPLACES
-            value = look_up(place.file.values, place.path)
-            steps.append(Step(span.place, span.file, verb, value))
-    elif look_up(source.values, path) is not None and not _is_replaced(source, path):
-        span = source.spans.find_value(path)
-        steps.append(Step(span.place, span.file, "sets", look_up(source.values, path)))
-    if _is_replaced(source, path):
-        if not isinstance(source, ComposedFile):
-            steps += _trace_own_text(source, path)
-        span = source.spans.find_value(path)
-        verb = _REPLACES if steps else "sets"
-        steps.append(Step(span.place, span.file, verb, look_up(source.values, path)))
-    return tuple(steps)
-
-
-def _is_mixed(node: Node) -> bool:
-    return len({item.places[0].file.name for item in node.items or ()}) > 1
-
-
-def _is_replaced(source: SourceFile, path: KeyPath) -> bool:
-    return any(path[:end] in source.replaced for end in range(1, len(path) + 1))
-
-
-def _trace_own_text(source: SourceFile, path: KeyPath) -> list[Step]:
-    """What a plain file says of a value that ``--set`` replaces."""
-    from pi2.plan.toml.source import parse_source
-
-    original = parse_source(source.path, source.name, source.text)
-    return [] if isinstance(original, list) else list(trace_value(original, path))
 
 
 def look_up(values: Any, path: Sequence[str | int]) -> Any:
