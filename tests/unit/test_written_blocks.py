@@ -9,7 +9,7 @@ from pi2.cli.main import run
 from pi2.fitting.check import check_file
 from pi2.importing.new_model import describe_checkpoint
 from pi2.model.blocks import Attention, State
-from pi2.plan.arithmetic.resolved import dump_plain, hash_json
+from pi2.plan.documents.common import dump_plain, hash_json
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.block_entries import choose_layers, describe_layers
 from pi2.plan.reading.references import list_shipped

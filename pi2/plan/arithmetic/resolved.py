@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel
-
 from pi2.plan.arithmetic.units import DividedRows, count_qkv_rows, count_rows
+from pi2.plan.documents.common import dump_plain, hash_json
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -319,7 +316,6 @@ class ResolvedPlan:
     def digest(self) -> str:
         """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
         # Checking many plans needs no digests, and they take a tenth of the time.
-
         return compute_digest(self)
 
 
@@ -357,15 +353,15 @@ def resolve_layers(plan: Plan, model: Model, device: Device) -> tuple[ResolvedLa
     count = model.shape.layers
     base = plan.layers
     sparse = find_sparse_unit(plan, device)
-    splits = [(base.split, _path("layers", "split"))] * count
-    hots = [(base.hot, _path("layers", "hot"))] * count
+    splits: list[tuple[Mapping[str, float], KeyPath]] = [(base.split, ("layers", "split"))] * count
+    hots: list[tuple[float, KeyPath]] = [(base.hot, ("layers", "hot"))] * count
     batches = [base.batches] * count
     for number, override in enumerate(base.overrides):
         for layer in list_layers(override.select, count):
             if override.split is not None:
-                splits[layer] = (override.split, _path("layers", "overrides", number, "split"))
+                splits[layer] = override.split, ("layers", "overrides", number, "split")
             if override.hot is not None:
-                hots[layer] = (override.hot, _path("layers", "overrides", number, "hot"))
+                hots[layer] = override.hot, ("layers", "overrides", number, "hot")
             if override.batches is not None:
                 batches[layer] = override.batches
     return tuple(
@@ -404,46 +400,13 @@ def _find_dense_share(
     return DenseShare(unit=others[0], shares=shares, by_sequences=counts)
 
 
-def _path(*parts: str | int) -> KeyPath:
-    return parts
-
-
 def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
     """The plan's bundle; a stride that is too small counts as the smallest that is not."""
     layout = model.lay_out_bundle(scales=plan.bundle.scales)
-    stride = max(plan.bundle.stride, round_up(layout.used_bytes, 512))
-    if plan.bundle.stride >= layout.used_bytes:
-        stride = plan.bundle.stride
+    stride = plan.bundle.stride
+    if stride < layout.used_bytes:
+        stride = round_up(layout.used_bytes, 512)
     return model.lay_out_bundle(stride, plan.bundle.scales)
-
-
-_COSMETIC = frozenset({"schema_version", "name", "description", "quality", "speed"})
-"""Keys that decide nothing that is computed: ``quality`` stands for settings, which count."""
-
-
-def write_canonical_json(value: Any) -> str:
-    """Sorted, compact, ASCII JSON; refuses anything but plain data."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    )
-
-
-def hash_json(value: Any) -> str:
-    """SHA-256, hexadecimal, of the canonical JSON of ``value``."""
-    return hashlib.sha256(write_canonical_json(value).encode("ascii")).hexdigest()
-
-
-def dump_plain(document: BaseModel) -> dict[str, Any]:
-    """All keys, defaults filled in, quantities as exact texts; without cosmetic keys."""
-    values: dict[str, Any] = document.model_dump(mode="json")
-    for unit in values.get("units", {}).values():
-        # Devices without it have the digests that they had before there was such a key.
-        if unit.get("emulated") is None:
-            unit.pop("emulated", None)
-    formats = values.get("quantization", {})
-    if formats.get("gate_up") is None:
-        formats.pop("gate_up", None)
-    return {key: value for key, value in values.items() if key not in _COSMETIC}
 
 
 def _dump_layer(layer: ResolvedLayer) -> dict[str, Any]:

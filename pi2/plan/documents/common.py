@@ -1,5 +1,7 @@
 """What the three kinds of documents have in common."""
 
+import hashlib
+import json
 import sys
 import types
 from collections.abc import Iterable, Sequence
@@ -199,3 +201,26 @@ def list_backend_names() -> tuple[str, ...]:
     """Names of all backends, sorted; none of them is imported."""
     found = {path.parent.name for folder in BACKEND_FOLDERS for path in folder.glob("*/backend.py")}
     return tuple(sorted(found))
+
+
+_COSMETIC = frozenset({"schema_version", "name", "description", "quality", "speed"})
+"""Keys that decide nothing that is computed: ``quality`` stands for settings, which count."""
+
+
+def hash_json(value: Any) -> str:
+    """SHA-256, hexadecimal, of the sorted, compact JSON of plain data."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def dump_plain(document: BaseModel) -> dict[str, Any]:
+    """All keys, defaults filled in, quantities as exact texts; without cosmetic keys."""
+    values: dict[str, Any] = document.model_dump(mode="json")
+    for unit in values.get("units", {}).values():
+        # Devices without it have the digests that they had before there was such a key.
+        if unit.get("emulated") is None:
+            unit.pop("emulated", None)
+    formats = values.get("quantization", {})
+    if formats.get("gate_up") is None:
+        formats.pop("gate_up", None)
+    return {key: value for key, value in values.items() if key not in _COSMETIC}
