@@ -217,8 +217,8 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     """Fit ``resolved`` into ``budget_bytes``.
 
     If some neurons do not fit, rows of the embedding come from flash and the context lends its
-    unused part, unless the plan states ``memory.embedding`` or ``kv.lend``; `pi2.fitting.budget`
-    does the rest. Raises UserError P611 if even the least does not fit."""
+    unused part. A stated ``memory.embedding`` or ``kv.lend`` stays; `pi2.fitting.budget` does the
+    rest. Raises UserError P611 if even the least does not fit."""
     memory, overrides = resolved.plan.memory, dict[str, object]()
     changes = []
     if memory.budget != budget_bytes:

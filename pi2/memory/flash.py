@@ -53,8 +53,9 @@ class ReadSettings:
     cluster: int = 64
     """Neurons that are read together before they are computed, at least."""
     ahead: bool = False
-    """Reads begin a layer ahead: the drive reads the next layer's neurons while these are computed,
-    all at once if the engine does not divide them among threads and no gates are read first."""
+    """Reads begin a layer ahead: the drive reads the next layer's neurons while these are computed.
+    It is asked for all at once if the engine does not divide them among threads and no gates are
+    read first."""
     request_bytes: int = 1 << 19
     """Approximate bytes of one request, if neurons are read in longer runs."""
     verify: bool = False

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def unite_named(lists: Sequence[I32], neurons: int, loops: HostLoops | None) -> tuple[I32, I64]:
-    """Return the neurons of at most 64 ``lists``, each once and ascending, and for each of all
-    ``neurons`` a number whose bit k is set if list k has it."""
+    """Return the neurons of at most 64 ``lists``, each once and ascending, and a number for each of
+    all ``neurons``: its bit k is set if list k has the neuron."""
     named = np.empty(neurons, np.int64)
     if loops is not None:
         return loops.unite_named(lists, named), named

@@ -112,7 +112,7 @@ class Attention:
     @property
     def head_order(self) -> Sequence[int] | None:
         """Element of the checkpoint's head, or of its part that RoPE sees, at every place of the
-        store's, in which element i turns with element i + width / 2; None if they are equal."""
+        store's. There element i turns with element i + width / 2; None if they are equal."""
         size, pairs = self.turned_width, self.rope.pairs
         rotated = self.rope.count_rotated(size)
         if rotated == 0 or (rotated == size and pairs == "halves"):

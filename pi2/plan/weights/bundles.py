@@ -140,8 +140,8 @@ def _slice_numbers(bundles: U8, offset: int, kind: type[Number]) -> npt.NDArray[
 
 
 def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, Scales | None]:
-    """Return packed weights [n, weight bytes] (a view) and scales [n, .] (a copy) of part
-    ``index`` of ``bundles`` uint8 [n, stride], which have all scales in them."""
+    """Return packed weights [n, weight bytes] (a view) and scales [n, .] (a copy) of part ``index``
+    of ``bundles`` uint8 [n, stride] with inline scales."""
     packing = find_packing(layout.parts[index].precision)
     weights, scales = (own for _, own in list(_list_pieces(layout))[2 * index : 2 * index + 2])
     if not packing.has_scales:
