@@ -448,5 +448,4 @@ def _follow_plan(parts: Parts, draft: Parts) -> Drafter:
 
 
 def _add_counts(own: Callable[[], Touched], other: Callable[[], Touched]) -> Touched:
-    mine, theirs = own(), other()
-    return Touched(mine.memory + theirs.memory, mine.flash + theirs.flash)
+    return Touched(*map(sum, zip(own(), other(), strict=True)))

@@ -65,7 +65,7 @@ class Shard:
             self._md5 = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """A tensor of the list and the place of its bytes."""
 
@@ -163,15 +163,7 @@ def _read_record(index: Path, shard: Shard, entry: Any) -> Record:
         raise _bad_file(index, f"tensor {name!r} has a negative size, or none")
     if math.prod(shape) * np.dtype(STORAGE[storage]).itemsize != size:
         raise _bad_file(index, f"tensor {name!r} has not the bytes that its shape needs")
-    return Record(
-        name=name,
-        shape=tuple(shape),
-        dtype=dtype,
-        storage=storage,
-        shard=shard,
-        offset=offset,
-        size_bytes=size,
-    )
+    return Record(name, tuple(shape), dtype, storage, shard, offset, size)
 
 
 def _name_first(records: list[Any]) -> str:
@@ -202,32 +194,34 @@ class MlcTensor(PackedTensor):
 
     def take_rows(self, first: int, count: int) -> MlcTensor:
         """The tensor that ``count`` rows from ``first`` on make."""
-        columns = math.prod(self.shape[1:])
-        skip = 0 if self.scales is None else first * columns // GROUP * self._scale_bytes()
-        weights = first * columns // 2
-        if self.scales is None:
-            weights = first * columns * np.dtype(self.check_type()).itemsize
+        weights, scales = self._row_bytes
         return replace(
             self,
             shape=(count, *self.shape[1:]),
-            offset=self.offset + weights,
-            scales_skip=self.scales_skip + skip,
+            offset=self.offset + first * weights,
+            scales_skip=self.scales_skip + first * scales,
             size_bytes=self.size_bytes * count // max(1, self.shape[0]),
         )
+
+    @property
+    def _row_bytes(self) -> tuple[int, int]:
+        """Bytes of a row's weights, and of its scales."""
+        columns = math.prod(self.shape[1:])
+        if self.scales is None:
+            return columns * np.dtype(self.check_type()).itemsize, 0
+        return columns // 2, columns // GROUP * np.dtype(STORAGE[self.scales.dtype]).itemsize
 
     def check_type(self) -> str:
         return SourceTensor.check_type(self) if self.scales is None else "|u1"
 
     def _read_stored(self, start: int, stop: int) -> Raw:
         self.shard.check(self.name)
-        columns, count = math.prod(self.shape[1:]), stop - start
+        count, (weight_bytes, scale_bytes) = stop - start, self._row_bytes
         if self.scales is None:
-            storage = self.check_type()
-            skip = start * columns * np.dtype(storage).itemsize
-            flat = self.read_flat(self.offset + skip, count * columns, storage)
-            return flat.reshape(count, *self.shape[1:])
+            shape = count, *self.shape[1:]
+            place = self.offset + start * weight_bytes
+            return self.read_flat(place, math.prod(shape), self.check_type()).reshape(shape)
         self.scales.shard.check(self.scales.name)
-        weight_bytes, scale_bytes = columns // 2, columns // GROUP * self._scale_bytes()
         rows = np.empty((count, weight_bytes + scale_bytes), np.uint8)
         words = self.read_flat(self.offset + start * weight_bytes, count * weight_bytes, "|u1")
         rows[:, :weight_bytes] = words.reshape(count, weight_bytes)
@@ -256,14 +250,10 @@ class MlcTensor(PackedTensor):
             return None
         return find_packing(precision).pack(codes), scales.astype(np.float16, copy=False)
 
-    def _scale_bytes(self) -> int:
-        assert self.scales is not None
-        return np.dtype(STORAGE[self.scales.dtype]).itemsize
-
     def _split(self, raw: U8) -> tuple[I8, npt.NDArray[np.float16 | np.float32]]:
         """Codes int8 [n, length] and scales [n, length / 32] of rows of bytes."""
         assert self.scales is not None
-        weight_bytes = math.prod(self.shape[1:]) // 2
+        weight_bytes, _ = self._row_bytes
         nibbles = raw[:, :weight_bytes]
         codes = np.empty((len(raw), weight_bytes, 2), np.int8)
         codes[:, :, 0] = nibbles & np.uint8(15)
@@ -320,8 +310,7 @@ def open_mlc(folder: Path) -> Checkpoint:
     for tensor in _join_records(index, records):
         for name, part in _split_tensor(tensor, config):
             tensors[name] = part
-    embedding = tensors.get("model.embed_tokens.weight")
-    if embedding is not None:
+    if (embedding := tensors.get("model.embed_tokens.weight")) is not None:
         config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     return Checkpoint(
