@@ -12,7 +12,7 @@ from pi2 import pause_collection
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Parts
-from pi2.engine.whole_forward import make_whole_forward
+from pi2.engine.sequences import make_whole_forward
 from pi2.fitting import find_backend
 from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger

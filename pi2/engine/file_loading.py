@@ -15,7 +15,7 @@ from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.model import BlockModel
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.parts import Parts
-from pi2.engine.whole_forward import WholeForward
+from pi2.engine.sequences import WholeForward
 from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine

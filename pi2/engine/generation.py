@@ -15,8 +15,8 @@ from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, 
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts, StepBytes
 from pi2.engine.scheduler import Scheduler
+from pi2.engine.sequences import Sequences, WholeForward
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
-from pi2.engine.whole_forward import WholeForward
 from pi2.records import dataclass, replace
 
 _PATIENCE_S = 60.0
@@ -232,7 +232,7 @@ def iterate_decode_logits(
             yield found
 
 
-def find_hidden_reader(parts: Parts) -> Forward | WholeForward | None:
+def find_hidden_reader(parts: Parts) -> Sequences | None:
     """What gives hidden states: a dry run has no numbers, and a GPU that has the model as a whole
     gives logits only."""
     if isinstance(parts.forward, WholeForward):
@@ -244,7 +244,7 @@ def find_hidden_reader(parts: Parts) -> Forward | WholeForward | None:
 
 def embed_tokens(
     parts: Parts,
-    forward: Forward | WholeForward,
+    forward: Sequences,
     scheduler: Scheduler,
     ids: Sequence[int],
     pooling: Literal["mean", "last"],

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pi2.backends.protocol import Executor
     from pi2.backends.units import SequenceModel
     from pi2.engine.feed_forward import FeedForward
-    from pi2.engine.forward import Sequences
+    from pi2.engine.sequences import Sequences
     from pi2.memory.budget import Budget
     from pi2.memory.cache import NeuronCache
     from pi2.memory.flash import FlashReader, NullReader

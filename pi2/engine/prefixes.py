@@ -17,8 +17,8 @@ import numpy as np
 from pi2.arrays import F32, I32, U8
 from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, StateKeeper
 from pi2.caches import find_cache_folder
-from pi2.engine.forward import Sequences
 from pi2.engine.parts import Parts
+from pi2.engine.sequences import Sequences
 from pi2.fitting.sizes import count_chunks
 from pi2.logging import get_logger
 from pi2.plan.weights.layout import round_up

@@ -17,8 +17,8 @@ from typing import Any
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Answer, GenerationRequest, Line, Ticket, score_token
-from pi2.engine.forward import Sequences
 from pi2.engine.prefixes import NoPrefixes, Prefixes
+from pi2.engine.sequences import Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import Phase, Rounds
 from pi2.engine.text import TokenDecoder

@@ -12,8 +12,9 @@ import numpy as np
 from pi2.arrays import F32, I32, I64
 from pi2.backends.protocol import RowDivider, StateKeeper
 from pi2.engine.answer import Answer
-from pi2.engine.forward import Forward, Sequences
+from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts, StepBytes, Touched, find_step_bytes
+from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import SpeculationCounters
 from pi2.records import dataclass, field, replace
 

@@ -9,9 +9,9 @@ import pytest
 from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Sampler, SamplingOptions, Ticket
-from pi2.engine.forward import Sequences
 from pi2.engine.parts import Touched
 from pi2.engine.scheduler import Scheduler
+from pi2.engine.sequences import Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.text import TokenDecoder
 
@@ -25,22 +25,26 @@ class Chain(Sequences):
     """A model whose next token depends on the last one alone."""
 
     def __init__(self) -> None:
-        super().__init__(context=64, sequences=1)
+        super().__init__(context=64, sequences=1, piece=64)
 
     def abandon(self) -> None: ...
 
-    def prefill(
-        self,
-        tokens: I32,
-        *,
-        all_logits: bool = False,
-        take: Callable[[F32], None] | None = None,
-        progress: Callable[[float], None] = lambda share: None,
-        end: int = 0,
-        sequence: int = 0,
-    ) -> F32:
+    def run_piece(
+        self, tokens: I32, sequence: int, progress: Callable[[float], None]
+    ) -> Sequence[int]:
         self.positions[sequence] += len(tokens)
-        return self._look_up(tokens[-1:].tolist())
+        self.piece = tokens.tolist()
+        return [len(tokens)]
+
+    def select_chunk(self, number: int) -> None: ...
+
+    def expect(self, end: int) -> None: ...
+
+    def read_logits(self, first: int) -> F32:
+        return self._look_up(self.piece[first:])
+
+    def read_head_input(self, first: int) -> F32:
+        raise NotImplementedError
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         for sequence in sequences:

@@ -1,0 +1,345 @@
+"""Sequences through a model: prompts in pieces, then steps; and through one that a unit has as a
+whole, where tokens go in and logits come out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+
+from pi2.arrays import F32, I32
+from pi2.backends.executor import CONTEXT_BLOCK, ContextKeeper
+from pi2.diagnostics import UserError
+from pi2.engine.statistics import NeuronCounters
+from pi2.plan.weights.layout import round_up
+
+if TYPE_CHECKING:
+    from pi2.backends.units import SequenceModel, WholeModel
+    from pi2.memory.arena import ContextLoan
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+
+
+COPIED_TOKENS = 16 * CONTEXT_BLOCK
+"""Tokens of the KV cache that are copied at once."""
+
+
+class Sequences(ABC):
+    """Holds the position in every sequence; what derives from it computes."""
+
+    def __init__(
+        self,
+        *,
+        context: int,
+        sequences: int,
+        piece: int,
+        loan: ContextLoan | None = None,
+        has_states: bool = False,
+    ) -> None:
+        """``context``: tokens of each sequence; ``piece``: tokens of a prompt that are run
+        together; ``loan``: lent context memory; ``has_states``: failed steps change states."""
+        self._context = context
+        self._piece = piece
+        self._loan = loan
+        self.positions = [0] * sequences
+        """Tokens of each sequence that are in the KV cache."""
+        self._touched = [0] * sequences
+        """Most tokens that each has had since all of them were empty."""
+        self._has_states = has_states
+        self._interrupted: set[int] = set()
+        """Sequences whose states some layers have taken further than others."""
+        self.attended_tokens = 0
+        """Sum over all tokens of steps: the tokens that each attended to."""
+        self.steps = 0
+
+    @property
+    def position(self) -> int:
+        """Tokens of the first sequence that are in the KV cache."""
+        return self.positions[0]
+
+    def reset(self, sequence: int = 0) -> None:
+        """Begin a new sequence in the place of another."""
+        self.abandon()
+        self.positions[sequence] = 0
+        self._interrupted.discard(sequence)
+        if self._loan is not None and not any(self.positions):
+            self._touched = [0] * len(self.positions)
+            self._loan.begin()
+
+    def go_on_from(self, sequence: int, position: int) -> None:
+        """Continue a sequence after its first ``position`` tokens, which its KV cache has."""
+        if position == 0:
+            self.reset(sequence)
+            return
+        self.abandon()
+        self.positions[sequence] = 0
+        self._interrupted.discard(sequence)
+        self._check_room(sequence, position)
+        self.positions[sequence] = position
+
+    def reset_all(self) -> None:
+        for sequence in range(len(self.positions)):
+            self.reset(sequence)
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget work that has begun and not ended."""
+
+    @abstractmethod
+    def run_piece(
+        self, tokens: I32, sequence: int, progress: Callable[[float], None]
+    ) -> Sequence[int]:
+        """Process the next ``tokens`` [n] of a sequence densely; the lengths of their chunks."""
+
+    @abstractmethod
+    def select_chunk(self, number: int) -> None:
+        """Let the rows that are read be of a chunk of the last piece."""
+
+    @abstractmethod
+    def read_logits(self, first: int) -> F32:
+        """Logits [n, vocab] of the chunk's tokens from ``first`` on, until the next call."""
+
+    @abstractmethod
+    def read_head_input(self, first: int) -> F32:
+        """What the head reads of them [n, hidden], if the model shows it."""
+
+    @abstractmethod
+    def expect(self, end: int) -> None:
+        """Prepare for calls that bring a sequence to ``end`` tokens."""
+
+    def prefill(
+        self,
+        tokens: I32,
+        *,
+        all_logits: bool = False,
+        take: Callable[[F32], None] | None = None,
+        progress: Callable[[float], None] = lambda share: None,
+        end: int = 0,
+        sequence: int = 0,
+    ) -> F32:
+        """Process ``tokens`` [n] densely in chunks of a prompt of ``end`` tokens; ``take`` gets
+        logits a few rows at a time. Returns the last logits [1, vocab], or all [n, vocab],
+        copied."""
+        return self._run_prompt(tokens, self.read_logits, all_logits, take, progress, end, sequence)
+
+    def read_hidden(self, tokens: I32, *, end: int = 0, sequence: int = 0) -> F32:
+        """Process ``tokens`` as `prefill` does; the head's inputs [tokens, hidden], zero-padded."""
+        read = self.read_head_input
+        return self._run_prompt(tokens, read, True, None, lambda share: None, end, sequence)
+
+    def _run_prompt(
+        self,
+        tokens: I32,
+        read: Callable[[int], F32],
+        all_rows: bool,
+        take: Callable[[F32], None] | None,
+        progress: Callable[[float], None],
+        end: int,
+        sequence: int,
+    ) -> F32:
+        """What ``read`` gives of the chunks' tokens from a first one on: of all, or of the last."""
+        parts: list[F32] = []
+        self.expect(max(end, self.positions[sequence] + len(tokens)))
+        for start in range(0, len(tokens), self._piece):
+            piece = tokens[start : start + self._piece]
+            self._check_room(sequence, len(piece))
+
+            def tell(share: float, start: int = start, count: int = len(piece)) -> None:
+                progress((start + share * count) / len(tokens))
+
+            chunks = self.run_piece(piece, sequence, tell)
+            for number, count in enumerate(chunks):
+                last = start + len(piece) == len(tokens) and number == len(chunks) - 1
+                if all_rows or take is not None or last:
+                    self.select_chunk(number)
+                    parts += read_rows(read, count, all_rows, take)
+        return np.concatenate(parts if all_rows else parts[-1:])
+
+    def decode(self, token: int) -> F32:
+        """Process one token of the first sequence; logits [vocab], valid until the next call."""
+        logits: F32 = self.step([token], [0])[0]
+        return logits
+
+    @abstractmethod
+    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
+        """Process ``tokens`` of ``sequences``, a repeated sequence having several; logits [n,
+        vocab], valid until the next call."""
+
+    @property
+    def copies(self) -> bool:
+        return False
+
+    def copy(self, source: int, target: int) -> None:
+        raise AssertionError("nothing can be copied")
+
+    def _copy_context(self, keeper: ContextKeeper, source: int, target: int) -> None:
+        """Let a sequence go on where another stands, with a copy of its KV cache."""
+        self.go_on_from(target, self.positions[source])
+        whole = round_up(self.positions[source], CONTEXT_BLOCK)
+        for first in range(0, whole, COPIED_TOKENS):
+            end = min(whole, first + COPIED_TOKENS)
+            keeper.put_context(target, first, end, keeper.read_context(source, first, end))
+
+    def mark(self, sequence: int) -> None:
+        """Let steps of a sequence that follow be taken back."""
+        assert self.positions[sequence] > 0, "a prompt cannot be taken back"
+
+    def take_back(self, sequence: int, position: int) -> None:
+        """Forget the tokens of a sequence from ``position`` on, which came since `mark`."""
+        self.positions[sequence] = position
+
+    def _find_positions(self, sequences: Sequence[int]) -> list[int]:
+        if len(sequences) == 1:
+            return [self.positions[sequences[0]]]
+        following: dict[int, int] = {}
+        found = []
+        for sequence in sequences:
+            position = following.get(sequence, self.positions[sequence])
+            found.append(position)
+            following[sequence] = position + 1
+        return found
+
+    def _interrupt(self, sequences: Sequence[int]) -> None:
+        """Give up the work under way in ``sequences``; states cannot be taken back."""
+        if self._has_states:
+            self._interrupted.update(sequences)
+        self.abandon()
+
+    def _check_room(self, sequence: int, count: int) -> None:
+        """UserError P602 if a sequence has no room for ``count`` tokens more, P616 if it was
+        interrupted and cannot go on."""
+        if sequence in self._interrupted:
+            raise UserError.of(
+                "P616",
+                "this sequence was interrupted, and its layers' states are of different tokens",
+                help="begin it anew",
+            )
+        end = self.positions[sequence] + count
+        if end > self._context:
+            raise UserError.of(
+                "P602",
+                f"the sequence needs more than the {self._context} tokens of kv.context",
+                help="raise kv.context and memory.segments.kv, or shorten the prompt",
+            )
+        if self._loan is not None:
+            self._touched[sequence] = max(self._touched[sequence], end)
+            self._loan.claim(sum(self._touched))
+
+
+def read_rows(
+    read: Callable[[int], F32], count: int, all_rows: bool, take: Callable[[F32], None] | None
+) -> list[F32]:
+    """Copies of the rows that ``read`` gives of a chunk's ``count`` tokens, some from a first one
+    on: of all, or of the last; ``take`` is given all of them."""
+    parts, first = [], 0 if all_rows or take is not None else count - 1
+    while first < count:
+        rows = read(first)
+        first += len(rows)
+        if take is not None:
+            take(rows)
+        if all_rows or first == count:
+            parts.append((rows if all_rows else rows[-1:]).copy())
+    return parts
+
+
+@runtime_checkable
+class HiddenReader(Protocol):
+    """A model that shows what its head reads."""
+
+    def read_hidden(self, first: int) -> F32:
+        """Head inputs of the chunk's tokens from ``first`` on [n, hidden], until the next call."""
+
+
+class WholeForward(Sequences):
+    """Gives chunks and steps to the unit, and counts the neurons that it has named."""
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        *,
+        chunk: int,
+        context: int,
+        sequences: int,
+        step_neurons: int | None,
+        has_states: bool = False,
+    ) -> None:
+        """``step_neurons``: neurons that may compute a token in all layers together; None if steps
+        compute all of them; ``has_states``: whether layers keep states."""
+        super().__init__(context=context, sequences=sequences, piece=chunk, has_states=has_states)
+        self._model = model
+        self._step_neurons = step_neurons
+        self.counters = NeuronCounters()
+
+    @property
+    def copies(self) -> bool:
+        return isinstance(self._model, ContextKeeper) and not self._has_states
+
+    def copy(self, source: int, target: int) -> None:
+        assert isinstance(self._model, ContextKeeper), "nothing can be copied"
+        self._copy_context(self._model, source, target)
+
+    def abandon(self) -> None:
+        """Do nothing: work that has begun ends by itself."""
+
+    @property
+    def shows_hidden(self) -> bool:
+        """Whether `read_hidden` works."""
+        return isinstance(self._model, HiddenReader)
+
+    def run_piece(
+        self, tokens: I32, sequence: int, progress: Callable[[float], None]
+    ) -> Sequence[int]:
+        try:
+            self._model.prefill(tokens, sequence, self.positions[sequence])
+        except BaseException:
+            self._interrupt([sequence])
+            raise
+        self.positions[sequence] += len(tokens)
+        progress(1.0)
+        return [len(tokens)]
+
+    def select_chunk(self, number: int) -> None:
+        """Do nothing: a piece is one chunk."""
+
+    def read_logits(self, first: int) -> F32:
+        return self._model.logits(first)
+
+    def read_head_input(self, first: int) -> F32:
+        assert isinstance(self._model, HiddenReader)
+        return self._model.read_hidden(first)
+
+    def expect(self, end: int) -> None:
+        self._model.expect(end)
+
+    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
+        for sequence in set(sequences):
+            self._check_room(sequence, sequences.count(sequence))
+        positions = self._find_positions(sequences)
+        self.expect(max(positions) + 1)
+        try:
+            logits = self._model.step(np.array(tokens, np.int32), sequences, positions)
+        except BaseException:
+            self._interrupt(sequences)
+            raise
+        self.steps += 1
+        self.attended_tokens += sum(positions) + len(positions)
+        for sequence in sequences:
+            self.positions[sequence] += 1
+        if self._step_neurons is not None:
+            self.counters.predicted += self._model.count_named()
+            self.counters.possible += self._step_neurons * len(tokens)
+        return logits
+
+
+def make_whole_forward(model: WholeModel, resolved: ResolvedPlan) -> WholeForward:
+    plan = resolved.plan
+    neurons = resolved.model.token_neurons
+    return WholeForward(
+        model,
+        chunk=plan.prefill.chunk,
+        context=plan.kv.context,
+        sequences=plan.decode.batch,
+        step_neurons=None if plan.decode.predictor == "none" else neurons,
+        has_states=bool(resolved.model.state_layers),
+    )
