@@ -1,6 +1,6 @@
 """Two units compute a layer at the same time, and give what one gives."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.fitting.check import load_plan
 from pi2.plan.reading.references import find_shipped_folder
+from pi2.store.manifest import read_manifest
 from pi2.store.reordering import repack_store
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
@@ -61,9 +62,9 @@ def check_at_rest(model: LoadedModel) -> None:
     assert not cache._held.any() and cache.free_capacity == cache.cold_capacity
 
 
-def check(found: tuple[F32, F32], expected: tuple[F32, F32]) -> None:
+def check(found: Sequence[F32], expected: Sequence[F32], error: float = SAME) -> None:
     for ours, truth in zip(found, expected, strict=True):
-        assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
+        assert float(np.abs(ours - truth).max()) <= error * float(np.abs(truth).max())
 
 
 @pytest.fixture(scope="module")
@@ -168,29 +169,21 @@ def test_compiled_kernels_take_the_sum_of_another_unit(plan: Path, alone: tuple[
         "backends": {"cpu": "cpu", "npu": "reference"},
     }
     for predictor, rows in (("none", {}), ("gate", {}), ("gate", ROWS)):
-        found = run(plan, {**TWO, **exact, **rows, "decode.predictor": predictor})
-        for ours, truth in zip(found, alone, strict=True):
-            assert float(np.abs(ours - truth).max()) <= 1e-5 * float(np.abs(truth).max())
+        settings = {**TWO, **exact, **rows, "decode.predictor": predictor}
+        check(run(plan, settings), alone, error=1e-5)
 
 
 def test_scales_may_be_resident(tiny: TinyModel, plan: Path, alone: tuple[F32, F32]) -> None:
     apart = tiny.store.parent / "apart"
     repack_store(tiny.store, scales="resident", output=apart)
-    stride = repr(f"{pi2_stride(apart)} B").strip("'")
     settings = {
         **TWO,
         "weights": str(apart),
-        "bundle": {"stride": stride, "scales": "resident"},
+        "bundle": {"stride": f"{read_manifest(apart).bundle.stride} B", "scales": "resident"},
         "decode.predictor": "gate",
     }
     for process in ("same", "own"):
         check(run(plan, {**settings, "units": {"second": {"process": process}}}), alone)
-
-
-def pi2_stride(store: Path) -> int:
-    from pi2.store.manifest import read_manifest
-
-    return read_manifest(store).bundle.stride
 
 
 @pytest.mark.parametrize("predictor", ["none", "gate"])
@@ -234,8 +227,7 @@ def test_several_sequences_are_computed_as_each_alone(
                 assert share is not None
                 assert share.by_sequences == ((29, 10, 10) if batches else (29, 29, 29))
         found.append(logits)
-    for ours, truth in zip(*found, strict=True):
-        assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
+    check(found[1], found[0])
 
 
 @pytest.mark.parametrize("process", ["same", "own"])
@@ -288,8 +280,7 @@ def test_a_run_goes_on_without_a_lost_unit(
         with pi2.load(plan, set=settings) as model:
             Failing(model, method, after)
             for _ in range(2):
-                found = model.logits(IDS, mode=mode)  # type: ignore[arg-type]
-                assert float(np.abs(found - logits).max()) <= SAME * float(np.abs(logits).max())
+                check([model.logits(IDS, mode=mode)], [logits])  # type: ignore[arg-type]
             assert model.lost_units == {"second": "the device is lost"}
             check_at_rest(model)
 
@@ -301,8 +292,7 @@ def test_a_unit_may_be_lost_while_a_prompt_is_sent_to_it(
     settings = {**TWO, "units": {"second": {"on_failure": "cpu"}}, "prefill.unit": "second"}
     with pi2.load(plan, set=settings) as model:
         Failing(model, method, 2)
-        found = model.logits(IDS)
-        assert float(np.abs(found - alone[0]).max()) <= SAME * float(np.abs(alone[0]).max())
+        check([model.logits(IDS)], alone[:1])
         assert model.lost_units
 
 
@@ -320,7 +310,7 @@ def test_what_a_lost_unit_owned_is_computed_for_every_chunk_of_a_prompt(
     with pi2.load(plan, set=settings) as model:
         Failing(model, method, after)
         found = model._parts.forward.prefill(np.array(IDS, np.int32), all_logits=True)
-        assert float(np.abs(found - alone[0]).max()) <= SAME * float(np.abs(alone[0]).max())
+        check([found], alone[:1])
         assert model.lost_units
 
 
