@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_row(arguments: argparse.Namespace) -> None:
     """Prepare, run in turns, print."""
-    from pi2.plan.toml.text import parse_assignments
+    from pi2.plan.toml.source import parse_assignments
 
     row, settings = ROWS[arguments.row], parse_assignments(tuple(arguments.set))
     if arguments.model is not None:

@@ -25,7 +25,7 @@ from pi2.measuring.samples import TokenSource
 from pi2.measuring.texts import Passages, read_texts
 from pi2.memory import flash
 from pi2.memory.io_engine import make_batch
-from pi2.plan.toml.text import parse_assignments
+from pi2.plan.toml.source import parse_assignments
 
 
 @dataclass(slots=True)

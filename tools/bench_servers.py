@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Prepare, run in turns, print."""
-    from pi2.plan.toml.text import parse_assignments
+    from pi2.plan.toml.source import parse_assignments
 
     more = parse_assignments(tuple(arguments.set))
     row = Row(model=arguments.model, limit=arguments.share, goal="")

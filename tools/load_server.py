@@ -38,7 +38,7 @@ import pi2
 from pi2.cli.named_plans import find_plan_path
 from pi2.engine.answer import Sampler
 from pi2.engine.loaded_model import LoadedModel
-from pi2.plan.toml.text import parse_assignments
+from pi2.plan.toml.source import parse_assignments
 
 KEY = "load"
 HEAD = {"Authorization": f"Bearer {KEY}"}

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
-    from pi2.plan.toml.text import parse_assignments
+    from pi2.plan.toml.source import parse_assignments
 
     settings = parse_assignments(tuple(options.set))
     drawing = {"temperature": 0.0, "repetition_penalty": 1.0} if options.greedy else {"seed": 1}

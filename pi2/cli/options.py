@@ -449,7 +449,7 @@ def parse_changes(
 ) -> tuple[Mapping[str, object], int | None]:
     """What ``--set`` and ``--memory`` say: values, and bytes."""
     from pi2.plan.documents.quantities import parse_size
-    from pi2.plan.toml.text import parse_assignments
+    from pi2.plan.toml.source import parse_assignments
 
     return parse_assignments(settings), None if memory is None else parse_size(memory)
 

@@ -27,7 +27,7 @@ from pi2.cli.options import (
 )
 from pi2.diagnostics import UserError
 from pi2.plan.documents.quantities import parse_size
-from pi2.plan.toml.text import parse_assignments
+from pi2.plan.toml.source import parse_assignments
 
 if TYPE_CHECKING:
     import uvicorn

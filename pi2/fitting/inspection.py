@@ -117,7 +117,7 @@ class Inspection:
     def override(self, values: Mapping[str, object]) -> None:
         """Take values that replace the plan's."""
         from pi2.plan.composing.trees import prepare_overrides
-        from pi2.plan.toml.text import SET
+        from pi2.plan.toml.source import SET
 
         self.overrides, findings = prepare_overrides(values)
         self.diagnostics += findings

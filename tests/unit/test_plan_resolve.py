@@ -9,7 +9,7 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import check_plan, load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.reading.references import find_document, list_shipped
-from pi2.plan.toml.text import parse_assignments
+from pi2.plan.toml.source import parse_assignments
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "plans/demo.plan.toml"

@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args, get_origin
 from pi2.diagnostics import Diagnostic, Span
 from pi2.plan.documents.common import COMPOSITION, find_type, list_known_keys, suggest
 from pi2.plan.documents.plan import Plan
-from pi2.plan.toml.source import Places, SourceFile
-from pi2.plan.toml.text import SET, KeyPath, format_path, write_value
+from pi2.plan.toml.source import SET, Places, SourceFile
+from pi2.plan.toml.text import KeyPath, format_path, write_value
 from pi2.records import dataclass, field, replace
 
 

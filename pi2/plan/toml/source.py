@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import tomli
 
-from pi2.diagnostics import Diagnostic, Span
+from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.toml.text import KeyPath
 from pi2.records import dataclass, field
 
@@ -302,3 +302,39 @@ def _find_toml_1_1(source: SourceFile) -> Diagnostic | None:
         "times with seconds",
         span=errors[0],
     )
+
+
+SET = "--set"
+"""Name of the source that overridden values come from."""
+
+
+def parse_assignments(texts: tuple[str, ...]) -> dict[str, object]:
+    """Parse ``KEY=VALUE`` texts; a value that is no TOML value is text."""
+    values: dict[str, object] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError.of(
+                "P016",
+                f"`{SET} {text}`: expected KEY=VALUE",
+                help="for example `--set decode.predictor=gate`",
+            )
+        values[key.strip()] = _parse_value(text, value.strip())
+    return values
+
+
+def _parse_value(text: str, value: str) -> object:
+    try:
+        parsed = tomli.loads(f"value = {value}")
+    except (tomli.TOMLDecodeError, RecursionError, ValueError):
+        if value and value[0] not in "\"'[{" and "\n" not in value:
+            return value
+        raise UserError.of(
+            "P016",
+            f"`{SET} {text}`: the value is not TOML",
+            help="for example `--set memory.budget='\"64 MiB\"'` or `--set io.threads=2`",
+        ) from None
+    if set(parsed) != {"value"}:
+        raise UserError.of("P016", f"`{SET} {text}`: expected one value")
+    result: object = parsed["value"]
+    return result

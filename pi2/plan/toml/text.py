@@ -1,18 +1,12 @@
-"""Plain values written as TOML, and read from what ``--set`` says."""
+"""Writing plain values as TOML."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
 
-import tomli
-
-from pi2.diagnostics import UserError
-
 KeyPath = tuple[str | int, ...]
 """Keys and array indices from the root, such as ``("layers", "overrides", 0, "select")``."""
-SET = "--set"
-"""Name of the source that overridden values come from."""
 EVERY_ITEM = -1
 """Replaces an index, for every item of the array, written ``[]``."""
 EVERY_NAME = "*"
@@ -68,35 +62,3 @@ def write_text(value: str) -> str:
 def write_key(key: str) -> str:
     plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
     return key if plain else write_text(key)
-
-
-def parse_assignments(texts: tuple[str, ...]) -> dict[str, object]:
-    """Parse ``KEY=VALUE`` texts; a value that is no TOML value is text."""
-    values: dict[str, object] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise UserError.of(
-                "P016",
-                f"`{SET} {text}`: expected KEY=VALUE",
-                help="for example `--set decode.predictor=gate`",
-            )
-        values[key.strip()] = _parse_value(text, value.strip())
-    return values
-
-
-def _parse_value(text: str, value: str) -> object:
-    try:
-        parsed = tomli.loads(f"value = {value}")
-    except (tomli.TOMLDecodeError, RecursionError, ValueError):
-        if value and value[0] not in "\"'[{" and "\n" not in value:
-            return value
-        raise UserError.of(
-            "P016",
-            f"`{SET} {text}`: the value is not TOML",
-            help="for example `--set memory.budget='\"64 MiB\"'` or `--set io.threads=2`",
-        ) from None
-    if set(parsed) != {"value"}:
-        raise UserError.of("P016", f"`{SET} {text}`: expected one value")
-    result: object = parsed["value"]
-    return result
