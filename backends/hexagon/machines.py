@@ -6,11 +6,10 @@ import fcntl
 import os
 import shutil
 import struct
-import tempfile
 from collections.abc import Sequence
 from typing import Protocol
 
-from pi2.backends.units import UnitFailed
+from pi2.backends.units import UnitFailed, open_region
 from pi2.plan.documents.device import Unit
 
 EMULATOR = "qemu-hexagon"
@@ -47,14 +46,7 @@ class Emulator:
         return [EMULATOR, "-cpu", _EMULATED_CPU, library]
 
     def open_memory(self, size: int) -> int:
-        """Return a file without a name."""
-        if hasattr(os, "memfd_create"):
-            file = os.memfd_create("pi2-npu")
-        else:
-            with tempfile.TemporaryFile() as temporary:
-                file = os.dup(temporary.fileno())
-        os.ftruncate(file, max(size, 1))
-        return file
+        return open_region(size)
 
 
 class Driver:

@@ -22,7 +22,7 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.backends.hexagon.machines import Machine
-from pi2.backends.units import UnitFailed
+from pi2.backends.units import UnitFailed, WorkerProcess
 
 PROTOCOL = 1
 """Version of all that follows."""
@@ -54,9 +54,6 @@ FAILURES = {
 }
 
 
-_PATIENCE_S = 5.0
-
-
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The outcome of a message."""
@@ -81,9 +78,9 @@ class Session:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self.memory: U8 = np.frombuffer(mmap.mmap(file, size), np.uint8)
-            self._process = self._begin(machine.list_command(library), file)
+            self._worker = WorkerProcess(machine.list_command(library), file, stderr=self._errors)
             words = (MAGIC, PROTOCOL, file, size, scratch)
-            self._write(HELLO.pack(*words, *[0] * (OPERANDS - 1)))
+            self._worker.write(HELLO.pack(*words, *[0] * (OPERANDS - 1)))
             try:
                 found = self._take_reply(PROTOCOL).graphs
                 if found != graphs:
@@ -98,32 +95,16 @@ class Session:
         self.asked = self.answered = 0
         """Numbers of the last message and of the last reply."""
 
-    def _begin(self, command: Sequence[str], file: int) -> subprocess.Popen[bytes]:
-        try:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                # A message is written whole or not at all: an interrupt leaves no part of one.
-                bufsize=0,
-                pass_fds=[file],
-                # Ctrl-C is for the engine, which ends this process.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UnitFailed(f"its worker cannot be started: {error.strerror}") from error
-
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        return self._process
+        return self._worker.process
 
     def ask(self, graph: int, operands: Sequence[int] = ()) -> int:
         """Let the worker run a graph; return the message's number."""
         self.asked = (self.asked + 1) % 2**32
         rest = [0] * (OPERANDS - len(operands))
         words = (MAGIC, self.asked, graph, len(operands), *operands, *rest)
-        self._write(MESSAGE.pack(*words))
+        self._worker.write(MESSAGE.pack(*words))
         return self.asked
 
     def take_reply(self) -> Reply:
@@ -132,11 +113,10 @@ class Session:
         return reply
 
     def _take_reply(self, expected: int | None = None) -> Reply:
-        assert self._process.stdout is not None
-        data = self._process.stdout.read(REPLY.size)
-        if len(data) < REPLY.size:
-            status = self._process.wait()
-            raise UnitFailed(f"its worker has ended with exit code {status}{self._read_errors()}")
+        try:
+            data = self._worker.read(REPLY.size)
+        except UnitFailed as error:
+            raise UnitFailed(f"{error}{self._read_errors()}") from None
         magic, number, failure, graphs, start_s, start_ns, end_s, end_ns = REPLY.unpack(data)
         if failure:
             raise UnitFailed(FAILURES.get(failure, f"its worker reports error {failure}"))
@@ -156,28 +136,8 @@ class Session:
         while self.take_reply().number != number:
             pass
 
-    def _write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            while data:
-                data = data[self._process.stdin.write(data) :]
-        except OSError as error:
-            raise UnitFailed(f"its worker has ended: {error.strerror}") from error
-
     def close(self, *, at_once: bool = False) -> None:
         """End the worker, after its work or ``at_once``; may be called twice."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.close()
-        if at_once:
-            process.kill()
-        try:
-            process.wait(timeout=_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        # Not before it has ended: it would complain that nobody reads its replies.
-        process.stdout.close()
+        self._worker.close(at_once=at_once)
         self._errors.close()
         self.memory = np.zeros(0, np.uint8)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +15,7 @@ from pi2.arrays import F32, U8
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.backends.reference.worker import MESSAGE, PRECISIONS, REPLY
-from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
+from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest, WorkerProcess, open_region
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import round_up, scale_bytes, weight_bytes
 
@@ -74,10 +72,10 @@ class ProcessUnit(NotedUnit):
         self._staged = [0] * _BUFFERS
         """Number of the last message that reads each staging buffer."""
         self._next_buffer = 0
-        file = _open_shared_file(self._bytes)
+        file = open_region(self._bytes)
         try:
             self._memory = request.adopt(np.frombuffer(mmap.mmap(file, self._bytes), np.uint8))
-            self._process = self._begin(file)
+            self._worker = self._begin(file)
         finally:
             os.close(file)
         for name, tensor in request.matrices.items():
@@ -94,33 +92,20 @@ class ProcessUnit(NotedUnit):
         self._bytes = place + size
         return place
 
-    def _begin(self, file: int) -> subprocess.Popen[bytes]:
+    def _begin(self, file: int) -> WorkerProcess:
         request = self._request
         # The child finds pi2 where this process does, wherever that is.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pi2.backends.reference.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # A message is written whole or not at all: an interrupt leaves no part of one.
-                bufsize=0,
-                env=environment,
-                pass_fds=[file],
-                # Ctrl-C is for the engine, which ends this process.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UnitFailed(f"its process cannot be started: {error.strerror}") from error
+        command = [sys.executable, "-P", "-m", "pi2.backends.reference.worker"]
+        worker = WorkerProcess(command, file, env=environment)
         setup = {
             "model": request.model.model_dump_json(),
             "stride": self._layout.stride,
             "file": file,
             "bytes": self._bytes,
         }
-        self._process = process
-        self._write(json.dumps(setup).encode() + b"\n")
-        return process
+        worker.write(json.dumps(setup).encode() + b"\n")
+        return worker
 
     def offer_room(self, layer: int) -> U8 | None:
         """Return the shared memory in which the layer's neurons stay, if bundles have scales."""
@@ -172,7 +157,7 @@ class ProcessUnit(NotedUnit):
         self._asked += 1
         self._names[self._asked] = f"{name}: {tensor.rows} rows"
         places = (at.inputs, -1, at.total, place)
-        self._write(
+        self._worker.write(
             MESSAGE.pack(self._asked, job.tokens, *places, tensor.rows, tensor.length, kind)
         )
         return number
@@ -207,7 +192,7 @@ class ProcessUnit(NotedUnit):
         self._asked += 1
         self._names[self._asked] = f"layer {job.layer}: {count} {kind} neurons"
         places = (at.inputs, routes_at, at.total, bundles_at)
-        self._write(MESSAGE.pack(self._asked, job.tokens, *places, count, 0, 0))
+        self._worker.write(MESSAGE.pack(self._asked, job.tokens, *places, count, 0, 0))
 
     def finish(self, job: int) -> F32:
         self._read_replies(self._asked)
@@ -217,10 +202,7 @@ class ProcessUnit(NotedUnit):
     def _read_replies(self, until: int) -> None:
         """Read replies up to that to message number ``until``."""
         while self._answered < until:
-            assert self._process.stdout is not None
-            reply = self._process.stdout.read(REPLY.size)
-            if len(reply) < REPLY.size:
-                raise UnitFailed(f"its process has ended with exit code {self._process.wait()}")
+            reply = self._worker.read(REPLY.size)
             number, failed, start_s, end_s, text = REPLY.unpack(reply)
             if failed:
                 raise UnitFailed(text.rstrip(b"\0").decode())
@@ -234,18 +216,10 @@ class ProcessUnit(NotedUnit):
         # An interrupt may have kept back messages and replies, so that these cannot be counted: a
         # message that asks for nothing is answered after all others.
         self._asked += 1
-        self._write(MESSAGE.pack(self._asked, *[0] * 8))
+        self._worker.write(MESSAGE.pack(self._asked, *[0] * 8))
         self._read_replies(self._asked)
         self._names.clear()
         self._jobs.clear()
-
-    def _write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            while data:
-                data = data[self._process.stdin.write(data) :]
-        except OSError as error:
-            raise UnitFailed(f"its process has ended: {error.strerror}") from error
 
     def _view_bundles(self, place: int, count: int) -> U8:
         stride = self._layout.stride
@@ -256,19 +230,7 @@ class ProcessUnit(NotedUnit):
         return self._memory[place : place + size].view(np.float32).reshape(shape)
 
     def close(self) -> None:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.close()
-        if self._jobs:
-            process.kill()
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        # Not before it has ended: it would complain that nobody reads its replies.
-        process.stdout.close()
+        self._worker.close(at_once=bool(self._jobs))
         self._jobs.clear()
         self._memory = np.zeros(0, np.uint8)
 
@@ -292,14 +254,3 @@ def _count_bytes(tensor: Tensor) -> int:
     return round_up(weights, _ALIGNMENT) + tensor.rows * scale_bytes(
         tensor.length, tensor.precision
     )
-
-
-def _open_shared_file(size: int) -> int:
-    """Open a file without a name, of ``size`` bytes, that a child may inherit."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("pi2-unit")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, max(size, 1))
-    return file

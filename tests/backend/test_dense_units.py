@@ -257,8 +257,8 @@ def test_a_process_that_is_killed_is_a_failure(units: list[DenseUnit]) -> None:
     neurons.fill(unit, (30, 30))
     inputs = draw_inputs(neurons, 2)
     unit.finish(unit.start(0, inputs))
-    os.kill(unit._process.pid, signal.SIGKILL)
-    unit._process.wait()
+    os.kill(unit._worker.process.pid, signal.SIGKILL)
+    unit._worker.process.wait()
     with pytest.raises(UnitFailed, match="process has ended"):
         unit.finish(unit.start(0, inputs))
 
@@ -302,7 +302,7 @@ def test_a_process_goes_on_after_an_interrupt_in_the_midst_of_a_message(
     unit = ProcessUnit(neurons.request((30, 30)))
     units.append(unit)
     neurons.fill(unit, (30, 30))
-    inputs, write = draw_inputs(neurons, 2), unit._write
+    inputs, write = draw_inputs(neurons, 2), unit._worker.write
 
     def write_and_stop(data: bytes) -> None:
         write(data)
@@ -313,7 +313,7 @@ def test_a_process_goes_on_after_an_interrupt_in_the_midst_of_a_message(
 
     for broken in (write_and_stop, stop):
         with monkeypatch.context() as patch:
-            patch.setattr(unit, "_write", broken)
+            patch.setattr(unit._worker, "write", broken)
             with pytest.raises(KeyboardInterrupt):
                 unit.start(0, inputs)
         unit.give_up()
@@ -342,4 +342,4 @@ def test_jobs_that_are_given_up_leave_nothing_behind(
         unit.start(0, draw_inputs(neurons, 9))
     unit.close()
     if isinstance(unit, ProcessUnit):
-        assert unit._process.returncode is not None
+        assert unit._worker.process.returncode is not None

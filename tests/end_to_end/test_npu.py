@@ -95,7 +95,7 @@ def test_a_run_goes_on_without_a_lost_npu_and_says_so() -> None:
         next(iter(generation))
         os.kill(find_worker(model).pid, signal.SIGKILL)
         list(generation)
-        assert "worker has ended" in model.lost_units["npu"]
+        assert "process has ended" in model.lost_units["npu"]
         assert generation.result.finish_reason == "length"
 
 
