@@ -1,7 +1,4 @@
-"""A worker process of an NPU: started once, given memory once, then messages
-(`pi2.backends.hexagon.session`).
-
-What the engine and a worker of an NPU say to each other; plain Python.
+"""A worker process of an NPU, and what the engine and it say to each other.
 
 Both see one region of memory.  The engine writes a *hello*, the worker maps the region and answers
 with one; then every *message* names a graph and where its operands are, in bytes from the region's
