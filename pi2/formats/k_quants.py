@@ -1,5 +1,5 @@
 """Q4_K, Q5_K and Q6_K: 256 elements whose fp16 scale, and minimum, groups multiply by numbers of
-6 or 8 bits."""
+6 or 8 bits; and such blocks that pi2 only reads: Q2_K, Q3_K, IQ and ternary types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pi2.records import dataclass
 if TYPE_CHECKING:
     import numpy as np
 
-    from pi2.arrays import F32, U8
+    from pi2.arrays import F32, U8, Bits
 else:
     from pi2.formats.format import np
 
@@ -112,6 +112,31 @@ class _WithoutMinima(_KQuant):
         return np.concatenate(parts, axis=1)
 
 
+class _SpreadScale(Format):
+    """IQ1_M, whose scale is four times four bits."""
+
+    __slots__ = ()
+
+    def find_faults(self, raw: U8) -> Bits:
+        blocks = np.ascontiguousarray(raw).reshape(*raw.shape[:-1], -1, self.block_bytes)
+        # Its highest bits are the exponent: those of the last four, and one of those before.
+        last, before = blocks[..., 55] >> 4, blocks[..., 53] >> 4
+        found: Bits = (last & 0x7 == 0x7) & (before & 0xC == 0xC)
+        return found
+
+
+def _read(name: str, number: int, block_bytes: int, *halves: int) -> Format:
+    kind = Format if halves else _SpreadScale
+    return kind(
+        name=name,
+        number=number,
+        block=_BLOCK,
+        block_bytes=block_bytes,
+        activations="q8_k",
+        halves=halves,
+    )
+
+
 def _make(
     kind: type[_KQuant], name: str, number: int, block_bytes: int, shared: SuperBlock, *halves: int
 ) -> Format:
@@ -135,5 +160,17 @@ FORMATS = (
     _make(_WithMinima, "q4_k", 12, 144, _share(8, 0, 63, 0, 15), 0, 2),
     _make(_WithMinima, "q5_k", 13, 176, _share(8, 0, 63, 0, 31), 0, 2),
     _make(_WithoutMinima, "q6_k", 14, 210, _share(16, -128, 127, -32, 31), 208),
+    _read("q2_k", 10, 84, 80, 82),
+    _read("q3_k", 11, 110, 108),
+    _read("iq2_xxs", 16, 66, 0),
+    _read("iq2_xs", 17, 74, 0),
+    _read("iq3_xxs", 18, 98, 0),
+    _read("iq1_s", 19, 50, 0),
+    _read("iq3_s", 21, 110, 0),
+    _read("iq2_s", 22, 82, 0),
+    _read("iq4_xs", 23, 136, 0),
+    _read("iq1_m", 29, 56),
+    _read("tq1_0", 34, 54, 52),
+    _read("tq2_0", 35, 66, 64),
 )
-PACKINGS = keep_blocks(FORMATS)
+PACKINGS = keep_blocks(own for own in FORMATS if not own.name.startswith("tq"))
