@@ -47,8 +47,6 @@ Order of calls::
 from __future__ import annotations
 
 import os
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -359,7 +357,9 @@ def open_region(size: int) -> int:
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("pi2-unit")
     else:
-        with tempfile.TemporaryFile() as temporary:
+        from tempfile import TemporaryFile
+
+        with TemporaryFile() as temporary:
             file = os.dup(temporary.fileno())
     os.ftruncate(file, max(size, 1))
     return file
@@ -370,6 +370,8 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], file: int, **settings: Any) -> None:
         """``file``: a descriptor that it inherits; ``settings``: more of `subprocess.Popen`."""
+        import subprocess  # no start without such a unit needs it
+
         try:
             self.process = subprocess.Popen(
                 command,
@@ -403,12 +405,14 @@ class WorkerProcess:
 
     def close(self, *, at_once: bool = False) -> None:
         """End the process, after its work or ``at_once``; may be called twice."""
+        from subprocess import TimeoutExpired
+
         self._sink.close()
         if at_once:
             self.process.kill()
         try:
             self.process.wait(timeout=_PATIENCE_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self.process.kill()
             self.process.wait()
         # Not before it has ended: it would complain that nobody reads its replies.
