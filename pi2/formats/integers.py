@@ -79,7 +79,7 @@ PACKINGS = (
         offset=8,
         bottom=-8,
         top=7,
-        uses=frozenset({"tables", "projections", "neurons"}),
+        uses=frozenset({"tables", "projections", "neurons", "gates"}),
         like="q4_0",
         is_searched=True,
     ),

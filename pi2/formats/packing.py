@@ -36,7 +36,7 @@ ALIGNMENT = 64
 """Alignment in bytes: every allocation begins at a multiple of it."""
 Use = Literal["tables", "projections", "neurons", "gates", "vectors"]
 """Tensors of a store: tables are embeddings, heads and predictors; gates are gate and up rows of
-neurons in blocks as GGUF files have them; vectors are norms and biases."""
+neurons as GGUF files have them; vectors are norms and biases."""
 _CHUNK_WEIGHTS = 2**18
 """Weights quantised together: their temporaries stay within a core's cache."""
 

@@ -32,20 +32,22 @@ def keep_bits(checkpoint: Checkpoint, model: Model) -> Model:
     """Return ``model`` with a format for each class of tensors that has the bits of all of its
     tensors in a GGUF file; unchanged for other checkpoints, and for formats of stores.
 
-    Gate and up rows of one format are kept block by block, rows of Q4_0 and Q8_0 bit for bit. Other
-    blocks, and down projections whose blocks run across neurons, get 8 bits; blocks with more bits
-    get fp16, the widest that stores have."""
+    Gate and up rows of one format are kept block by block, of Q4_0 as int4, which has their codes
+    and scales. Other blocks, and down projections whose blocks run across neurons, get 8 bits;
+    blocks with more bits get fp16, the widest that stores have."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return model
     own, formats = model.quantization, _list_formats(checkpoint, model)
-    has_blocks = len(formats) == 1 and formats < {*name_packings("gates")}
-    gate_up = next(iter(formats)) if has_blocks and not find_packing(own.ffn).is_published else None
+    kept_as = {find_packing(name).like: name for name in name_packings("gates")}
+    is_open = len(formats) == 1 and not find_packing(own.ffn).is_published
+    gate_up = kept_as.get(*formats) if is_open else None
     kept = {
         key: _find_widest(checkpoint, model, key, only_across=key == "ffn" and gate_up is not None)
         for key in _CLASSES
         if not find_packing(getattr(own, key)).is_published
     }
-    changes = {key: name for key, name in kept.items() if name is not None} | {"gate_up": gate_up}
+    changes = {key: name for key, name in kept.items() if name is not None}
+    changes["gate_up"] = None if gate_up == changes.get("ffn") else gate_up
     return model.model_copy(update={"quantization": own.model_copy(update=changes)})
 
 

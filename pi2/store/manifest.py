@@ -90,7 +90,7 @@ class StoredBundle(Table):
     precision: FfnPrecision
     """Type of the weights."""
     gate_up: BlockFormat | None = None
-    """Type of gate and up rows that are blocks of a GGUF file."""
+    """Type of gate and up rows that are as in a GGUF file."""
     stride: Count
     """Bytes from one neuron to the next."""
     used_bytes: Count

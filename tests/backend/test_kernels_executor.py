@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "threads": 3,
     },
     "blocks": {**DEMO_LIKE, "precision": {"gate_up": "q4_k"}},
+    "half bytes": {**DEMO_LIKE, "precision": {"ffn": "int8", "gate_up": "int4"}},
     "smooth blocks": {
         **DEMO_LIKE,
         "activation": "silu",

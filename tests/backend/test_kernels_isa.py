@@ -120,16 +120,19 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
 
 @needs_emulator
 @pytest.mark.parametrize(
-    ("features", "ffn", "hidden"),
+    ("features", "ffn", "gate_up", "hidden"),
     [
-        *((features, "int4", 544) for features in DECODING),
-        *(("neon", "mxfp4", 544), ("dotprod", "mxfp4", 544), (DECODING[-1], "q6_k", 512)),
+        *((features, "int4", None, 544) for features in DECODING),
+        *(("neon", "mxfp4", None, 544), ("dotprod", "mxfp4", None, 544)),
+        *((DECODING[-1], "int8", "q6_k", 512), (DECODING[-1], "int8", "int4", 544)),
     ],
 )
-def test_gathered_neurons_on_aarch64(features: str, ffn: Any, hidden: int, tmp_path: Path) -> None:
+def test_gathered_neurons_on_aarch64(
+    features: str, ffn: Any, gate_up: Any, hidden: int, tmp_path: Path
+) -> None:
     from tests.property.test_kernels_ffn import Layer
 
-    formats = {"ffn": "int8", "gate_up": ffn} if ffn == "q6_k" else {"ffn": ffn}
+    formats = {"ffn": ffn, "gate_up": gate_up}
     spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, **formats)
     layer = Layer(spec, 30, 1, 0)
     slots = np.arange(29, -1, -2).astype(np.int32)

@@ -30,7 +30,10 @@ from tests.helpers.kernels import (
 
 HIDDEN = st.sampled_from([32, 96, 256, 320, 480, 512, 544, 1056])
 ACTIVATIONS = st.sampled_from(["relu", "drelu", "fatrelu", "relu2", "silu"])
-PRECISIONS = st.sampled_from(["int4", "int8", "fp16", "mxfp4"])
+PRECISIONS = st.sampled_from(
+    [{"ffn": name} for name in ("int4", "int8", "fp16", "mxfp4")]
+    + [{"ffn": "int8", "gate_up": "int4"}]
+)
 
 
 def activate(activation: Activation, threshold: float, gate: F64, up: F64) -> F64:
@@ -156,7 +159,7 @@ def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> F32:
 )
 def test_gathered_and_dense_sums_are_those_of_float64(
     hidden: int,
-    precision: Precision,
+    precision: dict[str, Any],
     activation: Activation,
     threads: int,
     planes: int,
@@ -167,7 +170,7 @@ def test_gathered_and_dense_sums_are_those_of_float64(
 ) -> None:
     spec = make_spec(
         hidden=hidden,
-        ffn=precision,
+        **precision,
         activation=activation,
         threshold=0.2 if activation == "fatrelu" else 0.0,
         threads=threads,

@@ -313,7 +313,8 @@ def test_a_store_stands_for_the_plan_in_it_and_a_folder_is_converted_too(
 @pytest.mark.parametrize(
     ("kind", "ffn", "others"),
     [
-        ("Q4_0", "int8", "int4"),  # its down projections are rounded again, for single neurons
+        # Its down projections are rounded again, for single neurons.
+        ("Q4_0", "int8, gate_up int4", "int4"),
         ("Q4_1", "int8, gate_up q4_1", "int8"),
         ("Q5_0", "int8, gate_up q5_0", "int8"),
         ("Q8_0", "int8", "int8"),

@@ -258,8 +258,8 @@ class Quantization(Table):
     ffn: FfnPrecision = "int4"
     """Neuron bundles."""
     gate_up: BlockFormat | None = None
-    """Gate and up rows, if a store keeps their blocks as a GGUF file has them; ``ffn`` is then of
-    down columns."""
+    """Gate and up rows, if a store keeps them as a GGUF file has them; ``ffn`` is then of down
+    columns."""
     attention: AttentionPrecision = "int4"
     """Query, key, value and output projections."""
     embedding: Precision = "int8"
