@@ -49,9 +49,14 @@ class Isa:
             return count_blocked_tile_bytes(length)
         return length // 32 * PAIRED_GROUP_BYTES
 
-    def shape_tile(self, planes: int) -> Isa:
+    def shape_tile(self, planes: int, *, of_values: bool) -> Isa:
         """Return the schedule for tokens of a chunk in ``planes``: with one, which leaves registers
-        for the sums of twice as many tokens, half as many rows are quicker with VNNI."""
+        for the sums of twice as many tokens, half as many rows are quicker with VNNI.
+
+        ``of_values``: weights meet values that are not rounded. Unpacking them takes longest: six
+        tokens share it, whose sums fill 24 of 32 registers."""
+        if of_values and self.lanes == 16 and not self.few_tokens:
+            return replace(self, tile_rows=2, tile_tokens=3 if planes == 1 else 6)
         if self.dot != "vnni" or planes != 1 or self.few_tokens:
             return self
         return replace(self, tile_rows=self.tile_rows // 2)

@@ -23,6 +23,7 @@ from pi2.backends.kernels.operands import (
     list_runs,
 )
 from pi2.backends.kernels.products import emit_lane_order
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import (
     GROUP,
     Precision,
@@ -233,7 +234,8 @@ def emit_multiply(
         chunk = activations.for_chunk()
         wide = isa.widen_few()
         if wide is None:
-            emit_tiles(isa.shape_tile(chunk.used_planes), begin, end)
+            of_values = find_packing(matrix.precision).meets_values
+            emit_tiles(isa.shape_tile(chunk.used_planes, of_values=of_values), begin, end)
             return
         # Four rows by four tokens are too many sums, of one plane too.
         narrow = replace(isa, tile_rows=wide.tile_rows) if chunk.upper else isa

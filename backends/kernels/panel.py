@@ -17,6 +17,7 @@ from pi2.backends.kernels.matrix import emit_token_tiles
 from pi2.backends.kernels.neurons import Bundles, Neuron, is_firing
 from pi2.backends.kernels.operands import Activations, Chosen, Items, Vector
 from pi2.backends.kernels.spec import PANEL, KernelSpec
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import PartName
 
 
@@ -167,8 +168,9 @@ def _emit_tiled_products(
 ) -> None:
     """Multiply parts of neurons with all tokens, a few of both at a time."""
     parts = len(names)
-    rows = isa.shape_tile(activations.used_planes).tile_rows
-    together, size = max(1, rows // parts), VECTOR_TILE // parts
+    of_values = find_packing(panel.bundles.spec.precision.gates).meets_values
+    isa = isa.shape_tile(activations.used_planes, of_values=of_values)
+    together, size = max(1, isa.tile_rows // parts), VECTOR_TILE // parts
 
     def emit_tile(first: v.Expr, last: v.Expr, named: list[v.Expr]) -> None:
         places = [panel.chosen.find_token(token) for token in named]
