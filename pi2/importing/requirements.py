@@ -46,7 +46,7 @@ def keep_bits(checkpoint: Checkpoint, model: Model) -> Model:
         for key in _CLASSES
         if not find_packing(getattr(own, key)).is_published
     }
-    changes = {key: name for key, name in kept.items() if name is not None}
+    changes: dict[str, str | None] = {key: name for key, name in kept.items() if name is not None}
     changes["gate_up"] = None if gate_up == changes.get("ffn") else gate_up
     return model.model_copy(update={"quantization": own.model_copy(update=changes)})
 
