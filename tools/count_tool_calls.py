@@ -45,7 +45,9 @@ def main() -> int:
 
 def converse(url: str, model: str, scenario: Any, most: int) -> Iterator[str]:
     """What each answer of a scenario was."""
-    workflow = scenario.workflow
+    # A scenario with a state makes its tools anew for each conversation.
+    build = scenario.build_workflow
+    workflow = scenario.workflow if build is None else build()[0]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": workflow.system_prompt_template},
         {"role": "user", "content": scenario.user_message},
