@@ -108,7 +108,7 @@ class TokenSteps:
             self._state("attend", sizes.context, context),
         ]
         if self._variety.has_gates:
-            gates = matrix_bytes(ffn, self._model.stored_neuron_width, precision.ffn)
+            gates = matrix_bytes(ffn, self._model.stored_neuron_width, precision.gates)
             facts.append(self._state("predict-gate", ffn, gates))
             # Gates are known: up and down are read.
             part = 2 * self._used_bytes // 3
