@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Moe
-from pi2.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

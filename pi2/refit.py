@@ -5,6 +5,7 @@ If not all neurons fit, the embedding and the unused part of the context make ro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,6 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.reading.references import Resolver
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass, field, replace
 from pi2.weights.file_reading import FileFiller, describe_bare
 
 if TYPE_CHECKING:

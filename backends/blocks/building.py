@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -29,7 +30,6 @@ from pi2.backends.blocks.room import (
 from pi2.model.blocks import Attention, list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
-from pi2.records import dataclass, replace
 
 A = TypeVar("A", bound=Raw)
 _GRAIN_BYTES = 1 << 16

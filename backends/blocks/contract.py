@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from pi2.backends.kernels.isa import Isa, choose_isa
@@ -16,7 +17,6 @@ from pi2.model.blocks import list_attention
 from pi2.model.options import find_unknown as find_undeclared
 from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
-from pi2.records import asdict, dataclass
 
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 """Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""

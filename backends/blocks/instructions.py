@@ -9,6 +9,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,6 @@ from pi2.backends.blocks.contract import FIELDS
 from pi2.backends.blocks.room import SINGLE, open_library
 from pi2.backends.compiler.functions import refuse_library
 from pi2.formats import Format, find_format
-from pi2.records import dataclass
 
 _PATIENCE = 500
 """How often a thread looks for work before it sleeps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
@@ -22,7 +23,6 @@ from pi2.model.blocks import list_attention, list_turns
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass
 
 _LINE = 64
 STAGE_BYTES = 8192

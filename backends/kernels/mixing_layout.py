@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass
 
 MIXED_QUERIES = 128
 """Queries of several tokens that go through the KV cache together, or more heads."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pi2.backends.executor import count_parts
@@ -22,7 +23,6 @@ from pi2.plan.documents.model_mixing import Positions
 from pi2.plan.documents.model_parts import Ffn, Moe, Norm, Quantization
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
-from pi2.records import dataclass
 
 _Table = TypeVar("_Table", bound=Table)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +19,6 @@ from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.plan.reading.block_entries import gather_blocks, list_entries
 from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, write_key, write_value
-from pi2.records import dataclass
 
 Comment = Callable[[KeyPath], str | None]
 """The remark behind a value."""

@@ -7,9 +7,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from pi2.diagnostics.diagnostic import Diagnostic, Span, label_note
-from pi2.records import asdict, dataclass
 
 
 def list_formats() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, TypedDict
 
@@ -15,7 +16,6 @@ from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import divide
 from pi2.engine.text import StopFilter, TokenDecoder
-from pi2.records import dataclass, field
 
 Bias = NDArray[np.float32]
 """Added to logits [vocab]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -21,7 +22,6 @@ from pi2.backends.blocks.routed import PairTables, RoutedLayer
 from pi2.backends.executor import ExecutorObserver
 from pi2.memory.expert_slots import ExpertSlots, Held
 from pi2.memory.weight_stream import BLOCK, Piece, Rates, WeightStream
-from pi2.records import dataclass
 from pi2.weights.file_tensor import FileTensor
 from pi2.weights.gguf_weights import GgufWeights
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from pi2.arrays import F32, I32
 from pi2.backends.executor import ContextKeeper, InputJoiner, LengthAware, RowDivider, StateKeeper
 from pi2.engine.sequences import Sequences, read_rows
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import Executor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from threading import Event, Thread
 from typing import Literal
 
@@ -17,7 +18,6 @@ from pi2.engine.parts import Parts, StepBytes
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences, WholeForward
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
-from pi2.records import dataclass, replace
 
 _PATIENCE_S = 60.0
 """The thread looks by itself after this time whether there is something to do."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pi2.diagnostics import UserError
 from pi2.model.tensor import EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.units import count_kv_token_bytes
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import U8

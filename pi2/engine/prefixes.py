@@ -9,6 +9,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,6 @@ from pi2.engine.sequences import Sequences
 from pi2.fitting.sizes import count_chunks
 from pi2.logging import get_logger
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass, field, replace
 
 _MAGIC = b"pi2kept1"
 _HEAD = len(_MAGIC) + 32 + 8 + 1

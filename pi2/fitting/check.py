@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,6 @@ from pi2.plan.reading.references import (
 )
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.text import KeyPath, format_path, name_path
-from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import FillPlan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from pi2.plan.reading.references import (
 from pi2.plan.reading.schema_check import check_schema
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, read_source
 from pi2.plan.toml.text import KeyPath, name_path
-from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import FileFacts, FillPlan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass
 
 
 def find_dense_rows(

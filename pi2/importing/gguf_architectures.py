@@ -6,6 +6,7 @@ import json
 import re
 from collections import ChainMap
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from pi2.importing.gguf_states import Scale
 from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.family import Architecture as Stated
-from pi2.records import dataclass
 
 Names = dict[str, str]
 """Name in a Hugging Face checkpoint by name in a GGUF file; ``{layer}`` stands for a number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from pi2.diagnostics import UserError
 from pi2.importing.config import FUSED_ORDER, NORMALISED_EXPERTS, ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded, refuse_shape
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.records import dataclass, replace
 
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 

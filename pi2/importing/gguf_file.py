@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,6 @@ from pi2.diagnostics import UserError
 from pi2.formats import Format, find_packing, list_formats
 from pi2.formats.packing import BlockPacking
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.records import dataclass
 from pi2.tokens.texts import Texts
 
 _WHOLE = (("i8", 24, 1), ("i16", 25, 2), ("i32", 26, 4), ("i64", 27, 8), ("f64", 28, 8))

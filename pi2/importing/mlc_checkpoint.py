@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, check_place, read_j
 from pi2.importing.decoded_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.records import dataclass, replace
 
 STORAGE = {
     "float16": "<f2",

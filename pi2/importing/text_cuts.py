@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli
-
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.machine.memory import read_int, read_text
-from pi2.records import dataclass
 
 LINKERS = ("ld", "ld.lld", "gcc", "clang")
 """Programs that turn compiled kernels into libraries."""

@@ -8,6 +8,7 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ import numpy as np
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.quantities import compare_bytes
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan

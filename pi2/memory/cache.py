@@ -13,6 +13,7 @@ takes a slot instead of one neuron. Then indices, slots and counts here are of g
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,6 @@ import numpy as np
 from pi2.arrays import F32, I32, U8
 from pi2.memory.host_loops import LayerPlace
 from pi2.memory.policy import ABSENT, LeastFrequentlyUsed, PolicyName, carry_over, make_policy
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops

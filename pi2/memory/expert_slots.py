@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,6 @@ from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.io_engine import PENDING, EngineName, ReadBatch
 from pi2.memory.policy import PolicyName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops

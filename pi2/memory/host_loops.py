@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Set
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
-
-from pi2.records import asdict, dataclass, field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

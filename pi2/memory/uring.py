@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -30,7 +31,6 @@ from pi2.memory.io_engine import (
     ReadBatch,
     read_in_python,
 )
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops

@@ -6,6 +6,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +16,6 @@ from pi2.arrays import U8
 from pi2.caches import open_stream
 from pi2.memory.expert_slots import ExpertMatrix
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass
 
 PIECE_BYTES = 1 << 20
 """Bytes of a streamed tensor that are read and computed together, in whole rows."""

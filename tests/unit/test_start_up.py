@@ -1,15 +1,10 @@
 """Commands that only read plans start fast, because they leave heavy libraries alone."""
 
-import copy
-import dataclasses
 import json
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pi2 import records
 from tests.helpers.programs import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,41 +72,3 @@ def test_python_reports_no_heavy_import_for_validate() -> None:
     assert done.returncode == 0, done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "pydantic" in imported and imported.isdisjoint({"tvm", "numpy", "pyarrow"})
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("slots", [False, True])
-@pytest.mark.parametrize("eq", [False, True])
-def test_records_behave_as_dataclasses(frozen: bool, slots: bool, eq: bool) -> None:
-    def describe(make: Any) -> list[object]:
-        decorate = make(frozen=frozen, slots=slots, eq=eq)
-
-        @decorate
-        class Base:
-            a: int
-            b: list[int] = dataclasses.field(default_factory=list, compare=False)
-
-            def __post_init__(self) -> None:
-                object.__setattr__(self, "a", self.a + 1)
-
-        @decorate
-        class Derived(Base):
-            c: int = 4
-
-        found: list[object] = []
-        kinds: tuple[Any, ...] = (Base, Derived)
-        for kind in kinds:
-            one, other = kind(1), kind(1, b=[2])
-            found += [repr(one), one == other, one == kind(2), dataclasses.replace(one, a=3).a]
-            found += [copy.copy(other).b, dataclasses.asdict(other), kind.__match_args__]
-            found += [hash(one) == hash(other) if kind.__hash__ else None]
-            for change in (partial(setattr, one, "a", 7), partial(delattr, one, "a")):
-                try:
-                    change()
-                except dataclasses.FrozenInstanceError as error:
-                    found.append(str(error))
-            with pytest.raises(TypeError, match=r"__init__\(\) missing 1 required .* 'a'"):
-                kind()
-        return found
-
-    assert describe(records.dataclass) == describe(dataclasses.dataclass)

@@ -14,6 +14,7 @@ order 0, 2, 4, 6, 1, 3, 5, 7."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from pi2.importing.decoded_tensor import (
 )
 from pi2.importing.quantized.integers import decode_four_bits, decode_scaled
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.records import dataclass
 
 _FLOATS = ("F32", "BF16", "F16")
 

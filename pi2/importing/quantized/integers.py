@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -35,7 +36,6 @@ from pi2.importing.decoded_tensor import (
 )
 from pi2.importing.safetensors_file import SourceTensor, turn
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.records import dataclass
 
 _PART = re.compile(r"(.*)\.([0-9]+)")
 """A matrix that `pi2.importing.checkpoint.divide_stacks` has named."""

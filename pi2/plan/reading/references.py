@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,6 @@ from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.source import Kind, detect_kind, display_path
-from pi2.records import dataclass
 
 
 def list_documents(paths: Iterable[str | Path]) -> list[Path]:
