@@ -23,6 +23,7 @@ if __name__ == "__main__":
     gc.disable()
     from pi2.backends.compiler.compile import main
 
+    gc.collect()
     gc.freeze()
     gc.enable()
     status = main(sys.argv[1:])

@@ -249,6 +249,7 @@ class StoreWriter:
         if self.has_file(entry.path):
             return
         target = self._store.folder / entry.path
+        target.parent.mkdir(exist_ok=True)
         try:
             os.link(source, target)
         except OSError:

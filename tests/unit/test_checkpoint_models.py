@@ -146,7 +146,7 @@ def test_a_folder_is_converted_once(
 
     made = model.plan.stat().st_mtime_ns
     assert run([*command, "--seed", "1"]) == 0
-    assert "converted" not in capsys.readouterr().err
+    assert "is converted" not in capsys.readouterr().err
     assert model.plan.stat().st_mtime_ns == made
     assert run(["run", "tiny-q8", "--prompt", "hello", *REFERENCE]) == 0
 
@@ -184,7 +184,7 @@ def test_a_gguf_file_is_known_by_its_beginning_whatever_its_name_is(
     for more in ([], ["--json"], ["-v"]):
         assert run(["run", str(file), "--prompt", "hello", "--max-tokens", "3", *more]) == 0
         shown = capsys.readouterr()
-        assert shown.out.strip() and "converted" not in shown.err
+        assert shown.out.strip() and "is converted" not in shown.err
     assert run(["show", str(file)]) == 0
     store = tmp_path / os.fsdecode(name + b" store")
     assert run(["convert", str(file), "-o", str(store)]) == 0
@@ -231,7 +231,7 @@ def test_a_tokenizer_that_was_given_once_counts_for_a_folder_that_is_converted(
     assert run([*command, "--tokenizer", str(given)]) == 0
     assert "is converted once" in capsys.readouterr().err
     assert run(command) == 0
-    assert "converted" not in capsys.readouterr().err
+    assert "is converted" not in capsys.readouterr().err
     assert open_checkpoint(models / "tiny/model.gguf").read_tokenizer() == given.read_bytes()
 
 
