@@ -26,7 +26,7 @@ _EXTRA = STAGE_BYTES // 2
 
 def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     """The same as `rows.emit_multiply`, for pairs ``listed`` by expert; items are panels.  Rows are
-    taken in stretches, whose unpacked weights the first-level cache holds."""
+    taken in stretches; the first-level cache holds unpacked groups of 32 of one."""
     machine = Machine(isa)
     weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
     codes, scratch = table.take_array("x", "uint8"), table.take_array("scratch", "uint8")
@@ -37,7 +37,9 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     listed, starts = table.take_array("pairs", "int32"), table.take_array("starts", "int32")
     panel = _Panel(machine, unpacking, scratch, table.thread * table.take("scratch_stride"))
     sums = v.let(panel.base + count_panel_bytes(lanes))
-    most, row_bytes = STRETCH // unpacking.whole, v.let(blocks * unpacking.size)
+    row_bytes = v.let(blocks * unpacking.size)
+    # Blocks of 256 take more arithmetic, next to which a short stretch's beginning counts.
+    most = (STRETCH // 8 if unpacking.groups is not None else STRETCH) // unpacking.whole
 
     def find_sum(plane: v.Expr, token: v.Expr) -> v.Expr:
         return v.let(sums + (plane * PANEL_TOKENS + token) * width)
@@ -55,11 +57,12 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
             with T.serial(planes) as plane:
                 begins = [v.let(own * stride + plane * plane_stride) for own in taken]
                 product = _Product(panel, codes, begins, v.let(blocks * unpacking.whole))
-                places = [find_sum(plane, now + k) for k in range(together)]
-                totals = [v.Cell(v.load_as(scratch, at, "float32", lanes)) for at in places]
+                at = find_sum(plane, now)
+                places = [at + k * width for k in range(together)]
+                totals = [v.Cell(v.load_as(scratch, own, "float32", lanes)) for own in places]
                 product.emit(v.let(first * opens), v.let(count * opens), totals)
-                for at, total in zip(places, totals, strict=True):
-                    store(at, total.get())
+                for own, total in zip(places, totals, strict=True):
+                    store(own, total.get())
 
     with T.serial(table.first, table.end) as item, T.serial(table.take("experts")) as expert:
         begin, end = v.let(v.wide(starts[expert])), v.let(v.wide(starts[expert + 1]))
@@ -69,7 +72,7 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
         with T.serial((end - begin + PANEL_TOKENS - 1) // PANEL_TOKENS) as some:
             low = v.let(begin + some * PANEL_TOKENS)
             tokens = v.let(T.min(end - low, T.int64(PANEL_TOKENS)))
-            with T.serial(planes) as plane, T.serial(T.int64(PANEL_TOKENS)) as token:
+            with T.serial(planes) as plane, T.serial(tokens) as token:
                 store(find_sum(plane, token), v.constant(0.0, "float32", lanes))
             with T.serial((blocks + most - 1) // most) as stretch:
                 first = v.let(stretch * most)
@@ -77,11 +80,11 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                 # Rows are many streams of few bytes; asked for is the next stretch of each.
                 rest = v.let(T.Select(end_of_stretch < blocks, end_of_stretch, lanes * blocks))
                 with T.serial(count) as number:
-                    for k in range(max(1, lanes // most)):
-                        at = (number * lanes // most + k) * row_bytes + rest * unpacking.size
-                        skip = number * lanes % most * unpacking.size
-                        size = min(lanes, most) * unpacking.size
-                        ask_ahead(weights, v.let(begins[0] + at + skip), size)
+                    at = v.let(number * lanes)
+                    of_row = at // most * row_bytes + at % most * unpacking.size
+                    skip = T.Select(blocks <= most, at * unpacking.size, of_row)
+                    asked = v.let(begins[0] + rest * unpacking.size + skip)
+                    ask_ahead(weights, asked, lanes * unpacking.size)
                     place = v.let((first + number) * unpacking.size)
                     if panel.takes_groups:
                         found = [v.let(own + place) for own in begins]
@@ -99,11 +102,9 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                         multiply(low, tokens, first, count, machine.together)
             with T.serial(tokens) as token:
                 place = find_sum(T.int64(0), token)
-                total = v.Cell(v.load_as(scratch, place, "float32", lanes))
-                with T.serial(planes - 1) as plane:
-                    more = v.load_as(scratch, find_sum(plane + 1, token), "float32", lanes)
-                    total.set(more + total.get())
-                store(place, total.get())
+                with T.serial(T.int64(1), planes) as plane:
+                    more = v.load_as(scratch, find_sum(plane, token), "float32", lanes)
+                    store(place, v.let(more + v.load_as(scratch, place, "float32", lanes)))
                 pair = v.let(v.wide(listed[low + token]))
                 results.put_lanes(pair, expert, row, scratch, place, lanes)
 

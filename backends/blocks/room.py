@@ -27,9 +27,9 @@ from pi2.progress import Progress, ignore_progress
 _LINE = 64
 STAGE_BYTES = 8192
 """Bytes in which a thread unpacks blocks of some rows."""
-STRETCH = 1024
-"""Elements of a row that are unpacked at a time: the first-level cache holds those of a panel."""
-PANEL_TOKENS = 128
+STRETCH = 8192
+"""Elements of a row that are unpacked at a time, at most."""
+PANEL_TOKENS = 512
 """Tokens that share a panel; each has sums."""
 PLANES = 3
 """Planes of activations at most."""
