@@ -12,6 +12,7 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.contract import FIELDS
+from pi2.backends.blocks.room import CHUNK
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.products import emit_vpdpbusd
@@ -59,10 +60,6 @@ def make_tabled_function(name: str, emit: Callable[[Table], None]) -> tvm.tirx.P
             T.func_attr({"global_symbol": name})
             emit(Table(FIELDS[name]))
     return builder.get()
-
-
-CHUNK = 16
-"""Elements that always have the same scale."""
 
 
 def pick(value: v.Expr, lanes: int, places: Sequence[int]) -> v.Expr:

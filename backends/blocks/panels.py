@@ -87,8 +87,8 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                     ask_ahead(weights, asked, lanes * unpacking.size)
                     place = v.let((first + number) * unpacking.size)
                     if panel.takes_groups:
-                        found = [v.let(own + place) for own in begins]
-                        own = [Source(machine, weights, at, grid) for at in found]
+                        places = [v.let(own + place) for own in begins]
+                        own = [Source(machine, weights, at, grid) for at in places]
                         panel.put_groups(own, number)
                     else:
                         with T.serial(T.int64(lanes)) as lane:
@@ -354,9 +354,7 @@ class _Product:
         panel, lanes, length = self._panel, self._lanes, self._length
         pieces = panel.pieces
         each = 256 // pieces
-        sums_at = v.let(length + length // 64)
-        if pieces == 8:
-            sums_at = v.let(sums_at + length // 8)
+        sums_at = v.let(length + length // 64 + (length // 8 if pieces == 8 else 0))
         parts = self._zeros()
         with T.serial(T.int64(pieces)) as piece:
             sums = self._begin_piece(v.let(sums_at + number * (2 * pieces)), piece)

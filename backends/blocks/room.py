@@ -153,6 +153,7 @@ def make_tables(name: str) -> U8:
 
 
 CHUNK = 16
+"""Elements that always have the same scale."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import CHUNK, Machine, as_bytes, join, pick
+from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
+from pi2.backends.blocks.room import CHUNK
 from pi2.backends.compiler import vectors as v
 
 
