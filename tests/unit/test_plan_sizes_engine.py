@@ -77,4 +77,4 @@ def test_layers_first_takes_as_many_chunks_as_the_workspace_has_room_for(
         # A chunk has 8 tokens, 64 wide; too many would overrun the segment.
         chunks = len(model._parts.executor._chunks)  # type: ignore[attr-defined]
         assert chunks == {0: 1, 20_000: 3, 1 << 20: 64}[more]
-        assert model._parts.forward._piece == 8 * chunks  # type: ignore[attr-defined]
+        assert model._parts.forward._piece == 8 * chunks
