@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, as_bytes, join, pick
 from pi2.backends.blocks.room import PANEL_TOKENS, STAGE_BYTES, STRETCH, count_panel_bytes
-from pi2.backends.blocks.rows import Pairs, Results, ask_ahead
+from pi2.backends.blocks.rows import FEW, Pairs, Results, ask_ahead
 from pi2.backends.blocks.unpacking import Unpacking
 from pi2.backends.blocks.unpacking.block import Block, Source, add_fifths, join_halves
 from pi2.backends.compiler import vectors as v
@@ -95,11 +95,14 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                             at = v.let(matrix + T.min(row + lane, rows - 1) * row_bytes + place)
                             panel.put(Source(machine, weights, at, grid), number, lane)
                         panel.turn(number)
-                with T.If(tokens <= T.int64(4)):
-                    with T.Then():
-                        multiply(low, tokens, first, count, 4)
-                    with T.Else():
-                        multiply(low, tokens, first, count, machine.together)
+                if machine.together > FEW:
+                    with T.If(tokens > T.int64(FEW)):
+                        with T.Then():
+                            multiply(low, tokens, first, count, machine.together)
+                        with T.Else():
+                            multiply(low, tokens, first, count, FEW)
+                else:
+                    multiply(low, tokens, first, count, FEW)
             with T.serial(tokens) as token:
                 place = find_sum(T.int64(0), token)
                 with T.serial(T.int64(1), planes) as plane:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F16, U8, Raw
-from pi2.backends.blocks.contract import FIELDS, BlockSpec, list_libraries
+from pi2.backends.blocks.contract import FIELDS, PLANES, BlockSpec, list_libraries
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.executor import CONTEXT_BLOCK
@@ -31,8 +31,6 @@ STRETCH = 8192
 """Elements of a row that are unpacked at a time, at most."""
 PANEL_TOKENS = 512
 """Tokens that share a panel; each has sums."""
-PLANES = 3
-"""Planes of activations at most."""
 
 QUERIES = 8
 """Queries that are multiplied with the same keys at once."""
@@ -77,7 +75,7 @@ def count_panel_bytes(lanes: int) -> int:
 
 def count_scratch_bytes(lanes: int) -> int:
     """Return the bytes that a thread needs for a panel of ``lanes`` rows, and for its sums."""
-    return STAGE_BYTES + count_panel_bytes(lanes) + PLANES * PANEL_TOKENS * 4 * lanes
+    return STAGE_BYTES + count_panel_bytes(lanes) + max(PLANES.values()) * PANEL_TOKENS * 4 * lanes
 
 
 def count_quantized_bytes(kind: Activations, length: int) -> int:

@@ -212,7 +212,7 @@ def _refuse_folders(*tried: tuple[Path, str]) -> UserError:
 
 
 def _find_intact(folder: Path, names: Sequence[str], key: str, suffix: str) -> Path | None:
-    """Return a cached file, of ``names``, whose content is what its name says; remove damaged."""
+    """Return a cached file, of ``names``, named by its content's hash; remove damaged."""
     for name in names:
         if not (name.startswith(f"{key}-") and name.endswith(suffix)):
             continue

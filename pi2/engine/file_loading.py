@@ -59,7 +59,8 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         division = divide(resolved, weights, tensors)
         placed, ranges = place_resident(tensors, division, weights, budget, is_mapped)
         loaded = sum(piece.size for piece, _ in ranges)
-        whole = [own for name, own in placed.items() if name != find_looked_up(resolved, weights)]
+        looked_up = find_looked_up(resolved, weights)
+        whole = [own for name, own in placed.items() if name != looked_up]
         loops = None
         if division.streamed or resolved.file.expert_bytes:
             from pi2.backends.host import load_host_loops

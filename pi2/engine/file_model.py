@@ -162,8 +162,7 @@ class FileModel:
         self._head = _Course(model, ends[1:], head, [], lambda p: make_stream(p, ring[:part]))
         found = (slots, self._layers.stream, self._head.stream)
         self._readers = [own for own in found if own is not None]
-        self.is_resident = not self._readers and self._embedding is None
-        """Whether nothing is read after loading."""
+        self._is_resident = not self._readers and self._embedding is None
 
     def _name_key(self, key: str) -> str:
         """Key of ``model.tensors`` that a matrix of the program is known by."""
@@ -187,7 +186,7 @@ class FileModel:
         return self._model.read_hidden(first)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
-        if self.is_resident:
+        if self._is_resident:
             return self._model.step(tokens, sequences, positions)
         self._model.begin_step(tokens, sequences, positions)
         self._put_rows(tokens)

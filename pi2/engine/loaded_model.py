@@ -77,7 +77,6 @@ class LoadedModel:
         """Values made smaller or larger to fit the plan to another budget, a line each."""
         plan = parts.resolved.plan
         self._bytes_of_steps = find_step_bytes(parts)
-        reads = not getattr(parts.whole, "is_resident", False)
         own = weakref.proxy(self)  # no circle: a closed model that is dropped gives its memory back
         self._scheduler = Scheduler(
             parts.forward,
@@ -85,7 +84,7 @@ class LoadedModel:
             piece_tokens=plan.prefill.chunk * count_chunks(parts.resolved),
             make_decoder=lambda request: own._make_decoder(request),
             speculation=make_speculation(parts, self._bytes_of_steps),
-            count_reads=partial(count_reads, parts) if reads else lambda: (0, 0.0),
+            count_reads=partial(count_reads, parts),
         )
         self._driver: Driver | None = None
         self._template_child: StayingChild | None = None

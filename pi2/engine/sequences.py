@@ -245,7 +245,7 @@ def read_rows(
 
 @runtime_checkable
 class HiddenReader(Protocol):
-    """A model that shows what its head reads."""
+    """A model that gives the input of its head."""
 
     def read_hidden(self, first: int) -> F32:
         """Head inputs of the chunk's tokens from ``first`` on [n, hidden], until the next call."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pi2.formats.fitting import (
     Lines,
@@ -119,26 +119,14 @@ class _SpreadScale(Format):
 
     def find_faults(self, raw: U8) -> Bits:
         blocks = np.ascontiguousarray(raw).reshape(*raw.shape[:-1], -1, self.block_bytes)
-        # Its highest bits are the exponent: those of the last four, and one of those before.
+        # The exponent is three of the last four bits, and two of the four before.
         last, before = blocks[..., 55] >> 4, blocks[..., 53] >> 4
         found: Bits = (last & 0x7 == 0x7) & (before & 0xC == 0xC)
         return found
 
 
-def _read(name: str, number: int, block_bytes: int, *halves: int) -> Format:
-    kind = Format if halves else _SpreadScale
-    return kind(
-        name=name,
-        number=number,
-        block=_BLOCK,
-        block_bytes=block_bytes,
-        activations="q8_k",
-        halves=halves,
-    )
-
-
 def _make(
-    kind: type[_KQuant], name: str, number: int, block_bytes: int, shared: SuperBlock, *halves: int
+    name: str, number: int, block_bytes: int, *halves: int, kind: type[Format] = Format, **own: Any
 ) -> Format:
     return kind(
         name=name,
@@ -147,30 +135,30 @@ def _make(
         block_bytes=block_bytes,
         activations="q8_k",
         halves=halves,
-        length=_BLOCK // shared.groups,
-        shared=shared,
+        **own,
     )
 
 
-def _share(groups: int, lowest: int, highest: int, bottom: int, top: int) -> SuperBlock:
-    return SuperBlock(groups=groups, lowest=lowest, highest=highest, bottom=bottom, top=top)
+def _share(groups: int, lowest: int, highest: int, bottom: int, top: int) -> dict[str, Any]:
+    own = SuperBlock(groups=groups, lowest=lowest, highest=highest, bottom=bottom, top=top)
+    return {"length": _BLOCK // groups, "shared": own}
 
 
 FORMATS = (
-    _make(_WithMinima, "q4_k", 12, 144, _share(8, 0, 63, 0, 15), 0, 2),
-    _make(_WithMinima, "q5_k", 13, 176, _share(8, 0, 63, 0, 31), 0, 2),
-    _make(_WithoutMinima, "q6_k", 14, 210, _share(16, -128, 127, -32, 31), 208),
-    _read("q2_k", 10, 84, 80, 82),
-    _read("q3_k", 11, 110, 108),
-    _read("iq2_xxs", 16, 66, 0),
-    _read("iq2_xs", 17, 74, 0),
-    _read("iq3_xxs", 18, 98, 0),
-    _read("iq1_s", 19, 50, 0),
-    _read("iq3_s", 21, 110, 0),
-    _read("iq2_s", 22, 82, 0),
-    _read("iq4_xs", 23, 136, 0),
-    _read("iq1_m", 29, 56),
-    _read("tq1_0", 34, 54, 52),
-    _read("tq2_0", 35, 66, 64),
+    _make("q4_k", 12, 144, 0, 2, kind=_WithMinima, **_share(8, 0, 63, 0, 15)),
+    _make("q5_k", 13, 176, 0, 2, kind=_WithMinima, **_share(8, 0, 63, 0, 31)),
+    _make("q6_k", 14, 210, 208, kind=_WithoutMinima, **_share(16, -128, 127, -32, 31)),
+    _make("q2_k", 10, 84, 80, 82),
+    _make("q3_k", 11, 110, 108),
+    _make("iq2_xxs", 16, 66, 0),
+    _make("iq2_xs", 17, 74, 0),
+    _make("iq3_xxs", 18, 98, 0),
+    _make("iq1_s", 19, 50, 0),
+    _make("iq3_s", 21, 110, 0),
+    _make("iq2_s", 22, 82, 0),
+    _make("iq4_xs", 23, 136, 0),
+    _make("iq1_m", 29, 56, kind=_SpreadScale),
+    _make("tq1_0", 34, 54, 52),
+    _make("tq2_0", 35, 66, 64),
 )
 PACKINGS = keep_blocks(own for own in FORMATS if not own.name.startswith("tq"))

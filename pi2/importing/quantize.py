@@ -55,7 +55,7 @@ class NewTensor:
     pieces: Pieces
     """Gives its bytes, one after the other."""
     source: Path
-    """The file of what it is made of."""
+    """The file that it is made from."""
 
     @property
     def size_bytes(self) -> int:
@@ -80,7 +80,7 @@ def write_gguf(
 ) -> None:
     """Write ``file``, which appears when it is whole.  ``keys``: each with its value, as bytes.
 
-    ``shards`` bring sources one by one; what was written before a failure is then kept, for a call
+    ``shards`` bring sources one by one; bytes written before a failure are then kept, for a call
     with the same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
     and shards raise."""
     keys = {"general.alignment": write_number("general.alignment", _ALIGNMENT), **keys}

@@ -145,7 +145,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     resolved = resolve_values(values, wish.device, wish.model)
     budget = None if wish.memory_bytes is None else round_size(wish.memory_bytes)
     cold_bytes = None
-    if budget is None or wish.objective == "memory":  # else what is left over helps
+    if budget is None or wish.objective == "memory":  # else the rest helps
         own = problem.unit_bytes is not None
         resident_bytes = sum(
             (share - dense * own) * group.count * problem.neurons * problem.stride

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 import types
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -95,9 +94,6 @@ LayerNumber = Annotated[int, Field(ge=0, le=1023, examples=[0])]
 """A layer, the first being 0."""
 
 
-_PLUGINS = "pydantic.plugin._loader"
-
-
 class Table(BaseModel):
     """A TOML table with known keys: frozen, strict, nothing unknown."""
 
@@ -109,18 +105,6 @@ class Table(BaseModel):
         ser_json_inf_nan="constants",
         defer_build=True,  # one validator per kind of document, not one per table
     )
-
-    @classmethod
-    def model_rebuild(cls, **settings: Any) -> bool | None:
-        """Build the validator without pydantic's look for plugins in every installed package."""
-        if _PLUGINS in sys.modules:
-            return super().model_rebuild(**settings)
-        sys.modules[_PLUGINS] = module = types.ModuleType(_PLUGINS)
-        vars(module)["get_plugins"] = tuple
-        try:
-            return super().model_rebuild(**settings)
-        finally:
-            del sys.modules[_PLUGINS]
 
     @classmethod
     def default(cls) -> Self:
