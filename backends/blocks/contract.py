@@ -74,6 +74,7 @@ COMPUTED = read_options("""
     multipliers: embedding residual logits
     rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
     rope: pairs=neighbours
+    operators: mtp
 """)
 """Options of models that there are kernels for."""
 APART = (("moe", "norm.outputs"), ("moe", "ffn.sub_norm"))

@@ -36,6 +36,19 @@ class Layers:
     def add_embedding(self) -> None:
         weight = self._need("embedding", None)
         self._builder.add_rows(weight, self.x, self._model.multipliers.embedding)
+        own = self._model.operators.get("mtp")
+        if own is not None:
+            self._add_join(own["in"], own["token_norm"], own["stream_norm"])
+
+    def _add_join(self, project: str, token_norm: str, stream_norm: str) -> None:
+        """Add what an MTP head reads: embeddings, and what `BlockModel.give` has."""
+        builder, hidden = self._builder, self._hidden
+        joined = builder.take_area("joined", 2 * hidden)
+        builder.add_norm(token_norm, self.x, joined, hidden)
+        stream = builder.take_area("stream", hidden)
+        builder.add_norm(stream_norm, stream, joined.skip(hidden), hidden)
+        own = Product(key=project, weight=self._need(project, None), y=self.x)
+        builder.add_products(joined, 2 * hidden, [own])
 
     def add_layer(self, layer: int) -> None:
         builder, model = self._builder, self._model
@@ -398,6 +411,12 @@ class BlockModel:
         self.run(self.head, self.head + 1)
         return self._hidden[: self._rows, : self._model.shape.hidden]
 
+    def give(self, rows: F32) -> None:
+        """Say what the main model's head reads of the next tokens [T, hidden]."""
+        hidden = self._model.shape.hidden
+        area = self._builder.take_area("stream", hidden)
+        view_floats(area.address, len(rows), area.stride)[:, :hidden] = rows
+
     def run(self, begin: int, end: int) -> None:
         """Compute instructions ``begin`` to ``end``."""
         if self._note is None:
@@ -453,6 +472,6 @@ def list_formats(model: Model, find: FindWeight) -> list[str]:
         keys += [f"{own}_{part}" for own in ("shared", "dense") for part in ("gate", "up", "down")]
         keys += ["fused_shared", "fused_dense", "router", "shared_router"]
     places = [(key, layer) for layer in range(model.shape.layers) for key in keys]
-    places += [("embedding", 0), ("head", 0)]
+    places += [("embedding", 0), ("head", 0), *((own["in"], 0) for own in model.operators.values())]
     found = {weight.format for key, layer in places if (weight := find(key, layer)) is not None}
     return sorted(found)

@@ -101,7 +101,8 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
         floats += moe.experts + 4 * moe.active_experts
         ffn = moe.active_experts * ffn + beside
     floats += 3 * ffn
-    inputs = (hidden, query, ffn)
+    inputs = (hidden, query, ffn, 2 * hidden if model.is_mtp else 0)
+    floats += 3 * hidden if model.is_mtp else 0
     if planes > 1:
         floats += sum(inputs)
     codes = 3 * planes * sum(count_quantized_bytes("q8_0", width) for width in inputs)

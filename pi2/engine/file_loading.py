@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,8 +33,15 @@ if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops
 
 
-def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start: float) -> Parts:
-    """Make the parts of a model whose weights stay in a file."""
+def load_file(
+    resolved: ResolvedPlan,
+    budget: Budget,
+    progress: Progress,
+    start: float,
+    shared: Mapping[str, U8] = MappingProxyType({}),
+) -> Parts:
+    """Make the parts of a model whose weights stay in a file; ``shared``: matrices by name that an
+    MTP head finds in its model's memory."""
     assert resolved.file is not None and isinstance(resolved.file.source, GgufWeights)
     weights = resolved.file.source
     with ExitStack() as cleanup:
@@ -45,20 +53,20 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             weights.check_once(progress)
         store = FileTexts(weights, cleanup)
         tokenizer = store.open_tokenizer()
-        draft = None
-        if resolved.draft is not None:
-            from pi2.engine.opened_model import check_draft
-
-            draft = load_file(resolved.draft, make_budget(resolved.draft), progress, start)
-            cleanup.enter_context(draft.release)
-            check_draft(resolved.draft, resolved, tokenizer, draft.tokenizer)
         files = DirectFiles(weights.files)
         cleanup.callback(files.close)
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
         plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
         division = divide(resolved, weights, tensors)
         placed, ranges = place_resident(tensors, division, weights, budget, is_mapped)
-        loaded = sum(piece.size for piece, _ in ranges)
+        loaded, draft = sum(piece.size for piece, _ in ranges), None
+        if resolved.draft is not None:
+            from pi2.engine.opened_model import check_draft
+
+            own = resolved.draft, make_budget(resolved.draft), progress, start
+            draft = load_file(*own, placed if resolved.draft.model.is_mtp else {})
+            cleanup.enter_context(draft.release)
+            check_draft(resolved.draft, resolved, tokenizer, draft.tokenizer)
         looked_up = find_looked_up(resolved, weights)
         whole = [own for name, own in placed.items() if name != looked_up]
         loops = None
@@ -86,7 +94,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         model = FileModel(
             weights,
             division,
-            {name: rows.ctypes.data for name, rows in placed.items()},
+            {name: rows.ctypes.data for name, rows in {**shared, **placed}.items()},
             ring,
             make_stream,
             partial(_make_program, resolved, machine, progress),
@@ -148,7 +156,7 @@ def divide(resolved: ResolvedPlan, weights: GgufWeights, tensors: list[FileTenso
         tensors = [tensor for tensor in tensors if tensor.name not in experts]
     name = find_looked_up(resolved, weights)
     tensors = [tensor for tensor in tensors if tensor.name != name]
-    return divide_matrices(tensors, hot, PIECE_BYTES)
+    return divide_matrices(tensors, hot, PIECE_BYTES, resolved.file.shared)
 
 
 def find_looked_up(resolved: ResolvedPlan, weights: GgufWeights) -> str | None:

@@ -8,7 +8,7 @@ arrival. Experts that are not resident come into slots of a cache (`pi2.memory.e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -46,16 +46,17 @@ class Division:
 
 
 def divide_matrices(
-    tensors: Sequence[FileTensor], resident_bytes: int, piece_bytes: int
+    tensors: Sequence[FileTensor], resident_bytes: int, piece_bytes: int, first: Container[str] = ()
 ) -> Division:
     """Choose the resident ones of ``tensors``, which are in the order of computing.
 
-    Small matrices come first, since short reads are slow; then as many others as fit, spread
-    evenly: computing and reading take turns."""
+    Those named ``first`` come first, then small ones, since short reads are slow; then as many
+    others as fit, spread evenly: computing and reading take turns."""
     chosen: set[str] = set()
     left = resident_bytes
-    for tensor in sorted(tensors, key=lambda item: item.size_bytes):
-        if tensor.size_bytes > piece_bytes or tensor.size_bytes > left:
+    for tensor in sorted(tensors, key=lambda item: (item.name not in first, item.size_bytes)):
+        is_early = tensor.name in first or tensor.size_bytes <= piece_bytes
+        if not is_early or tensor.size_bytes > left:
             break
         chosen.add(tensor.name)
         left -= tensor.size_bytes
@@ -184,6 +185,10 @@ class FileModel:
     def read_hidden(self, first: int) -> F32:
         """Head inputs of the chunk's tokens from ``first`` on [n, hidden], until the next call."""
         return self._model.read_hidden(first)
+
+    def give(self, rows: F32) -> None:
+        """See `pi2.engine.sequences.MtpLayer`."""
+        self._model.give(rows)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         if self._is_resident:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.executor import ContextKeeper, InputJoiner, LengthAware, RowDivider, StateKeeper
-from pi2.engine.sequences import Sequences, read_rows
+from pi2.engine.sequences import Sequences
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import Executor
@@ -75,11 +75,6 @@ class Forward(Sequences):
         """Whether every step is a token of the only sequence."""
         self._marks: dict[int, _Mark] = {}
         """Positions to which sequences with states may be taken back."""
-        self.watch: Callable[[int, int, I32, F32], None] | None = None
-        """Called with sequence, first position, tokens that went through the layers, and what the
-        head reads of them [n, hidden].  Needs a `RowDivider`."""
-        self.given: F32 | None = None
-        """Of an MTP head, what the main model's head reads of the next tokens [n, hidden]."""
 
     def abandon(self) -> None:
         """Forget work in progress; the neuron cache keeps its content."""
@@ -146,6 +141,10 @@ class Forward(Sequences):
     def read_logits(self, first: int) -> F32:
         return self._rows.compute_logits(first)
 
+    @property
+    def shows_hidden(self) -> bool:
+        return isinstance(self._executor, RowDivider)
+
     def read_head_input(self, first: int) -> F32:
         assert isinstance(self._executor, RowDivider)
         return self._executor.read_head_input(first)
@@ -187,11 +186,9 @@ class Forward(Sequences):
                         self._rows.attend(layer + 1, int(places[number]))
                 if len(chunks) > 1 or layer + 1 == self._layers:
                     progress((layer + 1) / self._layers)
-            if self.watch is not None:
-                for number, tokens in enumerate(chunks):
-                    executor.select_chunk(number)
-                    inputs = self.read_inputs(len(tokens))
-                    self.watch(sequence, int(places[number]), tokens, inputs)
+            for number, tokens in enumerate(chunks if self.watch is not None else ()):
+                executor.select_chunk(number)
+                self._show_chunk(sequence, int(places[number]), tokens)
         except BaseException:
             self._interrupt([sequence])
             raise
@@ -203,14 +200,10 @@ class Forward(Sequences):
 
     def _join(self, count: int) -> None:
         """Join embeddings of ``count`` tokens with what an MTP head is given."""
-        if self.given is not None:
+        given = self._take_given(count)
+        if given is not None:
             assert isinstance(self._executor, InputJoiner)
-            self._executor.join(self.given[:count])
-            self.given = self.given[count:]
-
-    def read_inputs(self, count: int) -> F32:
-        """What the head reads of the ``count`` tokens of the last chunk or step [count, hidden]."""
-        return np.concatenate(read_rows(self.read_head_input, count, True, None))
+            self._executor.join(given)
 
     def _find_rows(self, tokens: I32) -> I32:
         """Rows of the embedding that the executor has; layers' own embeddings are read as well."""
@@ -248,11 +241,7 @@ class Forward(Sequences):
                     feed_forward.run_sparse(layer)
             if names:
                 feed_forward.end_token()
-            if self.watch is not None:
-                inputs = self.read_inputs(len(tokens))
-                for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-                    own = slice(row, row + 1)
-                    self.watch(sequence, position, tokens[own], inputs[own])
+            self._show_step(sequences, positions, tokens)
         except BaseException:
             self._interrupt(sequences)
             raise

@@ -10,10 +10,8 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.protocol import RowDivider
 from pi2.backends.units import FixedShapes
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
-from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts, StepBytes
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences, WholeForward
@@ -235,11 +233,8 @@ def iterate_decode_logits(
 def find_hidden_reader(parts: Parts) -> Sequences | None:
     """What gives hidden states: a dry run has no numbers, and a GPU that has the model as a whole
     gives logits only."""
-    if isinstance(parts.forward, WholeForward):
-        return parts.forward if parts.forward.shows_hidden else None
-    if parts.store is None or not isinstance(parts.forward, Forward):
-        return None
-    return parts.forward if isinstance(parts.executor, RowDivider) else None
+    is_dry = parts.store is None and parts.layers is not None
+    return parts.forward if parts.forward.shows_hidden and not is_dry else None
 
 
 def embed_tokens(

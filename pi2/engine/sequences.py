@@ -49,6 +49,11 @@ class Sequences(ABC):
         self._has_states = has_states
         self._interrupted: set[int] = set()
         """Sequences whose states some layers have taken further than others."""
+        self.watch: Callable[[int, int, I32, F32], None] | None = None
+        """Called with sequence, first position, tokens that went through the layers, and what the
+        head reads of them [n, hidden].  Needs `shows_hidden`."""
+        self.given: F32 | None = None
+        """Of an MTP head, what the main model's head reads of the next tokens [n, hidden]."""
         self.attended_tokens = 0
         """Sum over all tokens of steps: the tokens that each attended to."""
         self.steps = 0
@@ -100,9 +105,35 @@ class Sequences(ABC):
     def read_logits(self, first: int) -> F32:
         """Logits [n, vocab] of the chunk's tokens from ``first`` on, until the next call."""
 
+    @property
+    def shows_hidden(self) -> bool:
+        """Whether `read_head_input` works."""
+        return False
+
     @abstractmethod
     def read_head_input(self, first: int) -> F32:
         """What the head reads of them [n, hidden], if the model shows it."""
+
+    def read_inputs(self, count: int) -> F32:
+        """What the head reads of the ``count`` tokens of the last chunk or step [count, hidden]."""
+        return np.concatenate(read_rows(self.read_head_input, count, True, None))
+
+    def _take_given(self, count: int) -> F32 | None:
+        """What an MTP head is given with the next ``count`` tokens."""
+        if self.given is None:
+            return None
+        found, self.given = self.given[:count], self.given[count:]
+        return found
+
+    def _show_chunk(self, sequence: int, position: int, tokens: I32) -> None:
+        if self.watch is not None:
+            self.watch(sequence, position, tokens, self.read_inputs(len(tokens)))
+
+    def _show_step(self, sequences: Sequence[int], positions: Sequence[int], tokens: I32) -> None:
+        if self.watch is not None:
+            inputs = self.read_inputs(len(tokens))
+            for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+                self.watch(sequence, position, tokens[row : row + 1], inputs[row : row + 1])
 
     @abstractmethod
     def expect(self, end: int) -> None:
@@ -251,6 +282,14 @@ class HiddenReader(Protocol):
         """Head inputs of the chunk's tokens from ``first`` on [n, hidden], until the next call."""
 
 
+@runtime_checkable
+class MtpLayer(Protocol):
+    """A model that may be an MTP head."""
+
+    def give(self, rows: F32) -> None:
+        """Say what the main model's head reads of the next tokens [T, hidden]."""
+
+
 class WholeForward(Sequences):
     """Gives chunks and steps to the unit, and counts the neurons that it has named."""
 
@@ -284,20 +323,27 @@ class WholeForward(Sequences):
 
     @property
     def shows_hidden(self) -> bool:
-        """Whether `read_hidden` works."""
         return isinstance(self._model, HiddenReader)
 
     def run_piece(
         self, tokens: I32, sequence: int, progress: Callable[[float], None]
     ) -> Sequence[int]:
         try:
+            self._give(len(tokens))
             self._model.prefill(tokens, sequence, self.positions[sequence])
+            self._show_chunk(sequence, self.positions[sequence], tokens)
         except BaseException:
             self._interrupt([sequence])
             raise
         self.positions[sequence] += len(tokens)
         progress(1.0)
         return [len(tokens)]
+
+    def _give(self, count: int) -> None:
+        given = self._take_given(count)
+        if given is not None:
+            assert isinstance(self._model, MtpLayer)
+            self._model.give(given)
 
     def select_chunk(self, number: int) -> None:
         """Do nothing: a piece is one chunk."""
@@ -317,8 +363,11 @@ class WholeForward(Sequences):
             self._check_room(sequence, sequences.count(sequence))
         positions = self._find_positions(sequences)
         self.expect(max(positions) + 1)
+        read = np.array(tokens, np.int32)
         try:
-            logits = self._model.step(np.array(tokens, np.int32), sequences, positions)
+            self._give(len(tokens))
+            logits = self._model.step(read, sequences, positions)
+            self._show_step(sequences, positions, read)
         except BaseException:
             self._interrupt(sequences)
             raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pi2.arrays import F32, I32, I64
-from pi2.backends.protocol import RowDivider, StateKeeper
+from pi2.backends.protocol import StateKeeper
 from pi2.engine.answer import Answer
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts, StepBytes, Touched, find_step_bytes
@@ -148,14 +148,14 @@ class MtpDrafts:
     Later tokens of a draft take the head's own inputs; they are forgotten, and read again from the
     main model's."""
 
-    def __init__(self, forward: Forward, context: int) -> None:
+    def __init__(self, forward: Sequences, context: int) -> None:
         """``forward``: the MTP head's; ``context``: tokens that its places have room for."""
         self._forward = forward
         self._context = context
         self._trails = [_Trail() for _ in forward.positions]
 
     def watch(self, place: int, position: int, tokens: I32, inputs: F32) -> None:
-        """See `Forward.watch`.  Prompts are read at once: their inputs need no room."""
+        """See `Sequences.watch`.  Prompts are read at once: their inputs need no room."""
         if place >= len(self._trails):
             return
         trail = self._trails[place]
@@ -423,7 +423,7 @@ def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculat
             return None
         if settings.drafts == "resident":
             drafter = ResidentDrafts(forward, parts.feed_forward)
-    if settings.drafts == "plan":
+    if settings.drafts in ("plan", "mtp"):
         if parts.draft is None or (other := find_step_bytes(parts.draft)) is None:
             return None
         drafter = _follow_plan(parts, parts.draft)
@@ -441,9 +441,8 @@ def _follow_plan(parts: Parts, draft: Parts) -> Drafter:
     context = draft.resolved.plan.kv.context
     if not draft.resolved.model.is_mtp:
         return PlanDrafts(draft.forward, context)
-    assert isinstance(draft.forward, Forward) and isinstance(parts.forward, Forward)
     drafter = MtpDrafts(draft.forward, context)
-    if isinstance(parts.executor, RowDivider):
+    if parts.forward.shows_hidden:
         parts.forward.watch = drafter.watch
     return drafter
 

@@ -10,6 +10,7 @@ at the entry of ``extends``, with the line to write in the author's own file."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, rea
 from pi2.plan.toml.text import KeyPath, format_path, name_path
 
 if TYPE_CHECKING:
-    from pi2.plan.arithmetic.resolved import FillPlan
+    from pi2.plan.arithmetic.resolved import FilledPlan, FillPlan
     from pi2.plan.composing.trees import Chain, Link
     from pi2.plan.reading.thresholds import GivenThresholds
 
@@ -191,6 +192,8 @@ def check_plan(
         check.add_draft(report.diagnostics, report.sources)
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)
+    elif resolved is not None and resolved.file is not None and resolved.file.draft is not None:
+        resolved = replace(resolved, draft=_resolve_head(resolved, resolved.file.draft))
     if resolved is not None:
         run_rules(check, {**facts, "resolved": resolved}, done)
     return _report(check, kind="plan", resolved=resolved)
@@ -340,6 +343,12 @@ def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | N
         derived=check.derived,
         thresholds=None if thresholds == "none" or plan.sparsity is None else thresholds,
     )
+
+
+def _resolve_head(resolved: ResolvedPlan, head: FilledPlan) -> ResolvedPlan:
+    """The plan of the MTP head that drafts for another, from values that were derived."""
+    plan = Plan.model_validate_json(json.dumps(head.values))
+    return replace(resolved, plan=plan, model=head.model, file=head.facts, derived={})
 
 
 def _report(check: Inspection, *, kind: Kind, resolved: ResolvedPlan | None = None) -> Report:

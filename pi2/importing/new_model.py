@@ -18,7 +18,7 @@ from pi2.diagnostics import UserError
 from pi2.fitting.completion import USUAL_CONTEXT
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config, read_sampling
-from pi2.importing.families import describe_family, find_family
+from pi2.importing.families import describe_family, list_heads
 from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings
 from pi2.model.ffn import name_part
 from pi2.model.tensor import fill_name
@@ -155,15 +155,13 @@ _OF_LAYERS = ("layers", "recurrence", "convolution", "predictor", "sparsity")
 def name_mtp_tensors(checkpoint: Checkpoint, model: Model) -> tuple[str, dict[str, str]]:
     """How names of the layer of a checkpoint's MTP head begin, and names of its other tensors by
     their keys in the family's document; none without such a head."""
-    head = find_family(Config(checkpoint.config_file, checkpoint.config)).mtp
-    if head is None:
-        return "", {}
     start = model.tensors.attention_norm.partition("{layer}")[0]
-    layer = head.layer or f"{start}{model.shape.layers}"
-    names = {
-        key: f"{layer}{name}" if name.startswith(".") else name for key, name in head.names.items()
-    }
-    return layer, names if names.get("in") in checkpoint.tensors else {}
+    for head in list_heads(Config(checkpoint.config_file, checkpoint.config)):
+        layer, own = head.layer or f"{start}{model.shape.layers}", head.names.items()
+        names = {key: f"{layer}{name}" if name.startswith(".") else name for key, name in own}
+        if names.get("in") in checkpoint.tensors:
+            return layer, names
+    return "", {}
 
 
 def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:

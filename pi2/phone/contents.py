@@ -158,6 +158,12 @@ def aim_plan(resolved: ResolvedPlan, wish: Wish) -> ResolvedPlan:
     architecture = ARCHITECTURES[wish.triple]
     unit = resolved.device.units[resolved.sparse_unit]
     _check_units(resolved)
+    speculation = resolved.plan.decode.speculation
+    if speculation is not None and ("decode", "speculation", "drafts") in resolved.derived:
+        other = speculation.model_copy(update={"drafts": "prompt"})
+        decode = resolved.plan.decode.model_copy(update={"speculation": other})
+        plan = resolved.plan.model_copy(update={"decode": decode})
+        resolved = replace(resolved, plan=plan, draft=None)
     if resolved.draft is not None:
         raise UserError.of(
             "P673",

@@ -32,9 +32,9 @@ CONTEXTS = (USUAL_CONTEXT, 2048, 1024, 512)
 """Tokens of a context that no plan states: the most for which there is room."""
 CHUNKS = (256, 128, 64, 32)
 """Tokens of a prompt that go through the layers together: the most for which there is room."""
-DRAFT_TOKENS = 6
-"""Tokens that are drafted at once where weights are streamed: with the token before them, the most
-that have the bits of one by one."""
+DRAFT_TOKENS = {"prompt": 6, "mtp": 3}
+"""Tokens that are drafted at once where weights are streamed.  With the token before them, seven
+are the most that have the bits of one by one; an MTP head knows the first ones best."""
 LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
 """Bytes of a streaming run's ring: room for so many pieces, at least and usually."""
 _MIB = 1 << 20
@@ -59,6 +59,8 @@ class FileNeeds:
     """The fewest slots that experts can do with."""
     draft: int = 0
     """What the model that drafts takes."""
+    shared: int = 0
+    """Dense matrices that an MTP head reads as well: they are resident."""
 
     @property
     def fixed(self) -> int:
@@ -68,7 +70,11 @@ class FileNeeds:
     @property
     def least(self) -> int:
         """Bytes with which a run can stream, or has everything."""
-        return self.fixed + min(self.matrices, LEAST_RING + self.slots)
+        return self.fixed + self.least_weights
+
+    @property
+    def least_weights(self) -> int:
+        return min(self.matrices, LEAST_RING + self.slots + self.shared)
 
     @property
     def streamable(self) -> int:
@@ -82,9 +88,11 @@ def derive_plan(
     installed_bytes: int,
     available_bytes: int,
     draft_bytes: int = 0,
+    head: GgufWeights | None = None,
 ) -> FilledPlan:
     """Complete the values of a plan for open ``weights`` on a machine with so much memory, and so
-    much of it free; the model that drafts takes ``draft_bytes`` of the budget.
+    much of it free; the model that drafts takes ``draft_bytes`` of the budget.  ``head``: the MTP
+    head that the plan wants, or that drafts where it says nothing of drafts and weights stream.
 
     Raises `UserError` P026 where the budget is not enough."""
     model = weights.model
@@ -102,22 +110,29 @@ def derive_plan(
         memory["budget"] = format_bytes(int(size * share[0]) // _MIB * _MIB)
     budget = _read_budget(memory)
     chunks = (prefill["chunk"],) if "chunk" in prefill else CHUNKS
+    wanted, parts = head if "speculation" in decode else None, (kv, prefill, decode)
     for kv["context"], chunk in itertools.product(contexts, chunks):
         prefill["chunk"] = min(chunk, _read_count(kv["context"]))
-        needs = replace(count_needs(weights, kv, prefill, decode), draft=draft_bytes)
+        needs = _count_both(weights, wanted, parts, budget, draft_bytes)
         if budget is None or needs.least <= budget:
             break
     if budget is None:
         whole = round_up(needs.fixed + needs.matrices, _MIB)
         budget = min(whole, int(available_bytes * MEMORY_SHARE))
+        needs = _count_both(weights, wanted, parts, budget, draft_bytes)
     if budget < needs.least:
         raise _refuse(budget, needs)
     hot, ring, slots = divide(budget, needs)
+    if needs.streamable > hot and "speculation" not in decode and not model.is_mtp:
+        # A step that verifies drafts reads the file once.
+        both = _count_both(weights, head, parts, budget, draft_bytes)
+        wanted = head if both.least <= budget else None
+        drafts = "prompt" if wanted is None else "mtp"
+        decode["speculation"] = {"drafts": drafts, "tokens": DRAFT_TOKENS[drafts]}
+        needs = needs if wanted is None else both
+        hot, ring, slots = divide(budget, needs)
     is_whole = hot == needs.matrices
     streamed = max(0, needs.streamable - hot)
-    if streamed and "speculation" not in decode:
-        # A step that verifies drafts reads the file once.
-        decode["speculation"] = {"tokens": DRAFT_TOKENS}
     memory.setdefault("budget", f"{budget} B")
     memory.setdefault("weights", "mapped" if is_whole else "loaded")
     sizes = dict.fromkeys(Segments.model_fields, 0) | {
@@ -152,7 +167,9 @@ def derive_plan(
         model_id=model.id,
         matrices=sum(1 for _ in weights.list_matrices()),
         matrix_bytes=needs.matrices,
-        token_bytes=needs.streamable + round(active * needs.experts),
+        token_bytes=needs.streamable
+        + round(active * needs.experts)
+        + sum(find_shared(weights).values()),
         streamed_bytes=streamed,
         expert_bytes=0 if is_whole else needs.experts,
         slot_bytes=slots,
@@ -166,6 +183,8 @@ def derive_plan(
             workspace=Need(needs.workspace, f"{prefill['chunk']} tokens of a prompt, and logits"),
         ),
         source=weights,
+        draft=None if wanted is None else _derive_head(filled, wanted, needs.draft),
+        shared={} if wanted is None else find_shared(wanted),
     )
     reasons = {
         path: reason.format(budget=approximate_bytes(budget), streamed=approximate_bytes(streamed))
@@ -186,6 +205,7 @@ REASONS: Mapping[KeyPath, str] = {
     ("prefill", "chunk"): "the most tokens that there is room for",
     ("prefill", "activations"): 'as llama.cpp has them, or 16 bits with quality = "exact"',
     ("decode", "activations"): 'as llama.cpp has them, or 16 bits with quality = "exact"',
+    ("decode", "speculation", "drafts"): "the file's MTP head, or text that came before",
     ("decode", "speculation", "tokens"): "{streamed} are read for every step, which verifies these",
     **{("memory", "segments", name): reason for name, reason in SEGMENT_REASONS.items()},
     ("memory", "segments", "attention"): "norms, biases and tables",
@@ -201,6 +221,45 @@ def _is_left_out(values: Mapping[str, Any], path: KeyPath) -> bool:
     return found is None
 
 
+def _count_both(
+    weights: GgufWeights,
+    head: GgufWeights | None,
+    parts: tuple[dict[str, Any], dict[str, Any], dict[str, Any]],
+    budget: int | None,
+    draft_bytes: int,
+) -> FileNeeds:
+    """Needs of a model with the other one that drafts.  It shares what is left when both can stream
+    with a ``head`` of its own, by their sizes."""
+    needs = replace(count_needs(weights, *parts), draft=draft_bytes)
+    if head is None:
+        return needs
+    own = count_needs(head, *parts)
+    least = own.least - own.runtime
+    needs = replace(needs, draft=least, shared=sum(find_shared(head).values()))
+    rest, more = needs.matrices - needs.least_weights, own.matrices - own.least_weights
+    if budget is not None:
+        more = more * max(0, min(budget - needs.least, rest + more)) // max(1, rest + more)
+    return replace(needs, draft=least + more)
+
+
+def find_shared(head: GgufWeights) -> dict[str, int]:
+    """Bytes of the matrices of its model that an MTP head reads whole, by name."""
+    table = None if head.model.tied_head else head.find("embedding")
+    return {key: own for key, own in head.shared.items() if table is None or key != table.name}
+
+
+def _derive_head(values: Mapping[str, Any], head: GgufWeights, size: int) -> FilledPlan:
+    """The plan by which an MTP head drafts within ``size`` bytes for the plan of ``values``."""
+    memory, decode = dict(values["memory"]), dict(values["decode"])
+    decode.pop("speculation")
+    for key in ("segments", "weights"):
+        memory.pop(key)
+    needs = count_needs(head, values["kv"], values["prefill"], decode)
+    memory["budget"] = f"{size + needs.runtime} B"
+    left = {key: own for key, own in values.items() if key not in ("layers", "model", "bundle")}
+    return derive_plan({**left, "memory": memory, "decode": decode}, head, 0, 0)
+
+
 def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:
     """Bytes of resident matrices, of the ring that other dense ones pass through, and of slots for
     experts: these have what dense matrices leave."""
@@ -210,7 +269,7 @@ def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:
     if needs.experts and room >= needs.streamable + needs.slots:
         return needs.streamable, 0, room - needs.streamable
     room -= needs.slots
-    ring = max(LEAST_RING, min(USUAL_RING, room // 8))
+    ring = max(LEAST_RING, min(USUAL_RING, room // 8, room - needs.shared))
     return max(0, min(room - ring, needs.streamable)), ring, needs.slots
 
 
@@ -254,7 +313,7 @@ def count_vectors(model: Model) -> int:
 
 def _count_embedding(weights: GgufWeights) -> int:
     found = weights.find("embedding")
-    return 0 if found is None else found.size_bytes
+    return 0 if found is None or found.name in weights.shared else found.size_bytes
 
 
 def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> int:

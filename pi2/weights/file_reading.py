@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -252,20 +253,26 @@ class FileFiller:
             file = find_package_file(stated)
         elif stated.startswith(HUB):
             file = find_hub_file(stated, path)
-        draft_bytes = self._count_draft(values, path.parent)
-        return derive_plan(values, self.open(file, tokenizer), *self.find_memory(), draft_bytes)
+        decode, weights = values.get("decode"), self.open(file, tokenizer)
+        speculation: Any = decode.get("speculation") if isinstance(decode, Mapping) else None
+        drafts = speculation if isinstance(speculation, Mapping) else {}
+        draft_bytes = self._count_draft(drafts.get("plan"), path.parent)
+        head = None
+        if drafts.get("drafts") == "mtp":
+            head = weights.open_head()
+        elif speculation is None and weights.checkpoint.config.get("num_nextn_predict_layers"):
+            with suppress(UserError):  # it is left out
+                head = weights.open_head()
+        return derive_plan(values, weights, *self.find_memory(), draft_bytes, head)
 
-    def _count_draft(self, values: Mapping[str, Any], folder: Path) -> int:
+    def _count_draft(self, plan: object, folder: Path) -> int:
         """Bytes of the model that drafts; 0 without one, or where its plan has an error, which is
         found when it is checked."""
         from pi2.fitting.check import check_plan
 
-        part: Any = values
-        for key in ("decode", "speculation", "plan"):
-            part = part.get(key) if isinstance(part, Mapping) else None
-        if not isinstance(part, str) or not (folder / part).is_file():
+        if not isinstance(plan, str) or not (folder / plan).is_file():
             return 0
-        found = check_plan(folder / part, drafts=False, fill=self).resolved
+        found = check_plan(folder / plan, drafts=False, fill=self).resolved
         return 0 if found is None else found.beside_bytes
 
     def open(self, file: Path, tokenizer: Path | None = None) -> GgufWeights:

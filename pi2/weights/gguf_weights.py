@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
-from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.new_model import describe_checkpoint, describe_mtp
 from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
@@ -34,6 +34,8 @@ class GgufWeights(TensorFiles):
         """``model``: what the metadata say of it."""
         super().__init__(checkpoint.files, model)
         self.checkpoint = checkpoint
+        self.shared: Mapping[str, int] = {}
+        """Bytes of each matrix that belongs to the model for which this MTP head drafts."""
         self._found: dict[tuple[str, int], FileTensor | None] = {}
 
     @classmethod
@@ -49,6 +51,24 @@ class GgufWeights(TensorFiles):
         `pi2.importing.new_model.describe_checkpoint` do."""
         checkpoint = use_tokenizer(open_gguf(path), tokenizer)
         return cls(checkpoint, describe_checkpoint(checkpoint, has_texts=has_texts).model)
+
+    def open_head(self) -> GgufWeights:
+        """The MTP head in the same files, which reads some of this model's matrices.
+
+        Raises `UserError`: P544 without one that can be computed, P533 or P534 where it is not
+        whole."""
+        head = GgufWeights(self.checkpoint, describe_mtp(self.checkpoint, self.model))
+        obstacles = head.find_obstacles()
+        if obstacles:
+            raise UserError.of(
+                "P544",
+                f"the MTP head of {self.path} cannot run as it is: {', '.join(obstacles)}",
+                help='write decode.speculation.drafts = "prompt"',
+            )
+        own = {tensor.name for _, _, tensor in self.list_matrices()}
+        found = {tensor.name: tensor.size_bytes for _, _, tensor in head.list_matrices()}
+        head.shared = {name: size for name, size in found.items() if name in own}
+        return head
 
     @property
     def path(self) -> Path:
@@ -67,7 +87,7 @@ class GgufWeights(TensorFiles):
         return self._found[place]
 
     def _find(self, key: str, layer: int) -> FileTensor | None:
-        pattern = getattr(self.model.tensors, key)
+        pattern = getattr(self.model.tensors, key, key)
         if pattern is None:
             return None
         tensor = self.checkpoint.tensors.get(fill_name(pattern, layer, 0))
@@ -111,7 +131,7 @@ class GgufWeights(TensorFiles):
         other; None if there is none.
 
         Raises `UserError` P532 or P535 as `SourceTensor.read`."""
-        pattern = getattr(self.model.tensors, key)
+        pattern = getattr(self.model.tensors, key, key)
         if pattern is None:
             return None
         count = self.model.expert_count if "{expert}" in pattern else 1
@@ -179,10 +199,10 @@ class GgufWeights(TensorFiles):
         return list(dict.fromkeys((own.key, own.layer) for own in list_sources(self.model)))
 
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
-        """Every matrix of the model by the key of ``model.tensors`` that names it and its layer."""
+        """Every own matrix by the key of ``model.tensors`` that names it and its layer."""
         for key, layer in self._places:
             found = None if key.endswith("_bias") else self.find(key, layer)
-            if found is not None and found.rows > 1:
+            if found is not None and found.rows > 1 and found.name not in self.shared:
                 yield key, layer, found
 
     def count_bytes(self) -> int:

@@ -95,6 +95,16 @@ def make_sentence_piece() -> dict[str, Any]:
     }
 
 
+def make_tokens(count: int) -> dict[str, Any]:
+    """Metadata of a tokenizer with so many tokens."""
+    metadata = make_sentence_piece()
+    names = [*metadata["tokenizer.ggml.tokens"], *(f"w{n}" for n in range(count))][:count]
+    kinds = [*metadata["tokenizer.ggml.token_type"].tolist(), *[1] * count][:count]
+    scores = [*metadata["tokenizer.ggml.scores"].tolist(), *[-1e3] * count][:count]
+    metadata |= {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
+    return metadata | {"tokenizer.ggml.scores": scores}
+
+
 def write_random_gguf(
     folder: Path,
     shape: Mapping[str, int],

@@ -1,6 +1,8 @@
 """Which tokens a prompt or an MTP head gives to guess, and when guessing pays."""
 
+import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 import pi2
 from pi2.arrays import F32
 from pi2.cli.main import run
-from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Touched
 from pi2.engine.speculation import (
@@ -27,6 +28,9 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint, describe_mtp
 from pi2.plan.documents.model_parts import Quantization
 from pi2.pulled_models import PLAN
+from tests.helpers.gguf_files import make_tokens, write_gguf
+from tests.helpers.gguf_goldens import expect_same_weights
+from tests.helpers.gguf_tensors import ARCHITECTURES, read_checkpoint, translate
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,
@@ -111,8 +115,10 @@ def test_what_rests_is_taken_up_only_for_more_than_it_takes_to_go_on() -> None:
     assert payback.is_on
 
 
+USUAL = "model.layers.2", ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 HEADS = {
-    "deepseek-v3": ("model.layers.2", ("eh_proj", "enorm", "hnorm", "shared_head.norm")),
+    "deepseek-v3": USUAL,
+    "glm4-moe": USUAL,
     "qwen3-next": ("mtp.layers.0", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")),
 }
 """How names of an MTP head's layer begin, and ends of names of its other tensors: projection, its
@@ -128,7 +134,7 @@ def name_own(name: str) -> list[str]:
 def add_head(name: str, checkpoint: Path, *, is_blind: bool = False) -> dict[str, F32]:
     """Give a checkpoint an MTP head, whose layer is one of its layers; return its tensors.  With
     ``is_blind`` no layer adds anything, and the head reads tokens only: it guesses all rightly."""
-    file, unit = checkpoint / "model.safetensors", float(name == "deepseek-v3")
+    file, unit = checkpoint / "model.safetensors", float(name != "qwen3-next")
     tensors = {key: v.astype(np.float32) for key, v in load_file(file).items()}
     hidden, draw = len(tensors["model.norm.weight"]), np.random.default_rng(5)
     for key in [key for key in tensors if key.startswith("model.layers.1.")]:
@@ -160,6 +166,22 @@ def write_plans(name: str, folder: Path, backend: str, *, is_blind: bool = False
     convert_checkpoint(opened, head.model_copy(update=exact), folder / "mtp" / "store")
     write_plan(folder / "mtp", head.model_copy(update=exact), {"backends": {"cpu": backend}})
     return plan
+
+
+def write_file(name: str, checkpoint: Path, kind: str = "F32", left_out: str = "none") -> Path:
+    """Write a checkpoint with an MTP head as llama.cpp does, for every family with one layer more;
+    without the tensor of the head that is ``left_out``."""
+    config, weights = read_checkpoint(checkpoint)
+    layers, family = config["num_hidden_layers"], config["model_type"]
+    before, after = f"{HEADS[name][0]}.", f"model.layers.{layers}."
+    usual = (f"{after}{end}.weight" for end in USUAL[1])
+    own = dict(zip(name_own(name), usual, strict=True))
+    tensors = {own.get(key, key.replace(before, after)): v for key, v in weights.items()}
+    kept = {key: v for key, v in translate(tensors, config).items() if left_out not in key}
+    start = ARCHITECTURES[family]
+    counts = {f"{start}.block_count": layers + 1, f"{start}.nextn_predict_layers": 1}
+    changes = counts | make_tokens(config["vocab_size"])
+    return write_gguf(checkpoint.with_name(f"{left_out}.gguf"), config, kept, kind, changes)
 
 
 def load_both(plan: Path, backend: str, **settings: Any) -> LoadedModel:
@@ -199,22 +221,30 @@ def test_a_head_that_is_right_has_all_of_its_guesses_accepted(
     assert counters.accepted_tokens == counters.draft_tokens >= 16
 
 
+PROMPT = [5, 9, 33, 60, 7]
+
+
+def read_head(model: LoadedModel) -> tuple[F32, F32]:
+    """What a model's head reads of `PROMPT`, and the logits of its MTP head after each token."""
+    forward, draft = model._parts.forward, model._parts.draft
+    assert draft is not None
+    seen: list[F32] = []
+    forward.watch = lambda place, position, tokens, inputs: seen.append(inputs.copy())
+    forward.prefill(np.array(PROMPT, np.int32))
+    draft.forward.given = np.concatenate(seen)[:-1]
+    found = draft.forward.prefill(np.array(PROMPT[1:], np.int32), all_logits=True)
+    return np.concatenate(seen)[:-1], found
+
+
 def test_a_head_reads_a_token_and_the_input_of_the_head_before_it(tmp_path: Path) -> None:
     """Its logits are those of a model whose embeddings are both, each by its norm, projected."""
     name = "deepseek-v3"
     plan = write_plans(name, tmp_path, "reference")
-    tensors, prompt = load_file(tmp_path / "checkpoint" / "model.safetensors"), [5, 9, 33, 60, 7]
+    tensors, prompt = load_file(tmp_path / "checkpoint" / "model.safetensors"), PROMPT
     with load_both(plan, "reference") as model:
-        forward, draft = model._parts.forward, model._parts.draft
-        assert isinstance(forward, Forward) and draft is not None
-        assert isinstance(draft.forward, Forward)
-        seen: list[F32] = []
-        forward.watch = lambda place, position, tokens, inputs: seen.append(inputs.copy())
-        forward.prefill(np.array(prompt, np.int32))
-        draft.forward.given = np.concatenate(seen)[:-1]
-        found = draft.forward.prefill(np.array(prompt[1:], np.int32), all_logits=True)
+        inputs, found = read_head(model)
     project, token_norm, stream_norm, last_norm = (tensors[own] for own in name_own(name))
-    inputs = np.concatenate(seen)[:-1, : len(last_norm)]
+    inputs = inputs[:, : len(last_norm)]
     parts = [(tensors["model.embed_tokens.weight"][prompt[1:]], token_norm), (inputs, stream_norm)]
     normed = [x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * w for x, w in parts]
     table = np.zeros_like(tensors["model.embed_tokens.weight"])
@@ -266,3 +296,100 @@ def test_a_conversion_names_the_command_that_converts_its_head(
         result = model.generate([5, 9, 33], max_tokens=12, temperature=0.0, ignore_eos=True).result
         counters = result.statistics.speculation
     assert counters.accepted_tokens == counters.draft_tokens > 4
+
+
+MTP: dict[str, Any] = {"drafts": "mtp", "when": "always", "tokens": 3}
+GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("is_blind", [False, True])
+def test_the_head_in_a_file_drafts_and_the_text_stays(tmp_path: Path, is_blind: bool) -> None:
+    checkpoint, prompt = copy_checkpoint("glm4-moe", tmp_path / "checkpoint"), list(range(5, 22))
+    add_head("glm4-moe", checkpoint, is_blind=is_blind)
+    file, found = write_file("glm4-moe", checkpoint), []
+    for drafts in ({}, {"decode.speculation": MTP}):
+        with pi2.load(file, set={"kv.context": 64, "decode.batch": 2, **drafts}) as model:
+            result = model.generate_batch([prompt, prompt[:9]], **GREEDY).result
+            found.append([own.token_ids for own in result.sequences])
+            counters = model.stats.speculation
+    assert found[0] == found[1]
+    assert counters.draft_tokens > 8
+    assert (counters.accepted_tokens == counters.draft_tokens) == is_blind
+
+
+def test_the_head_in_a_file_computes_what_the_one_of_a_store_does(tmp_path: Path) -> None:
+    plan = write_plans("glm4-moe", tmp_path, "reference")
+    file, found = write_file("glm4-moe", tmp_path / "checkpoint"), []
+    settings = {"kv.context": 64, "decode.speculation": MTP}
+    for load in (partial(load_both, plan, "reference"), partial(pi2.load, file, set=settings)):
+        with load() as model:
+            found.append(read_head(model)[1])
+    assert measure_error(found[1], found[0]) < 4e-3
+
+
+SIZES = {16: 16, 6: 6, 80: 32768, 20: 2048}
+"""Sizes of a larger model by those of the small one; others grow eightfold."""
+
+
+def write_large_file(folder: Path) -> Path:
+    checkpoint, draw = copy_checkpoint("glm4-moe", folder / "checkpoint"), np.random.default_rng(1)
+    tensors: dict[str, F32] = {}
+    for key, own in load_file(checkpoint / "model.safetensors").items():
+        shape = [SIZES.get(size, 8 * size) for size in own.shape]
+        tensors[key] = draw.normal(own.ndim == 1, 0.1, shape).astype(np.float32)
+    save_file(tensors, checkpoint / "model.safetensors")
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "vocab_size": 768}
+    ffn = {"intermediate_size": 32768, "moe_intermediate_size": 2048}
+    change_config(checkpoint, hidden_size=256, **heads, **ffn)
+    add_head("glm4-moe", checkpoint, is_blind=True)
+    return write_file("glm4-moe", checkpoint, "Q8_0")
+
+
+def test_a_file_that_streams_drafts_with_its_head_by_itself(tmp_path: Path) -> None:
+    """The head's experts stream as well; with less memory, text that came before drafts."""
+    file, ids, sources = write_large_file(tmp_path), [], []
+    settings = {"kv.context": 128, "prefill.chunk": 32}
+    with pytest.raises(pi2.UserError, match="P026") as caught:
+        pi2.load(file, memory="10 MiB", set=settings | {"decode.speculation.drafts": "mtp"})
+    least = re.search(r"--memory (\d+)MiB", str(caught.value))
+    assert least is not None
+    for memory in (None, f"{int(least[1]) - 1} MiB", f"{least[1]} MiB"):
+        with pi2.load(file, memory=memory, set=settings) as model:
+            ids.append(model.generate(list(range(5, 45)), **GREEDY).result.token_ids)
+            speculation, draft = model.plan.plan.decode.speculation, model.plan.draft
+            sources.append(None if speculation is None else speculation.drafts)
+            counters = model.stats.speculation
+    assert ids == ids[:1] * 3
+    assert sources == [None, "prompt", "mtp"]
+    assert draft is not None and draft.file is not None and draft.file.expert_bytes > 0
+    assert counters.accepted_tokens == counters.draft_tokens > 4
+
+
+def test_a_head_that_lacks_a_tensor_is_left_out_unless_the_plan_names_it(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("glm4-moe", tmp_path / "checkpoint")
+    add_head("glm4-moe", checkpoint)
+    settings: dict[str, Any] = {"kv.context": 64}
+    wanted = {**settings, "decode.speculation": MTP}
+    file = write_file("glm4-moe", checkpoint, left_out="blk.2.attn_norm")
+    with pi2.load(file, set=settings) as model:
+        assert len(model.generate([5, 9], **GREEDY).result.token_ids) == 24
+    with pytest.raises(pi2.UserError, match=r"P533.*blk\.2\.attn_norm"):
+        pi2.load(file, set=wanted)
+    with pytest.raises(pi2.UserError, match=r"P544.*no MTP head"):
+        pi2.load(write_file("glm4-moe", checkpoint, left_out="eh_proj"), set=wanted)
+    plan = write_plan(tmp_path, convert_golden(checkpoint, tmp_path, EXACT), {})
+    with pytest.raises(pi2.UserError, match=r"P284.*a neuron store, which has no MTP head"):
+        pi2.load(plan, set={"decode.speculation": MTP})
+
+
+def test_a_store_is_made_of_the_head_in_a_file(tmp_path: Path) -> None:
+    name, made = "qwen3-next", []
+    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+    add_head(name, checkpoint)
+    for source in (checkpoint, write_file(name, checkpoint)):
+        opened = open_checkpoint(source)
+        head = describe_mtp(opened, describe_checkpoint(opened).model)
+        exact = {"quantization": Quantization.model_validate(dict(EXACT))}
+        made.append(tmp_path / f"store-{source.suffix}")
+        convert_checkpoint(opened, head.model_copy(update=exact), made[-1])
+    expect_same_weights(*made)

@@ -14,7 +14,7 @@ from pi2.backends.blocks.instructions import Weight
 from pi2.weights.file_reading import FileFiller
 from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.block_model import PlainBlockModel
-from tests.helpers.gguf_files import make_sentence_piece, write_gguf
+from tests.helpers.gguf_files import make_tokens, write_gguf
 from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import copy_checkpoint, read_golden
 
@@ -104,13 +104,3 @@ def read_weight(source: GgufWeights, key: str, layer: int) -> Weight | None:
         neighbours=found.has_neighbours,
         data=source.map_rows(found).reshape(-1),
     )
-
-
-def make_tokens(count: int) -> dict[str, object]:
-    """Metadata of a tokenizer with so many tokens."""
-    metadata = make_sentence_piece()
-    names = [*metadata["tokenizer.ggml.tokens"], *(f"w{n}" for n in range(count))][:count]
-    kinds = [*metadata["tokenizer.ggml.token_type"].tolist(), *[1] * count][:count]
-    scores = [*metadata["tokenizer.ggml.scores"].tolist(), *[-1e3] * count][:count]
-    metadata |= {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
-    return metadata | {"tokenizer.ggml.scores": scores}

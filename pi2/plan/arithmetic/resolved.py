@@ -99,6 +99,10 @@ class FileFacts:
     """Bytes that the segments need at least."""
     source: object = field(default=None, compare=False, repr=False)
     """The open file, for what runs the plan."""
+    draft: FilledPlan | None = field(default=None, compare=False, repr=False)
+    """The plan of the file's MTP head, if that drafts."""
+    shared: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the dense matrices that both read whole, by name."""
 
     @property
     def missing_bytes(self) -> int:

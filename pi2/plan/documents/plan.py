@@ -171,10 +171,11 @@ class Speculation(Table):
     without speculation; a draft token is kept if the same token is drawn.  The text is the same,
     except for rounding."""
 
-    drafts: Literal["prompt", "resident", "plan"] = "prompt"
+    drafts: Literal["prompt", "resident", "plan", "mtp"] = "prompt"
     """Source of drafts: ``prompt`` copies the continuation of an earlier occurrence of the last
     tokens; ``resident`` uses the model itself with the neurons in memory, without reads; ``plan``
-    uses a smaller model with the same tokens, or an MTP head."""
+    uses a smaller model with the same tokens, or a store's MTP head; ``mtp`` uses the MTP head in
+    the plan's own GGUF file, which is the default where that streams and has one."""
     plan: Annotated[Reference, Field(examples=["./draft.plan.toml"])] | None = None
     """Plan of that model, with ``drafts = "plan"``: a path relative to this file, or a short
     name; both plans run GGUF files, or both stores. Its segments except ``runtime`` use the part of

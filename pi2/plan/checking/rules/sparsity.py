@@ -225,7 +225,8 @@ def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
 
     Why: the larger model verifies the drafts, and both need the same vocabulary. Rejected drafts
     are taken back, and layers with a state cannot do that. An MTP head reads its own model's last
-    hidden states, and does not run without it. The budget is a promise for the whole process.
+    hidden states, and does not run without it; that of a GGUF file reads the output head in its
+    model's memory. The budget is a promise for the whole process.
 
     Example: ``drafts = "plan"`` without ``plan``, or with one whose model has another vocabulary.
 
@@ -243,10 +244,17 @@ def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
             'write plan = "./draft.plan.toml" and drafts = "plan", or neither',
         )
         return
+    if settings.drafts == "mtp" and resolved.file is None:
+        yield Finding(
+            ("decode", "speculation", "drafts"),
+            "the plan runs a neuron store, which has no MTP head",
+            'name the plan of its head: `pi2 convert CHECKPOINT --mtp`, and drafts = "plan"',
+        )
     if resolved.draft is None:
         return
+    key = "drafts" if settings.plan is None else "plan"
     for message, help in _list_obstacles(resolved, resolved.draft):
-        yield Finding(("decode", "speculation", "plan"), message, help)
+        yield Finding(("decode", "speculation", key), message, help)
 
 
 def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tuple[str, str]]:
@@ -274,6 +282,11 @@ def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tup
     if draft.has_whole_unit:
         yield (f"its unit {draft.sparse_unit!r} has the whole model", "give its neurons to a CPU")
     memory = resolved.plan.memory
+    if resolved.file is not None and memory.segments.hot < sum(resolved.file.shared.values()):
+        yield (
+            "memory.segments.hot has no room for the output head, which the MTP head reads as well",
+            'remove memory.segments.hot, or write drafts = "prompt"',
+        )
     free = memory.budget - sum(dict(memory.segments).values())
     needed = draft.beside_bytes
     if needed > free:
