@@ -43,7 +43,7 @@ unless the family is refused.
 {asked}
 
 [MTP heads](../howto/draft-tokens.md#mtp-heads) of DeepSeek V3, GLM 4.5 and 5, Qwen3-Next and
-Qwen 3.5 draft.
+Qwen 3.5 draft, also those in GGUF files; GLM 4.5's as its file has it.
 
 ## Text parts
 
