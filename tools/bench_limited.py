@@ -23,10 +23,13 @@ from typing import Any
 
 from limited.engines import run_child
 from limited.plans import (
+    CONTEXT,
     ROOT,
+    count_bytes,
     find_limit,
     fit_step,
     fit_whole,
+    is_routed,
     prepare_store,
     write_limited_plan,
     write_whole_plan,
@@ -48,7 +51,7 @@ from pi2.machine import detect_machine
 from pi2.measuring.bandwidth import BandwidthLimit
 from pi2.measuring.contestants import check_installed
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 
 
 def main() -> int:
@@ -145,6 +148,13 @@ def measure_row(arguments: argparse.Namespace) -> None:
         if fits:
             count = {"tokens": tokens["tokens"], "limit": 0, "repack": True}
             jobs["llama.cpp, all in memory"] = {**peer, **count}
+        if is_routed(resolved.model):
+            job = {"kind": "pi2", "plan": str(write_file_plan(resolved, limit_bytes)), "set": {}}
+            jobs["pi2, llama.cpp's file"] = {**job, "limit": limit_bytes, **tokens}
+            if fits:
+                whole_set = {"memory.budget": format_bytes(2 * count_bytes(store))}
+                whole_job = {**job, "set": whole_set, "limit": 0, **tokens}
+                jobs["pi2, llama.cpp's file in memory"] = whole_job
     if arguments.only:
         jobs = {name: job for name, job in jobs.items() if name in arguments.only}
     check_room(limit_bytes)
@@ -159,6 +169,18 @@ def measure_row(arguments: argparse.Namespace) -> None:
             speeds += meter.measure()
     lines = list(report(arguments.row, row, limit_bytes, resolved, results, disk, speeds))
     show(lines, arguments.output)
+
+
+def write_file_plan(resolved: ResolvedPlan, limit_bytes: int) -> Path:
+    """A plan that runs llama.cpp's file within the limit, in the folder of the row's plans."""
+    path = resolved.path.with_name(
+        f"{resolved.path.name.removesuffix('.plan.toml')}-file.plan.toml"
+    )
+    budget = format_bytes(limit_bytes)
+    lines = ("schema_version = 3", f'weights = "{prepare_peer_file(resolved)}"')
+    settings = (f'memory.budget = "{budget}"', f"kv.context = {CONTEXT}")
+    path.write_text("\n".join((*lines, *settings, "")), "utf-8")
+    return path
 
 
 def check_room(limit_bytes: int) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from limited.plans import CONTEXT
+from limited.plans import CONTEXT, is_routed
 from limited.random_gguf import find_gguf
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -48,14 +48,9 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
             "flash_bytes_token": (model.stats.flash_read_bytes - loaded) / job["prefill"],
             "peak_rss_bytes": read_peak_rss_bytes(),
         }
-    spent = {"start": 0.0, "start_rest": 0.0, "finish": 0.0}
-    for name in spent:
-        setattr(parts.reader, name, time_calls(getattr(parts.reader, name), name, spent))
     parts.forward.reset()
     parts.forward.prefill(source.take(PROMPT_TOKENS))
-    before = model.stats
-    spent.update(start=0.0, start_rest=0.0, finish=0.0)
-    times = []
+    before, times = model.stats, []
     for token in source.take(job["tokens"]).tolist():
         start = time.perf_counter()
         parts.forward.decode(token)
@@ -64,8 +59,7 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
     result = {
         "tokens_s": len(times) / sum(times),
         "p99_over_mean": float(np.quantile(times, 0.99) / np.mean(times)),
-        "wait_share": spent["finish"] / sum(times),
-        "submit_share": (spent["start"] + spent["start_rest"]) / sum(times),
+        "wait_share": counters.waited_s / sum(times),
         "active": counters.active_share,
         "predicted": counters.predicted_share,
         "hits": counters.hit_rate,
@@ -83,24 +77,10 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def time_calls(
-    function: Callable[..., Any], name: str, spent: dict[str, float]
-) -> Callable[..., Any]:
-    """``function``, whose seconds are added to those of ``name``."""
-
-    def timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*arguments)
-        spent[name] += time.perf_counter() - start
-        return result
-
-    return timed
-
-
 def open_likeness(resolved: ResolvedPlan, closing: ExitStack) -> NeuronStore | None:
     """The store whose words and routers llama.cpp's file has: a mixture's choices decide what is
     read.  A dense model needs none."""
-    if resolved.model.moe is None or resolved.model.predictor is not None:
+    if not is_routed(resolved.model):
         return None
     return closing.enter_context(NeuronStore.open(resolved.store_path))
 

@@ -26,19 +26,24 @@ ROOT = Path(__file__).resolve().parents[2]
 def prepare_store(row: Row, arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Make the store unless it is there; returns it, and a plan with everything in memory."""
     model = load_model(row)
-    is_routed = model.moe is not None and model.predictor is None
-    kind = row.routing if is_routed else f"skew-{arguments.skew:g}"
+    routed = is_routed(model)
+    kind = row.routing if routed else f"skew-{arguments.skew:g}"
     store: Path = arguments.store or arguments.cache / f"{model.id}-{kind}"
     arguments.cache.mkdir(parents=True, exist_ok=True)
     if not (store / "manifest.json").is_file():
         command = [sys.executable, str(ROOT / "tools" / "synthesize.py"), row.model, str(store)]
         command += ["--skew", str(arguments.skew), "--tokens", "32"]
-        if is_routed:
+        if routed:
             command += ["--routing", row.routing, "--order", "expert", "--layers", "1"]
         done = subprocess.run(command, check=False)
         if done.returncode:
             raise SystemExit(done.returncode)
     return store, write_whole_plan(row, store, arguments.cache)
+
+
+def is_routed(model: Model) -> bool:
+    """Whether experts are computed whole."""
+    return model.moe is not None and model.predictor is None
 
 
 def load_model(row: Row) -> Model:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ZEROS = ("_exps.bias", "inp.bias", "output.bias", "sinks.weight")
 """Ends of the names of what random weights need not have."""
 
-FORMAT = 4
+FORMAT = 5
 """Version of the files that are written; raise it when they change."""
 OUTPUT_SHARE = 0.08
 """Deviation of what a layer adds to the residual stream, where words are a store's: synthetic
@@ -291,7 +291,7 @@ def _draw_tensors(tensors: list[GgufTensor], like: NeuronStore | None) -> Iterat
             width, steps = tensor.block.block_bytes, 4.6 if tensor.packing.bits == 4 else 74.0
             groups = count // 32
             blocks = _draw_bytes(bits, groups * width).reshape(groups, width)
-            if tensor.experts is not None:
+            if tensor.packing.bits == 4:
                 _take_mean_out(blocks)
             scale = np.array([deviation / steps], "<f2")
             blocks[:, :2] = scale.view(np.uint8)
@@ -323,8 +323,8 @@ def _copy_tensor(tensor: GgufTensor, stored: Tensor) -> Raw:
 def _take_mean_out(codes: U8) -> None:
     """Make codes of 4 bits, -8 to 7, no smaller than -7.
 
-    With a mean that is not 0, all tokens come to be alike, and a router sends them to the same
-    experts.
+    With a mean that is not 0, each layer lets the mean of the residual stream grow by a third. All
+    tokens come to be alike then, and routers send them to the same experts.
     """
     for smallest, middle in ((15, 8), (240, 128)):
         codes |= np.where(codes & smallest == 0, np.uint8(middle), np.uint8(0))

@@ -37,15 +37,15 @@ def report(
     )
     yield ""
     yield (
-        "| engine | t/s | P99 / mean | I/O wait | submitting | active | computed | left out "
+        "| engine | t/s | P99 / mean | I/O wait | active | computed | left out "
         "| of the scores | hits | flash MB/token | peak MiB |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     medians = {}
     for engine, runs in results.items():
         good = [run for run in runs if "tokens_s" in run]
         if not good:
-            yield f"| {engine} | {runs[0]['failed']} | | | | | | | | | | |"
+            yield f"| {engine} | {runs[0]['failed']} | | | | | | | | | |"
             continue
         medians[engine] = statistics.median(run["tokens_s"] for run in good)
         spread = max(run["tokens_s"] for run in good) - min(run["tokens_s"] for run in good)
@@ -58,7 +58,7 @@ def report(
         yield (
             f"| {engine} | {medians[engine]:.2f} ± {spread / 2:.2f} "
             f"| {show('p99_over_mean', '.2f')} "
-            f"| {show('wait_share', '.1%')} | {show('submit_share', '.1%')} "
+            f"| {show('wait_share', '.1%')} "
             f"| {show('active', '.2%')} | {show('predicted', '.1%')} "
             f"| {show('skips', '.1%')} | {show('scores_left_out', '.2%')} "
             f"| {show('hits', '.1%')} | {show('flash_bytes_token', '.1f', 1e-6)} "
