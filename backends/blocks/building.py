@@ -67,6 +67,9 @@ class Routed:
     pairs: int
     weights: int
     """float32, of each pair."""
+    guessed: int
+    """Experts of each pair that the next layer would choose, and their weights."""
+    guessed_weights: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,44 +478,24 @@ class Builder:
         assert moe is not None
         active, experts = moe.active_experts, moe.experts
         if self.routed is None:
+            pairs = active * self._tokens
             self.routed = Routed(
                 active=active,
                 experts=experts,
-                expert_of=self._take_numbers(active * self._tokens),
+                expert_of=self._take_numbers(pairs),
                 place_of=0,
                 token_of=self.keep(
                     np.repeat(np.arange(self._tokens, dtype=np.int32), active)
                 ).ctypes.data,
                 starts=self._take_numbers(experts + 1),
-                pairs=self._take_numbers(active * self._tokens),
-                weights=self._take_numbers(active * self._tokens),
+                pairs=self._take_numbers(pairs),
+                weights=self._take_numbers(pairs),
+                guessed=self._take_numbers(pairs),
+                guessed_weights=self._take_numbers(pairs),
             )
         places: I32 = self.keep(np.arange(experts, dtype=np.int32))
         routed = replace(self.routed, place_of=places.ctypes.data)
-        choice = self.read_vector("choice_bias", layer) if moe.choice_bias else 0
-        scales = self.read_vector("expert_scale", layer) if moe.expert_scale else 0
-        self.add(
-            "route",
-            {
-                **scores.put("scores"),
-                "experts": experts,
-                "active": active,
-                "chosen": routed.expert_of,
-                "weights": routed.weights,
-                **_put_optional("choice_bias", choice),
-                **_put_optional("expert_scale", scales),
-                "is_sigmoid": int(moe.router == "sigmoid"),
-                "bias_of_score": int(moe.choice_bias_of == "score"),
-                "groups": moe.groups,
-                "active_groups": moe.active_groups,
-                "best_two": int(moe.group_score == "best-two"),
-                "normalise": int(moe.normalise_weights),
-                "scaling": put_float(moe.scaling),
-                **_SCRATCH,
-            },
-            each=1,
-        )
-        self._scratch_size = max(self._scratch_size, 4 * (2 * experts + moe.groups))
+        self.add_choice(scores, layer, routed.expert_of, routed.weights)
         nothing = Way(address=self._libraries.find("group"))
         self._append(
             Instruction(
@@ -531,6 +514,35 @@ class Builder:
             )
         )
         return routed
+
+    def add_choice(self, scores: Area, layer: int, chosen: int, weights: int) -> None:
+        """Add what a router makes of scores: experts and weights of each pair, at two addresses."""
+        moe = self._model.moe
+        assert moe is not None
+        choice = self.read_vector("choice_bias", layer) if moe.choice_bias else 0
+        scales = self.read_vector("expert_scale", layer) if moe.expert_scale else 0
+        self.add(
+            "route",
+            {
+                **scores.put("scores"),
+                "experts": moe.experts,
+                "active": moe.active_experts,
+                "chosen": chosen,
+                "weights": weights,
+                **_put_optional("choice_bias", choice),
+                **_put_optional("expert_scale", scales),
+                "is_sigmoid": int(moe.router == "sigmoid"),
+                "bias_of_score": int(moe.choice_bias_of == "score"),
+                "groups": moe.groups,
+                "active_groups": moe.active_groups,
+                "best_two": int(moe.group_score == "best-two"),
+                "normalise": int(moe.normalise_weights),
+                "scaling": put_float(moe.scaling),
+                **_SCRATCH,
+            },
+            each=1,
+        )
+        self._scratch_size = max(self._scratch_size, 4 * (2 * moe.experts + moe.groups))
 
     def _take_numbers(self, count: int) -> int:
         """Return the address of numbers of 32 bits."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.blocks.building import Area, Builder, Matrix, Product
+from pi2.backends.blocks.building import Area, Builder, Matrix, Product, Routed
 from pi2.backends.blocks.instructions import FindWeight, Program, Threads, Weight
 from pi2.backends.blocks.room import KvCache, Libraries
 from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
@@ -23,9 +23,13 @@ from pi2.progress import Progress, ignore_progress
 class Layers:
     """Adds a model's embedding, layers and head to a program."""
 
-    def __init__(self, model: Model, builder: Builder, rows: int) -> None:
-        """``rows``: most tokens whose logits are computed in a call."""
+    def __init__(self, model: Model, builder: Builder, rows: int, guesses: bool) -> None:
+        """``rows``: most tokens whose logits are computed in a call; ``guesses``: layers with
+        experts guess those of the next one."""
         self._model = model
+        self._guesses = guesses
+        self.guess_ends: dict[int, int] = {}
+        """Of layers that do: the end of these instructions, which follow the choice of experts."""
         self._builder = builder
         self._hidden = model.shape.hidden
         self.x = builder.take_area("x", self._hidden)
@@ -208,6 +212,8 @@ class Layers:
         own = self._make("router", layer, scores, moe.router_bias)
         builder.add_products(read, self._hidden, [own])
         routed = builder.add_routing(scores, layer)
+        if self._guesses and layer + 1 < len(model.blocks):
+            self._add_guess(layer + 1, routed)
         if moe.shared_experts:
             self._add_shared(layer, read)
         inner = builder.take_area("pairs", 2 * width, active)
@@ -236,6 +242,20 @@ class Layers:
         )
         builder.add_products(mixed, width, [down], each=active)
 
+    def _add_guess(self, layer: int, routed: Routed) -> None:
+        """Let the router of ``layer``, the next one, choose by the residual stream as it is."""
+        builder, moe = self._builder, self._model.moe
+        if moe is None or not self._model.blocks[layer].ffn.has_router:
+            return
+        now, builder.layer = builder.layer, layer
+        read = self._normalize("ffn_norm", builder.take_area("ahead", self._hidden))
+        scores = builder.take_area("guessed scores", moe.experts)
+        own = self._make("router", layer, scores, moe.router_bias)
+        builder.add_products(read, self._hidden, [own])
+        builder.add_choice(scores, layer, routed.guessed, routed.guessed_weights)
+        builder.layer = now
+        self.guess_ends[layer - 1] = len(builder.instructions)
+
     def _add_shared(self, layer: int, read: Area) -> None:
         builder, moe, scores = self._builder, self._model.moe, None
         assert moe is not None
@@ -261,7 +281,8 @@ class BlockModel:
     ``find(key, layer)`` gives tensors: vectors with their bytes, and matrices without, if they are
     streamed: `set_tensor` then says where they are before `run` computes instructions that read
     them.  Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks:
-    each is what those before it leave, quantised again."""
+    each is what those before it leave, quantised again.  With ``guesses`` layers with experts
+    guess those of the next one (`RoutedLayer.guess_end`)."""
 
     def __init__(
         self,
@@ -276,6 +297,7 @@ class BlockModel:
         features: Iterable[str],
         cores: Sequence[int] = (),
         planes: tuple[int, int] = (1, 1),
+        guesses: bool = False,
         progress: Progress = ignore_progress,
     ) -> None:
         self._model = model
@@ -297,7 +319,7 @@ class BlockModel:
             threads=threads,
             planes=max(planes),
         )
-        self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences))
+        self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences), guesses)
         layers.add_embedding()
         for layer in range(model.shape.layers):
             layers.add_layer(layer)
@@ -308,7 +330,7 @@ class BlockModel:
         self.matrices: list[Matrix] = builder.matrices
         self._threads = Threads(libraries.steps, threads, cores)
         groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
-        self.routed = list_routed(self.matrices, groups)
+        self.routed = list_routed(self.matrices, groups, layers.guess_ends)
         """Layers with experts."""
         self.pairs: PairTables | None = None
         """Order in which their experts are computed, if the caller runs them in parts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ class RoutedLayer:
     layer: int
     chosen: int
     """The first instruction that runs when experts have been chosen."""
+    guess_end: int
+    """From there to here the experts of the next layer are guessed, if they are."""
     begin: int
     """The first one that reads an expert."""
     end: int
@@ -30,8 +32,11 @@ class RoutedLayer:
     """Numbers of the experts' matrices: inputs, then the output."""
 
 
-def list_routed(matrices: Sequence[Matrix], groups: Sequence[int]) -> list[RoutedLayer]:
-    """Return the layers with experts; ``groups``: the instructions that list pairs by expert."""
+def list_routed(
+    matrices: Sequence[Matrix], groups: Sequence[int], guess_ends: Mapping[int, int]
+) -> list[RoutedLayer]:
+    """Return the layers with experts; ``groups``: the instructions that list pairs by expert;
+    ``guess_ends`` of layers that guess."""
     by_layer: dict[int, list[int]] = {}
     for number, matrix in enumerate(matrices):
         if matrix.weight.experts > 1 and matrix.layer is not None:
@@ -40,6 +45,7 @@ def list_routed(matrices: Sequence[Matrix], groups: Sequence[int]) -> list[Route
         RoutedLayer(
             layer=layer,
             chosen=group + 1,
+            guess_end=guess_ends.get(layer, group + 1),
             begin=matrices[own[0]].instructions[0],
             end=matrices[own[-1]].instructions[0] + 1,
             matrices=tuple(own),
@@ -61,6 +67,7 @@ class PairTables:
         pairs = tokens * routed.active
         self._chosen = view_floats(routed.expert_of, pairs).view(np.int32)
         self._listed = view_floats(routed.pairs, pairs).view(np.int32)
+        self._guessed = view_floats(routed.guessed, pairs).view(np.int32)
         self._weights: F32 = view_floats(routed.weights, pairs)
         self._steps: I32 = np.arange(pairs, dtype=np.int32)
         self._starts: I32 = np.zeros(routed.experts + 1, np.int32)
@@ -82,6 +89,10 @@ class PairTables:
     def chosen(self) -> I32:
         """Experts of the call's pairs, token by token; valid until the next layer chooses."""
         return self._chosen[: self.count]
+
+    def list_guessed(self) -> I32:
+        """Experts that the call's tokens may need in the next layer, ascending."""
+        return np.unique(self._guessed[: self.count])
 
     def list_by_expert(self) -> I32:
         """Pairs by expert, ascending, and by token within each; of `MANY` tokens and more."""

@@ -74,6 +74,8 @@ def load_file(
             from pi2.backends.host import load_host_loops
 
             loops = load_host_loops(progress, machine.features)
+        routers = [own.name for key, _, own in weights.list_matrices() if key == "router"]
+        guesses = bool(resolved.file.expert_bytes) and set(routers) <= placed.keys()
         slots, ring_bytes = None, plan.memory.segments.cold - resolved.file.slot_bytes
         if resolved.file.expert_bytes:
             # Also what is left where the next matrix is too large to be resident.
@@ -97,7 +99,7 @@ def load_file(
             {name: rows.ctypes.data for name, rows in {**shared, **placed}.items()},
             ring,
             make_stream,
-            partial(_make_program, resolved, machine, progress),
+            partial(_make_program, resolved, machine, progress, guesses),
             slots,
         )
         cleanup.callback(model.close)
@@ -215,7 +217,7 @@ def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
 
 
 def _make_program(
-    resolved: ResolvedPlan, machine: Machine, progress: Progress, find: object
+    resolved: ResolvedPlan, machine: Machine, progress: Progress, guesses: bool, find: object
 ) -> BlockModel:
     plan, unit = resolved.plan, resolved.device.units[resolved.sparse_unit]
     features = machine.features if unit.features is None else frozenset(unit.features)
@@ -228,6 +230,7 @@ def _make_program(
         chunk=plan.prefill.chunk,
         architecture=unit.architecture or machine.architecture,
         features=features,
+        guesses=guesses,
         planes=(PLANES[plan.decode.activations], PLANES[plan.prefill.activations]),
         cores=tuple(list_cores(plan.threads.cores or "")),
         progress=progress,

@@ -20,7 +20,7 @@ from pi2.backends.blocks.instructions import FindWeight, Weight
 from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
 from pi2.backends.blocks.routed import PairTables, RoutedLayer
 from pi2.backends.executor import ExecutorObserver
-from pi2.memory.expert_slots import ExpertSlots, Held
+from pi2.memory.expert_slots import ExpertSlots, Held, ReadAhead
 from pi2.memory.weight_stream import BLOCK, Piece, Rates, WeightStream
 from pi2.weights.file_tensor import FileTensor
 from pi2.weights.gguf_weights import GgufWeights
@@ -152,11 +152,15 @@ class FileModel:
             if layers:
                 part = max(2 * slot, len(ring) // _HEAD_PART // BLOCK * BLOCK)
         self._slots = slots
+        self._experts: ExpertCourse | None = None
         work: list[_Work] = []
         if slots is not None:
-            experts = ExpertCourse(model, slots)
+            experts = self._experts = ExpertCourse(model, slots)
             for own in model.routed:
                 work.append(_Work(own.chosen, own.chosen, action=partial(experts.begin, own)))
+                if own.guess_end > own.chosen:
+                    ahead = partial(experts.read_ahead, own)
+                    work.append(_Work(own.chosen, own.guess_end, action=ahead))
                 work.append(_Work(own.begin, own.end, action=partial(experts.compute, own)))
         ends = (0, model.head, model.end)
         self._layers = _Course(model, ends[:2], layers, work, lambda p: make_stream(p, ring[part:]))
@@ -193,10 +197,13 @@ class FileModel:
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         if self._is_resident:
             return self._model.step(tokens, sequences, positions)
+        start = perf_counter()
         self._model.begin_step(tokens, sequences, positions)
         self._put_rows(tokens)
         self._layers.run()
         self._head.run()
+        if self._experts is not None:
+            self._experts.pays.end_token(perf_counter() - start)
         return self._model.read_logits()
 
     def measure(self) -> Rates | None:
@@ -370,8 +377,11 @@ class ExpertCourse:
 
     def __init__(self, model: BlockModel, slots: ExpertSlots) -> None:
         assert model.pairs is not None
+        self._model = model
         self._pairs: PairTables = model.pairs
         self._slots = slots
+        self.pays = ReadAhead()
+        """Whether reading ahead does."""
         self._held: list[Held] = []
         """The current computation or read."""
         for own in model.routed:
@@ -390,6 +400,13 @@ class ExpertCourse:
             self._waves = self._cut_tokens(own)
         self._next = next(self._waves)
         self._find(own, self._next[2])
+
+    def read_ahead(self, own: RoutedLayer) -> None:
+        """Begin to read what the next layer's router would choose now: for few tokens, and while
+        it pays."""
+        if self.pays.is_on and not self._pairs.is_many:
+            self._model.run(own.chosen, own.guess_end)
+            self._slots.read_ahead(own.layer + 1, self._pairs.list_guessed())
 
     def compute(self, own: RoutedLayer) -> None:
         try:

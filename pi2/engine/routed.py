@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,51 +15,9 @@ from pi2.backends.protocol import InputReader, PartAdder, PartGroup
 from pi2.engine.experts import DialCounters, RoutingDials, count_common, unite_experts
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.waves import Wave
+from pi2.memory.expert_slots import ReadAhead
 from pi2.memory.granules import PARTS, count_part_neurons
 from pi2.memory.policy import ABSENT, unite_named
-
-FIRST_TOKENS = 32
-"""Before that many the cache is not yet as it will be."""
-TRIAL_TOKENS = 8
-"""Tokens with, and as many without, whose times are compared."""
-AGAIN_TOKENS = 256
-"""After so many it is tried again."""
-GAIN = 0.02
-"""Share of a token's time that not looking ahead must save."""
-
-
-class ReadAhead:
-    """Decides token by token."""
-
-    def __init__(self, *, is_measured: bool = True) -> None:
-        """``is_measured``: whether times decide; else every token looks ahead."""
-        self.is_on = True
-        self._is_measured = is_measured
-        self._until = FIRST_TOKENS
-        self._times: dict[bool, list[float]] = {True: [], False: []}
-        self._is_trial = False
-        self.idle_tokens = 0
-        """Tokens that have not looked ahead because it did not pay."""
-
-    def end_token(self, seconds: float) -> None:
-        if not self._is_measured:
-            return
-        if self._is_trial:
-            self._times[self.is_on].append(seconds)
-        elif not self.is_on:
-            self.idle_tokens += 1
-        self._until -= 1
-        if self._until:
-            return
-        if not self._is_trial:
-            self._is_trial, self.is_on, self._until = True, True, TRIAL_TOKENS
-        elif self.is_on:
-            self.is_on, self._until = False, TRIAL_TOKENS
-        else:
-            on, off = (statistics.median(self._times[state]) for state in (True, False))
-            self.is_on = off > (1 - GAIN) * on
-            self._is_trial, self._until = False, AGAIN_TOKENS
-            self._times = {True: [], False: []}
 
 
 class NeuronParts:

@@ -4,6 +4,7 @@ missing, several at a time."""
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 
 _MOST_PLACES = (1 << 31) - 1
 """Units behind an address that places can count."""
+FIRST_TOKENS = 32
+"""Before that many the cache is not yet as it will be."""
+TRIAL_TOKENS = 8
+"""Tokens with, and as many without, whose times are compared."""
+AGAIN_TOKENS = 256
+"""After so many it is tried again."""
+GAIN = 0.02
+"""Share of a token's time that not looking ahead must save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +66,49 @@ class Held:
     """Experts that are computed together: their slots are not given away until `release`."""
 
     layer: int
-    found: Lookup
+    found: list[Lookup]
+    """What was looked up ahead, then the rest."""
     inputs: list[ReadBatch]
     """Reads of the missing ones' matrices but the last, and of the last, until they are over."""
     outputs: list[ReadBatch]
 
     @property
     def waits(self) -> bool:
-        return len(self.found.missing) > 0
+        return any(len(own.missing) for own in self.found)
+
+
+class ReadAhead:
+    """Decides token by token whether reading ahead pays."""
+
+    def __init__(self, *, is_measured: bool = True) -> None:
+        """``is_measured``: whether times decide; else every token looks ahead."""
+        self.is_on = True
+        self._is_measured = is_measured
+        self._until = FIRST_TOKENS
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._is_trial = False
+        self.idle_tokens = 0
+        """Tokens that have not looked ahead because it did not pay."""
+
+    def end_token(self, seconds: float) -> None:
+        if not self._is_measured:
+            return
+        if self._is_trial:
+            self._times[self.is_on].append(seconds)
+        elif not self.is_on:
+            self.idle_tokens += 1
+        self._until -= 1
+        if self._until:
+            return
+        if not self._is_trial:
+            self._is_trial, self.is_on, self._until = True, True, TRIAL_TOKENS
+        elif self.is_on:
+            self.is_on, self._until = False, TRIAL_TOKENS
+        else:
+            on, off = (statistics.median(self._times[state]) for state in (True, False))
+            self.is_on = off > (1 - GAIN) * on
+            self._is_trial, self._until = False, AGAIN_TOKENS
+            self._times = {True: [], False: []}
 
 
 def count_least_bytes(layers: Mapping[int, Sequence[ExpertMatrix]], active: int) -> int:
@@ -154,6 +198,11 @@ class ExpertSlots:
             layer: _Layer(matrices, by_layer[layer], experts) for layer, matrices in layers.items()
         }
         self._engine = files.open_engine(reads, loops)
+        self._active = reads.active
+        self._ahead: dict[int, Held] = {}
+        """Reads that began before their layer had chosen."""
+        self._used = self._unused = 0
+        """Experts that were read ahead and then needed, or not."""
         self.read_bytes = 0
         """Bytes of experts that were read."""
         self.waited_s = 0.0
@@ -166,16 +215,48 @@ class ExpertSlots:
         return [(address, places, unit) for places, unit in zip(own.places, own.units, strict=True)]
 
     def count_slots(self, layer: int) -> int:
-        return self._layers[layer].group.cache.cold_capacity
+        """Slots for experts of a layer that are wanted together."""
+        return self._layers[layer].group.cache.free_capacity
+
+    def read_ahead(self, layer: int, experts: I32) -> None:
+        """Begin to read those of ``experts`` (ascending) that are missing, if slots are left for a
+        token's; `find` takes the reads over."""
+        own = self._layers[layer]
+        cache, row = own.group.cache, own.group.row_of[layer]
+        slots = cache.locate(row, experts)
+        missing, there = experts.compress(slots < 0), slots.compress(slots >= 0)
+        if layer in self._ahead or not len(missing):
+            return
+        if len(missing) + len(there) + self._active > cache.free_capacity:
+            return
+        none = experts[:0]
+        kept = Lookup(resident_slots=there, missing=none, missing_slots=none, cold=there, rest=none)
+        cache.hold(kept)
+        try:
+            self._ahead[layer] = self._begin(layer, missing)
+        finally:
+            cache.release(kept)
 
     def find(self, layer: int, experts: I32) -> Held:
         """Hold ``experts`` (ascending), which fit the slots, and begin to read missing ones."""
+        held = self._begin(layer, experts)
+        ahead = self._ahead.pop(layer, None)
+        if ahead is not None:
+            missing = ahead.found[0].missing
+            used = int(np.isin(missing, experts).sum())
+            self._used += used
+            self._unused += len(missing) - used
+            held.found[:0] = ahead.found
+            held.inputs[:0], held.outputs[:0] = ahead.inputs, ahead.outputs
+        return held
+
+    def _begin(self, layer: int, experts: I32) -> Held:
         own = self._layers[layer]
         cache = own.group.cache
         found = cache.look_up(own.group.row_of[layer], experts)
         assert not len(found.rest), "more experts than slots are wanted"
         cache.hold(found)
-        held = Held(layer, found, [], [])
+        held = Held(layer, [found], [], [])
         if held.waits:
             try:
                 own.put(found.missing, found.missing_slots)
@@ -236,10 +317,12 @@ class ExpertSlots:
 
     def list_missing(self, held: Held, experts: I32) -> Bits:
         """Which of ``experts`` [n] are on their way."""
-        return np.isin(experts, held.found.missing)
+        missing = [own.missing for own in held.found]
+        return np.isin(experts, missing[0] if len(missing) == 1 else np.concatenate(missing))
 
     def release(self, held: Held) -> None:
-        self._layers[held.layer].group.cache.release(held.found)
+        for found in held.found:
+            self._layers[held.layer].group.cache.release(found)
 
     def abandon(self, held: Held) -> None:
         own = self._layers[held.layer]
@@ -247,19 +330,22 @@ class ExpertSlots:
             self._engine.abandon(batch)
         self.release(held)
         row = own.group.row_of[held.layer]
-        own.group.cache.forget(row, held.found.missing)
+        for found in held.found:
+            own.group.cache.forget(row, found.missing)
 
     @property
     def counters(self) -> tuple[int, int, int]:
         """Experts that were in memory when they were needed, that were not, and that made room."""
         own = [counters for group in self._groups for counters in group.cache.counters]
         return (
-            sum(item.hits for item in own),
-            sum(item.misses for item in own),
+            sum(item.hits for item in own) - self._used,
+            sum(item.misses for item in own) - self._unused,
             sum(item.evictions for item in own),
         )
 
     def close(self) -> None:
+        while self._ahead:
+            self.abandon(self._ahead.popitem()[1])
         self._engine.close()
 
 

@@ -48,10 +48,17 @@ class Streamed:
     """A model whose experts are in ``slots`` slots, more than the fewest."""
 
     def __init__(
-        self, model: Model, weights: RandomWeights, folder: Path, more: int, **changes: Any
+        self,
+        model: Model,
+        weights: RandomWeights,
+        folder: Path,
+        more: int,
+        *,
+        guesses: bool = False,
+        **changes: Any,
     ) -> None:
         assert model.moe is not None
-        self.own = open_model(model, weights)
+        self.own = open_model(model, weights, guesses=guesses)
         layers = write_experts(self.own, folder)
         for item in self.own.routed:
             for number in item.matrices:
@@ -75,7 +82,9 @@ class Streamed:
         for item in own.routed:
             own.run(at, item.chosen)
             self.course.begin(item)
-            own.run(item.chosen, item.begin)
+            if item.guess_end > item.chosen:
+                self.course.read_ahead(item)
+            own.run(item.guess_end, item.begin)
             self.course.compute(item)
             at = item.end
         own.run(at, own.head)
@@ -131,16 +140,17 @@ def compute_resident(model: Model, weights: RandomWeights) -> list[F32]:
         own.close()
 
 
-@pytest.mark.parametrize("more", [0, 3])
+@pytest.mark.parametrize("guesses", [False, True])
+@pytest.mark.parametrize("more", [0, 3, 9])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "gpt-oss", "glm4moe", "llama4"])
 def test_slots_give_the_bits_of_resident_experts(
-    name: str, formats: str, more: int, tmp_path: Path
+    name: str, formats: str, more: int, guesses: bool, tmp_path: Path
 ) -> None:
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, FORMATS[formats])
     expected = compute_resident(model, weights)
-    with stream(model, weights, tmp_path, more) as own:
+    with stream(model, weights, tmp_path, more, guesses=guesses) as own:
         found = [own.prefill(TOKENS[:12], 0), own.prefill(TOKENS[12:17], 12)]
         found += [own.step(TOKENS[17:22], 17), own.step(TOKENS[22:23], 22)]
         found += [own.step(TOKENS[23:24], 23)]

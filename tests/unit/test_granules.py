@@ -11,11 +11,11 @@ import pytest
 import pi2
 from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertNeurons
-from pi2.engine.routed import ReadAhead
 from pi2.fitting.check import check_file, check_plan
 from pi2.importing.conversion_job import group_experts
 from pi2.memory.budget import Budget
 from pi2.memory.bundle_files import BundleFile
+from pi2.memory.expert_slots import ReadAhead
 from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.granules import choose_granule
 from pi2.plan.arithmetic.costs import choose_request_bytes
