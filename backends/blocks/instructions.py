@@ -233,6 +233,9 @@ class Program:
         """Let an instruction compute items ``first`` to ``end``."""
         self.code[number, _FIRST], self.code[number, _ITEMS] = first, end
 
+    def read_value(self, number: int, name: str) -> int:
+        return int(self.values[number][_PLACES[self.instructions[number].kernel][name]])
+
     def set_value(self, number: int, name: str, value: int) -> None:
         self.values[number][_PLACES[self.instructions[number].kernel][name]] = value
 

@@ -14,6 +14,7 @@ from pi2.backends.blocks.building import Matrix, Routed
 from pi2.backends.blocks.instructions import MANY, Program
 
 _TABLES = ("expert_of", "x_of", "y_of", "routes")
+_CHANGED = (*_TABLES, "starts", "pairs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class PairTables:
         self._steps: I32 = np.arange(pairs, dtype=np.int32)
         self._starts: I32 = np.zeros(routed.experts + 1, np.int32)
         self._inputs, self._outputs = (np.zeros((4, pairs), np.int32) for _ in range(2))
+        self._first: dict[int, list[int]] = {}
+        """Arguments of instructions that were changed, as they had been."""
         self.count = 0
         """Pairs of the call."""
         self.is_many = False
@@ -90,9 +93,16 @@ class PairTables:
         """Experts of the call's pairs, token by token; valid until the next layer chooses."""
         return self._chosen[: self.count]
 
+    def list_chosen(self) -> I32:
+        """Experts that the call's tokens need, ascending."""
+        return self._unite(self.chosen)
+
     def list_guessed(self) -> I32:
-        """Experts that the call's tokens may need in the next layer, ascending."""
-        return np.unique(self._guessed[: self.count])
+        """Experts that they may need in the next layer, ascending."""
+        return self._unite(self._guessed[: self.count])
+
+    def _unite(self, experts: I32) -> I32:
+        return np.sort(experts) if self.count == self._active else np.unique(experts)
 
     def list_by_expert(self) -> I32:
         """Pairs by expert, ascending, and by token within each; of `MANY` tokens and more."""
@@ -102,6 +112,18 @@ class PairTables:
         """Whether outputs are added pair by pair, though there are many tokens."""
         last = self._program.instructions[own.end - 1]
         return last.ways[2].address == last.ways[0].address
+
+    def restore(self, own: RoutedLayer) -> None:
+        """Let a layer compute all pairs token by token again, all with one call."""
+        last = own.begin + len(own.matrices) - 1
+        if own.begin not in self._first:
+            return
+        for number in (*range(own.begin, last), own.end - 1):
+            for name, value in zip(_CHANGED, self._first.pop(number), strict=True):
+                self._program.set_value(number, name, value)
+            self._program.set_value(number, "tokens", self.count)
+        for number in range(last, own.end - 1):
+            self._set_rows(number, 0, self.count)
 
     def set_pairs(self, order: I32, rows: I32 | None = None) -> None:
         """Let entry i be pair ``order[i]`` with row ``rows[i]``, or i; outputs go row by row."""
@@ -156,6 +178,8 @@ class PairTables:
 
     def _set_table(self, number: int, table: I32, begin: int, end: int) -> None:
         program, instruction = self._program, self._program.instructions[number]
+        if number not in self._first:
+            self._first[number] = [program.read_value(number, name) for name in _CHANGED]
         takes_panels = self.is_many and (instruction.ways[2].address != instruction.ways[0].address)
         skip = 0 if takes_panels else begin
         for name, row in zip(_TABLES, table, strict=True):

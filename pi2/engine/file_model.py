@@ -101,14 +101,13 @@ def cut_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Instructions ``begin`` to ``end``; with ``pieces`` one instruction, computed as they come:
-    each with its first and last row, and how far its rows would begin before it; with an
-    ``action``, its replacement."""
+    """What is not just run, from instruction ``begin`` on: an ``action``, which is given the first
+    instruction that was not run and returns it; else one instruction in ``pieces``, computed as
+    they come: each with its first and last row, and how far its rows would begin before it."""
 
     begin: int
-    end: int
     pieces: tuple[tuple[int, int, int], ...] = ()
-    action: Callable[[], None] | None = None
+    action: Callable[[int], int] | None = None
 
 
 class FileModel:
@@ -157,11 +156,8 @@ class FileModel:
         if slots is not None:
             experts = self._experts = ExpertCourse(model, slots)
             for own in model.routed:
-                work.append(_Work(own.chosen, own.chosen, action=partial(experts.begin, own)))
-                if own.guess_end > own.chosen:
-                    ahead = partial(experts.read_ahead, own)
-                    work.append(_Work(own.chosen, own.guess_end, action=ahead))
-                work.append(_Work(own.begin, own.end, action=partial(experts.compute, own)))
+                work.append(_Work(own.chosen, action=partial(experts.begin, own)))
+                work.append(_Work(own.begin, action=partial(experts.compute, own)))
         ends = (0, model.head, model.end)
         self._layers = _Course(model, ends[:2], layers, work, lambda p: make_stream(p, ring[part:]))
         self._head = _Course(model, ends[1:], head, [], lambda p: make_stream(p, ring[:part]))
@@ -290,16 +286,9 @@ class _Course:
             pieces = tuple(
                 (first, first + piece.size // size, first * size) for first, piece in own
             )
-            special.append(_Work(number, number + 1, pieces))
-        self._work: list[_Work] = []
-        at, end = part
-        for item in sorted(special, key=lambda item: (item.begin, item.end)):
-            if item.begin > at:
-                self._work.append(_Work(at, item.begin))
-            self._work.append(item)
-            at = item.end
-        if at < end:
-            self._work.append(_Work(at, end))
+            special.append(_Work(number, pieces))
+        self._begin, self._end = part
+        self._work = sorted(special, key=lambda item: item.begin)
         cycle = [piece for number in sorted(streamed) for _, piece in streamed[number]]
         self.stream = make_stream(cycle) if cycle else None
         self._done = 0
@@ -307,20 +296,22 @@ class _Course:
 
     @property
     def is_resident(self) -> bool:
-        return self.stream is None and all(item.action is None for item in self._work)
+        return not self._work
 
     def run(self) -> None:
-        stream = self.stream
+        stream, at = self.stream, self._begin
         try:
             for work in self._work:
-                if stream is not None:
-                    self._model.most_threads = 1 if stream.is_behind(self._done) else self._threads
+                self._choose_threads()
                 if work.action is not None:
-                    work.action()
-                elif work.pieces:
-                    self._run_pieces(work)
-                else:
-                    self._model.run(work.begin, work.end)
+                    at = work.action(at)
+                    continue
+                if at < work.begin:
+                    self._model.run(at, work.begin)
+                self._run_pieces(work)
+                at = work.begin + 1
+            self._choose_threads()
+            self._model.run(at, self._end)
         except BaseException:
             if stream is not None:
                 self._done = stream.rewind()
@@ -328,12 +319,16 @@ class _Course:
         finally:
             self._model.most_threads = self._threads
 
+    def _choose_threads(self) -> None:
+        if self.stream is not None:
+            self._model.most_threads = 1 if self.stream.is_behind(self._done) else self._threads
+
     def _run_pieces(self, work: _Work) -> None:
         stream = self.stream
         assert stream is not None
         for first, end, before in work.pieces:
             address = stream.take(self._done)
-            self._model.most_threads = 1 if stream.is_behind(self._done) else self._threads
+            self._choose_threads()
             self._model.run_rows(work.begin, first, end, address - before)
             stream.release(self._done)
             self._done += 1
@@ -388,9 +383,11 @@ class ExpertCourse:
             for number, place in zip(own.matrices, slots.locate(own.layer), strict=True):
                 model.place_experts(number, *place)
 
-    def begin(self, own: RoutedLayer) -> None:
-        """Begin to read what a layer's tokens have chosen, as far as there are slots."""
+    def begin(self, own: RoutedLayer, at: int) -> int:
+        """Begin to read what a layer's tokens have chosen, as far as there are slots; then, for few
+        tokens and while it pays, what the next layer's router would choose now."""
         self._give_up()  # what an interrupt has left
+        self._model.run(at, own.chosen)
         pairs = self._pairs
         self._by_expert = pairs.is_many and not pairs.keeps_order(own)
         if self._by_expert:
@@ -400,16 +397,21 @@ class ExpertCourse:
             self._waves = self._cut_tokens(own)
         self._next = next(self._waves)
         self._find(own, self._next[2])
-
-    def read_ahead(self, own: RoutedLayer) -> None:
-        """Begin to read what the next layer's router would choose now: for few tokens, and while
-        it pays."""
-        if self.pays.is_on and not self._pairs.is_many:
+        if self.pays.is_on and not pairs.is_many and own.guess_end > own.chosen:
             self._model.run(own.chosen, own.guess_end)
-            self._slots.read_ahead(own.layer + 1, self._pairs.list_guessed())
+            self._slots.read_ahead(own.layer + 1, pairs.list_guessed())
+        return own.guess_end
 
-    def compute(self, own: RoutedLayer) -> None:
+    def compute(self, own: RoutedLayer, at: int) -> int:
+        """Compute a layer's experts, unless the program as it is does later: all are there."""
+        pairs, held = self._pairs, self._held[0]
         try:
+            if not held.waits and not pairs.is_many and self._next[1] == pairs.count:
+                # Nothing takes their slots before the next layer has chosen.
+                self._slots.release(self._held.pop())
+                pairs.restore(own)
+                return at
+            self._model.run(at, own.begin)
             if self._by_expert:
                 self._compute_many(own)
             else:
@@ -417,6 +419,7 @@ class ExpertCourse:
         except BaseException:
             self._give_up()
             raise
+        return own.end
 
     def _give_up(self) -> None:
         while self._held:
@@ -429,6 +432,9 @@ class ExpertCourse:
         """First and last pair of tokens whose experts fit into the slots, and these experts."""
         pairs, active = self._pairs, self._pairs.active
         room, begin = self._slots.count_slots(own.layer), 0
+        if pairs.count <= room:
+            yield begin, pairs.count, pairs.list_chosen()
+            return
         named: set[int] = set()
         chosen = pairs.chosen.tolist()
         for first in range(0, pairs.count, active):
@@ -457,7 +463,8 @@ class ExpertCourse:
             later = next(self._waves, None)
             if later is not None:
                 self._find(own, later[2])
-            slots.wait(self._held[0])
+            slots.wait_inputs(self._held[0])
+            slots.wait_outputs(self._held[0])
             pairs.run_rows(own, now[0], now[1])
             slots.release(self._held.pop(0))
             now = later
@@ -478,9 +485,9 @@ class ExpertCourse:
                 rows_now[begin:end] = order
                 pairs.set_pairs(rows_now, rows_now)
                 pairs.run_inputs(own, begin, middle)
-                slots.wait(held, inputs_only=True)
+                slots.wait_inputs(held)
                 pairs.run_inputs(own, middle, end)
-                slots.wait(held)
+                slots.wait_outputs(held)
                 pairs.run_outputs(own, begin, end)
             slots.release(self._held.pop(0))
             now = next(self._waves, None)

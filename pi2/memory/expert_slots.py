@@ -68,13 +68,18 @@ class Held:
     layer: int
     found: list[Lookup]
     """What was looked up ahead, then the rest."""
-    inputs: list[ReadBatch]
-    """Reads of the missing ones' matrices but the last, and of the last, until they are over."""
-    outputs: list[ReadBatch]
+    reads: list[_Reads]
 
     @property
     def waits(self) -> bool:
-        return any(len(own.missing) for own in self.found)
+        return bool(self.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    batch: ReadBatch
+    inputs: int
+    """Requests for matrices but a layer's last, which come first."""
 
 
 class ReadAhead:
@@ -153,7 +158,14 @@ class _Layer:
     def __init__(self, matrices: Sequence[ExpertMatrix], group: _Group, experts: int) -> None:
         self.group = group
         number = np.arange(experts, dtype=np.int64)
-        self.files = [matrix.file for matrix in matrices]
+        last = len(matrices) - 1
+        files = [matrix.file for matrix in matrices]
+        self.by_file = [
+            (file, own, len(own) - int(last in own))
+            for file in dict.fromkeys(files)
+            if (own := [n for n, other in enumerate(files) if other == file])
+        ]
+        """Files, the matrices that each has, and how many of them are not the last."""
         begins: I64 = np.stack([m.offset + number * m.size for m in matrices])
         sizes = np.array([[matrix.size] for matrix in matrices])
         self.firsts = begins // BLOCK * BLOCK
@@ -243,11 +255,10 @@ class ExpertSlots:
         ahead = self._ahead.pop(layer, None)
         if ahead is not None:
             missing = ahead.found[0].missing
-            used = int(np.isin(missing, experts).sum())
+            used = int(np.equal(missing[:, None], experts).sum())
             self._used += used
             self._unused += len(missing) - used
-            held.found[:0] = ahead.found
-            held.inputs[:0], held.outputs[:0] = ahead.inputs, ahead.outputs
+            held.found[:0], held.reads[:0] = ahead.found, ahead.reads
         return held
 
     def _begin(self, layer: int, experts: I32) -> Held:
@@ -256,69 +267,83 @@ class ExpertSlots:
         found = cache.look_up(own.group.row_of[layer], experts)
         assert not len(found.rest), "more experts than slots are wanted"
         cache.hold(found)
-        held = Held(layer, [found], [], [])
-        if held.waits:
+        held = Held(layer, [found], [])
+        if len(found.missing):
             try:
                 own.put(found.missing, found.missing_slots)
-                last = len(own.files) - 1
-                for files in dict.fromkeys(own.files[:last]):
-                    numbers = [n for n in range(last) if own.files[n] == files]
-                    self._read(held.inputs, own, found, numbers)
-                self._read(held.outputs, own, found, [last])
+                for file, numbers, inputs in own.by_file:
+                    self._read(held.reads, own, found, file, numbers, inputs)
             except BaseException:
                 self.abandon(held)
                 raise
         return held
 
     def _read(
-        self, batches: list[ReadBatch], own: _Layer, found: Lookup, numbers: list[int]
+        self,
+        reads: list[_Reads],
+        own: _Layer,
+        found: Lookup,
+        file: int,
+        numbers: list[int],
+        inputs: int,
     ) -> None:
         """Begin to read matrices ``numbers``, which one file has, of the missing experts."""
         experts = found.missing
         count = len(numbers) * len(experts)
-        vectors = np.empty((len(experts), len(numbers), 2), np.int64)
-        vectors[:, :, 0] = found.missing_slots[:, None] * np.int64(own.group.stride)
-        vectors[:, :, 0] += own.group.region.ctypes.data + own.starts[numbers, 0]
-        chosen = np.ix_(np.array(numbers, np.int32), experts)
-        vectors[:, :, 1] = own.lengths[chosen].T
+        vectors = np.empty((len(numbers), len(experts), 2), np.int64)
+        places = found.missing_slots * np.int64(own.group.stride) + own.group.region.ctypes.data
+        np.add(own.starts[numbers], places, out=vectors[:, :, 0])
+        lengths, offsets, sizes = (
+            table.take(experts, axis=1)[numbers].reshape(count)
+            for table in (own.lengths, own.firsts, own.needed)
+        )
+        vectors[:, :, 1] = lengths.reshape(len(numbers), len(experts))
+        steps = np.arange(count, dtype=np.int32)
         batch = ReadBatch(
-            file=own.files[numbers[0]],
+            file=file,
             vectors=vectors.reshape(count, 2),
-            firsts=np.arange(count, dtype=np.int32),
+            firsts=steps,
             counts=np.ones(count, np.int32),
-            offsets=own.firsts[chosen].T.reshape(count),
-            sizes=own.needed[chosen].T.reshape(count),
-            requests=np.arange(count, dtype=np.int32),
+            offsets=offsets,
+            sizes=sizes,
+            requests=steps,
             results=np.full(count, PENDING, np.int64),
             parts=tuple(slice(number, number + 1) for number in range(count)),
         )
-        batches.append(batch)
+        reads.append(_Reads(batch, inputs * len(experts)))
         self._engine.submit(batch)
 
-    def wait(self, held: Held, *, inputs_only: bool = False) -> None:
-        """Wait for missing experts, or all but their last matrix; P532 for a cut file."""
-        for batches in (held.inputs,) if inputs_only else (held.inputs, held.outputs):
-            while batches:
-                self._finish(self._layers[held.layer].group.region, batches[0])
-                batches.pop(0)
+    def wait_inputs(self, held: Held) -> None:
+        """Wait for all matrices of missing experts but the last; P532 for a cut file."""
+        for own in held.reads:
+            self._finish(held, own.batch, 0, own.inputs)
 
-    def _finish(self, region: U8, batch: ReadBatch) -> None:
+    def wait_outputs(self, held: Held) -> None:
+        """Wait for the rest; P532 for a cut file."""
+        for own in held.reads:
+            self._finish(held, own.batch, own.inputs, len(own.batch.parts))
+
+    def _finish(self, held: Held, batch: ReadBatch, begin: int, end: int) -> None:
+        if begin == end:
+            return
         start = time.perf_counter()
-        self._engine.wait(batch, 0, len(batch.parts))
+        self._engine.wait(batch, begin, end - begin)
         self.waited_s += time.perf_counter() - start
-        for number in np.flatnonzero(batch.results < batch.sizes).tolist():
+        region, sizes = self._layers[held.layer].group.region, batch.sizes[begin:end]
+        for number in (begin + np.flatnonzero(batch.results[begin:end] < sizes)).tolist():
             # It was interrupted, or the file is shorter than it was.
             address, length = batch.vectors[number].tolist()
-            begin = address - region.ctypes.data
+            first = address - region.ctypes.data
             piece = Piece(batch.file, int(batch.offsets[number]), int(batch.sizes[number]))
-            target = memoryview(region)[begin : begin + length]  # type: ignore[arg-type]
+            target = memoryview(region)[first : first + length]  # type: ignore[arg-type]
             self._files.read(piece, target)
-        self.read_bytes += int(batch.sizes.sum())
+        self.read_bytes += int(sizes.sum())
 
     def list_missing(self, held: Held, experts: I32) -> Bits:
         """Which of ``experts`` [n] are on their way."""
-        missing = [own.missing for own in held.found]
-        return np.isin(experts, missing[0] if len(missing) == 1 else np.concatenate(missing))
+        missing = np.concatenate([own.missing for own in held.found])
+        found: Bits = np.equal(experts[:, None], missing).any(axis=1)
+        return found
 
     def release(self, held: Held) -> None:
         for found in held.found:
@@ -326,8 +351,8 @@ class ExpertSlots:
 
     def abandon(self, held: Held) -> None:
         own = self._layers[held.layer]
-        for batch in (*held.inputs, *held.outputs):
-            self._engine.abandon(batch)
+        for reads in held.reads:
+            self._engine.abandon(reads.batch)
         self.release(held)
         row = own.group.row_of[held.layer]
         for found in held.found:

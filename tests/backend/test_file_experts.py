@@ -80,13 +80,7 @@ class Streamed:
     def _run(self) -> None:
         own, at = self.own, 0
         for item in own.routed:
-            own.run(at, item.chosen)
-            self.course.begin(item)
-            if item.guess_end > item.chosen:
-                self.course.read_ahead(item)
-            own.run(item.guess_end, item.begin)
-            self.course.compute(item)
-            at = item.end
+            at = self.course.compute(item, self.course.begin(item, at))
         own.run(at, own.head)
 
     def prefill(self, tokens: I32, position: int) -> F32:
@@ -121,6 +115,7 @@ FORMATS = {
     "output in floats": ("q8_0", "q4_0", "f16"),
     "floats": ("bf16", "f32"),
 }
+STEPS = ((17, 22), *((n, n + 1) for n in range(22, 30)), (30, 33), (33, 34))
 TOKENS = np.random.default_rng(1).integers(0, 96, 40).astype(np.int32)
 
 
@@ -132,7 +127,7 @@ def compute_resident(model: Model, weights: RandomWeights) -> list[F32]:
         for begin, end in ((0, 12), (12, 17)):
             own.prefill(TOKENS[begin:end], 0, begin)
             found.append(own.logits(0).copy())
-        for begin, end in ((17, 22), (22, 23), (23, 24)):
+        for begin, end in STEPS:
             places = list(range(begin, end))
             found.append(own.step(TOKENS[begin:end], [0] * len(places), places).copy())
         return found
@@ -152,10 +147,11 @@ def test_slots_give_the_bits_of_resident_experts(
     expected = compute_resident(model, weights)
     with stream(model, weights, tmp_path, more, guesses=guesses) as own:
         found = [own.prefill(TOKENS[:12], 0), own.prefill(TOKENS[12:17], 12)]
-        found += [own.step(TOKENS[17:22], 17), own.step(TOKENS[22:23], 22)]
-        found += [own.step(TOKENS[23:24], 23)]
+        found += [own.step(TOKENS[begin:end], begin) for begin, end in STEPS]
         hits, misses, evictions = own.slots.counters
-    assert [np.array_equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 5
+    assert [np.array_equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(
+        found
+    )
     assert hits > 0 and misses > 0 and (evictions > 0 or more > 0)
 
 
