@@ -191,6 +191,7 @@ def make_model(
     from pi2.cli.convert import BEST, choose_precision, runs_as_it_is, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
+    from pi2.importing.new_model import find_mtp
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts
 
@@ -224,7 +225,8 @@ def make_model(
         )
         size_bytes = sum(entry.bytes for entry in manifest.files)
     click.echo(f"{output}: {origin}, {size_bytes / MIB:.1f} MiB ({kept})", err=True)
-    for line in describe_other_parts(checkpoint):
+    keeps_head = is_file and find_mtp(checkpoint, document) is not None
+    for line in describe_other_parts(checkpoint, keeps_head=keeps_head):
         click.echo(line, err=True)
     if PLAN not in notes:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)

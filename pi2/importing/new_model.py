@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,15 @@ def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:
     made = _validate(config, values)
     check_checkpoint(checkpoint, made)
     return made
+
+
+def find_mtp(checkpoint: Checkpoint, model: Model) -> Model | None:
+    """The MTP head that drafts for ``model``; None where the checkpoint has no whole one."""
+    if not name_mtp_tensors(checkpoint, model)[1]:
+        return None
+    with suppress(UserError):
+        return describe_mtp(checkpoint, model)
+    return None
 
 
 def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:

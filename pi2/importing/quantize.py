@@ -33,6 +33,7 @@ from pi2.importing.gguf_architectures import (
 from pi2.importing.gguf_checkpoint import FILES, OWN, GgufCheckpoint, GgufTensor, make_tensor
 from pi2.importing.gguf_file import GgufFile, read_gguf
 from pi2.importing.imatrix import Importance, refuse_imatrix
+from pi2.importing.new_model import find_mtp
 from pi2.importing.quantizers import ErrorReport
 from pi2.importing.safetensors_file import Shards, SourceTensor
 from pi2.model.tensors import MIXTURES, choose_formats, fit_width
@@ -188,12 +189,14 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Write ``source`` in the formats of a ``mixture`` to the GGUF file ``output``.
 
-    Matrices that already have as few bits stay as they are. ``errors`` collects the error of each
-    tensor. Raises `UserError` P539 for weights that cannot be stored, P548 for an importance matrix
-    of another model, P523 if the file cannot be written."""
+    Matrices that already have as few bits stay as they are; an MTP head is kept. ``errors``
+    collects the error of each tensor. Raises `UserError` P539 for weights that cannot be stored,
+    P548 for an importance matrix of another model, P523 if the file cannot be written."""
     wanted = MIXTURES[mixture]
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    formats = choose_formats(shapes, model, wanted)
+    formats, head = choose_formats(shapes, model, wanted), find_mtp(source, model)
+    if head is not None:
+        formats |= choose_formats(shapes, head, wanted)
     with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
         shards = source.shards
         sizes = (

@@ -332,23 +332,24 @@ _OTHER_PARTS = {
 """Parts of checkpoints that no model document states, by their purpose."""
 
 
-def describe_other_parts(checkpoint: Checkpoint) -> list[str]:
-    """What of a checkpoint is left out because a model document has no word for it, a line each."""
-    found = []
-    for does, pattern in _OTHER_PARTS.items():
-        count = sum(pattern.search(name) is not None for name in checkpoint.tensors)
-        if count:
-            found.append(f"left out: {count} tensor{'s' if count > 1 else ''} to {does}")
-    drafting, layers = _count_drafting(checkpoint), checkpoint.config.get("num_hidden_layers")
-    if drafting and type(layers) is int:
-        later = re.compile(r"\.layers\.(\d{1,9})\.")
-        numbers = (later.search(name) for name in checkpoint.tensors)
-        count = sum(match is not None and int(match[1]) >= layers for match in numbers)
-        if count:
-            found.append(
-                f"left out: {count} tensor{'s' if count > 1 else ''} of layers to draft tokens"
-            )
-    return found
+def describe_other_parts(checkpoint: Checkpoint, *, keeps_head: bool = False) -> list[str]:
+    """What of a checkpoint is left out because a model document has no word for it, a line each;
+    ``keeps_head``: its MTP head is not."""
+    names = checkpoint.tensors
+    counts = {
+        f"to {does}": sum(pattern.search(name) is not None for name in names)
+        for does, pattern in _OTHER_PARTS.items()
+    }
+    layers = checkpoint.config.get("num_hidden_layers")
+    if _count_drafting(checkpoint) and type(layers) is int:
+        numbers = (re.search(r"\.layers\.(\d{1,9})\.", name) for name in names)
+        later = sum(match is not None and int(match[1]) >= layers for match in numbers)
+        counts["of layers to draft tokens"] = later
+    return [
+        f"left out: {count} tensor{'s' if count > 1 else ''} {does}"
+        for does, count in counts.items()
+        if count and not (keeps_head and does.endswith("draft tokens"))
+    ]
 
 
 def _count_drafting(checkpoint: Checkpoint) -> int:

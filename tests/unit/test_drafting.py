@@ -298,15 +298,34 @@ def test_a_conversion_names_the_command_that_converts_its_head(
     assert counters.accepted_tokens == counters.draft_tokens > 4
 
 
+def grow(checkpoint: Path, sizes: dict[int, int], times: int = 1, **config: int) -> None:
+    """Draw weights of other ``sizes``, by those before; sizes of no mention are so many ``times``
+    as large."""
+    file, draw = checkpoint / "model.safetensors", np.random.default_rng(1)
+    tensors: dict[str, F32] = {}
+    for key, own in load_file(file).items():
+        shape = [sizes.get(size, times * size) for size in own.shape]
+        tensors[key] = draw.normal(own.ndim == 1, 0.1, shape).astype(np.float32)
+    save_file(tensors, file)
+    change_config(checkpoint, **config)
+
+
 MTP: dict[str, Any] = {"drafts": "mtp", "when": "always", "tokens": 3}
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("is_blind", [False, True])
-def test_the_head_in_a_file_drafts_and_the_text_stays(tmp_path: Path, is_blind: bool) -> None:
+@pytest.mark.parametrize(("is_blind", "is_made"), [(False, False), (True, False), (True, True)])
+def test_the_head_in_a_file_drafts_and_the_text_stays(
+    tmp_path: Path, is_blind: bool, is_made: bool
+) -> None:
+    """``is_made``: pi2 makes the file of a folder."""
     checkpoint, prompt = copy_checkpoint("glm4-moe", tmp_path / "checkpoint"), list(range(5, 22))
+    grow(checkpoint, {20: 32}, moe_intermediate_size=32)
     add_head("glm4-moe", checkpoint, is_blind=is_blind)
     file, found = write_file("glm4-moe", checkpoint), []
+    if is_made:
+        file = tmp_path / "made.gguf"
+        assert run(["convert", str(checkpoint), "-o", str(file), "--quantization", "q8_0"]) == 0
     for drafts in ({}, {"decode.speculation": MTP}):
         with pi2.load(file, set={"kv.context": 64, "decode.batch": 2, **drafts}) as model:
             result = model.generate_batch([prompt, prompt[:9]], **GREEDY).result
@@ -327,27 +346,14 @@ def test_the_head_in_a_file_computes_what_the_one_of_a_store_does(tmp_path: Path
     assert measure_error(found[1], found[0]) < 4e-3
 
 
-SIZES = {16: 16, 6: 6, 80: 32768, 20: 2048}
-"""Sizes of a larger model by those of the small one; others grow eightfold."""
-
-
-def write_large_file(folder: Path) -> Path:
-    checkpoint, draw = copy_checkpoint("glm4-moe", folder / "checkpoint"), np.random.default_rng(1)
-    tensors: dict[str, F32] = {}
-    for key, own in load_file(checkpoint / "model.safetensors").items():
-        shape = [SIZES.get(size, 8 * size) for size in own.shape]
-        tensors[key] = draw.normal(own.ndim == 1, 0.1, shape).astype(np.float32)
-    save_file(tensors, checkpoint / "model.safetensors")
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "vocab_size": 768}
-    ffn = {"intermediate_size": 32768, "moe_intermediate_size": 2048}
-    change_config(checkpoint, hidden_size=256, **heads, **ffn)
-    add_head("glm4-moe", checkpoint, is_blind=True)
-    return write_file("glm4-moe", checkpoint, "Q8_0")
-
-
 def test_a_file_that_streams_drafts_with_its_head_by_itself(tmp_path: Path) -> None:
     """The head's experts stream as well; with less memory, text that came before drafts."""
-    file, ids, sources = write_large_file(tmp_path), [], []
+    checkpoint, ids, sources = copy_checkpoint("glm4-moe", tmp_path / "checkpoint"), [], []
+    sizes = {"intermediate_size": 32768, "moe_intermediate_size": 2048, "hidden_size": 256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "vocab_size": 768}
+    grow(checkpoint, {16: 16, 6: 6, 80: 32768, 20: 2048}, times=8, **sizes, **heads)
+    add_head("glm4-moe", checkpoint, is_blind=True)
+    file = write_file("glm4-moe", checkpoint, "Q8_0")
     settings = {"kv.context": 128, "prefill.chunk": 32}
     with pytest.raises(pi2.UserError, match="P026") as caught:
         pi2.load(file, memory="10 MiB", set=settings | {"decode.speculation.drafts": "mtp"})
