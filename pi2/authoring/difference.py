@@ -222,6 +222,8 @@ def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
 
 def compare_layers(before: ResolvedPlan, after: ResolvedPlan) -> list[LayerChange]:
     """Layers whose resolved settings differ, grouped by equal difference."""
+    if before.file is not None or after.file is not None:
+        return []  # which matrices of a file are in memory is no setting of layers
     pairs = list(enumerate(zip(before.layers, after.layers, strict=False)))
     strides = (before.bundle.stride, after.bundle.stride)
     changes = []

@@ -58,7 +58,8 @@ def write_changes(changes: Mapping[str, object]) -> str:
 
 def refer_from(file: Path, target: Path) -> str:
     """The file as an ``extends`` of the document ``target`` names it."""
-    reference = os.path.relpath(file.resolve(), target.resolve().parent)
+    place = file.parent.resolve() / file.name  # a link of the hub's cache has the better name
+    reference = os.path.relpath(place, target.resolve().parent)
     return reference if reference.startswith(".") else f"./{reference}"
 
 

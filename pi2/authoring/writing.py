@@ -68,7 +68,6 @@ def _describe_file(facts: FileFacts) -> Iterator[str]:
         yield f"{facts.describe_missing()}: the disk's rate bounds the speed"
     else:
         yield "all of them are in memory"
-    yield "what the plan does not state is derived: store, model, bundle, segments, split"
 
 
 def _describe(resolved: ResolvedPlan) -> Iterator[str]:

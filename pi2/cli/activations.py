@@ -166,7 +166,7 @@ class TraceOptions:
 @in_help("More commands", "Record a timeline of a run, for Perfetto and Chrome.")
 @click.command("trace")
 @take_options(TraceOptions)
-@take_plan()
+@take_plan(in_store=True)
 def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
     """Run PLAN for a few tokens and record a timeline.
 
@@ -213,7 +213,7 @@ class ActivationsOptions(TextOptions):
 @in_help("More commands", "Record which neurons fire on a text.")
 @click.command("activations")
 @take_options(ActivationsOptions)
-@take_plan()
+@take_plan(in_store=True)
 def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     """Run PLAN's model on texts and record in STATS how often each neuron fires.
 

@@ -48,7 +48,7 @@ class EvaluateOptions(TextOptions):
 @in_help("More commands", "Measure the perplexity of a plan's model.")
 @click.command("evaluate")
 @take_options(EvaluateOptions)
-@take_plan(has_files=True)
+@take_plan()
 def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
     """Measure the perplexity of PLAN's model on texts.
 
@@ -71,10 +71,9 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
 def name_other(name: str) -> str:
     """The path of another plan; UserError P663 for a name that nothing has."""
     from pi2.cli.named_plans import find_plan_path
-    from pi2.weights.file_reading import FileFiller
 
     try:
-        return str(find_plan_path(Path(name), files=FileFiller()))
+        return str(find_plan_path(Path(name)))
     except UserError as error:
         (found,) = error.diagnostics
         help_text = f"use reference, gate, low-rank, or another plan; {found.help}"
@@ -171,10 +170,7 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     name = None if text is None else "--prompt"
     if given.text is not None:
         name, text = given.text.name, read_text(given.text)
-    chosen = [
-        choose_plan(plan, given.settings, given.memory, has_files=not given.only_load)
-        for plan in plans
-    ]
+    chosen = [choose_plan(plan, given.settings, given.memory) for plan in plans]
     if given.only_load:
         write_results(measure_loads(chosen, given.repetitions, form), output)
         return
@@ -220,11 +216,16 @@ def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str
 
     if output == "csv":
         raise click.UsageError("--load writes md or json")
+    for plan in plans:
+        if plan.runs_file and plan.resolved.plan.memory.weights == "mapped":
+            raise click.UsageError(
+                f"{plan.given} maps its file, which is read when it is used: --load goes with "
+                "--set memory.weights=loaded"
+            )
     conditions = describe_conditions(None)
     with ProgressBar() as progress:
         outcomes = [
-            measure_load(plan.path, plan.overrides, repetitions=repetitions, progress=progress)
-            for plan in plans
+            measure_load(plan.fitted, repetitions=repetitions, progress=progress) for plan in plans
         ]
     if output == "json":
         rows = [describe_load(outcome) for outcome in outcomes]

@@ -11,7 +11,7 @@ import click
 
 from pi2.cli.commands import in_help
 from pi2.cli.named_plans import find_document_path
-from pi2.cli.options import add_json_option, print_found, read_sound, suggest_plans
+from pi2.cli.options import add_json_option, measure_host, print_found, read_sound, suggest_plans
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -87,7 +87,10 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
             compare_segments(plans[0], plans[1]),
         )
         if simulate and not found.is_none:
-            found = replace(found, speeds=[_simulate(plan) for plan in plans if plan])
+            first, second = measure_host(plans[0]), plans[1]
+            is_same = second.device == plans[0].device  # its rates are measured once
+            second = replace(second, device=first.device) if is_same else measure_host(second)
+            found = replace(found, speeds=[_simulate(first), _simulate(second)])
     lines = [f"A  {before}", f"B  {after}", *_write(found)]
     print_found(_describe(reports, found), "\n".join(lines), as_json)
     return 1 if exit_code and not found.is_none else 0

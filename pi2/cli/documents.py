@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ from pi2.cli.options import (
     option,
     parse_changes,
     read_sound,
+    refer,
     suggest_files,
     suggest_plans,
     take_options,
@@ -221,37 +223,44 @@ class FitOptions:
 @in_help("More commands", "Fit a plan to another memory budget, context or batch.")
 @click.command("fit")
 @take_options(FitOptions)
-@take_plan(has_files=True)
+@take_plan()
 def fit_command(plan: ChosenPlan, given: FitOptions) -> None:
     """Fit PLAN to --memory, and to values of --set such as kv.context=8192 or decode.batch=4.
 
     Segments, shares of hot neurons and splits are worked out again; the changes go to standard
     error.  The new plan extends PLAN and states what differs.  Without -o it goes to standard
     output."""
-    from pi2.authoring.drafting import refer_from, write_overlay
     from pi2.plan.documents.quantities import format_bytes
-    from pi2.plan.reading.references import list_shipped
 
     if plan.memory_bytes is None and not plan.settings:
         raise click.UsageError("give --memory, --set or both")
-    target = given.output or Path("fitted.plan.toml")
     if given.output is not None:
         check_output(given.output, "plan", given.force)
-        if os.path.realpath(given.output) == os.path.realpath(plan.path):
-            raise click.UsageError("-o names PLAN itself: choose another file, which extends it")
-    shipped = {path.resolve(): name for name, path in list_shipped("plan").items()}
-    base = shipped.get(plan.path.resolve()) or refer_from(plan.path, target)
-    values = _state_arrays(plan)
     need = format_bytes(plan.resolved.plan.memory.budget)
     remark = f"Fitted by `pi2 fit`: {need} for the whole process."
+    write_fitted(plan, given.output, [remark])
+
+
+def write_fitted(
+    plan: ChosenPlan, output: Path | None, remarks: Sequence[str], device: str = ""
+) -> None:
+    """Write a plan that extends ``plan``, or runs its GGUF file, and states what differs; without
+    an ``output`` to standard output. ``device`` is another reference to the plan's."""
+    from pi2.authoring.drafting import refer_from, write_overlay
+    from pi2.plan.reading.references import list_shipped
+
+    target = output or Path("fitted.plan.toml")
+    if os.path.realpath(target) == os.path.realpath(plan.path):
+        raise click.UsageError("-o names PLAN itself: choose another file, which extends it")
+    shipped = {path.resolve(): name for name, path in list_shipped("plan").items()}
+    base = shipped.get(plan.path.resolve()) or refer_from(plan.path, target)
+    values = _state_arrays(plan) | ({"device": refer(device, target.parent)} if device else {})
     is_plan = plan.path.name.endswith(".toml")
-    text = write_overlay(base, values, [remark], "extends" if is_plan else "weights")
-    if given.output is None:
+    text = write_overlay(base, values, remarks, "extends" if is_plan else "weights")
+    if output is None:
         click.echo(text, nl=False)
     else:
-        write_checked(
-            given.output, text, f"`pi2 diff {plan.given} {given.output}` compares the two"
-        )
+        write_checked(output, text, f"`pi2 diff {plan.given} {output}` compares the two")
 
 
 def _state_arrays(plan: ChosenPlan) -> dict[str, object]:

@@ -31,7 +31,9 @@ def list_command() -> None:
 
     models = list_models()
     if not models:
-        click.echo("no model was pulled yet: pi2 pull hf:ORG/NAME, or pi2 run FILE.gguf", err=True)
+        click.echo(
+            "no model was pulled yet: pi2 pull hf:ORG/NAME; pi2 run FILE.gguf needs none", err=True
+        )
         return
     width = max(len(model.name) for model in models)
     for model in models:

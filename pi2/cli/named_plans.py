@@ -270,11 +270,11 @@ HUB = "hf:"
 
 
 def find_plan_path(path: Path, *, files: FileFiller | None = None) -> Path:
-    """The plan that ``path`` names; checkpoints are converted once, unless there are ``files`` and
-    the GGUF file runs as it is; then missing weights of the hub are offered on a terminal.
-    UserError P001 for an unknown name."""
+    """The plan that ``path`` names; a checkpoint is converted once, but not a GGUF file that runs
+    as it is. Missing weights of the hub are offered on a terminal. UserError P001 for an unknown
+    name."""
     found = _find(path, ("plan",), files)
-    if files is not None and sys.stdin.isatty() and sys.stderr.isatty():
+    if sys.stdin.isatty() and sys.stderr.isatty():
         from pi2.weights.file_reading import list_missing
 
         for weights in list_missing(found):
@@ -293,19 +293,19 @@ def find_retokenized(
         return find_plan_path(path, files=files), {}
     if not is_checkpoint(path):
         raise click.UsageError(f"--tokenizer is for a checkpoint; {path} has its tokenizer")
-    if files is not None and files.runs_as_it_is(path):
+    if (files or FileFiller()).runs_as_it_is(path):
         return path, {"tokenizer": str(tokenizer.absolute())}
     return convert_once(path, tokenizer), {}
 
 
 def find_document_path(path: Path) -> Path:
     """The plan, device or model that ``path`` names; a folder stays one."""
-    return _find(path, KINDS, FileFiller())
+    return _find(path, KINDS)
 
 
-def _find(path: Path, kinds: Sequence[Kind], files: FileFiller | None) -> Path:
+def _find(path: Path, kinds: Sequence[Kind], files: FileFiller | None = None) -> Path:
     if is_checkpoint(path):
-        return path if files and files.runs_as_it_is(path) else convert_once(path)
+        return path if (files or FileFiller()).runs_as_it_is(path) else convert_once(path)
     try:
         found = _find_plan(path)
         if found is not None or os.path.lexists(path):

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """The output file of a document."""
-
     output: Path | None = option("-o", "--output", metavar="FILE")
     """Output file, NAME.KIND.toml.  [default: one named after it, in this folder]"""
     force: bool = FORCE()
@@ -85,8 +83,6 @@ def new_command() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NewPlanOptions(OutputOptions):
-    """Options of ``pi2 new plan``."""
-
     device: str | None = option(metavar="DEVICE", shell_complete=suggest_devices)
     """Device: a short name, path or reference."""
     model: str | None = option(metavar="MODEL", shell_complete=suggest_models)
@@ -126,8 +122,6 @@ def new_plan(given: NewPlanOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NewDeviceOptions(OutputOptions):
-    """Options of ``pi2 new device``."""
-
     like: str | None = option(shell_complete=suggest_devices)
     """Start from this device instead of this machine."""
 
@@ -150,8 +144,6 @@ def new_device(name: str | None, given: NewDeviceOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeOptions:
-    """The dimensions of a model."""
-
     layers: int | None = option(type=COUNT)
     """Transformer blocks."""
     hidden: int | None = option(type=COUNT)
@@ -172,8 +164,6 @@ class ShapeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class NewModelOptions(ShapeOptions, OutputOptions):
-    """Options of ``pi2 new model``."""
-
     like: str | None = option(shell_complete=suggest_models)
     """Start from this model."""
     checkpoint: Path | None = None

@@ -399,6 +399,11 @@ class ChosenPlan:
         return found
 
     @property
+    def runs_file(self) -> bool:
+        """Whether it runs a GGUF file as it is; it may have errors."""
+        return self.fitted.report.runs_file
+
+    @property
     def resolved(self) -> ResolvedPlan:
         """The plan; UserError if it has errors."""
         return self.fitted.resolved
@@ -431,17 +436,31 @@ def choose_plan(
     *,
     locked: bool = False,
     tokenizer: Path | None = None,
-    has_files: bool = False,
 ) -> ChosenPlan:
-    """The plan that arguments name; ``has_files`` as in `take_plan`."""
+    """The plan that arguments name."""
     from pi2.cli.named_plans import find_retokenized
     from pi2.weights.file_reading import FileFiller
 
-    files = FileFiller() if has_files else None
+    files = FileFiller()
     path, further = find_retokenized(given, tokenizer, files=files)
     values, memory_bytes = parse_changes(settings, memory)
     chosen = {**values, **further}
     return ChosenPlan(given, path, chosen, memory_bytes, locked=locked, files=files)
+
+
+def measure_host(resolved: ResolvedPlan) -> ResolvedPlan:
+    """The plan; if it is for this machine, which was not probed, with quickly measured rates."""
+    if resolved.device.id != "host":
+        return resolved
+    from pi2.caches import find_cache_folder
+    from pi2.probing.document import has_rates, sketch_device
+
+    if has_rates(resolved.device):
+        return resolved
+    click.echo("note: memory and disk are measured for 2 s; `pi2 probe` measures more", err=True)
+    folder = find_cache_folder("kernels")
+    folder.mkdir(parents=True, exist_ok=True)
+    return replace(resolved, device=sketch_device(resolved.device, folder))
 
 
 def parse_changes(
@@ -455,10 +474,10 @@ def parse_changes(
 
 
 def take_plan(
-    *, fitted: bool = True, locked: bool = False, tokenizer: bool = False, has_files: bool = False
+    *, fitted: bool = True, locked: bool = False, tokenizer: bool = False, in_store: bool = False
 ) -> Callable[[Command], Command]:
     """Give a command PLAN and ``--set`` as a `ChosenPlan`; flags add ``--memory``, ``--locked`` and
-    ``--tokenizer``; ``has_files`` runs GGUF files as they are."""
+    ``--tokenizer``; ``in_store`` refuses plans of GGUF files that run as they are."""
     taken = {"memory": fitted, "settings": True, "locked": locked, "tokenizer": tokenizer}
     options = [
         click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans),
@@ -475,9 +494,13 @@ def take_plan(
             tokenizer: Path | None = None,
             **others: Any,
         ) -> object:
-            chosen = choose_plan(
-                plan, settings, memory, locked=locked, tokenizer=tokenizer, has_files=has_files
-            )
+            chosen = choose_plan(plan, settings, memory, locked=locked, tokenizer=tokenizer)
+            if in_store and chosen.runs_file:
+                raise UserError.of(
+                    "P662",
+                    f"{plan} runs a GGUF file as it is, and shows none of its layers",
+                    help="`pi2 convert FILE.gguf -o STORE` makes a neuron store: give its plan",
+                )
             return command(plan=chosen, **others)
 
         return add_options(options)(call)  # type: ignore[return-value] # what click calls

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pi2.caches import is_gguf
 from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     COUNT,
     FILE,
     FORCE,
+    ChosenPlan,
     check_output,
+    choose_plan,
     find_form,
+    measure_host,
     option,
     read_device,
     read_model,
@@ -42,6 +46,8 @@ SUFFIX = ".plan.toml"
 POINTS = 9
 """Number of points of a memory-speed curve."""
 MOST_SEQUENCES = 64
+FOR_FILES = ("device", "model", "memory", "batch", "context", "exact", "output", "force")
+"""Options for GGUF files that run as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,7 @@ class PlanOptions:
     store: Path | None = None
     """Neuron store that the plan names and whose activation statistics are used.  [default:
     stores/MODEL]"""
-    thresholds_file: Path | None = option("--thresholds", metavar="FILE")
+    thresholds: Path | None = option(metavar="FILE")
     """Thresholds for an MoE model's experts, used if that is faster."""
     leave_out: float = option(type=click.FloatRange(0.0, 0.5), metavar="SHARE", default=0.0)
     """Share of the predictor's scores that may be left out instead of read."""
@@ -94,13 +100,20 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
     """Find the fastest plan for a memory limit, or the smallest for a speed.
 
     With PLAN, its device, model, weights, budget, context, batch, speed and quality count unless an
-    option says otherwise.
+    option says otherwise. A GGUF file that runs as it is, or a PLAN of one, is never converted:
+    --memory, --device, --context, --batch N, --exact and -o are for it.
 
     The choices, the reasons and the expected speed go to standard output, and into the plan as
     comments.  If a request cannot be met, the reason and the nearest request that can be met are
     printed.  With --batch 1-4, four plans are written: NAME.batch-1.plan.toml and so on."""
+    if wishes is None and is_gguf(Path(given.model)):
+        wishes = Path(given.model)
     if wishes is not None:
-        given = _take_wishes(wishes, given)
+        chosen = choose_plan(wishes, ())
+        if chosen.runs_file:
+            _plan_file(chosen, given)
+            return
+        given = _take_wishes(chosen, given)
     if not (given.device and given.model):
         raise click.UsageError("give --device and --model, or a PLAN that has them")
     if given.pareto == (given.memory is not None or given.speed is not None):
@@ -114,10 +127,10 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
     wish = replace(wish, unit_memory=_parse_unit_memory(given.unit_memory, wish.device))
     if given.leave_out:
         wish = _add_leave_out(wish, given.leave_out)
-    if given.thresholds_file is not None:
+    if given.thresholds is not None:
         if given.exact or given.pareto:
             raise click.UsageError("--thresholds leaves neurons out: not with --exact or --pareto")
-        wish = _add_thresholds(wish, given.thresholds_file, given.output)
+        wish = _add_thresholds(wish, given.thresholds, given.output)
     if given.pareto:
         if len(batches) > 1:
             raise click.UsageError("--pareto is for one --batch")
@@ -138,16 +151,46 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
         click.echo("\n".join(("", *write_batches(found))))
 
 
-def _take_wishes(path: Path, given: PlanOptions) -> PlanOptions:
-    from pi2.cli.named_plans import find_plan_path
+def _plan_file(chosen: ChosenPlan, given: PlanOptions) -> None:
+    """Describe the plan of a GGUF file that runs as it is, and write it."""
+    from pi2.cli.documents import write_fitted
+    from pi2.plan.documents.quantities import parse_size
+    from pi2.planning.text import describe_file_plan
+
+    batches = parse_batches(given.batch)
+    usual = {**vars(given), **dict.fromkeys(FOR_FILES), "objective": given.objective != "speed"}
+    odd = [f"--{name.replace('_', '-')}" for name, value in usual.items() if value]
+    odd += ["a range of --batch"] * (len(batches) > 1)
+    if odd:
+        raise click.UsageError(
+            f"{' and '.join(odd)}: only for neuron stores, which `pi2 convert` makes; "
+            f"{chosen.given} runs a GGUF file as it is, and takes --memory, --device, --context, "
+            "--batch N and --exact"
+        )
+    if given.output is not None:
+        check_output(given.output, "plan", given.force)
+    wanted = {
+        "device": refer(given.device, chosen.path.parent),
+        "kv.context": given.context,
+        "decode.batch": batches[0] if given.batch != "1" else None,
+        "quality": "exact" if given.exact else None,
+    }
+    chosen = replace(
+        chosen.change({key: value for key, value in wanted.items() if value}),
+        memory_bytes=None if given.memory is None else parse_size(given.memory, code="P105"),
+    )
+    lines = list(describe_file_plan(measure_host(chosen.resolved)))
+    click.echo("\n".join(lines))
+    if given.output is not None:
+        write_fitted(chosen, given.output, lines, given.device)
+
+
+def _take_wishes(chosen: ChosenPlan, given: PlanOptions) -> PlanOptions:
     from pi2.plan.documents.quantities import format_bytes
     from pi2.plan.reading.references import is_path
-    from pi2.refit import read_plan
 
-    resolved = read_plan(find_plan_path(path)).resolved
+    resolved = chosen.resolved
     plan, folder = resolved.plan, resolved.path.parent
-    if resolved.file is not None:
-        raise click.UsageError(f"{path} runs a GGUF file as it is: nothing is left to plan")
 
     def place(reference: str) -> str:
         return str(folder / reference) if is_path(reference) else reference

@@ -50,7 +50,7 @@ class BuildOptions:
 @in_help("More commands", "Build a bundle that runs a plan without TVM.")
 @click.command("build")
 @take_options(BuildOptions)
-@take_plan(locked=True, has_files=True)
+@take_plan(locked=True)
 def build_command(plan: ChosenPlan, given: BuildOptions) -> None:
     """Build a bundle of PLAN: kernels, weights, and a runtime that needs only Python and numpy.
 
@@ -76,7 +76,7 @@ def build_command(plan: ChosenPlan, given: BuildOptions) -> None:
     unit = built.plan.device.units[built.plan.sparse_unit]
     click.echo(
         f"{built.folder}: {approximate_bytes(built.own_bytes)}"
-        f" and a store of {approximate_bytes(built.store_bytes)},"
+        f" and {approximate_bytes(built.store_bytes)} of weights,"
         f" for {given.target} with {', '.join(unit.features or ())},"
         f" {built.plan.plan.threads.compute} threads"
     )

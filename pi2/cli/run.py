@@ -195,8 +195,6 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(SamplingOptions, PromptOptions):
-    """Options of ``pi2 run``."""
-
     best_of: int | None = option(type=click.IntRange(2, 64))
     """Draw N texts at the same time; print the likeliest."""
     stop: tuple[str, ...] = ()
@@ -216,7 +214,7 @@ class RunOptions(SamplingOptions, PromptOptions):
 @in_help("Run", "Generate text from a plan.")
 @click.command("run")
 @take_options(RunOptions)
-@take_plan(locked=True, tokenizer=True, has_files=True)
+@take_plan(locked=True, tokenizer=True)
 def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     """Generate text from PLAN.
 
@@ -259,8 +257,9 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
         cleanup.pop_all()
     log_plan(model)
     with model:
-        if (expected := describe_expected(model)) is not None:
-            click.echo(expected, err=True)
+        if (own := model.expected) is not None:
+            bound = "the disk" if own.is_disk else "computing"
+            click.echo(describe_expected(own.tokens_s, bound), err=True)
         for piece in pieces:
             if not given.as_json:
                 write_text(piece)

@@ -44,8 +44,6 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingOptions):
-    """Options of ``pi2 chat``."""
-
     system: str | None = option(metavar="TEXT")
     """System message."""
     first: str | None = option("-p", "--prompt", metavar="TEXT")
@@ -57,7 +55,7 @@ class ChatOptions(SamplingOptions):
 @in_help("Run", "Talk to a model in the terminal.")
 @click.command("chat")
 @take_options(ChatOptions)
-@take_plan(tokenizer=True, has_files=True)
+@take_plan(tokenizer=True)
 def chat_command(plan: ChosenPlan, given: ChatOptions) -> None:
     """Talk to the model of PLAN.
 

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +20,7 @@ from pi2.cli.options import (
     JSON,
     ChosenPlan,
     find_form,
+    measure_host,
     option,
     print_found,
     read_device,
@@ -34,7 +35,6 @@ from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.costs.description import Description
-    from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.toml.source import Kind
 
 
@@ -174,7 +174,7 @@ class SimulateOptions:
 @in_help("More commands", "Predict what a plan does on its device, without the device.")
 @click.command("simulate")
 @take_options(SimulateOptions)
-@take_plan(has_files=True)
+@take_plan()
 def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     """Simulate PLAN on the device that it names.
 
@@ -198,21 +198,6 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     if given.plot is not None:
         write_file(given.plot, draw_run(result, find_form(given.plot)))
     print_found(result.describe(), result.summarise(), given.as_json)
-
-
-def measure_host(resolved: ResolvedPlan) -> ResolvedPlan:
-    """The plan; if it is for this machine, which was not probed, with quickly measured rates."""
-    if resolved.device.id != "host":
-        return resolved
-    from pi2.caches import find_cache_folder
-    from pi2.probing.document import has_rates, sketch_device
-
-    if has_rates(resolved.device):
-        return resolved
-    click.echo("note: memory and disk are measured for 2 s; `pi2 probe` measures more", err=True)
-    folder = find_cache_folder("kernels")
-    folder.mkdir(parents=True, exist_ok=True)
-    return replace(resolved, device=sketch_device(resolved.device, folder))
 
 
 def fit_context(prompt: int, tokens: int, context: int) -> int:

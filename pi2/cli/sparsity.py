@@ -54,7 +54,7 @@ class TrainOptions(TextOptions):
 
 @predictor_command.command("train")
 @take_options(TrainOptions)
-@take_plan()
+@take_plan(in_store=True)
 def train(plan: ChosenPlan, given: TrainOptions) -> None:
     """Train low-rank predictors for PLAN's model on its activations for a text.
 
@@ -152,7 +152,7 @@ class CalibrateOptions(TextOptions):
 
 @sparsity_command.command("calibrate")
 @take_options(CalibrateOptions)
-@take_plan(fitted=False)
+@take_plan(fitted=False, in_store=True)
 def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     """Find thresholds below which the neurons of PLAN's model count as zero.
 

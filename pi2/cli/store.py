@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pi2.caches import is_gguf
 from pi2.cli.commands import ProgressBar, Subcommands, in_help
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
@@ -20,10 +21,19 @@ if TYPE_CHECKING:
 
 
 def _find_store(ctx: click.Context, option: click.Parameter, path: Path) -> Path:
+    from pi2.cli.named_plans import FILE as MODEL_FILE
     from pi2.pulled_models import find_model
 
     model = None if path.exists() else find_model(str(path))
-    return path if model is None else model.folder
+    path = path if model is None else model.folder
+    if is_gguf(path) or is_gguf(path / MODEL_FILE) or path.suffix == ".toml":
+        raise UserError.of(
+            "P501",
+            f"{path} is no neuron store",
+            help="a GGUF file is described by `pi2 show` and checked by `pi2 validate`; "
+            "`pi2 convert FILE.gguf -o STORE` makes a store",
+        )
+    return path
 
 
 take_store = click.argument(
@@ -171,21 +181,13 @@ def _parse_stride(text: str) -> int:
 
 
 def print_tables(path: Path, manifest: Manifest) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # A file or a pipe gets whole lines.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
-    facts = Table.grid(padding=(0, 2))
     for name, text in list_facts(path, manifest):
-        facts.add_row(name, text)
-    console.print(facts)
-    console.print()
-    table = Table("file", "MiB", "holds", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
-    for name, size_bytes, content in list_files(manifest):
-        table.add_row(name, f"{size_bytes / MIB:.2f}", content)
-    console.print(table)
+        click.echo(f"{name:17}  {text}")
+    files = list(list_files(manifest))
+    width = max(len(name) for name, _, _ in files)
+    click.echo(f"\n{'file':{width}}  {'MiB':>9}  holds")
+    for name, size_bytes, content in files:
+        click.echo(f"{name:{width}}  {size_bytes / MIB:9.2f}  {content}".rstrip())
 
 
 def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ from pi2.cli.options import (
     ChosenPlan,
     choose_plan,
     find_form,
+    measure_host,
     option,
     parse_changes,
     suggest_codes,
@@ -99,7 +100,7 @@ def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
     from pi2.planning.text import draw_cost, write_cost
     from pi2.sharing.fetching import write_atomically
 
-    resolved = plan.resolved
+    resolved = measure_host(plan.resolved)
     cost = cost_plan(resolved)
     click.echo("\n".join(write_cost(cost)))
     if plot is not None:

@@ -44,6 +44,10 @@ from pi2.plan.arithmetic.sizes import (
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     """Resident bytes after ``tokens`` of context: segments' needs, used KV cache, neuron cache."""
     segments = resolved.plan.memory.segments
+    share = min(1.0, tokens / resolved.plan.kv.context)
+    if resolved.file is not None:
+        used: int = sum(size for _, size in segments)
+        return used - int(segments.kv * (1.0 - share))
     needs = dict(find_needs(resolved).items())
     names = ("attention", "kv", "state", "predictor", "hot", "workspace")
     fixed = sum(needs[name].bytes for name in names) - _count_untouched(resolved)
@@ -55,7 +59,6 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     lent = count_lent_bytes(resolved, tokens)
     # Nothing is put there of layers that stream by.
     cold = min(segments.cold + lent, absent * stride)
-    share = min(1.0, tokens / resolved.plan.kv.context)
     untouched = needs["kv"].bytes * (1.0 - share)
     libraries = count_libraries(resolved.model, _measure_tokenizer(resolved))
     if resolved.has_whole_unit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pi2.costs.activity import (
@@ -247,6 +247,7 @@ def describe_plan(
     constants: Constants | None = None,
 ) -> Description:
     """Describe a plan in plain numbers; UserError P351 names missing figures of the device."""
+    resolved = _see_experts(resolved)
     plan, model = resolved.plan, resolved.model
     units = list_used_units(resolved)
     if rates is None and resolved.has_whole_unit:
@@ -291,6 +292,16 @@ def describe_plan(
         figures=tuple(dict.fromkeys(own)),
         assumptions=_list_assumptions(resolved, rates),
     )
+
+
+def _see_experts(resolved: ResolvedPlan) -> ResolvedPlan:
+    """The plan of an MoE model's GGUF file as one of a store whose chosen experts are read."""
+    plan, file = resolved.plan, resolved.file
+    if file is None or resolved.model.moe is None:
+        return resolved
+    layers = plan.layers.model_copy(update={"hot": 0.0 if file.expert_bytes else 1.0})
+    decode = plan.decode.model_copy(update={"predictor": "router"})
+    return replace(resolved, plan=plan.model_copy(update={"layers": layers, "decode": decode}))
 
 
 def _describe_routes(

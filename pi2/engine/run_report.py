@@ -255,13 +255,9 @@ def _describe_model(model: LoadedModel, statistics: RunStatistics, tokens: int) 
     }
 
 
-def describe_expected(model: LoadedModel) -> str | None:
-    """A line for people before a run whose weights stream."""
-    own = model.expected
-    if own is None:
-        return None
-    bound = "the disk" if own.is_disk else "computing"
-    return f"expected: {own.tokens_s:.1f} tokens/s without drafts, bound by {bound}"
+def describe_expected(tokens_s: float, bound: str) -> str:
+    """A line for people before a run, and about a plan."""
+    return f"expected: {tokens_s:.1f} tokens/s without drafts, bound by {bound}"
 
 
 def _describe_load(run: Mapping[str, Any]) -> str:

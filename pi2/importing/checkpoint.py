@@ -228,6 +228,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     A folder that has nothing but one GGUF model in it stands for that.  Raises `UserError` as
     `open_folder`, `pi2.importing.gguf_checkpoint.open_gguf` and
     `pi2.importing.mlc_checkpoint.open_mlc` do."""
+    if path.suffix == ".toml":
+        raise UserError.of(
+            "P532",
+            f"{path} is a document of pi2, no checkpoint",
+            help="give the GGUF file, or the folder with config.json and weights, that it is about",
+        )
     if path.is_file() or has_gguf_suffix(path):
         from pi2.importing.gguf_checkpoint import open_gguf
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from pi2.caches import open_regular
-from pi2.fitting.check import load_plan
 from pi2.measuring.contestant import Worker
 from pi2.memory.bulk_load import PIECE_BYTES, READERS, touch_memory
 from pi2.memory.io_engine import make_readers
 from pi2.progress import Progress, ignore_progress
-from pi2.sharing.resolver import LockedReferences
+from pi2.refit import FittedPlan
 from pi2.store.manifest import read_manifest
+from pi2.weights.gguf_weights import GgufWeights
 
 HUGE_BYTES = 2 << 20
 
@@ -142,17 +142,16 @@ def forget_pages(files: Sequence[Path]) -> None:
 
 
 def measure_load(
-    path: Path,
-    overrides: Mapping[str, object],
-    *,
-    repetitions: int,
-    progress: Progress = ignore_progress,
+    plan: FittedPlan, *, repetitions: int, progress: Progress = ignore_progress
 ) -> LoadOutcome:
     """Load the plan several times with a cold page cache, after a warm-up that compiles kernels."""
-    resolved = load_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
-    store = resolved.store_path
-    files = [store / entry.path for entry in read_manifest(store).files]
-    size = _run("load", path, dict(overrides))[-1]
+    (path, overrides), file, store = plan.origin, plan.resolved.file, plan.resolved.store_path
+    if file is not None:
+        assert isinstance(file.source, GgufWeights)
+        files = list(file.source.files)
+    else:
+        files = [store / entry.path for entry in read_manifest(store).files]
+    size = _run("load", path, overrides)[-1]
     samples = []
     for number in range(repetitions):
         progress("loading", number / repetitions)
@@ -161,7 +160,7 @@ def measure_load(
         # Meanwhile a host has had time to take the memory that the last load gave back.
         touch_s = _run("touch", size)
         touch_again_s = _run("touch", size)
-        load_s, user_s, system_s, _ = _run("load", path, dict(overrides))
+        load_s, user_s, system_s, _ = _run("load", path, overrides)
         samples.append(
             LoadSample(
                 load_s=load_s,

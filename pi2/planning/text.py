@@ -11,13 +11,15 @@ from pydantic import ValidationError
 
 from pi2.authoring.drafting import describe_budget, explain_backends, recommend_sampling
 from pi2.authoring.writing import write_tables
-from pi2.costs.cost import Cost
+from pi2.costs.cost import Cost, cost_plan
 from pi2.costs.cost_layer import LayerCost
 from pi2.diagnostics import UserError
+from pi2.engine.run_report import describe_expected
 from pi2.fitting import find_backend
 from pi2.fitting.completion import choose_backends, complete_plan, resolve_values
 from pi2.fitting.sizes import count_unit_needs
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.plan import Plan
@@ -202,6 +204,33 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     yield from _describe_memory(planned)
     if plan.kv.type == "int8":
         yield "The KV cache takes 8 bits: half of the memory and of attention's reads."
+
+
+def describe_file_plan(resolved: ResolvedPlan) -> Iterator[str]:
+    """What the plan of a GGUF file that runs as it is keeps and reads, and its expected speed."""
+    plan, file = resolved.plan, resolved.file
+    assert file is not None
+    yield f"Planned by `pi2 plan`: {file.path.name} runs as it is on {resolved.device.id}."
+    missing = file.describe_missing() or f"all stay in memory, {plan.memory.weights}"
+    budget = approximate_bytes(plan.memory.budget)
+    yield f"Memory: {budget}, {describe_budget(resolved.device)}."
+    yield f"Weights: {approximate_bytes(file.matrix_bytes)}, {missing}."
+    contexts = f"{plan.kv.context} tokens"
+    if plan.decode.batch > 1:
+        contexts = f"{plan.decode.batch} sequences of {contexts}"
+    yield f"KV cache: {approximate_bytes(plan.memory.segments.kv)} for {contexts}."
+    drafts = plan.decode.speculation
+    yield f"Drafts: {'none' if drafts is None else f'{drafts.tokens} tokens a step at most'}."
+    try:
+        cost = cost_plan(resolved)
+    except UserError as error:
+        yield f"expected: unknown, {error.diagnostics[0].message}."
+        return
+    is_timed = any(unit.kernels for unit in resolved.device.units.values())
+    bound = "computing" if is_timed else "memory bandwidth"
+    if 2 * sum(layer.wait_s for layer in cost.layers) > cost.token_s:
+        bound = "the disk"
+    yield describe_expected(cost.tokens_s, bound)
 
 
 def _describe_read(cost: Cost, neuron_s: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pi2.caches import is_gguf
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import fit_plan, round_share, write_memory
 from pi2.fitting.check import check_file
@@ -19,6 +20,7 @@ from pi2.plan.documents.plan import Segments
 from pi2.plan.documents.quantities import format_bytes, round_size
 from pi2.plan.reading.references import DOCUMENTS, UnknownName, locate_document
 from pi2.plan.reading.thresholds import Thresholds
+from pi2.plan.toml.source import detect_kind
 from pi2.plan.weights.layout import BundleLayout
 from pi2.sharing.resolver import LockedReferences
 
@@ -36,12 +38,20 @@ def read_document(reference: str, kind: Kind) -> Report:
     """A sound device or model by path, short name or locked reference; UserError P014, P015."""
     folder = Path()
     resolver = LockedReferences(folder)
+    if is_gguf(Path(reference)):
+        raise UserError.of(
+            "P014",
+            f"`{reference}` is no {kind}, but a file of weights",
+            help=f"`pi2 plan {reference} --memory SIZE -o NAME.plan.toml` writes its plan, and "
+            f"`pi2 model new {reference}` its model document",
+        )
     try:
         found = locate_document(reference, kind, folder, resolver=resolver)
     except UnknownName as error:
         raise UserError.of("P015", str(error), help=error.hint) from None
+    other = detect_kind(found.path.name) not in (None, kind)  # its own errors would not help
     report = check_file(found.path, name=found.name, resolver=resolver, reference=found.reference)
-    if report.document is not None and not isinstance(report.document, DOCUMENTS[kind]):
+    if other or not isinstance(report.document, DOCUMENTS[kind] | None):
         raise UserError.of("P014", f"`{reference}` is no {kind}", help=f"name a *.{kind}.toml")
     if not report.is_sound or report.document is None:
         raise report.make_error()

@@ -1,5 +1,6 @@
 """A mixture in a GGUF file within less memory than its experts take."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 import pi2
+from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.engine.run_report import summarise_run
 from tests.helpers.gguf_files import write_random_gguf
@@ -49,6 +51,18 @@ def test_every_budget_gives_the_text_and_the_bits_of_the_run_in_memory(file: Pat
             assert bool(model.plan.file.expert_bytes) == (memory is not None)
     assert found[1:] == found[:1] * 3
     assert read[0] == 0 < read[3] < read[2] < read[1]
+
+
+def test_a_simulated_token_reads_experts_that_are_not_in_memory(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = []
+    for memory in ("105 MiB", "110 MiB", "200 MiB"):
+        changes = ["--memory", memory, "--set", "kv.context=256", "--set", "device=oneplus-12"]
+        assert run(["simulate", str(file), *changes, "--tokens", "64", "--json"]) == 0
+        read.append(json.loads(capsys.readouterr().out)["decode"]["read_bytes_per_token"])
+    expert_bytes = 38.2 * 2**20 / 64
+    assert 12 * expert_bytes > read[0] > read[1] > read[2] == 0
 
 
 def test_the_summary_says_what_experts_were_read(file: Path) -> None:

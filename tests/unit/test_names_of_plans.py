@@ -1,6 +1,7 @@
 """A plan has one name in every command: pulled models, shipped plans, checkpoints and files."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from pi2.cli.main import run
 from pi2.cli.named_plans import find_document_path, find_plan_path, list_names
 from pi2.diagnostics import UserError
 from pi2.plan.reading.references import list_shipped
-from pi2.pulled_models import PulledModel, Source
+from pi2.pulled_models import PulledModel, Source, list_models
+from tests.helpers.gguf_files import write_random_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,107 @@ def test_every_command_takes_names(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(command) == 0
+
+
+@pytest.fixture
+def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A GGUF file that runs as it is: itself, a short plan that names it, and a pulled folder."""
+    monkeypatch.chdir(tmp_path)
+    write_random_gguf(tmp_path, {"hidden": 256, "ffn": 4096, "layers": 4, "context": 512})
+    short = 'schema_version = 3\nweights = "model.gguf"\nname = "short"\n'
+    (tmp_path / "short.plan.toml").write_text(short)
+    (tmp_path / "pulled").mkdir()
+    os.link(tmp_path / "model.gguf", tmp_path / "pulled/model.gguf")
+    (tmp_path / "pulled/default.plan.toml").write_text(short)
+    return {"file": "model.gguf", "plan": "short.plan.toml", "folder": "pulled"}
+
+
+PHONE = ["--set", "device=oneplus-12"]
+FORMS = ["file", "plan", "folder"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gguf_file_is_a_plan_in_every_command_and_never_converted(
+    form: str, forms: dict[str, str]
+) -> None:
+    name = forms[form]
+    for command in (
+        ["validate", name],
+        ["show", name],
+        ["explain", "kv.context", name],
+        ["explain", name, "--cost", "--memory", "105MiB", *PHONE],
+        ["simulate", name, "--tokens", "4", *PHONE],
+        ["fit", name, "--memory", "105MiB", "-o", "fitted.plan.toml"],
+        ["diff", name, "fitted.plan.toml"],
+        ["bench", name, "--load", "-r", "1", "--set", "memory.weights=loaded"],
+    ):
+        assert run(command) == 0, command
+    assert run(["bench", name, "--load"]) == 2  # there is nothing to load
+    assert list_models() == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gguf_file_is_planned_for_as_it_is(
+    form: str, forms: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wish = ["plan", forms[form], "--memory", "105MiB", "--device", "oneplus-12"]
+    assert run([*wish, "--context", "256", "--exact", "-o", "made/my.plan.toml"]) == 0
+    shown = capsys.readouterr().out
+    assert "MiB are read for every step" in shown and "KV cache: 128 KiB for 256 tokens" in shown
+    assert "Drafts: 6 tokens" in shown and "Android 17 limits anonymous memory" in shown
+    assert "tokens/s without drafts, bound by the disk" in shown
+    text = Path("made/my.plan.toml").read_text()
+    assert all(f"# {line}" in text for line in shown.splitlines())
+    source = {
+        "file": 'weights = "../model.gguf"',
+        "plan": 'extends = ["../short.plan.toml"]',
+        "folder": 'extends = ["../pulled/default.plan.toml"]',
+    }
+    assert source[form] in text and 'budget = "105 MiB"' in text and "context = 256" in text
+    assert run(["validate", "made/my.plan.toml", "--strict"]) == 0
+    here = ["--set", "device=host"]
+    assert run(["run", "made/my.plan.toml", "-p", "hello", "-n", "2", *here]) == 0
+    assert list_models() == []
+
+
+def test_a_plan_of_a_gguf_file_measures_this_machine(
+    forms: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["plan", "model.gguf"], ["explain", "model.gguf", "--cost"]):
+        assert run(command) == 0
+        found = capsys.readouterr()
+        assert "tokens/s" in found.out and "memory and disk are measured for 2 s" in found.err
+    assert run(["plan", "--model", "model.gguf", "--memory", "10MiB"]) == 1
+    assert "this file needs at least" in capsys.readouterr().err
+    assert run(["plan", "model.gguf", "--pareto", "--store", "stores/x", "--batch", "1-2"]) == 2
+    told = capsys.readouterr().err
+    assert "--store and --pareto and a range of --batch: only for neuron stores" in told
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        (["trace"], "P662", "pi2 convert"),
+        (["activations", "--text", "t", "-o", "o"], "P662", "pi2 convert"),
+        (["sparsity", "calibrate", "--text", "t", "-o", "o"], "P662", "pi2 convert"),
+        (["predictor", "train", "--text", "t", "-o", "o"], "P662", "pi2 convert"),
+        (["store", "info"], "P501", "pi2 show"),
+        (["new", "plan", "--device", "host", "--memory", "1GiB", "--model"], "P014", "pi2 plan"),
+    ],
+    ids=lambda command: " ".join(command) if isinstance(command, list) else "",
+)
+def test_commands_that_need_another_thing_than_a_gguf_file_name_the_one_that_helps(
+    command: list[str],
+    code: str,
+    said: str,
+    forms: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in [forms["file"]] if command[0] == "new" else forms.values():
+        assert run([*command, name]) == 2
+        told = capsys.readouterr().err
+        assert f"error[{code}]" in told and said in told
+    assert list_models() == []
 
 
 def test_a_name_that_nothing_has_leads_to_names_that_are_near(

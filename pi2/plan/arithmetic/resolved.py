@@ -179,10 +179,14 @@ class ResolvedPlan:
 
     @cached_property
     def bundle(self) -> BundleLayout:
-        """Layout of a neuron in the store; of a dense file that streams, its part of a step."""
+        """Layout of a neuron in the store; of a file that streams, its part of a step, or of the
+        experts."""
         layout = lay_out_plan_bundle(self.plan, self.model)
         absent = sum(self.model.layer_neurons - layer.hot_neurons for layer in self.layers)
-        streamed = 0 if self.file is None or self.model.moe else self.file.streamed_bytes
+        streamed, moe = 0 if self.file is None else self.file.streamed_bytes, self.model.moe
+        if self.file is not None and moe is not None:
+            # With the chosen experts of a token comes all of what streams.
+            streamed = self.file.expert_bytes + streamed * moe.experts // moe.active_experts
         if not streamed or not absent:
             return layout
         return replace(layout, stride=max(1, streamed // absent))
