@@ -147,7 +147,7 @@ def describe_checkpoint(
     return NewModel(model=model, text=write_model(model, name_origin(place)))
 
 
-_SHARED = ("embedding", "head")
+_SHARED = ("embedding", "head", "final_norm")
 """Tensors that an MTP head has of its own, or takes from its model."""
 _OF_LAYERS = ("layers", "recurrence", "convolution", "predictor", "sparsity")
 """Tables of a model that say nothing of its MTP head."""

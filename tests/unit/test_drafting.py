@@ -381,6 +381,8 @@ def test_a_head_that_lacks_a_tensor_is_left_out_unless_the_plan_names_it(tmp_pat
         assert len(model.generate([5, 9], **GREEDY).result.token_ids) == 24
     with pytest.raises(pi2.UserError, match=r"P533.*blk\.2\.attn_norm"):
         pi2.load(file, set=wanted)
+    with pi2.load(write_file("glm4-moe", checkpoint, left_out="head_norm"), set=wanted) as model:
+        assert model.plan.draft is not None, "the model's last norm is the head's"
     with pytest.raises(pi2.UserError, match=r"P544.*no MTP head"):
         pi2.load(write_file("glm4-moe", checkpoint, left_out="eh_proj"), set=wanted)
     plan = write_plan(tmp_path, convert_golden(checkpoint, tmp_path, EXACT), {})
