@@ -313,7 +313,16 @@ class PartAdder(Protocol):
 
 
 @runtime_checkable
-class RowDivider(Protocol):
+class HeadReader(Protocol):
+    """An executor, or a unit's whole model, that shows what its head reads."""
+
+    def read_head_input(self, first: int) -> F32:
+        """What the head reads of the tokens from ``first`` on [n, hidden], of as many as
+        ``logits`` gives; valid until the next call."""
+
+
+@runtime_checkable
+class RowDivider(HeadReader, Protocol):
     """An executor that leaves rows of its projections and of its head to another unit; a backend
     need not have it.  ``attend``, or ``attend_step`` in a step, is divided into::
 
@@ -344,10 +353,6 @@ class RowDivider(Protocol):
     def put_output(self, layer: int, values: F32) -> None:
         """Add the products [T, n] with the first rows to x."""
 
-    def read_head_input(self, first: int) -> F32:
-        """What the head reads of the tokens from ``first`` on [n, hidden], of as many as
-        ``logits`` gives."""
-
     def put_logits(self, values: F32) -> F32:
         """Complete the logits [n, vocab] of the last call with the products [n, m] with the first
         rows; return them."""
@@ -355,11 +360,11 @@ class RowDivider(Protocol):
 
 @runtime_checkable
 class InputJoiner(Protocol):
-    """An executor of MTP heads; a backend need not have it."""
+    """An executor of MTP heads, or the whole model of one; a backend need not have it."""
 
     def join(self, given: F32) -> None:
         """Join x, the embeddings of the tokens, with ``given`` [T, hidden], what the main model's
-        head reads (`RowDivider.read_head_input`)."""
+        head reads (`HeadReader.read_head_input`): at once, or in the next call."""
 
 
 @runtime_checkable

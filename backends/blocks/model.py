@@ -45,7 +45,7 @@ class Layers:
             self._add_join(own["in"], own["token_norm"], own["stream_norm"])
 
     def _add_join(self, project: str, token_norm: str, stream_norm: str) -> None:
-        """Add what an MTP head reads: embeddings, and what `BlockModel.give` has."""
+        """Add what an MTP head reads: embeddings, and what `BlockModel.join` has."""
         builder, hidden = self._builder, self._hidden
         joined = builder.take_area("joined", 2 * hidden)
         builder.add_norm(token_norm, self.x, joined, hidden)
@@ -426,18 +426,18 @@ class BlockModel:
         """Return what the head gave last [n, vocab]."""
         return self._logits[: self._rows]
 
-    def read_hidden(self, first: int) -> F32:
+    def read_head_input(self, first: int) -> F32:
         """Return what the head reads of the chunk's tokens from ``first`` on [n, hidden], n at
         most `LOGIT_ROWS`; valid until the next call."""
         self.choose_logits(first)
         self.run(self.head, self.head + 1)
         return self._hidden[: self._rows, : self._model.shape.hidden]
 
-    def give(self, rows: F32) -> None:
-        """Say what the main model's head reads of the next tokens [T, hidden]."""
+    def join(self, given: F32) -> None:
+        """See `pi2.backends.executor.InputJoiner`."""
         hidden = self._model.shape.hidden
         area = self._builder.take_area("stream", hidden)
-        view_floats(area.address, len(rows), area.stride)[:, :hidden] = rows
+        view_floats(area.address, len(given), area.stride)[:, :hidden] = given
 
     def run(self, begin: int, end: int) -> None:
         """Compute instructions ``begin`` to ``end``."""

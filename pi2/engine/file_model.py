@@ -182,13 +182,11 @@ class FileModel:
         self._head.run()
         return self._model.read_logits()
 
-    def read_hidden(self, first: int) -> F32:
-        """Head inputs of the chunk's tokens from ``first`` on [n, hidden], until the next call."""
-        return self._model.read_hidden(first)
+    def read_head_input(self, first: int) -> F32:
+        return self._model.read_head_input(first)
 
-    def give(self, rows: F32) -> None:
-        """See `pi2.engine.sequences.MtpLayer`."""
-        self._model.give(rows)
+    def join(self, given: F32) -> None:
+        self._model.join(given)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         if self._is_resident:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.executor import ContextKeeper, InputJoiner, LengthAware, RowDivider, StateKeeper
+from pi2.backends.executor import LengthAware, StateKeeper
 from pi2.engine.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Forward(Sequences):
             context=context,
             sequences=sequences,
             piece=chunk * chunks,
+            computer=executor,
             loan=loan,
             has_states=has_states,
         )
@@ -87,20 +88,6 @@ class Forward(Sequences):
     def go_on_from(self, sequence: int, position: int) -> None:
         self._marks.pop(sequence, None)
         super().go_on_from(sequence, position)
-
-    @property
-    def copies(self) -> bool:
-        executor = self._executor
-        has_keeper = not self._has_states or isinstance(executor, StateKeeper)
-        return isinstance(executor, ContextKeeper) and has_keeper
-
-    def copy(self, source: int, target: int) -> None:
-        executor = self._executor
-        assert isinstance(executor, ContextKeeper), "nothing can be copied"
-        self._copy_context(executor, source, target)
-        if self._has_states:
-            assert isinstance(executor, StateKeeper)
-            executor.put_state(target, executor.read_state(source))
 
     def mark(self, sequence: int) -> None:
         super().mark(sequence)
@@ -140,14 +127,6 @@ class Forward(Sequences):
 
     def read_logits(self, first: int) -> F32:
         return self._rows.compute_logits(first)
-
-    @property
-    def shows_hidden(self) -> bool:
-        return isinstance(self._executor, RowDivider)
-
-    def read_head_input(self, first: int) -> F32:
-        assert isinstance(self._executor, RowDivider)
-        return self._executor.read_head_input(first)
 
     def expect(self, end: int) -> None:
         if self._aware is not None:
@@ -197,13 +176,6 @@ class Forward(Sequences):
     def _embed(self, tokens: I32) -> None:
         self._executor.embed(self._find_rows(tokens))
         self._join(len(tokens))
-
-    def _join(self, count: int) -> None:
-        """Join embeddings of ``count`` tokens with what an MTP head is given."""
-        given = self._take_given(count)
-        if given is not None:
-            assert isinstance(self._executor, InputJoiner)
-            self._executor.join(given)
 
     def _find_rows(self, tokens: I32) -> I32:
         """Rows of the embedding that the executor has; layers' own embeddings are read as well."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.executor import CONTEXT_BLOCK, ContextKeeper
+from pi2.backends.executor import CONTEXT_BLOCK, ContextKeeper, HeadReader, InputJoiner, StateKeeper
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import NeuronCounters
 from pi2.plan.weights.layout import round_up
@@ -34,11 +34,14 @@ class Sequences(ABC):
         context: int,
         sequences: int,
         piece: int,
+        computer: object = None,
         loan: ContextLoan | None = None,
         has_states: bool = False,
     ) -> None:
         """``context``: tokens of each sequence; ``piece``: tokens of a prompt that are run
-        together; ``loan``: lent context memory; ``has_states``: failed steps change states."""
+        together; ``computer``: an executor, or a unit's whole model; ``loan``: lent context memory;
+        ``has_states``: failed steps change states."""
+        self._computer = computer
         self._context = context
         self._piece = piece
         self._loan = loan
@@ -108,22 +111,23 @@ class Sequences(ABC):
     @property
     def shows_hidden(self) -> bool:
         """Whether `read_head_input` works."""
-        return False
+        return isinstance(self._computer, HeadReader)
 
-    @abstractmethod
     def read_head_input(self, first: int) -> F32:
-        """What the head reads of them [n, hidden], if the model shows it."""
+        """What the head reads of them [n, hidden]."""
+        assert isinstance(self._computer, HeadReader)
+        return self._computer.read_head_input(first)
 
     def read_inputs(self, count: int) -> F32:
         """What the head reads of the ``count`` tokens of the last chunk or step [count, hidden]."""
         return np.concatenate(read_rows(self.read_head_input, count, True, None))
 
-    def _take_given(self, count: int) -> F32 | None:
-        """What an MTP head is given with the next ``count`` tokens."""
-        if self.given is None:
-            return None
-        found, self.given = self.given[:count], self.given[count:]
-        return found
+    def _join(self, count: int) -> None:
+        """Join embeddings of ``count`` tokens with what an MTP head is given."""
+        if self.given is not None:
+            assert isinstance(self._computer, InputJoiner)
+            self._computer.join(self.given[:count])
+            self.given = self.given[count:]
 
     def _show_chunk(self, sequence: int, position: int, tokens: I32) -> None:
         if self.watch is not None:
@@ -199,18 +203,21 @@ class Sequences(ABC):
 
     @property
     def copies(self) -> bool:
-        return False
+        has_keeper = not self._has_states or isinstance(self._computer, StateKeeper)
+        return isinstance(self._computer, ContextKeeper) and has_keeper
 
     def copy(self, source: int, target: int) -> None:
-        raise AssertionError("nothing can be copied")
-
-    def _copy_context(self, keeper: ContextKeeper, source: int, target: int) -> None:
-        """Let a sequence go on where another stands, with a copy of its KV cache."""
+        """Let a sequence go on where another stands, with a copy of its KV cache and states."""
+        keeper = self._computer
+        assert isinstance(keeper, ContextKeeper), "nothing can be copied"
         self.go_on_from(target, self.positions[source])
         whole = round_up(self.positions[source], CONTEXT_BLOCK)
         for first in range(0, whole, COPIED_TOKENS):
             end = min(whole, first + COPIED_TOKENS)
             keeper.put_context(target, first, end, keeper.read_context(source, first, end))
+        if self._has_states:
+            assert isinstance(keeper, StateKeeper)
+            keeper.put_state(target, keeper.read_state(source))
 
     def mark(self, sequence: int) -> None:
         """Let steps of a sequence that follow be taken back."""
@@ -274,22 +281,6 @@ def read_rows(
     return parts
 
 
-@runtime_checkable
-class HiddenReader(Protocol):
-    """A model that gives the input of its head."""
-
-    def read_hidden(self, first: int) -> F32:
-        """Head inputs of the chunk's tokens from ``first`` on [n, hidden], until the next call."""
-
-
-@runtime_checkable
-class MtpLayer(Protocol):
-    """A model that may be an MTP head."""
-
-    def give(self, rows: F32) -> None:
-        """Say what the main model's head reads of the next tokens [T, hidden]."""
-
-
 class WholeForward(Sequences):
     """Gives chunks and steps to the unit, and counts the neurons that it has named."""
 
@@ -305,31 +296,21 @@ class WholeForward(Sequences):
     ) -> None:
         """``step_neurons``: neurons that may compute a token in all layers together; None if steps
         compute all of them; ``has_states``: whether layers keep states."""
-        super().__init__(context=context, sequences=sequences, piece=chunk, has_states=has_states)
+        super().__init__(
+            context=context, sequences=sequences, piece=chunk, computer=model, has_states=has_states
+        )
         self._model = model
         self._step_neurons = step_neurons
         self.counters = NeuronCounters()
 
-    @property
-    def copies(self) -> bool:
-        return isinstance(self._model, ContextKeeper) and not self._has_states
-
-    def copy(self, source: int, target: int) -> None:
-        assert isinstance(self._model, ContextKeeper), "nothing can be copied"
-        self._copy_context(self._model, source, target)
-
     def abandon(self) -> None:
         """Do nothing: work that has begun ends by itself."""
-
-    @property
-    def shows_hidden(self) -> bool:
-        return isinstance(self._model, HiddenReader)
 
     def run_piece(
         self, tokens: I32, sequence: int, progress: Callable[[float], None]
     ) -> Sequence[int]:
         try:
-            self._give(len(tokens))
+            self._join(len(tokens))
             self._model.prefill(tokens, sequence, self.positions[sequence])
             self._show_chunk(sequence, self.positions[sequence], tokens)
         except BaseException:
@@ -339,21 +320,11 @@ class WholeForward(Sequences):
         progress(1.0)
         return [len(tokens)]
 
-    def _give(self, count: int) -> None:
-        given = self._take_given(count)
-        if given is not None:
-            assert isinstance(self._model, MtpLayer)
-            self._model.give(given)
-
     def select_chunk(self, number: int) -> None:
         """Do nothing: a piece is one chunk."""
 
     def read_logits(self, first: int) -> F32:
         return self._model.logits(first)
-
-    def read_head_input(self, first: int) -> F32:
-        assert isinstance(self._model, HiddenReader)
-        return self._model.read_hidden(first)
 
     def expect(self, end: int) -> None:
         self._model.expect(end)
@@ -365,7 +336,7 @@ class WholeForward(Sequences):
         self.expect(max(positions) + 1)
         read = np.array(tokens, np.int32)
         try:
-            self._give(len(tokens))
+            self._join(len(tokens))
             logits = self._model.step(read, sequences, positions)
             self._show_step(sequences, positions, read)
         except BaseException:

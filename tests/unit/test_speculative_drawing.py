@@ -43,9 +43,6 @@ class Chain(Sequences):
     def read_logits(self, first: int) -> F32:
         return self._look_up(self.piece[first:])
 
-    def read_head_input(self, first: int) -> F32:
-        raise NotImplementedError
-
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         for sequence in sequences:
             self.positions[sequence] += 1
