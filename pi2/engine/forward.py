@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.executor import LengthAware, StateKeeper
+from pi2.backends.executor import StateKeeper
 from pi2.engine.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class Forward(Sequences):
             has_states=has_states,
         )
         self._executor = executor
-        self._aware = executor if isinstance(executor, LengthAware) else None
         self._rows = rows
         self._feed_forward = feed_forward
         self._layers = layers
@@ -127,10 +126,6 @@ class Forward(Sequences):
 
     def read_logits(self, first: int) -> F32:
         return self._rows.compute_logits(first)
-
-    def expect(self, end: int) -> None:
-        if self._aware is not None:
-            self._aware.expect(end)
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         for sequence in set(sequences):

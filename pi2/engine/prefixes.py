@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -168,7 +167,45 @@ class _Place:
     used_at: float = 0.0
 
 
-class KeptPrefixes:
+class Prefixes:
+    """Knows the tokens in the places of sequences, which here are none: every prompt is read from
+    its beginning.  One caller at a time."""
+
+    def __init__(self, forward: Sequences) -> None:
+        self._forward = forward
+
+    def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """Choose one of the places ``free`` for a prompt, and bring the known part of its KV cache
+        there; return it, and how many tokens of the prompt need not be read."""
+        return self.choose_empty(free), 0
+
+    def choose_empty(self, free: Sequence[int]) -> int:
+        """Choose one of the places ``free``, and empty it."""
+        self._forward.reset(free[0])
+        return free[0]
+
+    def note_copy(self, source: int, target: int) -> None:
+        """Take notice that one place has what the other one has."""
+
+    def note_prompt(self, place: int, ids: I32) -> None:
+        """Take notice that the first tokens of a prompt, ``ids`` [n], were read into a place."""
+
+    def note_token(self, place: int, token: int) -> None:
+        """Take notice that a generated token was taken through the model."""
+
+    def note_end(self, place: int) -> None:
+        """Take notice that a place's sequence has ended: memory that its context does not use may
+        be lent, or its content used again."""
+        self._forward.reset(place)
+
+    def forget(self, place: int) -> None:
+        """Note that another caller uses a place."""
+
+    def close(self) -> None:
+        """Give back files and threads."""
+
+
+class KeptPrefixes(Prefixes):
     """Knows the tokens in the places of sequences, and in files."""
 
     def __init__(
@@ -185,7 +222,7 @@ class KeptPrefixes:
         """``block``: tokens kept as one; ``identity``: everything else that the KV cache depends
         on; ``goes_on_from_answers``: whether inexact ones serve; ``states``: copies states."""
         assert block % CONTEXT_BLOCK == 0
-        self._forward = forward
+        super().__init__(forward)
         self._keeper = keeper
         self._block = block
         self._identity = identity
@@ -365,66 +402,3 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
         states=states,
         files=files,
     )
-
-
-class Prefixes(Protocol):
-    """Knows the tokens in the places of sequences. One caller at a time."""
-
-    def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Choose one of the places ``free`` for a prompt, and bring the known part of its KV cache
-        there; return it, and how many tokens of the prompt need not be read."""
-
-    def choose_empty(self, free: Sequence[int]) -> int:
-        """Choose one of the places ``free``, and empty it."""
-
-    def note_copy(self, source: int, target: int) -> None:
-        """Take notice that one place has what the other one has."""
-
-    def note_prompt(self, place: int, ids: I32) -> None:
-        """Take notice that the first tokens of a prompt, ``ids`` [n], were read into a place."""
-
-    def note_token(self, place: int, token: int) -> None:
-        """Take notice that a generated token was taken through the model."""
-
-    def note_end(self, place: int) -> None:
-        """Take notice that a place's sequence has ended; its content may be used again."""
-
-    def forget(self, place: int) -> None:
-        """Note that another caller uses a place."""
-
-    def close(self) -> None:
-        """Give back files and threads."""
-
-
-class NoPrefixes:
-    """Every prompt is read from its beginning."""
-
-    def __init__(self, forward: Sequences) -> None:
-        self._forward = forward
-
-    def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """The first place, empty."""
-        return self.choose_empty(free), 0
-
-    def choose_empty(self, free: Sequence[int]) -> int:
-        self._forward.reset(free[0])
-        return free[0]
-
-    def note_copy(self, source: int, target: int) -> None:
-        """Do nothing."""
-
-    def note_prompt(self, place: int, ids: I32) -> None:
-        """Do nothing."""
-
-    def note_token(self, place: int, token: int) -> None:
-        """Do nothing."""
-
-    def note_end(self, place: int) -> None:
-        """Forget it: memory that its context does not use may be lent."""
-        self._forward.reset(place)
-
-    def forget(self, place: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -17,7 +17,7 @@ from typing import Any
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Answer, GenerationRequest, Line, Ticket, score_token
-from pi2.engine.prefixes import NoPrefixes, Prefixes
+from pi2.engine.prefixes import Prefixes
 from pi2.engine.sequences import Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import Phase, Rounds
@@ -52,7 +52,7 @@ class Scheduler:
         self._context = context
         self._piece_tokens = piece_tokens
         self._make_decoder = make_decoder
-        self.prefixes: Prefixes = prefixes or NoPrefixes(forward)
+        self.prefixes = prefixes or Prefixes(forward)
         self.speculation = speculation
         self._count_reads = count_reads
         self._lock = RLock()

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.executor import CONTEXT_BLOCK, ContextKeeper, HeadReader, InputJoiner, StateKeeper
+from pi2.backends.executor import (
+    CONTEXT_BLOCK,
+    ContextKeeper,
+    HeadReader,
+    InputJoiner,
+    LengthAware,
+    StateKeeper,
+)
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import NeuronCounters
 from pi2.plan.weights.layout import round_up
@@ -42,6 +49,7 @@ class Sequences(ABC):
         together; ``computer``: an executor, or a unit's whole model; ``loan``: lent context memory;
         ``has_states``: failed steps change states."""
         self._computer = computer
+        self._aware = computer if isinstance(computer, LengthAware) else None
         self._context = context
         self._piece = piece
         self._loan = loan
@@ -139,9 +147,10 @@ class Sequences(ABC):
             for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
                 self.watch(sequence, position, tokens[row : row + 1], inputs[row : row + 1])
 
-    @abstractmethod
     def expect(self, end: int) -> None:
         """Prepare for calls that bring a sequence to ``end`` tokens."""
+        if self._aware is not None:
+            self._aware.expect(end)
 
     def prefill(
         self,
@@ -306,6 +315,9 @@ class WholeForward(Sequences):
     def abandon(self) -> None:
         """Do nothing: work that has begun ends by itself."""
 
+    def select_chunk(self, number: int) -> None:
+        """Do nothing: a piece is one chunk."""
+
     def run_piece(
         self, tokens: I32, sequence: int, progress: Callable[[float], None]
     ) -> Sequence[int]:
@@ -320,14 +332,8 @@ class WholeForward(Sequences):
         progress(1.0)
         return [len(tokens)]
 
-    def select_chunk(self, number: int) -> None:
-        """Do nothing: a piece is one chunk."""
-
     def read_logits(self, first: int) -> F32:
         return self._model.logits(first)
-
-    def expect(self, end: int) -> None:
-        self._model.expect(end)
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         for sequence in set(sequences):

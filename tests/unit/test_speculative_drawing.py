@@ -29,16 +29,14 @@ class Chain(Sequences):
 
     def abandon(self) -> None: ...
 
+    def select_chunk(self, number: int) -> None: ...
+
     def run_piece(
         self, tokens: I32, sequence: int, progress: Callable[[float], None]
     ) -> Sequence[int]:
         self.positions[sequence] += len(tokens)
         self.piece = tokens.tolist()
         return [len(tokens)]
-
-    def select_chunk(self, number: int) -> None: ...
-
-    def expect(self, end: int) -> None: ...
 
     def read_logits(self, first: int) -> F32:
         return self._look_up(self.piece[first:])
