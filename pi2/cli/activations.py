@@ -103,7 +103,7 @@ def count_slots(size: str, trace: RoutingTrace) -> int:
 
 
 def write_hits(trace: RoutingTrace, rows: list[list[Replay]], slots: list[int]) -> str:
-    from pi2.plan.documents.quantities import approximate_bytes
+    from pi2.plan.documents.quantities import approximate_bytes, write_table
 
     tokens, layers, chosen = trace.chosen.shape
     demand = layers * chosen
@@ -118,12 +118,10 @@ def write_hits(trace: RoutingTrace, rows: list[list[Replay]], slots: list[int]) 
         f"{tokens} tokens; a token needs {layers} layers x {chosen} experts = {demand} experts"
         + (f", {approximate_bytes(demand * size)}" if size else ""),
         "",
-        f"| hits | {' | '.join(map(name, slots))} |",
-        "|---|" + "---|" * len(slots),
-    ]
-    lines += [
-        f"| {row[0].policy} | {' | '.join(f'{item.hit_rate:.1%}' for item in row)} |"
-        for row in rows
+        *write_table(
+            " | ".join(("hits", *map(name, slots))),
+            ((row[0].policy, *(f"{item.hit_rate:.1%}" for item in row)) for row in rows),
+        ),
     ]
     small = [name(count) for count in slots if count < demand]
     if small:
@@ -243,7 +241,7 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     if given.plot is not None:
         picture = draw_activations(given.output, statistics, find_form(given.plot))
         write_file(given.plot, picture)
-    print_found(asdict(statistics), write_table(statistics), given.as_json)
+    print_found(asdict(statistics), describe_statistics(statistics), given.as_json)
 
 
 def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
@@ -268,35 +266,31 @@ def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
 
 def describe_routing(trace: RoutingTrace) -> str:
     from pi2.measuring.routing import DISTANCES, measure_locality
+    from pi2.plan.documents.quantities import write_table
 
     tokens, layers, chosen = trace.chosen.shape
-    titles = " | ".join(f"chosen again within {distance}" for distance in DISTANCES)
-    lines = [
-        f"{tokens} tokens, {layers} layers, {chosen} of {trace.experts} experts",
-        "",
-        f"| layer | experts for 80 % | touched | {titles} | tokens shuffled |",
-        "|---|---|---|" + "---|" * (len(DISTANCES) + 1),
-    ]
+    again = " | ".join(f"chosen again within {distance}" for distance in DISTANCES)
+    titles = f"layer | experts for 80 % | touched | {again} | tokens shuffled"
+    rows = []
     for layer in (*range(layers), None):
         found = measure_locality(trace, layer)
         shares = (found.popular, found.touched, *found.reuse.values())
         mixed = " / ".join(f"{share:.1%}" for share in found.shuffled.values())
         name = "mean" if layer is None else str(layer)
-        lines.append(f"| {name} | {' | '.join(f'{x:.1%}' for x in shares)} | {mixed} |")
-    return "\n".join(lines)
+        rows.append((name, *(f"{share:.1%}" for share in shares), mixed))
+    head = f"{tokens} tokens, {layers} layers, {chosen} of {trace.experts} experts"
+    return "\n".join((head, "", *write_table(titles, rows)))
 
 
-def write_table(statistics: Statistics) -> str:
-    lines = [
-        f"{statistics.model}: {statistics.tokens} tokens",
-        "",
-        "| layer | active | of 2 tokens | of 3 | of 4 | neurons for 80 % | never active |",
-        "|---|---|---|---|---|---|---|",
+def describe_statistics(statistics: Statistics) -> str:
+    from pi2.plan.documents.quantities import write_table
+
+    titles = "layer | active | of 2 tokens | of 3 | of 4 | neurons for 80 % | never active"
+    rows = [
+        (layer.active, *layer.batches[1:], layer.skew, layer.never) for layer in statistics.layers
     ]
-    for number, layer in enumerate(statistics.layers):
-        shares = (layer.active, *layer.batches[1:], layer.skew, layer.never)
-        lines.append(f"| {number} | {' | '.join(f'{share:.1%}' for share in shares)} |")
-    lines.append("")
+    shown = [(number, *(f"{share:.1%}" for share in row)) for number, row in enumerate(rows)]
+    lines = [f"{statistics.model}: {statistics.tokens} tokens", "", *write_table(titles, shown), ""]
     if any(layer.active != layer.batches[0] for layer in statistics.layers):
         lines += ["active: of the experts that compute a token; all else: of the whole layer", ""]
     lines.append(f"mean: active {statistics.active:.1%}, neurons for 80 % {statistics.skew:.1%}")

@@ -431,7 +431,7 @@ class ChosenPlan:
 
 def choose_plan(
     given: Path,
-    settings: tuple[str, ...],
+    settings: tuple[str, ...] = (),
     memory: str | None = None,
     *,
     locked: bool = False,
@@ -478,23 +478,14 @@ def take_plan(
 ) -> Callable[[Command], Command]:
     """Give a command PLAN and ``--set`` as a `ChosenPlan`; flags add ``--memory``, ``--locked`` and
     ``--tokenizer``; ``in_store`` refuses plans of GGUF files that run as they are."""
-    taken = {"memory": fitted, "settings": True, "locked": locked, "tokenizer": tokenizer}
-    options = [
-        click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans),
-        *(make for name, make in _make_options(PlanOptions) if taken[name]),
-    ]
+    flags = {"memory": fitted, "settings": True, "locked": locked, "tokenizer": tokenizer}
+    taken = {name: make for name, make in _make_options(PlanOptions) if flags[name]}
+    argument = click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans)
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
-        def call(
-            plan: Path,
-            settings: tuple[str, ...],
-            memory: str | None = None,
-            locked: bool = False,
-            tokenizer: Path | None = None,
-            **others: Any,
-        ) -> object:
-            chosen = choose_plan(plan, settings, memory, locked=locked, tokenizer=tokenizer)
+        def call(plan: Path, **others: Any) -> object:
+            chosen = choose_plan(plan, **{name: others.pop(name) for name in taken})
             if in_store and chosen.runs_file:
                 raise UserError.of(
                     "P662",
@@ -503,7 +494,7 @@ def take_plan(
                 )
             return command(plan=chosen, **others)
 
-        return add_options(options)(call)  # type: ignore[return-value] # what click calls
+        return add_options([argument, *taken.values()])(call)  # type: ignore[return-value] # click
 
     return add
 

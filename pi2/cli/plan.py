@@ -109,7 +109,7 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
     if wishes is None and is_gguf(Path(given.model)):
         wishes = Path(given.model)
     if wishes is not None:
-        chosen = choose_plan(wishes, ())
+        chosen = choose_plan(wishes)
         if chosen.runs_file:
             _plan_file(chosen, given)
             return
@@ -331,13 +331,13 @@ def _write(path: Path, planned: PlannedPlan, given: PlanOptions) -> None:
 
 
 def _show_pareto(wish: Wish, plot: Path | None) -> None:
-    from pi2.planning.comparison import draw_curve, write_table
+    from pi2.planning.comparison import describe_curve, draw_curve
     from pi2.planning.planner import trace_pareto
     from pi2.planning.speed import find_device_memory
 
     with ProgressBar() as progress:
         most = find_device_memory(wish.device)
         found = trace_pareto(wish, POINTS, most_bytes=most, progress=progress)
-    click.echo("\n".join(write_table(found)))
+    click.echo("\n".join(describe_curve(found)))
     if plot is not None:
         write_file(plot, draw_curve(found, find_form(plot)))

@@ -289,17 +289,19 @@ def describe_calibration(
 
 
 def write_report(calibration: Calibration) -> str:
+    from pi2.plan.documents.quantities import write_table
+
     best = calibration.chosen
-    chosen = best.thresholds
+    chosen, dense_speed = best.thresholds, f"{calibration.dense_tokens_per_s:.1f}"
+    rows = [("0.0 %", f"{best.dense_perplexity:.3f}", "-", *["100.0 %"] * 3, dense_speed)]
+    rows += map(list_figures, calibration.trials)
     lines = [
         f"{chosen.model}: {calibration.goal.method}, thresholds from {chosen.tokens} tokens, "
         f"perplexity over up to {max(trial.scored for trial in calibration.trials)} others",
         "",
-        "| left out | perplexity | change | same top token | up read | down read | tokens/s |",
-        "|---|---|---|---|---|---|---|",
-        f"| 0.0 % | {best.dense_perplexity:.3f} | - | 100.0 % | 100.0 % | 100.0 % | "
-        f"{calibration.dense_tokens_per_s:.1f} |",
-        *(write_trial(trial) for trial in calibration.trials),
+        *write_table(
+            "left out | perplexity | change | same top token | up read | down read | tokens/s", rows
+        ),
     ]
     if len(calibration.trials) > 1:
         lines += ["", f"chosen: {chosen.target:.1%}"]
@@ -308,17 +310,18 @@ def write_report(calibration: Calibration) -> str:
         lines += [
             "",
             f"slower: with thresholds {best.tokens_per_s:.1f} tokens/s, without "
-            f"{calibration.dense_tokens_per_s:.1f}, in the memory of these plans on this machine. "
+            f"{dense_speed}, in the memory of these plans on this machine. "
             "Keep the dense plan; if neurons come from flash, more memory helps (`--memory`)",
         ]
     return "\n".join(lines)
 
 
-def write_trial(trial: Trial) -> str:
+def list_figures(trial: Trial) -> tuple[str, ...]:
     shares = (trial.agreement, trial.computed, trial.active)
     return (
-        f"| {trial.thresholds.target * 100:.1f} % | {trial.perplexity:.3f} | "
-        f"{trial.increase:+.2%} ± {trial.error:.2%} | "
-        + " | ".join(f"{share * 100:.1f} %" for share in shares)
-        + f" | {trial.tokens_per_s:.1f} |"
+        f"{trial.thresholds.target * 100:.1f} %",
+        f"{trial.perplexity:.3f}",
+        f"{trial.increase:+.2%} ± {trial.error:.2%}",
+        *(f"{share * 100:.1f} %" for share in shares),
+        f"{trial.tokens_per_s:.1f}",
     )

@@ -27,7 +27,7 @@ from pi2.measuring.texts import (
     score_windows,
 )
 from pi2.orchestrator import load
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes, write_table
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 
@@ -275,30 +275,24 @@ def write_markdown(evaluation: Evaluation) -> str:
         f"window{'s' if evaluation.windows != 1 else ''} of "
         f"at most {evaluation.context}; model {evaluation.model}, plan {evaluation.digest[:12]}",
         "",
-        "| run | backend | predictor | perplexity | bits per byte | change | same top token "
-        "| neurons computed | active |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_write_run(run) for run in evaluation.runs),
+        *write_table(
+            "run | backend | predictor | perplexity | bits per byte | change | same top token | "
+            "neurons computed | active",
+            map(_list_figures, evaluation.runs),
+        ),
     ]
     lines += _describe_reads(evaluation)
     if evaluation.layers:
-        lines += [
-            "",
-            "Neurons of the dense run, and what the predictors say of them:",
-            "",
-            "| layer | active | predicted | recall |",
-            "|---|---|---|---|",
-        ]
         rows = [(layer.active, layer.predicted, layer.recall) for layer in evaluation.layers]
-        for number, row in enumerate(rows):
-            lines.append(_write_row(str(number), row))
         known = [recall for _, _, recall in rows if recall is not None]
         mean = (
             sum(row[0] for row in rows) / len(rows),
             sum(row[1] for row in rows) / len(rows),
             sum(known) / len(known) if known else None,
         )
-        lines.append(_write_row("mean", mean))
+        shown = [(name, *map(_percent, row)) for name, row in (*enumerate(rows), ("mean", mean))]
+        lines += ["", "Neurons of the dense run, and what the predictors say of them:", ""]
+        lines += write_table("layer | active | predicted | recall", shown)
     return "\n".join(lines)
 
 
@@ -336,21 +330,14 @@ def _describe_reads(evaluation: Evaluation) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _write_run(run: Run) -> str:
+def _list_figures(run: Run) -> tuple[str, ...]:
     change = "-"
     if run.name != "dense":
         # The change of the mean loss in nats is, to first order, that of the perplexity in percent.
         change = f"{run.loss_change:+z.2%} ± {run.loss_change_error:.2%}"
     computed = "100 %" if run.predicted is None else _percent(run.predicted)
-    return (
-        f"| {run.name} | {run.backend} | {run.predictor} | {run.perplexity:.3f} | "
-        f"{run.bits_per_byte:.4f} | {change} | {_percent(run.agreement)} | {computed} | "
-        f"{_percent(run.active)} |"
-    )
-
-
-def _write_row(name: str, row: tuple[float, float, float | None]) -> str:
-    return f"| {name} | {' | '.join(_percent(share) for share in row)} |"
+    figures = f"{run.perplexity:.3f}", f"{run.bits_per_byte:.4f}", change, _percent(run.agreement)
+    return run.name, run.backend, run.predictor, *figures, computed, _percent(run.active)
 
 
 def _percent(share: float | None) -> str:

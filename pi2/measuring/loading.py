@@ -20,6 +20,7 @@ from pi2.caches import open_regular
 from pi2.measuring.contestant import Worker
 from pi2.memory.bulk_load import PIECE_BYTES, READERS, touch_memory
 from pi2.memory.io_engine import make_readers
+from pi2.plan.documents.quantities import write_table
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 from pi2.store.manifest import read_manifest
@@ -189,19 +190,14 @@ def describe_load(outcome: LoadOutcome) -> dict[str, Any]:
 
 
 def write_loads(outcomes: Sequence[LoadOutcome]) -> str:
-    lines = [
-        "| plan | GB | load s | GB/s | reads s | load / reads | first touch s | touch again s "
-        "| user s | system s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    titles = "plan | GB | load s | GB/s | reads s | load / reads | first touch s | touch again s"
+    rows = []
     for item in outcomes:
         gigabytes = item.loaded_bytes / 1e9
         load, reads, first, again, user, system = (
             item.take_median(name)
             for name in ("load_s", "reads_s", "touch_s", "touch_again_s", "user_s", "system_s")
         )
-        lines.append(
-            f"| {item.plan} | {gigabytes:.2f} | {load:.2f} | {gigabytes / load:.2f} | {reads:.2f} "
-            f"| {load / reads:.2f} | {first:.2f} | {again:.2f} | {user:.2f} | {system:.2f} |"
-        )
-    return "\n".join(lines)
+        figures = gigabytes, load, gigabytes / load, reads, load / reads, first, again, user, system
+        rows.append((item.plan, *(f"{figure:.2f}" for figure in figures)))
+    return "\n".join(write_table(f"{titles} | user s | system s", rows))

@@ -12,7 +12,12 @@ from pi2.diagnostics import UserError
 from pi2.fitting.budget import Shortage, fit_plan, write_memory
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.quantities import approximate_bytes, approximate_number, approximate_share
+from pi2.plan.documents.quantities import (
+    approximate_bytes,
+    approximate_number,
+    approximate_share,
+    write_table,
+)
 from pi2.planning.planner import PlannedPlan, score_plan
 from pi2.planning.refinement import Decision
 from pi2.tracing import make_figure, save_figure
@@ -107,9 +112,8 @@ def describe_promise(cost: Cost, tokens_s: float) -> str:
     )
 
 
-def write_table(plans: Sequence[PlannedPlan]) -> Iterator[str]:
-    yield "| memory | tokens/s | in memory | waiting | predictor | KV cache | reads |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+def describe_curve(plans: Sequence[PlannedPlan]) -> Iterator[str]:
+    rows = []
     for item in plans:
         plan, cost = item.resolved.plan, item.cost
         waits = sum(layer.wait_s for layer in cost.layers) / cost.token_s
@@ -121,11 +125,11 @@ def write_table(plans: Sequence[PlannedPlan]) -> Iterator[str]:
                 if io.engine == "io_uring"
                 else f"pread, {io.threads} threads"
             )
-        yield (
-            f"| {approximate_bytes(plan.memory.budget)} | {approximate_number(cost.tokens_s)} |"
-            f" {cost.hit_rate:.1%} | {approximate_share(waits)} | {plan.decode.predictor} |"
-            f" {plan.kv.type} | {reads} |"
-        )
+        figures = approximate_bytes(plan.memory.budget), approximate_number(cost.tokens_s)
+        shares = f"{cost.hit_rate:.1%}", approximate_share(waits)
+        rows.append((*figures, *shares, plan.decode.predictor, plan.kv.type, reads))
+    titles = "memory | tokens/s | in memory | waiting | predictor | KV cache | reads"
+    return write_table(titles, rows)
 
 
 def draw_curve(plans: Sequence[PlannedPlan], form: str) -> bytes:

@@ -17,7 +17,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.quantities import approximate_bytes, approximate_number
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number, write_table
 from pi2.planning.program import import_solver
 from pi2.progress import Progress
 from pi2.ray_cluster import import_ray, start_ray
@@ -292,14 +292,13 @@ def write_summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
         absent = "; empty: more than the device has"
     yield f"Simulated tokens/s, not measured; `-`: no plan fits{absent}."
     yield ""
-    yield "| device | model | " + " | ".join(approximate_bytes(size) for size in memories) + " |"
-    yield "|" + " --- |" * (len(memories) + 2)
     rows: dict[tuple[str, str], dict[int, Outcome]] = {}
     for item in outcomes:
         rows.setdefault((item.device, item.model), {})[item.memory_bytes] = item
-    for (device, model), cells in rows.items():
-        shown = [_show(cells.get(size)) for size in memories]
-        yield f"| {device} | {model} | " + " | ".join(shown) + " |"
+    yield from write_table(
+        " | ".join(("device", "model", *map(approximate_bytes, memories))),
+        ((*name, *(_show(cells.get(size)) for size in memories)) for name, cells in rows.items()),
+    )
     reasons = {item.code: item.reason for item in outcomes if item.code not in (None, "P350")}
     for code, reason in reasons.items():
         yield f"{code}: {reason}"
@@ -319,9 +318,7 @@ def write_matrix(outcomes: Sequence[Outcome]) -> Iterator[str]:
     models = list(dict.fromkeys(item.model for item in outcomes))
     yield "Fastest tokens/s, simulated, and the memory it takes; `-`: no plan fits."
     yield ""
-    yield "| device | " + " | ".join(models) + " |"
-    yield "|" + " --- |" * (len(models) + 1)
-    best = find_fastest(outcomes)
+    best, rows = find_fastest(outcomes), []
     for device in devices:
         cells = []
         for model in models:
@@ -331,7 +328,8 @@ def write_matrix(outcomes: Sequence[Outcome]) -> Iterator[str]:
                 continue
             speed = approximate_number(found.simulated_tokens_s)
             cells.append(f"{speed} ({approximate_bytes(found.memory_bytes)})")
-        yield f"| {device} | " + " | ".join(cells) + " |"
+        rows.append((device, *cells))
+    yield from write_table(" | ".join(("device", *models)), rows)
 
 
 def find_fastest(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Outcome]:

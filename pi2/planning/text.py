@@ -28,6 +28,7 @@ from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
     format_quantity,
+    write_table,
 )
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
@@ -268,20 +269,19 @@ def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
 
 
 def write_batches(plans: Sequence[PlannedPlan]) -> Iterator[str]:
-    yield "| sequences | tokens/s | of each | used | hot | cold | dense | in memory |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    rows = []
     for item in plans:
         cost, resolved = item.cost, item.resolved
         layers, segments = resolved.layers, resolved.plan.memory.segments
         neurons = resolved.model.layer_neurons * len(layers)
         used = sum(layer.used for layer in cost.layers) / neurons
         dense = sum(layer.find_dense_share(cost.batch) for layer in layers) / len(layers)
-        yield (
-            f"| {cost.batch} | {approximate_number(cost.tokens_s)} | "
-            f"{approximate_number(cost.tokens_s / cost.batch)} | "
-            f"{used:.1%} | {approximate_bytes(segments.hot)} | "
-            f"{approximate_bytes(segments.cold)} | {dense:.0%} | {cost.hit_rate:.1%} |"
-        )
+        speeds = map(approximate_number, (cost.tokens_s, cost.tokens_s / cost.batch))
+        sizes = map(approximate_bytes, (segments.hot, segments.cold))
+        shares = f"{dense:.0%}", f"{cost.hit_rate:.1%}"
+        rows.append((cost.batch, *speeds, f"{used:.1%}", *sizes, *shares))
+    titles = "sequences | tokens/s | of each | used | hot | cold | dense | in memory"
+    return write_table(titles, rows)
 
 
 def describe_cost(cost: Cost) -> Iterator[str]:
@@ -345,12 +345,9 @@ def write_cost(cost: Cost) -> Iterator[str]:
     yield ""
     yield "Microseconds of a token in a layer; read is hidden behind the others, all but wait:"
     yield ""
-    names = ["layers", "hot", "used", "missing", *_TERMS]
-    yield "| " + " | ".join(names) + " |"
-    yield "|" + " --- |" * len(names)
-    for key, group in groupby(enumerate(cost.layers), key=lambda item: item[1]):
-        numbers = [number for number, _ in group]
-        yield _write_row(numbers, key)
+    groups = groupby(enumerate(cost.layers), key=lambda item: item[1])
+    rows = [_list_figures([number for number, _ in group], layer) for layer, group in groups]
+    yield from write_table(" | ".join(("layers", "hot", "used", "missing", *_TERMS)), rows)
     total = [sum(getattr(layer, name) for layer in cost.layers) * 1e3 for name in _TERMS.values()]
     shown = ", ".join(f"{name} {ms:.1f}" for name, ms in zip(_TERMS, total, strict=True))
     yield ""
@@ -364,11 +361,10 @@ def write_cost(cost: Cost) -> Iterator[str]:
         yield f"  {name}: {source}"
 
 
-def _write_row(numbers: list[int], layer: LayerCost) -> str:
+def _list_figures(numbers: list[int], layer: LayerCost) -> list[str]:
     name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
     cells = [name, approximate_bytes(layer.hot_bytes), f"{layer.used:.0f}", f"{layer.missing:.1f}"]
-    cells += [f"{getattr(layer, field) * 1e6:.0f}" for field in _TERMS.values()]
-    return "| " + " | ".join(cells) + " |"
+    return cells + [f"{getattr(layer, field) * 1e6:.0f}" for field in _TERMS.values()]
 
 
 def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:

@@ -6,7 +6,7 @@ unit is visible."""
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -214,6 +214,14 @@ def approximate_number(value: float, digits: int = 3) -> str:
 def approximate_share(value: float, decimals: int = 0) -> str:
     """Write a share of 1 in percent for people: ``"12%"``; never ``"-0%"``."""
     return f"{value:z.{decimals}%}"
+
+
+def write_table(titles: str, rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Lines of a Markdown table; ``titles`` have `` | `` between them."""
+    yield f"| {titles} |"
+    yield "|" + " --- |" * (titles.count(" | ") + 1)
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
 
 
 def _validator(
