@@ -87,10 +87,11 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
             compare_segments(plans[0], plans[1]),
         )
         if simulate and not found.is_none:
-            first, second = measure_host(plans[0]), plans[1]
-            is_same = second.device == plans[0].device  # its rates are measured once
-            second = replace(second, device=first.device) if is_same else measure_host(second)
-            found = replace(found, speeds=[_simulate(first), _simulate(second)])
+            first, second = plans[0].device, plans[1].device
+            device = measure_host(first)
+            other = device if first == second else measure_host(second)
+            measured = replace(plans[0], device=device), replace(plans[1], device=other)
+            found = replace(found, speeds=list(map(_simulate, measured)))
     lines = [f"A  {before}", f"B  {after}", *_write(found)]
     print_found(_describe(reports, found), "\n".join(lines), as_json)
     return 1 if exit_code and not found.is_none else 0

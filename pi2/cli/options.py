@@ -409,6 +409,11 @@ class ChosenPlan:
         return self.fitted.resolved
 
     @property
+    def measured(self) -> ResolvedPlan:
+        """The plan, with rates of its device."""
+        return replace(self.resolved, device=measure_host(self.resolved.device))
+
+    @property
     def overrides(self) -> Mapping[str, object]:
         """Values to load the plan with: ``--set`` and the other options."""
         _ = self.resolved
@@ -448,19 +453,19 @@ def choose_plan(
     return ChosenPlan(given, path, chosen, memory_bytes, locked=locked, files=files)
 
 
-def measure_host(resolved: ResolvedPlan) -> ResolvedPlan:
-    """The plan; if it is for this machine, which was not probed, with quickly measured rates."""
-    if resolved.device.id != "host":
-        return resolved
+def measure_host(device: Device) -> Device:
+    """The device; this machine, if it was not probed, with quickly measured rates."""
+    if device.id != "host":
+        return device
     from pi2.caches import find_cache_folder
     from pi2.probing.document import has_rates, sketch_device
 
-    if has_rates(resolved.device):
-        return resolved
+    if has_rates(device):
+        return device
     click.echo("note: memory and disk are measured for 2 s; `pi2 probe` measures more", err=True)
     folder = find_cache_folder("kernels")
     folder.mkdir(parents=True, exist_ok=True)
-    return replace(resolved, device=sketch_device(resolved.device, folder))
+    return sketch_device(device, folder)
 
 
 def parse_changes(

@@ -179,7 +179,7 @@ def _plan_file(chosen: ChosenPlan, given: PlanOptions) -> None:
         chosen.change({key: value for key, value in wanted.items() if value}),
         memory_bytes=None if given.memory is None else parse_size(given.memory, code="P105"),
     )
-    lines = list(describe_file_plan(measure_host(chosen.resolved)))
+    lines = list(describe_file_plan(chosen.measured))
     click.echo("\n".join(lines))
     if given.output is not None:
         write_fitted(chosen, given.output, lines, given.device)
@@ -233,7 +233,7 @@ def _make_wish(given: PlanOptions) -> Wish:
     from pi2.plan.documents.quantities import parse_size
     from pi2.planning.wish import Wish
 
-    device, model = read_device(given.device), read_model(given.model)
+    device, model = measure_host(read_device(given.device)), read_model(given.model)
     return Wish(
         device=device,
         model=model,

@@ -20,7 +20,6 @@ from pi2.cli.options import (
     JSON,
     ChosenPlan,
     find_form,
-    measure_host,
     option,
     print_found,
     read_device,
@@ -184,7 +183,7 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     from pi2.simulate import draw_run, read_inputs, simulate
 
     tokens = fit_context(given.prompt, tokens, plan.resolved.plan.kv.context)
-    inputs = read_inputs(measure_host(plan.resolved))
+    inputs = read_inputs(plan.measured)
     with ProgressBar() as bar:
         result = simulate(
             inputs,

@@ -22,7 +22,6 @@ from pi2.cli.options import (
     ChosenPlan,
     choose_plan,
     find_form,
-    measure_host,
     option,
     parse_changes,
     suggest_codes,
@@ -100,7 +99,7 @@ def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
     from pi2.planning.text import draw_cost, write_cost
     from pi2.sharing.fetching import write_atomically
 
-    resolved = measure_host(plan.resolved)
+    resolved = plan.measured
     cost = cost_plan(resolved)
     click.echo("\n".join(write_cost(cost)))
     if plot is not None:
