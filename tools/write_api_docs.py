@@ -79,8 +79,10 @@ def list_fields(kind: type) -> Iterator[tuple[str, str, str]]:
 
 
 def list_members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that a class itself has, in the order of its source."""
-    for name, item in vars(kind).items():
+    """Public methods and properties that a class itself has, or a private one that it derives from,
+    in the order of the source."""
+    own = (base for base in kind.__mro__ if base is kind or base.__name__.startswith("_"))
+    for name, item in (pair for base in own for pair in vars(base).items()):
         plain = item.__func__ if isinstance(item, classmethod | staticmethod) else item
         if not name.startswith("_") and (inspect.isfunction(plain) or isinstance(plain, property)):
             yield name, plain

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Thread
-from typing import Literal
+from typing import Generic, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -135,9 +136,12 @@ class BatchResult:
         return -max(known)[1] if known else None
 
 
-class BatchGeneration(Iterator[tuple[int, str]]):
-    """Iterate over it for pieces of text as they are made, each with the number of its prompt;
-    ``result`` exists once all have ended."""
+P = TypeVar("P")
+Result = TypeVar("Result")
+
+
+class _Running(Iterator[P], Generic[P, Result]):
+    """Requests under way: an iterator of pieces, with a result at its end."""
 
     def __init__(
         self,
@@ -153,26 +157,32 @@ class BatchGeneration(Iterator[tuple[int, str]]):
         self._read_statistics = read_statistics
         self.finished: dict[int, SequenceResult] = {}
         """Sequences that have ended so far, by the number of their prompts."""
-        self._result: BatchResult | None = None
+        self._result: Result | None = None
         self._pieces = self._generate()
 
-    def __iter__(self) -> BatchGeneration:
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[int, str]:
-        return next(self._pieces)
+    def __next__(self) -> P:
+        return self._show(*next(self._pieces))
 
     def close(self) -> None:
         """Give up unfinished sequences: the places are free for others."""
         self._pieces.close()
 
     @property
-    def result(self) -> BatchResult:
+    def result(self) -> Result:
         """The result; remaining tokens are generated first."""
         for _ in self:
             pass
         assert self._result is not None, "the generation was interrupted"
         return self._result
+
+    @abstractmethod
+    def _show(self, number: int, text: str) -> P: ...
+
+    @abstractmethod
+    def _describe(self, statistics: RunStatistics, rounds: Rounds) -> Result: ...
 
     def _generate(self) -> Generator[tuple[int, str], None, None]:
         statistics, rounds = self._read_statistics(), self._scheduler.rounds
@@ -184,13 +194,13 @@ class BatchGeneration(Iterator[tuple[int, str]]):
                 for number, ticket in list(waiting.items()):
                     if ticket.ended:
                         del waiting[number]
-                        if ticket.error is not None:
-                            raise ticket.error
-                        assert ticket.result is not None
-                        self.finished[number] = ticket.result
+                        if ticket.result is not None:
+                            self.finished[number] = ticket.result
                     while ticket.pieces:
                         if text := ticket.pieces.popleft().text:
                             yield number, text
+                    if number not in waiting and ticket.error is not None:
+                        raise ticket.error
         finally:
             for ticket in self._tickets:
                 ticket.cancel()
@@ -198,12 +208,17 @@ class BatchGeneration(Iterator[tuple[int, str]]):
             self._read_statistics() - statistics, self._scheduler.rounds - rounds
         )
 
+
+class BatchGeneration(_Running[tuple[int, str], BatchResult]):
+    """Iterate over it for pieces of text as they are made, each with the number of its prompt;
+    ``result`` exists once all have ended."""
+
+    def _show(self, number: int, text: str) -> tuple[int, str]:
+        return number, text
+
     def _describe(self, statistics: RunStatistics, rounds: Rounds) -> BatchResult:
-        return BatchResult(
-            sequences=tuple(self.finished[number] for number in range(len(self._tickets))),
-            rounds=rounds,
-            statistics=statistics,
-        )
+        found = tuple(self.finished[number] for number in range(len(self._tickets)))
+        return BatchResult(sequences=found, rounds=rounds, statistics=statistics)
 
 
 def iterate_prefill_logits(
@@ -350,63 +365,16 @@ class GenerationResult(SequenceResult):
     """Counters of the model from its beginning to its end, including work for others."""
 
 
-class Generation(Iterator[str]):
+class Generation(_Running[str, GenerationResult]):
     """Iterate over it for the text as it is made; ``result`` exists once it has ended."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        scheduler: Scheduler,
-        read_statistics: Callable[[], RunStatistics],
-        progress: Callable[[float], None],
-    ) -> None:
-        """``progress`` is told the share of the prompt that is done."""
-        self._ticket = Ticket(request, progress=progress)
-        self._scheduler = scheduler
-        self._read_statistics = read_statistics
-        self._result: GenerationResult | None = None
-        self._pieces = self._generate()
+    def _show(self, number: int, text: str) -> str:
+        return text
 
-    def __iter__(self) -> Generation:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Give it up: its place is free for another one."""
-        self._pieces.close()
-
-    @property
-    def result(self) -> GenerationResult:
-        """The result; remaining tokens are generated first."""
-        for _ in self:
-            pass
-        assert self._result is not None, "the generation was interrupted"
-        return self._result
-
-    def _generate(self) -> Generator[str, None, None]:
-        ticket = self._ticket
-        before = self._read_statistics()
-        self._scheduler.submit(ticket)
-        try:
-            while True:
-                self._scheduler.wait([ticket])
-                ended = ticket.ended
-                while ticket.pieces:
-                    if text := ticket.pieces.popleft().text:
-                        yield text
-                if ended:
-                    break
-        finally:
-            ticket.cancel()
-        if ticket.error is not None:
-            raise ticket.error
-        found = ticket.result
-        assert found is not None
+    def _describe(self, statistics: RunStatistics, rounds: Rounds) -> GenerationResult:
+        found = self.finished[0]
         values = {name: getattr(found, name) for name in found.__dataclass_fields__}
-        self._result = GenerationResult(**values, statistics=self._read_statistics() - before)
+        return GenerationResult(**values, statistics=statistics)
 
 
 class AsyncGeneration(AsyncIterator[str]):

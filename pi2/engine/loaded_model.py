@@ -299,7 +299,7 @@ class LoadedModel:
         text pieces; its ``result`` is a `GenerationResult`. Raises UserError P601 for a prompt that
         leaves no room in the context, P603 for an empty one, P604 for an option out of range."""
         return Generation(
-            self._make_request(prompt, **options),
+            [self._make_request(prompt, **options)],
             scheduler=self._scheduler,
             read_statistics=lambda: self.stats,
             progress=progress,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 from pi2.engine.answer import SequenceResult
@@ -82,21 +84,11 @@ def describe_speculation(
     """All counters of drafts, for machines; None if the plan has no drafts."""
     if model.scheduler.speculation is None:
         return None
-    return {
-        "drafts": counters.drafts,
-        "draft_tokens": counters.draft_tokens,
-        "accepted_tokens": counters.accepted_tokens,
-        "accepted_by_position": list(counters.accepted_by_position),
-        "drafted_steps": counters.drafted_steps,
-        "drafted_tokens": counters.drafted_tokens,
-        "drafted_bytes_per_token": _each(counters.drafted_bytes, counters.drafted_tokens),
-        "drafted_flash_bytes_per_token": _each(
-            counters.drafted_flash_bytes, counters.drafted_tokens
-        ),
-        "plain_tokens": counters.plain_tokens,
-        "plain_bytes_per_token": _each(counters.plain_bytes, counters.plain_tokens),
-        "plain_flash_bytes_per_token": _each(counters.plain_flash_bytes, counters.plain_tokens),
-    }
+    found = asdict(counters) | {"accepted_by_position": list(counters.accepted_by_position)}
+    for kind, part in product(("drafted", "plain"), ("bytes", "flash_bytes")):
+        value = _each(found.pop(f"{kind}_{part}"), found[f"{kind}_tokens"])
+        found[f"{kind}_{part}_per_token"] = value
+    return found
 
 
 def summarise_speculation(found: dict[str, Any]) -> str:
