@@ -64,36 +64,32 @@ class Metadata:
 
     def read_counts(self, key: str, layers: int) -> list[int]:
         """A whole number of 1 or more for each of ``layers`` layers, of which a file states one or
-        all; raises as `read_flags` and `read_count` do."""
-        value = self._take(key.replace("{arch}", self.architecture))
-        if not isinstance(value, np.ndarray | list):
+        all; raises as `read_list` and `read_count` do."""
+        counts = self.read_list(key, layers, "iu")
+        if counts is None:
             return [self.read_count(key)] * layers
-        counts = np.asarray(value)
-        is_whole = counts.ndim == 1 and counts.dtype.kind in "iu" and len(counts) >= layers
-        if not is_whole or not (counts[:layers] >= 1).all():
-            raise self.refuse(f"{key} is no list of {layers} numbers of 1 or more")
-        return [int(count) for count in counts[:layers]]
+        if min(counts) < 1:
+            raise self.refuse(f"{key} is no list of numbers of 1 or more")
+        return counts
 
-    def read_flags(self, key: str, layers: int) -> list[bool] | None:
-        """A flag per layer; None if unstated or no list; `UserError` P532 for a wrong list."""
+    def read_list(self, key: str, layers: int, kinds: str) -> list[Any] | None:
+        """A value of numpy's ``kinds`` for each layer; None if no list is stated; `UserError` P532
+        for a wrong one."""
         value = self._take(key.replace("{arch}", self.architecture))
         if not isinstance(value, np.ndarray | list):
             return None
-        if len(value) < layers:
-            raise self.refuse(f"{key} is a list of {len(value)}, expected one of {layers}")
-        if np.asarray(value[:layers]).dtype.kind not in "biu":
-            raise self.refuse(f"{key} is a list of {value[0]!r} and the like, expected flags")
-        return [bool(flag) for flag in value[:layers]]
+        found = np.asarray(value)
+        if found.ndim != 1 or found.dtype.kind not in kinds or len(found) < layers:
+            raise self.refuse(f"{key} is no list of {layers} such values")
+        values: list[Any] = found[:layers].tolist()
+        return values
 
-    def read_numbers(self, key: str, layers: int) -> list[float] | None:
-        """A number per layer; None if unstated; `UserError` P532 for a wrong list."""
-        if not self.has(key):
-            return None
-        value = self._take(key.replace("{arch}", self.architecture))
-        numbers = np.asarray(value)
-        if numbers.ndim != 1 or numbers.dtype.kind not in "iuf" or len(numbers) < layers:
-            raise self.refuse(f"{key} is not a list of {layers} numbers")
-        return [float(number) for number in numbers[:layers]]
+    def read_layer_types(self, layers: int, every: int) -> list[str]:
+        """Kinds of attention; if the file names none, one in ``every`` layers sees all tokens."""
+        flags = self.read_list("{arch}.attention.sliding_window_pattern", layers, "biu")
+        if flags is None:
+            flags = [(layer + 1) % every != 0 for layer in range(layers)]
+        return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
     def has(self, key: str) -> bool:
         """Whether ``key`` is stated."""
@@ -361,11 +357,7 @@ def read_olmo2(metadata: Metadata, config: dict[str, Any], activation: str) -> d
     found = read_decoder(metadata, config, activation)
     if "sliding_window" not in found:
         return found
-    layers = config["num_hidden_layers"]
-    flags = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
-    if flags is None:
-        flags = [(layer + 1) % 4 != 0 for layer in range(layers)]
-    kinds = ["sliding_attention" if flag else "full_attention" for flag in flags]
+    kinds = metadata.read_layer_types(config["num_hidden_layers"], 4)
     return found | {"model_type": "olmo3", "layer_types": kinds}
 
 

@@ -40,11 +40,9 @@ def read_gemma2(metadata: Metadata, config: dict[str, Any], activation: str) -> 
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """The configuration, without facts that only tensors show. `UserError` P532."""
     layers = config["num_hidden_layers"]
-    narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
-    narrow = [(layer + 1) % 5 != 0 for layer in range(layers)] if narrow is None else narrow
     return {
         "hidden_activation": activation,
-        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in narrow],
+        "layer_types": metadata.read_layer_types(layers, 5),
         "rms_norm_eps": metadata.read("{arch}.attention.layer_norm_rms_epsilon", float),
         "activation_sparsity_pattern": read_shares(metadata, layers),
     }
@@ -54,10 +52,10 @@ def read_shares(metadata: Metadata, layers: int) -> list[float] | None:
     """Shares of gates that cutoffs close: files state how many standard deviations above the mean
     the cutoffs are, and -infinity where there is none."""
     key = "{arch}.activation_sparsity_scale"
-    scales = metadata.read_numbers(key, layers)
-    if scales is None:
+    if not metadata.has(key):
         return None
-    if not all(scale < math.inf for scale in scales):
+    scales = metadata.read_list(key, layers, "iuf")
+    if scales is None or not all(scale < math.inf for scale in scales):
         raise metadata.refuse(f"{key} has a number that is no cutoff")
     from statistics import NormalDist
 
@@ -82,16 +80,14 @@ _STILL = 1e20
 def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """The configuration, without facts that only tensors show. `UserError` P532."""
     read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
-    narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
-    narrow = [(layer + 1) % 6 != 0 for layer in range(layers)] if narrow is None else narrow
-    kinds = ["sliding_attention" if flag else "full_attention" for flag in narrow]
-    full = [layer for layer, flag in enumerate(narrow) if not flag]
+    kinds = metadata.read_layer_types(layers, 6)
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     ffn = metadata.read_counts("{arch}.feed_forward_length", layers)
     kv_heads = metadata.read_counts("{arch}.attention.head_count_kv", layers)
     wide = count("{arch}.attention.key_length")
     head_dim = count("{arch}.attention.key_length_swa", wide)
     heads = {layer: {"head_dim": wide, "num_key_value_heads": kv_heads[layer]} for layer in full}
-    own = next((kv_heads[layer] for layer, flag in enumerate(narrow) if flag), kv_heads[0])
+    own = next((kv_heads[layer] for layer in range(layers) if layer not in full), kv_heads[0])
     shared = read("{arch}.attention.shared_kv_layers", int, 0)
     experts = read("{arch}.expert_count", int, 0)
     softcap = "{arch}.final_logit_softcapping"

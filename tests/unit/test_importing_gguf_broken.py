@@ -357,4 +357,4 @@ def test_numbers_of_layers_that_are_none_are_refused(value: Any) -> None:
 def test_flags_of_layers_that_are_none_are_refused(value: Any) -> None:
     metadata = Metadata(Path("tiny.gguf"), {"general.architecture": "llama", "llama.narrow": value})
     with pytest.raises(UserError, match=r"P532.*narrow"):
-        metadata.read_flags("{arch}.narrow", 3)
+        metadata.read_list("{arch}.narrow", 3, "biu")
