@@ -23,7 +23,6 @@ from pi2.plan.documents.common import list_backend_names
 from pi2.plan.documents.device import Unit
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.refit import read_plan
-from pi2.sharing.resolver import LockedReferences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +138,7 @@ def judge_plan(
 ) -> PlanVerdict:
     """Validate a plan and hold it against ``machine`` and the obstacles of its backends."""
     try:
-        resolved = read_plan(path, resolver=LockedReferences(path.parent)).resolved
+        resolved = read_plan(path).resolved
     except UserError as error:
         return PlanVerdict(name=name, verdict="cannot run", findings=error.diagnostics)
     used = resolved.list_backends()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from pi2 import orchestrator
 from pi2.plan.documents.quantities import parse_size
 from pi2.refit import read_plan
-from pi2.sharing.resolver import LockedReferences
 from pi2.weights.file_reading import FileFiller
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def load(
         plan,
         overrides=set,
         memory_bytes=None if memory is None else parse_size(memory),
-        resolver=LockedReferences(plan.parent, locked=locked),
+        locked=locked,
         thresholds=thresholds,
         files=files,
     )

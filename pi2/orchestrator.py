@@ -41,7 +41,6 @@ def load(
     # A bundle has none of these: its plan was resolved where it was built.
     from pi2.plan.documents.quantities import parse_size
     from pi2.refit import read_plan
-    from pi2.sharing.resolver import LockedReferences
 
     start = time.perf_counter()
     if isinstance(path, str | Path):
@@ -49,7 +48,7 @@ def load(
             Path(path),
             overrides=set,
             memory_bytes=None if memory is None else parse_size(memory),
-            resolver=LockedReferences(Path(path).parent, locked=locked),
+            locked=locked,
             thresholds=thresholds,
         )
     else:

@@ -27,9 +27,9 @@ from pi2.plan.documents.quantities import (
     parse_size,
     write_least,
 )
-from pi2.plan.reading.references import Resolver
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
+from pi2.sharing.resolver import LockedReferences
 from pi2.weights.file_reading import FileFiller, describe_bare
 
 if TYPE_CHECKING:
@@ -87,20 +87,21 @@ def read_plan(
     name: str | None = None,
     overrides: Mapping[str, object] | None = None,
     memory_bytes: int | None = None,
-    resolver: Resolver | None = None,
+    locked: bool = False,
     thresholds: GivenThresholds = None,
     files: FileFiller | None = None,
 ) -> FittedPlan:
     """Read the plan at ``path`` with ``overrides``, fitted to ``memory_bytes`` if that is given.
 
     An override replaces a contradicting value of the plan's files, and sizes that an override makes
-    too small are fitted again; ``files`` are open GGUF files. Raises `UserError` P611 if even the
-    least does not fit."""
+    too small are fitted again; ``files`` are open GGUF files, and ``locked`` refuses references
+    whose source here differs from the lock. Raises `UserError` P611 if even the least does not
+    fit."""
     check = partial(
         check_plan,
         path,
         name=name,
-        resolver=resolver,
+        resolver=LockedReferences(path.parent, locked=locked),
         thresholds=thresholds,
         reuse=Reuse(composed={}),
         values=describe_bare(path),

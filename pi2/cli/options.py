@@ -127,12 +127,9 @@ def print_found(found: object, text: str, as_json: bool) -> None:
 def read_sound(path: Path) -> Report:
     """A plan, device or model without errors; its warnings are printed."""
     from pi2.cli.main import print_diagnostics
-    from pi2.plan.toml.source import display_path
-    from pi2.sharing.resolver import LockedReferences
     from pi2.weights.file_reading import check_document
 
-    resolver = LockedReferences(path.parent)
-    report = check_document(path, name=display_path(path), resolver=resolver)
+    report = check_document(path)
     if report.document is None or not report.is_sound:
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
@@ -189,11 +186,10 @@ def write_checked(path: Path, text: str, advice: str) -> Report:
     """Write a document whole or not at all, if it is sound; ``advice`` is the next step."""
     from pi2.cli.main import print_diagnostics
     from pi2.sharing.fetching import write_atomically
-    from pi2.sharing.resolver import LockedReferences
     from pi2.weights.file_reading import check_document
 
     make_folder(path)
-    report = check_document(path, resolver=LockedReferences(path.parent), text=text)
+    report = check_document(path, text=text)
     if not report.is_sound:
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
@@ -382,14 +378,13 @@ class ChosenPlan:
         """The plan as it was read, with or without errors; lists the fitted values."""
         from pi2.plan.toml.source import display_path
         from pi2.refit import read_plan
-        from pi2.sharing.resolver import LockedReferences
 
         found = read_plan(
             self.path,
             name=display_path(self.path),
             overrides=self.settings,
             memory_bytes=self.memory_bytes,
-            resolver=LockedReferences(self.path.parent, locked=self.locked),
+            locked=self.locked,
             files=self.files,
         )
         if found.report.resolved is not None:

@@ -396,7 +396,6 @@ def list_plans(
     """Plans to serve, fitted to ``memory_bytes``; UserError for bad plans or equal names."""
     from pi2.refit import read_plan
     from pi2.serving.hosts import ServedPlan
-    from pi2.sharing.resolver import LockedReferences
     from pi2.weights.file_reading import FileFiller
 
     found: dict[str, ServedPlan] = {}
@@ -404,8 +403,7 @@ def list_plans(
         files = FileFiller()
         path, further = find_retokenized(given, tokenizer, files=files)
         values = {**overrides, **further}
-        resolver = LockedReferences(path.parent, locked=False)
-        read = partial(read_plan, path, resolver=resolver, overrides=values, files=files)
+        read = partial(read_plan, path, overrides=values, files=files)
         plan = read()
         budget_bytes = plan.resolved.plan.memory.budget
         if memory_bytes is not None and (len(paths) == 1 or budget_bytes > memory_bytes):

@@ -213,12 +213,10 @@ def find_output(plan: Path, overrides: Mapping[str, object], output: Path | None
     """File of the thresholds; UserError P668 if nothing says where."""
     if output is not None:
         return output
-    from pi2.fitting.check import load_plan
-    from pi2.sharing.resolver import LockedReferences
+    from pi2.refit import read_plan
 
     dense = {**overrides, "decode.predictor": "none", "decode.look_ahead": "none"}
-    resolver = LockedReferences(plan.parent)
-    sparsity = load_plan(plan, overrides=dense, resolver=resolver, thresholds="none").plan.sparsity
+    sparsity = read_plan(plan, overrides=dense, thresholds="none").resolved.plan.sparsity
     if sparsity is None or sparsity.thresholds is None:
         raise UserError.of(
             "P668",

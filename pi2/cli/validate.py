@@ -110,8 +110,6 @@ def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
 
 def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str | None) -> str:
     from pi2.authoring.explanation import explain_values
-    from pi2.plan.toml.source import display_path
-    from pi2.sharing.resolver import LockedReferences
     from pi2.weights.file_reading import check_document, find_kind
 
     path = find_document_path(file)
@@ -119,8 +117,7 @@ def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str 
     if kind == "plan":
         report = ChosenPlan(file, path, *parse_changes(settings, memory)).fitted.report
     else:
-        resolver = LockedReferences(path.parent)
-        report = check_document(path, name=display_path(path), resolver=resolver)
+        report = check_document(path)
     if kind is None or kind not in report.files:
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)
@@ -287,7 +284,6 @@ def _check_files(
     from pi2.fitting.inspection import Reuse
     from pi2.plan.reading.references import list_documents
     from pi2.plan.toml.source import display_path
-    from pi2.sharing.resolver import LockedReferences
     from pi2.weights.file_reading import check_document
 
     found: dict[Diagnostic, None] = {}
@@ -295,8 +291,7 @@ def _check_files(
     reuse = Reuse()
     paths = list_documents(_find_paths(files, found))
     for path in paths:
-        resolver = LockedReferences(path.parent, locked=locked)
-        report = check_document(path, name=display_path(path), resolver=resolver, reuse=reuse)
+        report = check_document(path, locked=locked, reuse=reuse)
         found.update(
             dict.fromkeys([*report.diagnostics, *_check_weights(report), *_check_speed(report)])
         )

@@ -14,7 +14,6 @@ from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
-from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.measuring.magnitudes import (
     KeptFindings,
@@ -31,7 +30,7 @@ from pi2.plan.documents.plan_units import Sparsity, SparsityMethod
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.progress import Progress, ignore_progress
-from pi2.sharing.resolver import LockedReferences
+from pi2.refit import read_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +50,9 @@ def choose_goal(
     plan: Path, settings: Mapping[str, object], goal: Goal | None, max_error: float | None
 ) -> Goal:
     """``goal``, or what the plan says, with ``max_error``; UserError P668 if there is none."""
-    resolver = LockedReferences(plan.parent)
-    resolved = load_plan(plan, overrides=settings, resolver=resolver, thresholds="none")
+    sparsity = read_plan(plan, overrides=settings, thresholds="none").resolved.plan.sparsity
     if goal is not None:
         return replace(goal, max_error=max_error)
-    sparsity = resolved.plan.sparsity
     if sparsity is None:
         raise UserError.of(
             "P668",

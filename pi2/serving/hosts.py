@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from pi2.diagnostics import UserError
 from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import Driver
-from pi2.fitting.check import load_plan
 from pi2.logging import get_logger
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.refit import read_plan
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.errors import ApiError
-from pi2.sharing.resolver import LockedReferences
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -204,10 +203,7 @@ class Host:
         if self._model is not None:
             return self._model.plan
         if self._resolved is None:
-            resolver = LockedReferences(self.plan.path.parent, locked=False)
-            self._resolved = load_plan(
-                self.plan.path, resolver=resolver, overrides=self.plan.overrides
-            )
+            self._resolved = read_plan(self.plan.path, overrides=self.plan.overrides).resolved
         return self._resolved
 
     def read_template(self) -> str:

@@ -22,6 +22,7 @@ from pi2.plan.documents.quantities import (
     format_bytes,
     parse_quantity,
     read_percent,
+    write_least,
 )
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
@@ -351,7 +352,7 @@ def _refuse(budget: int, needs: FileNeeds) -> UserError:
     return UserError.of(
         "P026",
         f"{approximate_bytes(budget)} is not enough: this file needs at least "
-        f"{approximate_bytes(needs.least)}",
+        f"{write_least(needs.least)}",
         help=f"--memory {-(-needs.least // _MIB)}MiB, or a shorter context (--set kv.context=256)",
         notes=[f"{name}: {approximate_bytes(size)}" for name, size in parts.items() if size],
     )

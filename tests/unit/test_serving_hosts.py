@@ -8,8 +8,10 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 
+from pi2.cli.serve import list_plans
 from pi2.serving.errors import ApiError
 from pi2.serving.hosts import Host, Hosts, ServedPlan, Turn
+from tests.helpers.gguf_files import write_random_gguf
 
 GIB = 1 << 30
 
@@ -197,3 +199,9 @@ def test_who_waits_when_the_server_closes_is_told() -> None:
             join(hosts, "a")
 
     run("a b", 1, work)
+
+
+def test_a_gguf_file_is_described_before_it_is_loaded(tmp_path: Path) -> None:
+    shape = {"hidden": 64, "ffn": 96, "layers": 1, "context": 64}
+    (plan,) = list_plans((write_random_gguf(tmp_path, shape),), {})
+    assert Host(plan).read_plan().file is not None
