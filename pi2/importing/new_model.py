@@ -20,7 +20,7 @@ from pi2.fitting.completion import USUAL_CONTEXT
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config, read_sampling
 from pi2.importing.families import describe_family, list_heads
-from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings
+from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings, repeats
 from pi2.model.ffn import name_part
 from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
@@ -178,6 +178,10 @@ def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:
         values.pop(key, None)
     for key in ("dense_layers", "dense_ffn"):
         values.get("moe", {}).pop(key, None)
+    left = {key for key in _SHARED if names.get(key) not in checkpoint.tensors}
+    if checkpoint.shards is None:
+        others = [(key, getattr(model.tensors, key)) for key in ("embedding", "head")]
+        left |= {key for key, own in others if repeats(checkpoint, names.get(key, ""), own)}
     own = {key: names.pop(key) for key in ("in", "token_norm", "stream_norm") if key in names}
     values |= {
         "id": f"{model.id[:60]}-mtp",
@@ -189,7 +193,7 @@ def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:
     patterns = {key: name for key, name in model.tensors if key in keys and "{layer}" in name}
     values.setdefault("tensors", {}).update(
         {key: re.sub(r"^.*\{layer\}", layer, name) for key, name in patterns.items()}
-        | {k: name for k, name in names.items() if k not in _SHARED or name in checkpoint.tensors}
+        | {key: name for key, name in names.items() if key not in left}
     )
     made = _validate(config, values)
     check_checkpoint(checkpoint, made)

@@ -295,7 +295,7 @@ def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic
 _NAMED = 8
 """Tensors that a message names."""
 _COMPARED_ROWS = 64
-"""Rows by which a head is known to be the embedding: trained ones differ in every row."""
+"""Rows by which matrices are known to be the same: trained ones differ in every row."""
 
 
 def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[Diagnostic]:
@@ -312,7 +312,8 @@ def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[
         source = says.removesuffix(" says")
         yield _deny(checkpoint, left, f"no operator of the model that {source} describes reads it")
     head = model.tensors.head
-    if model.tied_head and head in checkpoint.tensors and not _is_embedding(checkpoint, model):
+    has_own = model.tied_head and head in checkpoint.tensors
+    if has_own and not repeats(checkpoint, head, model.tensors.embedding):
         yield _deny(
             checkpoint, [head], f"{says} that the head is the embedding, which has other weights"
         )
@@ -422,11 +423,10 @@ def _deny(checkpoint: Checkpoint, names: Sequence[str], statement: str) -> Diagn
     )
 
 
-def _is_embedding(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether the tied head of a file repeats the embedding, as in some files."""
-    embedding = checkpoint.tensors[model.tensors.embedding]
-    head = checkpoint.tensors[model.tensors.head]
-    if embedding.shape != head.shape:
+def repeats(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    """Whether a matrix repeats another one, as tied heads and MTP heads do in some files."""
+    one, two = (checkpoint.tensors.get(key) for key in (name, other))
+    if one is None or two is None or one.shape != two.shape:
         return False
-    rows = min(_COMPARED_ROWS, head.shape[0])
-    return np.array_equal(embedding.read(0, rows), head.read(0, rows))
+    rows = min(_COMPARED_ROWS, one.shape[0])
+    return np.array_equal(one.read(0, rows), two.read(0, rows))

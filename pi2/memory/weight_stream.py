@@ -26,6 +26,7 @@ from pi2.progress import ByteProgress, Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.memory.bundle_files import ReadObserver
+    from pi2.memory.expert_slots import ExpertSlots
     from pi2.memory.host_loops import HostLoops
 
 BLOCK = 4096
@@ -159,14 +160,6 @@ class Counts(Protocol):
         """Seconds in which computing has waited for reads."""
 
 
-class ExpertCounts(Protocol):
-    """What a cache of experts says of it."""
-
-    @property
-    def counters(self) -> tuple[int, int, int]:
-        """Experts that were in memory when they were needed, that were not, and that made room."""
-
-
 class FileReads:
     """Counters of its reads, as `pi2.memory.flash.FlashReader` has them for neurons."""
 
@@ -175,7 +168,7 @@ class FileReads:
     gate_reads = 0
     saved_bytes = 0
 
-    def __init__(self, files: DirectFiles, counts: Counts, slots: ExpertCounts | None) -> None:
+    def __init__(self, files: DirectFiles, counts: Counts, slots: ExpertSlots | None) -> None:
         self.fallback = files.fallback
         self.engine, self.engine_fallback = files.engine, files.engine_fallback
         self._counts, self._slots = counts, slots

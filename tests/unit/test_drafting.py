@@ -141,6 +141,9 @@ def add_head(name: str, checkpoint: Path, *, is_blind: bool = False) -> dict[str
         tensors[key.replace("model.layers.1", HEADS[name][0])] = tensors[key]
     weights = [draw.normal(0, 0.3, (hidden, 2 * hidden))]
     weights += [unit + draw.normal(0, 0.2, hidden) for _ in range(3)]
+    if HEADS[name] == USUAL:  # copies, as in GLM 4.5
+        tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+        tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
     if is_blind:
         for key in tensors:
             if key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
@@ -254,7 +257,7 @@ def test_a_head_reads_a_token_and_the_input_of_the_head_before_it(tmp_path: Path
     layer = {
         key.replace("layers.2", "layers.0"): own
         for key, own in tensors.items()
-        if key.startswith("model.layers.2.") and key not in name_own(name)
+        if re.match(r"model\.layers\.2\.(?!e|hnorm|shared)", key)
     }
     ends = {"model.embed_tokens.weight": table, "model.norm.weight": last_norm}
     save_file(
@@ -368,6 +371,7 @@ def test_a_file_that_streams_drafts_with_its_head_by_itself(tmp_path: Path) -> N
     assert ids == ids[:1] * 3
     assert sources == [None, "prompt", "mtp"]
     assert draft is not None and draft.file is not None and draft.file.expert_bytes > 0
+    assert model.plan.file is not None and [*model.plan.file.shared] == ["output.weight"]
     assert counters.accepted_tokens == counters.draft_tokens > 4
 
 
