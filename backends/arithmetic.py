@@ -1,7 +1,5 @@
 """Arithmetic in numpy that several backends share: routers, RoPE, ranges of neurons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 >>> with pi2.load("plans/demo.plan.toml") as model:
 ...     text = model.generate("def ", max_tokens=8).result.text"""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

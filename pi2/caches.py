@@ -1,8 +1,6 @@
 """Folders of what pi2 can make or fetch again, below ``PI2_CACHE_DIR``, else ``XDG_CACHE_HOME/pi2``
 or ``~/.cache/pi2``; deletable at any time."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

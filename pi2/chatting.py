@@ -1,7 +1,5 @@
 """A conversation in a terminal (`pi2 chat`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

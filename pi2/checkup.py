@@ -1,7 +1,5 @@
 """This machine, and the shipped plans that can run on it, for `pi2 doctor`; TVM is not imported."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Mapping, Sequence

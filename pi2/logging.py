@@ -1,7 +1,5 @@
 """Logs on stderr: lines on a terminal, JSON elsewhere; structlog is imported on demand."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

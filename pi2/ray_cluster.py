@@ -1,7 +1,5 @@
 """The Ray cluster that this process uses: one that exists, or one only on this machine."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

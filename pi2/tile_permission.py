@@ -1,7 +1,5 @@
 """AMX's tiles: Linux saves their contents only for processes that have asked for them."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import sys

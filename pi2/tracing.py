@@ -1,7 +1,5 @@
 """Slices, arrows and counters of a run, and their form for Chrome's and Perfetto's viewers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of the attention kernels: weights of every layer, the KV cache, room to work in."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls of the executor's kernels, bound to the tensors and arrays that they take."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The executor of the cpu backend: what each call of the protocol runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

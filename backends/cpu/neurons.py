@@ -1,7 +1,5 @@
 """The FFN's neurons: one token's, gathered from slots, or a row of neighbours."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

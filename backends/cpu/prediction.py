@@ -1,7 +1,5 @@
 """Which neurons may fire: predictors and gates, of a layer or of each chosen expert."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

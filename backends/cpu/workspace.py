@@ -1,7 +1,5 @@
 """Source of the executor's arrays, and their views for kernels."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The FFN of neurons on a device, resident ones and ones added to a job: inputs in, sums out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A dense unit on a GPU: `pi2.backends.units.DenseUnit` over `DenseFfn`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """GPUs of this machine by API, asked in another process, because drivers may crash it."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

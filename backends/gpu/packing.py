@@ -12,8 +12,6 @@ The store's groups of 32 weights keep their words (`pi2.plan.weights.layout`): w
 A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the last tile are zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

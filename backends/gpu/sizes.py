@@ -1,7 +1,5 @@
 """Bytes of neurons and jobs on a device; a layer's last tile of 32 neurons is filled up."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A dense unit on a Hexagon NPU: graphs that a worker process runs (`DenseUnit`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import product
 

@@ -1,8 +1,6 @@
 """The library of a plan's NPU: ``graphs.elf`` for the emulator, ``graphs.o`` for the vendor's
 linker, ``graphs.json``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

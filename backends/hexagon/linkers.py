@@ -1,7 +1,5 @@
 """Linkers that know Hexagon."""
 
-from __future__ import annotations
-
 import shutil
 
 LINKERS = ("ld.lld", *(f"ld.lld-{version}" for version in range(22, 13, -1)))

@@ -1,7 +1,5 @@
 """What runs a library of graphs: an emulator, or a real NPU through the vendor's driver."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Weights and inputs rearranged and rounded for the NPU, as `kernels.products` reads them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -5,8 +5,6 @@ with one; then every *message* names a graph and where its operands are, in byte
 start, and gets one *reply*.  Messages are answered in order; the end of messages ends the worker.
 Everything is 32-bit, little-endian, as on the NPU; `dsp/protocol.h` says the same in C."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

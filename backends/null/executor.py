@@ -1,7 +1,5 @@
 """The executor of the null backend: draws which neurons fire, and computes none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

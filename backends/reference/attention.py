@@ -1,7 +1,5 @@
 """Attention of the reference backend: rotations, KV cache, and the mixing of values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

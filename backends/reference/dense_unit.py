@@ -1,8 +1,6 @@
 """Dense units in numpy, for tests and dry runs of plans with several units: they compute what an
 NPU or a GPU would, on the processor, in a thread (`ThreadUnit`)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """The executor of the reference backend: every call of the protocol, written to be read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Activations, norms, caps and rotations in float32, one array at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,8 +1,6 @@
 """A dense unit in numpy that computes in a process of its own, as a driver of an NPU does: its
 neurons, inputs and sums are in memory that both processes map, and messages are short."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -1,8 +1,6 @@
 """Layers with a state in the reference backend, after Yang et al. 2024 ("Gated Delta Networks"), Gu
 and Dao 2023 ("Mamba"), Dao and Gu 2024 ("Transformers are SSMs"), and Hugging Face transformers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The process of `process_unit`: computes neurons in shared memory. Standard input has a line of
 JSON (`Setup`), then `MESSAGE`s; each gets a `REPLY`."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import struct

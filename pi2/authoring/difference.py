@@ -1,7 +1,5 @@
 """What differs between two resolved documents, and what that does to the memory of a plan."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

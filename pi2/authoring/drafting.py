@@ -1,7 +1,5 @@
 """Drafts of new documents: texts that are sound and say what to change."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Explains values of documents, and writes their JSON Schemas in editors' part of draft 7."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

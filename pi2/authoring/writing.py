@@ -1,7 +1,5 @@
 """Resolved documents as TOML, always the same text; the bytes that values of a plan cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby

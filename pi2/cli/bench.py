@@ -1,7 +1,5 @@
 """Measure a plan's speed, and its model's perplexity."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass

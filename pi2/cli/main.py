@@ -1,7 +1,5 @@
 """The program ``pi2``. Exit codes: 0 fine, 1 findings, 2 cannot run, 3 bug, 128 + n on signal n."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -5,8 +5,6 @@ threads. A question takes the figures of its pattern; of several cores, depths o
 takes the nearest. It interpolates the rate over extent and block size, both on logarithmic scales,
 because rates follow powers of both over wide ranges."""
 
-from __future__ import annotations
-
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -16,8 +16,6 @@ Once a token there are the head, and the row of an embedding that is read from f
 attention + norm + predict + look up + python + max(compute, dense) + wait. Expected values replace
 figures that vary from token to token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, hypot

@@ -1,7 +1,5 @@
 """Time of one layer of a generated token: expected numbers put into `pi2.costs.terms`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial

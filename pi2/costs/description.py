@@ -4,8 +4,6 @@ Documents are read only here and in the modules that it calls.
 A unit with the whole model in its own memory takes the processor's place: a step takes its bytes at
 the rate of that memory, and a fixed time for every kernel."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

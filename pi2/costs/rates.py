@@ -1,7 +1,5 @@
 """Times of single steps on a device: from measured kernels, else from bandwidths and constants."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import isinf
 from typing import Any, get_args

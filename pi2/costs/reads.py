@@ -2,8 +2,6 @@
 setting's time never depends on other settings, so a better figure never makes a prediction
 worse."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd, inf

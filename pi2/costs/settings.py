@@ -1,7 +1,5 @@
 """A plan's choices that time depends on, and the bytes that a layer reads for a token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path

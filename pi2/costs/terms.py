@@ -1,7 +1,5 @@
 """Seconds of the steps of a layer, each by itself, for planner and simulator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import exp
 

@@ -4,8 +4,6 @@
 A comment is about its line; one that has a line of its own, about the next one.  Comments before
 the first line of a document are also about findings that have no line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """From an opened model to one that runs: memory is given out, weights are read, parts are built."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import ExitStack

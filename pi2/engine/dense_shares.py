@@ -1,8 +1,6 @@
 """Units next to the executor compute the first neurons of each layer. If a unit is lost and the
 plan allows it, its neurons are cached and read like others."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

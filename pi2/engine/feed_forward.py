@@ -1,7 +1,5 @@
 """The FFN of a layer with its neurons in memory and on flash."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The shapes in which chat templates want messages, found out once for each template."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

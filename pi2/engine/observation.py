@@ -1,7 +1,5 @@
 """What each FFN reads while prompts are processed, and what its neurons answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

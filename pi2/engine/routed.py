@@ -1,7 +1,5 @@
 """The FFN of an MoE model whose tokens compute whole experts (``predictor = "router"``)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

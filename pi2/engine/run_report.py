@@ -1,7 +1,5 @@
 """What a run says of itself at its end, for machines and for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import product

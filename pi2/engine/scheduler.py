@@ -2,8 +2,6 @@
 needs output takes the lock and runs rounds until its output is ready. A round reads prompts, then
 draws a token of every read sequence; clients take turns at free places."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Neurons of a layer in memory together: found, read and computed as they arrive. With
 ``pipeline.phases = 2`` gates are read first, then up and down behind open ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -16,8 +16,6 @@ states the most that may stay in memory, and spends the budget in this order:
 
 More budget never makes fewer neurons hot, or less memory for neurons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction

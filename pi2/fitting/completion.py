@@ -1,7 +1,5 @@
 """Derives what a plan for a neuron store leaves open; `fit_plan` decides what memory decides."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping

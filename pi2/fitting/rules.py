@@ -1,7 +1,5 @@
 """Rules about backends: the plans that they can compute, and their memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache

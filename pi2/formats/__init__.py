@@ -4,8 +4,6 @@ vectors as stores have them, ``find_packing("int4")``.
 A module of this folder that has ``FORMATS`` or ``PACKINGS`` adds formats; nothing else lists them.
 Sizes need no numpy, which is imported where numbers are decoded."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Files of other programs than Hugging Face's are shown as the original checkpoint: with configuration
 and names of tensors as in transformers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

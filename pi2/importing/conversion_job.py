@@ -1,7 +1,5 @@
 """What a conversion writes, in which order, and the key by which its files are known again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Turns a checkpoint into a neuron store, tensor by tensor."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

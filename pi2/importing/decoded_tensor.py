@@ -1,7 +1,5 @@
 """Tensors that a checkpoint stores as codes, scales and more, decoded as their rows are read."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Which rows of a checkpoint's tensors become the dense tensors and neurons of a store."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Families as GGUF files know them, by ``general.architecture``."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import ChainMap

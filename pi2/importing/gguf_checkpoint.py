@@ -1,7 +1,5 @@
 """Opens GGUF files as the Hugging Face checkpoint that they were made from."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

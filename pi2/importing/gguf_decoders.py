@@ -1,7 +1,5 @@
 """What GGUF files of decoders state, under configuration names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

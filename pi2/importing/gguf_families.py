@@ -1,7 +1,5 @@
 """GGUF files of families that differ from Llama in more than names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

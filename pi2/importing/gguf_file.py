@@ -5,8 +5,6 @@ errors name neither file nor tensor. Format: magic, version, number of tensors, 
 with typed values, then name, dimensions, type and offset of every tensor, then the data, aligned.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -1,7 +1,5 @@
 """What a GGUF file states, held against the model that was made of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ Qwen3-Next's, have the first of every key head, then the second: keys can be rep
 ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and step sizes. ``ssm_in``, of
 the first files of Qwen3-Next, has queries, keys, values and gates of outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from itertools import product

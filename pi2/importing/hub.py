@@ -1,7 +1,5 @@
 """Fetches checkpoints from a hub that speaks Hugging Face's protocol, by its own library."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

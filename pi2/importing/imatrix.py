@@ -5,8 +5,6 @@ Old files (``.dat``) are, after the number of entries, an entry for each matrix:
 number of calls, and sums over them.  GGUF files have ``NAME.in_sum2`` [matrices, columns] and
 ``NAME.counts`` [matrices, 1].  Both have one row for each expert."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Mapping

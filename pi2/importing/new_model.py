@@ -1,7 +1,5 @@
 """Writes a checkpoint's model document from ``config.json``, checked against its tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Finds the activation predictors of a checkpoint and brings them to a rank that can be packed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

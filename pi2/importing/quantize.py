@@ -4,8 +4,6 @@ A GGUF file keeps its metadata and names: other programs also read the new file.
 become files of the architecture ``pi2``, which only pi2 reads: tensors have the names of the
 checkpoint, and metadata are the small files of its folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

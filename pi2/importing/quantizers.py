@@ -1,7 +1,5 @@
 """How float32 weights become the codes and scales of a store."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The tensors and bits that a model document and its checkpoint demand of each other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

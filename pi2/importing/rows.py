@@ -1,7 +1,5 @@
 """Which rows of a checkpoint's tensors become which tensor of the store, and in which order."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """How byte-pair tokenizers of GGUF files cut text (``tokenizer.ggml.pre``)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

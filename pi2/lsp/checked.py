@@ -1,7 +1,5 @@
 """A document as an editor has it, checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What may be written at a place: keys, tables, values, and names of documents."""
 
-from __future__ import annotations
-
 import re
 import types
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The protocol: requests of an editor in, answers of the other modules out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path

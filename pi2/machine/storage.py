@@ -1,7 +1,5 @@
 """The storage behind a path: block size, and whether reads may go past the page cache."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import mmap

@@ -1,7 +1,5 @@
 """The read bandwidth of the memory, measured in the same run as everything else."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

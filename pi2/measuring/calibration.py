@@ -1,7 +1,5 @@
 """Calibrates thresholds on text, and measures their cost in perplexity."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """How well a plan's model predicts text: perplexity, agreement with the dense model, recall."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

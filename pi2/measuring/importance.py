@@ -2,8 +2,6 @@
 
 The checkpoint computes in float32, layer by layer, as `pi2.measuring.conversion` does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

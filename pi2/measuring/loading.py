@@ -1,8 +1,6 @@
 """Times loading against the disk and the first touch of memory, each in a process of its own. On a
 virtual machine a first touch may be many times as slow as a second one."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

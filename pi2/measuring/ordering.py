@@ -1,7 +1,5 @@
 """Orders of neurons that follow from activation statistics."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 from pathlib import Path

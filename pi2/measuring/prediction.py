@@ -1,7 +1,5 @@
 """What low-rank predictors say of a whole chunk of tokens, and how right they are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

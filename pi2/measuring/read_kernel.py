@@ -1,7 +1,5 @@
 """A compiled loop that only reads memory; ImportError without TVM."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Figures as Markdown, JSON or CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

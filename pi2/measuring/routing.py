@@ -4,8 +4,6 @@
 expert, weight; of each layer of a token the expert with the largest weight first.  Shared experts,
 which compute every token, are left out."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The course of a benchmark: load, warm up, repeat in turns, measure the limit in between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace

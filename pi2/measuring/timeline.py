@@ -1,8 +1,6 @@
 """Records a run as a trace: lanes for the driver, compute threads, readers, queues and units.
 Arrows lead from the end of a read to the next kernel."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Trains the predictors of all layers, choosing ranks, and puts them into a store of their own."""
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The arena, the neuron cache over it, and context memory lent to it until tokens need it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Neurons that are cached and read together, and what single neurons are to those who ask."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

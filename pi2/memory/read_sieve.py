@@ -11,8 +11,6 @@ step's balance: spending equals earnings, and a small reserve stays.
 A missing neuron next to one that is read for its own score shares its request. So it has a lower
 limit, by the cost of both reads."""
 
-from __future__ import annotations
-
 from math import exp, inf, isfinite, log, sqrt
 from typing import NamedTuple
 

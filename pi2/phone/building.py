@@ -1,7 +1,5 @@
 """Builds a bundle, reproducible byte by byte; the whole folder gets its name at the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

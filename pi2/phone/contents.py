@@ -1,7 +1,5 @@
 """Code of a bundle: the modules that a run imports, and replacements of others."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

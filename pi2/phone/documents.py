@@ -1,7 +1,5 @@
 """A resolved plan as JSON, written with pydantic and read with its stand-in."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

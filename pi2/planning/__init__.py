@@ -1,3 +1,1 @@
 """A plan's cost in time and memory, and the plan for a wish."""
-
-from __future__ import annotations

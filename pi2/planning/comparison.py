@@ -1,7 +1,5 @@
 """Compared after planning: thresholds, promises and speeds."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

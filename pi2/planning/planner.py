@@ -1,7 +1,5 @@
 """From a wish to a plan: pose the problem, solve it, write the plan, or refuse the wish."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

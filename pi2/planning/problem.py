@@ -1,8 +1,6 @@
 """Coefficients of the program: choices of a plan and their costs. Misses fall with resident shares
 along a convex curve, replaced by tangents; the rest is discrete."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -15,8 +15,6 @@ only holds for some choices is relaxed by a large number where they are not made
     lending    l <= what a mean token has not used of kv; l <= the cache less the least that works
     waiting    w >= time of reading m with the chosen engine - what runs meanwhile"""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Plan and simulate a grid of devices, models and memories, in several processes or on Ray."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

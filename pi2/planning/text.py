@@ -1,7 +1,5 @@
 """A planned plan as TOML that an author can edit: every choice with its reason."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from itertools import groupby

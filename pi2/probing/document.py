@@ -1,7 +1,5 @@
 """From measurements to a device document."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import math

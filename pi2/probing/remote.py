@@ -1,7 +1,5 @@
 """Kernel times on another machine through TVM's RPC (`pi2 probe --rpc`), by its clock."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import tempfile

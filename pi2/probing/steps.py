@@ -1,7 +1,5 @@
 """Steps that are measured one by one: steps of prompts, and steps that tokens do not show."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace

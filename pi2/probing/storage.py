@@ -1,7 +1,5 @@
 """Read rates of the storage, with the reader that plans use."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

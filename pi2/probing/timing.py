@@ -1,7 +1,5 @@
 """A step of the engine, and how long a call of it takes."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

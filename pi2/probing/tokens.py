@@ -1,7 +1,5 @@
 """Times the engine's steps within whole tokens, whose other steps evict their weights."""
 
-from __future__ import annotations
-
 import mmap
 import statistics
 import sys

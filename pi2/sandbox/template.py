@@ -2,8 +2,6 @@
 transformers offers (``raise_exception``, ``strftime_now``, ``tojson``, ``break``, ``continue``,
 ``{% generation %}``) in jinja2's sandbox, with limited sizes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime

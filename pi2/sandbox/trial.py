@@ -1,8 +1,6 @@
 """Tries a tokenizer in its own process: ``python -m pi2.sandbox.trial``. The library panics on many
 files, and short rules can make gigabytes of a word: texts go through it, lengths are counted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from math import prod

@@ -1,7 +1,5 @@
 """Divides the text of an answer, as it comes, into reasoning, content and calls of tools."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The server's routes, and what every request passes through."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import time

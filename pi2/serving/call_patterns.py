@@ -6,8 +6,6 @@ by a pattern of its own, with ``$key`` and ``$value``); ``$keywords`` (as in Pyt
 ``{a:1}``); ``$index``, ``$id`` and ``$kind``, which say nothing new; ``$code``. A pattern that is a
 JSON object is read as JSON, with its keys in any order."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """``/v1/completions``."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A conversation as chat templates read it, from any interface."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """``/v1/embeddings``, and the embeddings of other interfaces."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a client is told when something is wrong, in the form that it knows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

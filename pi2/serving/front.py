@@ -1,7 +1,5 @@
 """One address for several replicas. Requests of a lost one move unless events were sent."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Arguments that are written as a program's: ``f(a="x", b=[1, None])`` and ``f{a:<|"|>x<|"|>}``."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

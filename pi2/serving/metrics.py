@@ -1,7 +1,5 @@
 """Numbers for Prometheus, called as vLLM calls them where it has them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest

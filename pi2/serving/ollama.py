@@ -1,7 +1,5 @@
 """Ollama's interface: chats, prompts, embeddings, and what models there are."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping, Sequence

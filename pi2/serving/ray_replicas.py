@@ -1,7 +1,5 @@
 """Replicas of a server on a Ray cluster (`pi2 serve --on ray`), replaced one by one."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence

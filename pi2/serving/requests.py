@@ -1,7 +1,5 @@
 """What interfaces have in common: a body is read, the model is asked, and its answer is written."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -1,7 +1,5 @@
 """``/v1/responses``, without memory: every request has the whole conversation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

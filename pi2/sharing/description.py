@@ -1,7 +1,5 @@
 """A profile in words: its origin, and every figure with its source."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """From a reference to bytes, wherever they are."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat

@@ -1,7 +1,5 @@
 """A repository's references: add, update and verify them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,8 +11,6 @@
 A revision is a tag, a branch or a whole commit.  Every fault is reported at the character where it
 stands."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

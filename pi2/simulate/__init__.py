@@ -1,7 +1,5 @@
 """Discrete-event simulation of a plan on a device that need not be at hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Units at work, main memory as they share it, and a meter of who is at work."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal

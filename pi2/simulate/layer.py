@@ -1,7 +1,5 @@
 """How long a layer takes for a token's work, simulated once for each kind of work."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Whether a plan and its neuron store fit together, as far as the manifest and file sizes tell."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranges of a store's file on their way into memory, checked in pieces of a MiB."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Files that are written once, in order, hashed on the way and brought to the disk."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import hashlib

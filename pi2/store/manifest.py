@@ -1,8 +1,6 @@
 """The manifest of a neuron store, with all offsets: opening needs no Arrow library, `pi2 store
 verify` compares."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path, PurePosixPath

@@ -1,7 +1,5 @@
 """Opens a neuron store: checks its manifest, maps its files privately, reads no weights."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Mapping

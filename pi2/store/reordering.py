@@ -1,7 +1,5 @@
 """Writes a store again, layer by layer, with neurons in another order or distance."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

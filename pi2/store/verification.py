@@ -1,7 +1,5 @@
 """Checks every byte of a neuron store against its manifest."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

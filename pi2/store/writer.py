@@ -1,7 +1,5 @@
 """Writes a neuron store: file by file, in streams, and all or nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

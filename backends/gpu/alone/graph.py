@@ -1,7 +1,5 @@
 """A model as a list of kernels that depends only on token counts: recorded once, replayed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All arrays of a model on a device, and the way of its weights there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

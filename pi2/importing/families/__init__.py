@@ -1,7 +1,5 @@
 """Families of models from ``config.json``: ``MODEL_TYPE.family.toml``, of the checkpoint or pi2."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

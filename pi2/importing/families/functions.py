@@ -1,7 +1,5 @@
 """Functions that family documents name: values in expressions, and what only code can describe."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Computes a model document's tables from a configuration and its family's document."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from inspect import isfunction, signature
 from types import ModuleType

@@ -4,8 +4,6 @@ for.
 A module of this folder reads some methods (``quantization_config.quant_method``) and states them in
 ``METHODS``; it is found by being here."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping

@@ -11,8 +11,6 @@ lowest bits first, and keeps zero points less one, except in its second format. 
 order; ``g_idx`` states their groups. AWQ packs 8 neighbours of the outputs into a word, in the
 order 0, 2, 4, 6, 1, 3, 5, 7."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

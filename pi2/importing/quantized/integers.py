@@ -10,8 +10,6 @@ plan's to say, not a store's.
 Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits
 (arXiv 2402.17764), section 2."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

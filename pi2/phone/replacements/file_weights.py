@@ -1,7 +1,5 @@
 """Weights of a bundle's GGUF file: the build of the bundle has found the places of its matrices."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack

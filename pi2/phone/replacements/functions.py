@@ -1,7 +1,5 @@
 """Compiled functions called through ctypes, in libraries that need no TVM."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

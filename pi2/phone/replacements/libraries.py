@@ -1,7 +1,5 @@
 """Compiled kernels of a bundle, which were made where it was built."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logs of a bundle: a line each, on standard error."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

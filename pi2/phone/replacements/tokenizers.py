@@ -1,7 +1,5 @@
 """Tokenizers of a bundle, read in Python or by the `tokenizers` library if installed and needed."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,7 +1,5 @@
 """``python -m pi2_phone [DIR]``: generate, verify, look at the machine; exit codes of pi2."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """``python -m pi2_phone --probe``: a device file of reads, memory, noise and kernels."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

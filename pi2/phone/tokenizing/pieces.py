@@ -1,7 +1,5 @@
 """What happens to a text before it becomes tokens: normalisers, and cutting it into words."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A tokenizer of a ``tokenizer.json``."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

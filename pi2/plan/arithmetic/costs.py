@@ -1,7 +1,5 @@
 """What a value of a plan costs: the bytes of the segments that it has a part in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """What rules work with: the facts of a plan, and the findings they make."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@
 Only documents with one of these keys come here. Inherited paths of devices, models and stores are
 rewritten relative to the extending file: the outcome is a plain document."""
 
-from __future__ import annotations
-
 import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Documents of older versions, renamed and deleted keys: read with a warning; `pi2 migrate`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace

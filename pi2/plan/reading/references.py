@@ -1,8 +1,6 @@
 """References between documents: a relative path, a shipped short name, or a scheme that a
 `Resolver` finds."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping

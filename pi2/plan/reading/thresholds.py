@@ -1,7 +1,5 @@
 """Files of thresholds (``*.thresholds.toml``), from `pi2 sparsity`, named in ``[sparsity]``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal

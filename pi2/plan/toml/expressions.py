@@ -1,7 +1,5 @@
 """Expressions that documents state as text: arithmetic, comparisons and calls, read by a walker."""
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping

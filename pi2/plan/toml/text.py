@@ -1,7 +1,5 @@
 """Writing plain values as TOML."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping, Sequence
 

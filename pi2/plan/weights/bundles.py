@@ -1,7 +1,5 @@
 """Assembles neurons' bundles (`pi2.plan.weights.layout`) from packed vectors, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar
 

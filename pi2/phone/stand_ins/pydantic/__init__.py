@@ -1,8 +1,6 @@
 """The part of pydantic that reads validated documents, because pydantic-core has no build for
 Android. Values get types, defaults and units; ranges, patterns and unknown keys are not checked."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

@@ -1,7 +1,5 @@
 """What documents need of pydantic's core: an error with a text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

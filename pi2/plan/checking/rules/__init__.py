@@ -1,7 +1,5 @@
 """Rules by topic: functions with the decorator `findings.rule`, found by being here."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules about decoding: predictors, looking ahead and reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pi2.plan.arithmetic.sizes import count_gate_read_bytes, find_block_bytes

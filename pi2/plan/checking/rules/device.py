@@ -1,7 +1,5 @@
 """Rules about devices and threads."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 
 from pydantic import BaseModel

@@ -1,7 +1,5 @@
 """Rules about layers: their kinds, tensors and overrides."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

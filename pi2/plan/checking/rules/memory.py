@@ -1,7 +1,5 @@
 """Rules about memory and the sizes of bundles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from pi2.formats import find_packing

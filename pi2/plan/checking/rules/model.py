@@ -1,7 +1,5 @@
 """Rules about models and families."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pi2.model.blocks import list_turns

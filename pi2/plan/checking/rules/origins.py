@@ -1,7 +1,5 @@
 """Rules about the origin of figures, and about private data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

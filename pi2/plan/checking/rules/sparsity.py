@@ -1,7 +1,5 @@
 """Rules about thresholds, settings of MoE models and drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pi2.plan.arithmetic.resolved import ResolvedPlan

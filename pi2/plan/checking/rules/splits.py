@@ -1,7 +1,5 @@
 """Rules about what units share: neurons, rows and sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 

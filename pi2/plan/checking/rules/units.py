@@ -1,7 +1,5 @@
 """Rules about compute units: backends, settings, graphs and memory of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from pi2.plan.checking.findings import (
