@@ -2,13 +2,10 @@
 
 If not all neurons fit, the embedding and the unused part of the context make room for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pi2 import pause_collection
 from pi2.diagnostics import Diagnostic, UserError
@@ -27,13 +24,11 @@ from pi2.plan.documents.quantities import (
     parse_size,
     write_least,
 )
+from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
 from pi2.sharing.resolver import LockedReferences
 from pi2.weights.file_reading import FileFiller, describe_bare
-
-if TYPE_CHECKING:
-    from pi2.plan.reading.thresholds import GivenThresholds
 
 _TRIES = 32
 """Budgets that are tried at most, a MiB apart, to find the least."""

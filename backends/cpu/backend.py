@@ -1,14 +1,11 @@
 """What `pi2.backends.protocol.Backend` asks of the cpu backend."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.backends.kernels.spec import NO_ROWS, KernelSpec, describe_kernels
-from pi2.backends.protocol import BuildRequest
+from pi2.backends.protocol import BuildRequest, Executor
 from pi2.formats import find_packing
 from pi2.model.options import find_unknown, read_options
 from pi2.model.tensor import name_layer_tensor
@@ -16,10 +13,6 @@ from pi2.plan.arithmetic.units import UnitFacts, list_undivided
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import ActivationType
 from pi2.tile_permission import permit_tiles
-
-if TYPE_CHECKING:
-    from pi2.backends.protocol import Executor
-
 
 PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
 """Bytes of an activation."""

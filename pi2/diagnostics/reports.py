@@ -1,7 +1,5 @@
 """Findings as reports for GitHub, GitLab, JUnit and SARIF."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -9,14 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pi2.diagnostics.diagnostic import Diagnostic, Span, label_note
-from pi2.diagnostics.texts import begin_sentence, escape_controls, render_full
-
-if TYPE_CHECKING:
-    from pi2.diagnostics.texts import FindPage, Page
-
+from pi2.diagnostics.texts import FindPage, Page, begin_sentence, escape_controls, render_full
 
 MARKS = (".git", ".hg", "pi2.lock")
 """A folder with one of them is the top of a repository; earlier marks come first."""

@@ -8,14 +8,12 @@ A finding is shown at a line of its author, never in a document that comes with 
 extend a shipped or a fetched one, which is not changed. A finding about a value from there is shown
 at the entry of ``extends``, with the line to write in the author's own file."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
@@ -23,8 +21,9 @@ from pi2.diagnostics.texts import Page, parse_page
 from pi2.fitting import find_alone
 from pi2.fitting.inspection import Inspection, Reuse
 from pi2.fitting.rules import list_rules
-from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.resolved import FilledPlan, FillPlan, ResolvedPlan
 from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
+from pi2.plan.composing.trees import Chain, Link
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -36,14 +35,9 @@ from pi2.plan.reading.references import (
     has_scheme,
     list_documents,
 )
+from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.text import KeyPath, format_path, name_path
-
-if TYPE_CHECKING:
-    from pi2.plan.arithmetic.resolved import FilledPlan, FillPlan
-    from pi2.plan.composing.trees import Chain, Link
-    from pi2.plan.reading.thresholds import GivenThresholds
-
 
 FOLDER = Path(pi2.diagnostics.__path__[0]) / "pages"
 

@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.fitting.completion import complete_plan, fill_gaps, leaves_out
-from pi2.plan.composing.trees import Chain
+from pi2.plan.arithmetic.resolved import FileFacts, FillPlan
+from pi2.plan.composing.trees import Chain, Overrides, Removal
 from pi2.plan.documents.common import COMPOSITION, Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -29,14 +30,9 @@ from pi2.plan.reading.references import (
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_schema
+from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, read_source
 from pi2.plan.toml.text import KeyPath, name_path
-
-if TYPE_CHECKING:
-    from pi2.plan.arithmetic.resolved import FileFacts, FillPlan
-    from pi2.plan.composing.trees import Overrides, Removal
-    from pi2.plan.reading.thresholds import Thresholds
-
 
 FileKey = tuple[Kind, str, str, int, int, int]
 

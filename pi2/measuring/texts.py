@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -15,9 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.plan.documents.model import Model
 from pi2.sandbox.tokenizer import encode_text
-
-if TYPE_CHECKING:
-    from pi2.tokens.table_tokenizer import Coder
+from pi2.tokens.table_tokenizer import Coder
 
 
 @dataclass(frozen=True, slots=True)

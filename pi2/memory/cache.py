@@ -10,21 +10,15 @@ If neurons are always needed together, as an expert's are, a *granule* of neighb
 takes a slot instead of one neuron. Then indices, slots and counts here are of granules, and
 `pi2.memory.granules` translates them for callers that need single neurons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.memory.host_loops import LayerPlace
+from pi2.memory.host_loops import HostLoops, LayerPlace
 from pi2.memory.policy import ABSENT, LeastFrequentlyUsed, PolicyName, carry_over, make_policy
-
-if TYPE_CHECKING:
-    from pi2.memory.host_loops import HostLoops
-    from pi2.memory.read_sieve import ReadSieve
+from pi2.memory.read_sieve import ReadSieve
 
 
 @dataclass(slots=True)

@@ -1,14 +1,11 @@
 """Reads of neurons from flash: scattered bundles into slots, long runs into buffers."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +13,7 @@ from pi2.arrays import I32, U8, Bits
 from pi2.diagnostics import UserError
 from pi2.memory.bundle_files import BundleFile, BundleFiles, NeuronChecks, ReadObserver, WatchedRun
 from pi2.memory.granules import divide_slots, expand_stretches
+from pi2.memory.host_loops import HostLoops
 from pi2.memory.io_engine import (
     EngineName,
     GranuleReads,
@@ -31,10 +29,6 @@ from pi2.memory.io_engine import (
     make_rest,
 )
 from pi2.memory.uring import UringEngine, open_engine
-
-if TYPE_CHECKING:
-    from pi2.memory.host_loops import HostLoops
-
 
 _PAGE = 4096
 

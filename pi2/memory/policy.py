@@ -1,18 +1,13 @@
 """What a replacement policy of the cold-neuron cache is, and the policies by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
-from pi2.memory.host_loops import CacheTables
-
-if TYPE_CHECKING:
-    from pi2.memory.host_loops import FoundNeurons, HostLoops, LayerPlace
-    from pi2.memory.read_sieve import ReadLimits
+from pi2.memory.host_loops import CacheTables, FoundNeurons, HostLoops, LayerPlace
+from pi2.memory.read_sieve import ReadLimits
 
 
 def unite_named(lists: Sequence[I32], neurons: int, loops: HostLoops | None) -> tuple[I32, I64]:

@@ -3,8 +3,6 @@
 No thread and no Python per neuron: requests are rows of a pool, and one compiled call submits all
 of them, notes finished ones, and waits (`HostLoops.drive_ring`)."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap
@@ -16,12 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pi2.arrays import I32, I64, U32
-from pi2.memory.host_loops import BundlePlaces, RingArrays, RingControl
+from pi2.memory.host_loops import BundlePlaces, HostLoops, RingArrays, RingControl
 from pi2.memory.io_engine import (
     MOST_BUNDLES,
     PENDING,
@@ -31,10 +29,6 @@ from pi2.memory.io_engine import (
     ReadBatch,
     read_in_python,
 )
-
-if TYPE_CHECKING:
-    from pi2.memory.host_loops import HostLoops
-
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 """System calls: the same numbers on x86-64 and aarch64."""

@@ -1,17 +1,12 @@
 """A store's statement of its model: parts of the document, their digest, its weights'."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pi2.plan.documents.model import Model
-
-if TYPE_CHECKING:
-    from pi2.plan.weights.layout import Tensor
-
+from pi2.plan.weights.layout import Tensor
 
 _OTHERS = frozenset(
     {
