@@ -97,7 +97,6 @@ def check_rows(name: str, kernels: Kernels | ArmKernels, common: Kernels | ArmKe
 
 
 def make_model(**tables: Any) -> Model:
-    """A small model, with other values in some of its tables."""
     shape = {
         "layers": 2,
         "hidden": 256,
@@ -193,7 +192,6 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def open_model(model: Model, weights: RandomWeights, **changes: Any) -> BlockModel:
-    """A model on this machine's processor."""
     cpu = detect_cpu()
     values: dict[str, Any] = {
         "threads": 2,

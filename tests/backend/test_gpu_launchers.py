@@ -29,7 +29,6 @@ FFN = FfnKernels(hidden=64, precision="int4", options=Ffn(activation="relu"))
 
 
 def load_join(launcher: Launcher) -> Any:
-    """A kernel that adds up some arrays."""
     from pi2.backends.gpu.kernels.compile import build_image
 
     image = build_image([make_join(FFN)], launcher.facts.target)

@@ -21,7 +21,6 @@ WARNINGS = ("-O2", "-Wall", "-Wextra", "-Werror", f"-I{DSP}", f"-I{DSP / 'check'
 
 
 def find_clang() -> str:
-    """A clang that knows the architecture."""
     for name in ("clang", *(f"clang-{version}" for version in range(22, 13, -1))):
         if shutil.which(name) is None:
             continue

@@ -42,7 +42,6 @@ def test_activations_that_are_not_rounded_take_none() -> None:
 def multiply(
     isa: Isa, weights: Any, scales: Any, x: Any, precision: Precision, planes: int
 ) -> np.ndarray[Any, Any]:
-    """Return the products [tokens, rows] of packed rows with ``x`` as float32."""
     (tokens, length), rows = x.shape, len(weights)
     arrays, _ = quantize_activations(x, planes)
     blocks = allocate_blocks(isa, 2, tokens, length, planes)

@@ -31,7 +31,6 @@ def spec() -> KernelSpec:
 
 @pytest.fixture(scope="module")
 def folder(spec: KernelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the compiled program."""
     path = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PI2_CACHE_DIR", str(path))
@@ -52,7 +51,6 @@ def _new_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forbid_compiling(label: str, share: float) -> None:
-    """A progress callback that must not be called."""
     raise AssertionError(f"compiling: {label} {share}")
 
 

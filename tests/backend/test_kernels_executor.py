@@ -17,7 +17,6 @@ from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, measure_error
 def feed(
     executor: Executor, model: RandomModel, ids: list[int], position: int, mode: str = "none"
 ) -> Any:
-    """Run a chunk through all layers; return its logits."""
     executor.embed(np.array(ids, np.int32))
     for layer, bundles in enumerate(model.bundles):
         executor.attend(layer, position)

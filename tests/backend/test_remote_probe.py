@@ -86,14 +86,12 @@ def open_tracker(server: Sequence[str], changes: Mapping[str, str]) -> Iterator[
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End a server with the processes that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture
 def tracker() -> Iterator[int]:
-    """A tracker with a server of this machine; gives its port."""
     with open_tracker([sys.executable, "-c", SERVER], {}) as port:
         yield port
 

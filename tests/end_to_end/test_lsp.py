@@ -21,8 +21,6 @@ WAIT_S = 60
 
 
 class Editor:
-    """A client that sends messages and waits for answers."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
@@ -53,7 +51,6 @@ class Editor:
         self.process.stdin.flush()
 
     def ask(self, method: str, params: object) -> Any:
-        """Send a request and return its result."""
         self.number += 1
         self.send(method, params, id=self.number)
         while True:
@@ -63,7 +60,6 @@ class Editor:
                 return message["result"]
 
     def wait_for_findings(self, name: str) -> list[dict[str, Any]]:
-        """The next findings about a file."""
         while True:
             message = self.messages.get(timeout=WAIT_S)
             if message.get("method") == "textDocument/publishDiagnostics":
@@ -88,7 +84,6 @@ class Editor:
         return self.wait_for_findings(name)
 
     def point(self, name: str, text: str, at: str, offset: int = 0) -> dict[str, Any]:
-        """The place in ``text`` where ``at`` begins."""
         place = text.index(at) + offset
         before = text[:place]
         line = before.count("\n")

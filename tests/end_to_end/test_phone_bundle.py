@@ -291,7 +291,6 @@ def test_an_intact_bundle_verifies(bundle: Path) -> None:
 
 
 def change_plan(bundle: Path, **tables: dict[str, object]) -> None:
-    """Change values of a bundle's plan, table by table."""
     plan = json.loads((bundle / "plan.json").read_text())
     for name, values in tables.items():
         plan["plan"][name] |= values

@@ -32,8 +32,6 @@ PROMPTS = ("one", "two", "three", "four")
 
 @dataclass(frozen=True)
 class Server:
-    """A server with replicas, as a process."""
-
     address: str
     process: subprocess.Popen[str]
     mark: str
@@ -116,7 +114,6 @@ class Load:
             thread.join()
 
     def wait_for(self, kind: str, count: int) -> None:
-        """Wait until ``count`` more answers of a kind have come."""
         wanted, deadline = self.came[kind] + count, time.monotonic() + 120
         while self.came[kind] < wanted:
             assert time.monotonic() < deadline, self.came

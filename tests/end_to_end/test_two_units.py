@@ -80,7 +80,6 @@ def test_a_run_goes_on_when_a_unit_s_process_is_killed(alone: dict[str, Any]) ->
 
 
 def find_workers(parent: int) -> list[int]:
-    """Processes of units that belong to ``parent``."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -38,7 +38,6 @@ needs_emulator = pytest.mark.skipif(
 
 
 def make_arm_spec(features: tuple[str, ...], **changes: Any) -> KernelSpec:
-    """A spec for an aarch64 machine."""
     return dataclasses.replace(make_spec(**changes), architecture="aarch64", features=features)
 
 
@@ -55,7 +54,6 @@ def generate(
 
 
 def generate_function(spec: KernelSpec, name: str) -> Any:
-    """Return the compiled module of one function of a spec."""
     from pi2.backends.kernels.program import Program
 
     program = Program(spec)
@@ -63,12 +61,10 @@ def generate_function(spec: KernelSpec, name: str) -> Any:
 
 
 def generate_assembly(spec: KernelSpec, name: str) -> str:
-    """Return a function's assembly for the spec's instruction set."""
     return str(generate_function(spec, name).inspect_source("asm"))
 
 
 def emulate(spec: KernelSpec, name: str, folder: Path) -> Emulated:
-    """Return one function of a spec for aarch64."""
     return Emulated(generate_function(spec, name), name, folder)
 
 
@@ -76,7 +72,6 @@ class Emulated:
     """A kernel for aarch64, run under qemu."""
 
     def __init__(self, module: Any, name: str, folder: Path) -> None:
-        """Link function ``name`` of a compiled module with a program that calls it."""
         code = folder / f"{name}.o"
         module.write_to_file(str(code), "o")
         self._program = folder / name
@@ -91,7 +86,6 @@ class Emulated:
         )
 
     def __call__(self, *arguments: Any) -> None:
-        """Run the kernel; arrays are changed in place."""
         assert EMULATOR is not None
         done = subprocess.run(
             [EMULATOR, "-cpu", "max", str(self._program)],
@@ -109,7 +103,6 @@ class Emulated:
                 place += argument.nbytes
 
     def count_instructions(self, *arguments: Any) -> int:
-        """Return how many instructions of the kernel a call of it executes."""
         assert EMULATOR is not None
         begin, end = self._find_code()
         # A line for every block that is executed, and blocks of one instruction.
@@ -132,7 +125,6 @@ class Emulated:
         return count
 
     def _find_code(self) -> tuple[int, int]:
-        """Return where the kernel's code begins and ends in the program."""
         assert COMPILER is not None
         command = [COMPILER.removesuffix("gcc") + "nm", str(self._program)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -143,7 +135,6 @@ class Emulated:
 
 
 def _encode(arguments: Sequence[Any]) -> bytes:
-    """Return a kernel's arguments as the harness reads them."""
     message = [struct.pack("<i", len(arguments))]
     for argument in arguments:
         if isinstance(argument, np.ndarray):

@@ -50,7 +50,6 @@ ARGUMENTS: Mapping[str, Any] = {
 
 
 def write_template(format: Format) -> str:
-    """A template that has a format's marks."""
     pairs = [mark for pair in (*format.reasoning, *format.content) for mark in pair]
     if not format.reasoning:
         pairs += ["<think>", "</think>"]
@@ -64,7 +63,6 @@ def describe(format: Format, vocabulary: Mapping[str, int] | None = None) -> Cha
 
 
 def write_reasoning(facts: ChatFacts, text: str) -> str | None:
-    """Reasoning as a family writes it."""
     if facts.format.is_channels:
         return f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant"
     if not facts.reasoning:
@@ -74,7 +72,6 @@ def write_reasoning(facts: ChatFacts, text: str) -> str | None:
 
 
 def list_marks(format: Format) -> list[str]:
-    """What vocabularies of a family have as tokens."""
     form = format.calls[0]
     pairs = [mark for pair in (*format.reasoning, *format.content) for mark in pair]
     texts = [form.begin, form.end, form.call, form.parameter, form.quote, *pairs, *format.skip]

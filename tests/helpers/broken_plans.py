@@ -19,7 +19,6 @@ def list_names() -> list[str]:
 
 
 def find_expected(name: str) -> Path:
-    """File of the output that is expected for ``name``."""
     return BROKEN / f"{name.removesuffix('.toml')}.expected"
 
 

@@ -138,7 +138,6 @@ class _Code:
 def _generate_once(
     objects: Path, generate: Callable[[Any, Any], Any], module: Any, target: Any
 ) -> _Code:
-    """Return the machine code of a module that has one function, generated unless it is there."""
     from tvm.target import Target
     from tvm_ffi import structural_hash
 

@@ -50,7 +50,6 @@ def read_resources(cubin: bytes) -> Mapping[str, Resources]:
 
 
 def _list_sections(cubin: bytes) -> list[tuple[str, bytes, int]]:
-    """Names, contents and sizes of all sections."""
     (offset,) = struct.unpack_from("<Q", cubin, 40)
     entry, count, names_at = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, offset + entry * n) for n in range(count)]

@@ -91,8 +91,6 @@ class Neurons:
     allocated: list[int] = field(default_factory=list)
 
     def request(self, kept: Sequence[int], **changes: Any) -> UnitRequest:
-        """Ask for a unit that keeps the first ``kept`` neurons of each layer."""
-
         def allocate(size: int) -> U8:
             self.allocated.append(size)
             return np.zeros(size, np.uint8)
@@ -178,7 +176,6 @@ def make_neurons(
     scales: ScalesPlace = "inline",
     seed: int = 0,
 ) -> Neurons:
-    """Draw ``count`` neurons for each of two layers of a tiny model with ``changes``."""
     shape = {"layers": 2, "ffn": count, **(changes or {}).get("shape", {})}
     model = make_model({"predictor": None, **(changes or {}), "shape": shape})
     random = np.random.default_rng(seed)

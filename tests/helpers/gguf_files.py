@@ -96,7 +96,6 @@ def make_sentence_piece() -> dict[str, Any]:
 
 
 def make_tokens(count: int) -> dict[str, Any]:
-    """Metadata of a tokenizer with so many tokens."""
     metadata = make_sentence_piece()
     names = [*metadata["tokenizer.ggml.tokens"], *(f"w{n}" for n in range(count))][:count]
     kinds = [*metadata["tokenizer.ggml.token_type"].tolist(), *[1] * count][:count]

@@ -15,7 +15,6 @@ gguf = pytest.importorskip("gguf")
 
 
 def write_gemma3n(file: Path, checkpoint: Path) -> Path:
-    """A file of Gemma 3n as llama.cpp's converter writes it."""
     config, weights = read_checkpoint(checkpoint)
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3N, layers)

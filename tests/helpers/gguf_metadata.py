@@ -28,7 +28,6 @@ _INDEX = {
 
 
 def add_config(writer: Any, config: Mapping[str, Any]) -> None:
-    """Write what GGUF files say of ``config``."""
     if "num_experts_per_token" in config:
         config = {**config, **{new: config[old] for old, new in _KIMI.items()}}
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])

@@ -13,7 +13,6 @@ gguf = pytest.importorskip("gguf")
 
 
 def write_nemotron(file: Path, config: dict[str, Any], weights: dict[str, F32]) -> Path:
-    """A file as llama.cpp's converter writes it."""
     kinds, is_mixed = config["layers_block_type"], "moe" in config["layers_block_type"]
     name = "NEMOTRON_H_MOE" if is_mixed else "NEMOTRON_H"
     arch = gguf.MODEL_ARCH[name]
@@ -68,7 +67,6 @@ def write_nemotron(file: Path, config: dict[str, Any], weights: dict[str, F32]) 
 
 
 def _change_tensor(config: dict[str, Any], name: str, values: F32) -> tuple[str, F32]:
-    """Name and numbers as the converter has them."""
     end = name.rpartition("mixer.")[2]
     if end == "A_log":
         return name, -np.exp(values).reshape(-1, 1)

@@ -69,7 +69,6 @@ _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
 def write_all(writer: Any) -> None:
-    """Write the file of a `gguf.GGUFWriter`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -320,7 +319,6 @@ def _find_divisors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> F32
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, F32]]:
-    """Configuration and float32 weights of a Hugging Face folder."""
     from safetensors.numpy import load_file
 
     config = json.loads((folder / "config.json").read_text())

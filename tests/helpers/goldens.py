@@ -39,7 +39,6 @@ def list_goldens() -> list[str]:
 
 
 def read_golden(name: str) -> Golden:
-    """Read what is expected of a golden model."""
     with np.load(FOLDER / name / "golden.npz") as arrays:
         return Golden(
             prompt=arrays["prompt"].tolist(),
@@ -134,7 +133,6 @@ def run_golden(
 
 
 def measure_error(found: F32, expected: F32) -> float:
-    """Largest difference, of the largest expected magnitude."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 

@@ -39,8 +39,6 @@ def require_launcher(api: Api) -> Launcher:
 
 
 class RandomNeurons:
-    """Neurons in bundles, of weights that keep sums near 1."""
-
     def __init__(self, ffn: FfnKernels, count: int, seed: int = 1) -> None:
         random = np.random.default_rng(seed)
         self.ffn, self.count = ffn, count
@@ -102,8 +100,6 @@ _GUARD = bytes(range(256))
 
 
 class Bench:
-    """Kernels that were compiled in this process, on a device."""
-
     def __init__(self, launcher: Launcher, kernels: Sequence[Any]) -> None:
         from pi2.backends.gpu.kernels.compile import build_image
 
@@ -139,5 +135,4 @@ class Bench:
 
 
 def measure_error(found: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> float:
-    """Largest difference in relation to the largest magnitude."""
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())

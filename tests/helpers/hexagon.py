@@ -32,7 +32,6 @@ TOP = np.float32(127)
 
 
 def require_emulator() -> None:
-    """Skip the test where programs of the NPU cannot be run."""
     if obstacles := find_unit_obstacles(EMULATED):
         pytest.skip("; ".join(obstacles))
 
@@ -79,7 +78,6 @@ class Bench:
         self._end = 0
 
     def place(self, room: Room) -> dict[str, int]:
-        """Where the arrays of a room are."""
         first, self._end = self._end, self._end + room.bytes
         assert self._end <= len(self.session.memory)
         return {name: first + place for name, place in room.places.items()}
@@ -89,7 +87,6 @@ class Bench:
             self.session.memory[places[name] : places[name] + len(values)] = values
 
     def read(self, place: int, *shape: int) -> F32:
-        """Floats at a place."""
         size = 4 * int(np.prod(shape))
         return self.session.memory[place : place + size].view(np.float32).reshape(shape).copy()
 
@@ -158,7 +155,6 @@ class Bench:
         return self.read(job["results"], graph.tokens, shape.hidden)[: len(inputs)]
 
     def run(self, graph: FfnGraph | ProductGraph, operands: Sequence[int]) -> None:
-        """Run a graph to its end."""
         number = self.session.ask(self.spec.index.index(graph), operands)
         assert self.session.take_reply().number == number
 

@@ -15,8 +15,6 @@ REVISIONS = ("main", "v1", COMMIT)
 
 @dataclass
 class Hub:
-    """What the server has, and what it was asked for."""
-
     folder: Path
     repository: str
     address: str = ""
@@ -28,13 +26,11 @@ class Hub:
     """Method, path and range of each request."""
 
     def list_ranges(self, name: str) -> list[str | None]:
-        """Ranges in which the contents of a file were asked for."""
         return [part for method, path, part in self.asked if method == "GET" and name in path]
 
 
 @contextmanager
 def serve_repository(folder: Path, repository: str) -> Iterator[Hub]:
-    """Serve the files of ``folder`` as ``repository`` meanwhile."""
     hub = Hub(folder, repository)
 
     class Handler(BaseHTTPRequestHandler):

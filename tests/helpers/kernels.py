@@ -72,12 +72,10 @@ ODD: dict[str, Any] = {
 
 
 def find_own_features() -> frozenset[str]:
-    """Return what this machine's processor has."""
     return frozenset(detect_cpu().features)
 
 
 def list_runnable_isas() -> list[str]:
-    """Return the schedules that this machine can run."""
     cpu = detect_cpu()
     if cpu.architecture != "x86-64":
         return []
@@ -111,7 +109,6 @@ def allocate_mixing_room(spec: KernelSpec) -> list[npt.NDArray[Any]]:
 
 
 def align(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an aligned, read-only copy, as a memory-mapped store gives it."""
     copy = allocate(array.dtype.name, *array.shape)
     copy[...] = array
     copy.flags.writeable = False
@@ -125,7 +122,6 @@ def allocate_segment(_segment: str, size: int) -> U8:
 
 @functools.lru_cache(maxsize=256)
 def compile_kernel(emit: Callable[[Any], None], isa: Isa) -> Callable[..., None]:
-    """Compile a function in this process; its arrays are passed flat."""
     import tvm
 
     from pi2.backends.compiler.compile import generate, make_target
@@ -267,7 +263,6 @@ def put_in_lane_order(x: F32) -> F32:
 
 
 def measure_error(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    """Return the largest difference relative to the largest expected value."""
     top = float(np.abs(expected).max())
     difference = float(np.abs(found.astype(np.float64) - expected).max())
     return difference / top if top > 0 else difference

@@ -79,7 +79,6 @@ def make_arrays(tensors: Mapping[str, F32], quantization: str) -> dict[str, Raw]
 
 
 def make_chat_config(config: Mapping[str, Any], quantization: str) -> dict[str, Any]:
-    """``mlc-chat-config.json``."""
     keys = (
         "hidden_size",
         "intermediate_size",
@@ -122,7 +121,6 @@ def write_folder(
     index: str = "tensor-cache.json",
     shard_bytes: int = 6000,
 ) -> Path:
-    """Write a folder of MLC-LLM without tokenizer; return it."""
     folder.mkdir(parents=True)
     (folder / "mlc-chat-config.json").write_text(json.dumps(make_chat_config(config, quantization)))
     arrays = make_arrays(fuse(weights, config), quantization)

@@ -43,8 +43,6 @@ SPECIAL_TOKENS = ("<begin>", "<end>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModel:
-    """A random model and where its store lies."""
-
     model: Model
     store: Path
     weights: Mapping[str, F32]

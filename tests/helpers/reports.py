@@ -59,7 +59,6 @@ def find_page(code: str) -> Page | None:
 
 
 def write_report(name: str) -> str:
-    """The report in the format ``name``."""
     return render(name, FINDINGS, colour=True, sources=SOURCES, find_page=find_page)
 
 

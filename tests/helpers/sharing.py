@@ -60,8 +60,6 @@ def run_git(folder: Path, *arguments: str) -> str:
 
 @dataclass
 class Repository:
-    """A git repository with a work tree."""
-
     folder: Path
 
     @property
@@ -69,7 +67,6 @@ class Repository:
         return self.folder.as_uri()
 
     def write(self, path: str, text: str | bytes) -> None:
-        """Write a file without committing it."""
         target = self.folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -128,7 +125,6 @@ class Server:
         self.answers[path] = answer
 
     def serve_repositories(self, prefix: str, folder: Path) -> None:
-        """Answer everything below ``prefix`` with the git repositories of ``folder``."""
         self.answers[f"{prefix}*"] = lambda handler: _run_git_backend(handler, prefix, folder)
 
     def find_answer(self, path: str) -> Answer | None:
@@ -139,7 +135,6 @@ class Server:
         return None
 
     def redirect(self, path: str, target: str) -> None:
-        """Send whoever asks for ``path`` to ``target``."""
         self.serve(path, b"", 302, Location=target)
 
 

@@ -7,7 +7,6 @@ _VOCABULARY = {token: index for index, token in enumerate([*"abcdefgh ", "<unk>"
 
 
 def write_tokenizer(**changes: Any) -> bytes:
-    """The tokenizer with some of its parts replaced."""
     document: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,

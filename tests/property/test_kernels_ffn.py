@@ -54,8 +54,6 @@ def activate(activation: Activation, threshold: float, gate: F64, up: F64) -> F6
 
 
 class Layer:
-    """A random FFN layer and quantised inputs for it."""
-
     def __init__(
         self, spec: KernelSpec, neurons: int, tokens: int, seed: int, shifts: F64 | None = None
     ) -> None:

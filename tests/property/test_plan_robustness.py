@@ -100,7 +100,6 @@ def test_damaged_documents(folder: Path, document: tuple[str, bytes]) -> None:
 
 
 def list_paths(values: object, base: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Key paths of everything in a document."""
     found = [base] if base else []
     if isinstance(values, dict):
         for key, item in values.items():

@@ -17,7 +17,6 @@ from tests.helpers.models import MIXTURE
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sound file of a tiny mixture."""
     file = write_random_gguf(tmp_path_factory.mktemp("whole"), {"layers": 2}, MIXTURE)
     assert FileFiller().runs_as_it_is(file)
     return file

@@ -239,7 +239,6 @@ def test_garbled_manifest_is_a_user_error_or_harmless(tiny: TinyModel, data: st.
 
 
 def list_places(value: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Key paths of all values in a JSON document."""
     items: list[tuple[str | int, object]] = []
     if isinstance(value, dict):
         items = list(value.items())

@@ -243,7 +243,6 @@ def test_a_process_ends_with_a_caller_that_is_killed(tmp_path: Path) -> None:
 
 
 def _wait_for(find: Callable[[], Any]) -> Any:
-    """What is found, as soon as it is something, or at the end of a minute."""
     end = time.monotonic() + 60.0
     while not (found := find()) and time.monotonic() < end:
         time.sleep(0.05)

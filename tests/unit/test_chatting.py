@@ -180,7 +180,6 @@ def test_interrupt_in_a_terminal_stops_answer_and_not_program(plan: Path, tmp_pa
 
 
 def take_terminal(terminal: int) -> None:
-    """Let the new process have the terminal, so that its keys are signals."""
     os.setsid()
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 

@@ -52,7 +52,6 @@ def repository(tmp_path: Path) -> Path:
 
 
 def start(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` as both services do: bash, ended by the first command that fails."""
     path = f"{folder.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],

@@ -46,7 +46,6 @@ def plan(tiny: TinyModel) -> Path:
 
 
 def compute(model: LoadedModel) -> tuple[F32, F32]:
-    """Logits of a prompt, and of tokens one by one."""
     return model.logits(IDS), model.logits(IDS, mode="decode")
 
 

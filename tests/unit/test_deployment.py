@@ -22,7 +22,6 @@ MANIFEST = FOLDER / "kubernetes.yaml"
 
 
 def find_program(name: str) -> str:
-    """A program that is installed beside this Python, or anywhere."""
     found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
     if found is None:
         pytest.skip(f"needs {name}")

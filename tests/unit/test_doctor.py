@@ -93,7 +93,6 @@ CHECKUP = Checkup(
 
 
 def read(checkup: Checkup, *, whole: bool = False, columns: int | None = None) -> str:
-    """The report without colours."""
     return click.unstyle("\n".join(write_checkup(checkup, whole=whole, columns=columns)))
 
 
@@ -145,7 +144,6 @@ def test_report_of_this_machine() -> None:
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, checkup: Checkup, *arguments: str) -> Any:
-    """Run the command with a made-up machine."""
     monkeypatch.setattr("pi2.checkup.examine_machine", lambda: checkup)
     return CliRunner().invoke(command, arguments, standalone_mode=False)
 

@@ -14,7 +14,6 @@ DOCUMENTS = [
 
 
 def find_prose(text: str) -> str:
-    """A document without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 

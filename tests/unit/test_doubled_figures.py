@@ -62,7 +62,6 @@ def _walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, 
 
 
 def change(figure: str, factor: float) -> Device:
-    """The phone with a figure times ``factor``."""
     values = copy.deepcopy(read_values())
     place, (*path, key) = values, [int(x) if x.isdigit() else x for x in figure.split(".")]
     for part in path:

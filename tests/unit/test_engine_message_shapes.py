@@ -29,8 +29,6 @@ MESSAGES: Sequence[dict[str, Any]] = (
 
 
 class Counted:
-    """A template that counts how often it is rendered."""
-
     def __init__(self, source: str) -> None:
         self.shaped = ShapedTemplate(source)
         self.template = ChatTemplate(Path("t"), source, {})
@@ -54,7 +52,6 @@ def _end() -> Any:
 
 
 def with_text(messages: Sequence[dict[str, Any]] = MESSAGES) -> list[dict[str, Any]]:
-    """The messages with arguments as a client sends them."""
     call = messages[1]["tool_calls"][0]
     function = {**call["function"], "arguments": '{"a": "é"}'}
     return [

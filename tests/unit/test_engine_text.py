@@ -82,7 +82,6 @@ def make_tokenizer(kind: str) -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The piece of every token, and what comes at the end."""
     decoder = TokenDecoder(lambda some: tokenizer.decode(list(some), skip_special_tokens=True))
     return [*(decoder.push(token) for token in ids), decoder.flush()]
 
@@ -94,7 +93,6 @@ def test_a_character_of_several_tokens_comes_out_whole(kind: str) -> None:
 
 
 def read_continuation(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text that ``ids`` have after another one."""
     before = tokenizer.encode("x").ids
     return tokenizer.decode([*before, *ids])[len(tokenizer.decode(before)) :]
 

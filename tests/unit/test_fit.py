@@ -44,7 +44,6 @@ def make_machine(**changes: Any) -> Machine:
 
 
 def make_device(**unit: Any) -> Device:
-    """A device with one processor of the given keys."""
     return Device.model_validate(
         {"schema_version": 3, "id": "acme", "units": {"cpu": {"kind": "cpu", **unit}}}
     )
@@ -140,7 +139,6 @@ def test_processor_does_not_matter_without_compiled_kernels() -> None:
 
 
 def resolve_demo(tmp_path: Path, backend: str) -> ResolvedPlan:
-    """The demo plan for a device with an Arm processor, on ``backend``."""
     demo = find_shipped_folder() / "demo.plan.toml"
     text = demo.read_text(encoding="utf-8").replace('"host"', '"arm.device.toml"')
     text = text.replace('cpu = "cpu"', f'cpu = "{backend}"')

@@ -31,7 +31,6 @@ def read(plan: Path, memory_bytes: int | None = None, **values: object) -> Fitte
 
 
 def draft(folder: Path, model: str) -> Path:
-    """The plan that pi2 itself writes for a model."""
     device = read_device("host")
     described = read_model(model)
     path = folder / "default.plan.toml"
@@ -41,7 +40,6 @@ def draft(folder: Path, model: str) -> Path:
 
 
 def find_least(error: UserError) -> int:
-    """The budget that the error advises."""
     (item,) = error.diagnostics
     option = (item.help or "").split("`")[1]
     assert option.startswith("--memory ")

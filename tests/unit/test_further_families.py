@@ -193,13 +193,11 @@ def test_what_cannot_be_computed_is_refused(
 
 
 def convert(checkpoint: Path, model: Model, output: Path) -> bytes:
-    """The dense weights of the checkpoint's store."""
     convert_checkpoint(checkpoint, model, output)
     return (output / "dense.arrow").read_bytes()
 
 
 def read_store(checkpoint: Path, model: Model, output: Path) -> dict[str, bytes]:
-    """All weights of the checkpoint's store, by file."""
     convert_checkpoint(checkpoint, model, output)
     return {file.name: file.read_bytes() for file in output.rglob("*.arrow")}
 

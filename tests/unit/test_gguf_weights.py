@@ -244,7 +244,6 @@ def test_what_streams_is_cut_into_whole_rows_and_spread_over_the_layers() -> Non
 
 @contextmanager
 def open_stream(path: Path, pieces: list[Piece], blocks: int, engine: EngineName) -> Iterator[Ring]:
-    """A stream through a ring of so many blocks, and the ring."""
     region = np.frombuffer(bytearray((blocks + 1) * BLOCK), np.uint8)
     skip = -region.ctypes.data % BLOCK
     files = DirectFiles([path])

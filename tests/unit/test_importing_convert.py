@@ -39,7 +39,6 @@ Weights = dict[str, F32]
 
 
 def prepare(folder: Path, changes: Mapping[str, Any] | None = None) -> tuple[Model, Weights, Path]:
-    """A model, its weights and its checkpoint."""
     model = make_model(changes)
     weights = draw_weights(model)
     return model, weights, write_checkpoint(folder / "checkpoint", model, weights)

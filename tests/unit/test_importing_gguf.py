@@ -167,7 +167,6 @@ def write_tiny(
 
 
 def read_file_values(file: Path) -> dict[str, F32]:
-    """All tensors as the gguf package reads them."""
     reader = gguf.GGUFReader(file)
     return {
         tensor.name: np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)

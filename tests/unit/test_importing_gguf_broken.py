@@ -84,7 +84,6 @@ def patch(file: Path, offset: int, content: bytes) -> None:
 
 
 def find_entry(file: Path, name: str) -> int:
-    """Byte of the number of dimensions in the entry of tensor ``name``."""
     label = struct.pack("<Q", len(name)) + name.encode()
     content = file.read_bytes()
     assert content.count(label) == 1

@@ -56,7 +56,6 @@ def make_tiny(tmp_path: Path) -> tuple[Path, Config, dict[str, F32]]:
 
 
 def round_as_mlc(weights: dict[str, F32], config: Config, quantization: str) -> dict[str, F32]:
-    """The weights that a folder stands for."""
     rounded = {}
     for name, values in weights.items():
         quantized = quantization == "q4f16_1" and values.ndim > 1

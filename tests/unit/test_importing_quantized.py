@@ -30,7 +30,6 @@ FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def write_tensors(file: Path, tensors: Mapping[str, tuple[str, Array]]) -> None:
-    """A safetensors file of any types."""
     header: dict[str, Any] = {}
     data = b""
     for name, (dtype, values) in tensors.items():

@@ -32,7 +32,6 @@ def make_plan(folder: Path, **changes: Any) -> Path:
 
 
 def generate(model: LoadedModel, ids: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Tokens that follow a prompt, and how many of its tokens were read."""
     before = model.scheduler.rounds.prompt_tokens
     result = model.generate(ids, **OPTIONS).result
     return result.token_ids, model.scheduler.rounds.prompt_tokens - before

@@ -18,14 +18,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _forget_configuration() -> Iterator[None]:
-    """Leave structlog as it was found."""
     yield
     structlog.reset_defaults()
 
 
 class Terminal(io.StringIO):
-    """A text stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
@@ -56,7 +53,6 @@ def test_no_colours_for_those_who_set_no_color(monkeypatch: pytest.MonkeyPatch) 
 
 
 def run_on_terminal(*arguments: str) -> str:
-    """What `pi2` writes to a terminal's standard error."""
     parent, child = os.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "pi2", *arguments],

@@ -18,14 +18,12 @@ CORTEX_X1 = CORTEX_A55 + " lrcpc dcpop"
 
 
 def write(root: Path, name: str, text: str) -> None:
-    """Put a file below a made-up root."""
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 
 def write_x86(root: Path, name: str, flags: list[str]) -> None:
-    """Write ``/proc/cpuinfo`` with one processor for each entry of ``flags``."""
     write(
         root,
         "proc/cpuinfo",
@@ -37,7 +35,6 @@ def write_x86(root: Path, name: str, flags: list[str]) -> None:
 
 
 def write_arm(root: Path, parts: list[int], features: list[str], tail: str = "") -> None:
-    """Write ``/proc/cpuinfo`` as Linux on Arm does, with Arm's own cores."""
     write(
         root,
         "proc/cpuinfo",

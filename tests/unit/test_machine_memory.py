@@ -13,7 +13,6 @@ GIB = 1 << 30
 
 
 def write(root: Path, name: str, text: str) -> None:
-    """Put a file below a made-up root."""
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -9,7 +9,6 @@ from pi2.machine.storage import inspect_storage, probe_direct_reads
 
 
 def make_block_device(root: Path, number: int, block_bytes: int) -> None:
-    """Make up ``/sys/dev/block`` with a partition on a disk, as Linux links them."""
     disk = root / "sys/devices/virtual/block/nvme0n1"
     partition = disk / "nvme0n1p2"
     partition.mkdir(parents=True)

@@ -60,7 +60,6 @@ def open_reader(file: BundleFile, **settings: Any) -> FlashReader:
 
 
 def finish(reader: FlashReader, pending: PendingRead) -> list[int]:
-    """Slots in the order in which they may be computed."""
     clusters = [reader.finish(pending, number) for number in range(len(pending.clusters))]
     return [int(slot) for slots in clusters for slot in slots]
 

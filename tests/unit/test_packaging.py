@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
 
 
 def build(kind: str, tree: Path, output: Path) -> Path:
-    """Build the ``wheel`` or ``sdist`` of ``tree`` with the setuptools that is here, offline."""
     script = f"import sys, setuptools.build_meta as b; print(b.build_{kind}(sys.argv[1]))"
     output.mkdir(exist_ok=True)
     done = start_python("-c", script, str(output), cwd=tree)
@@ -33,7 +32,6 @@ def build(kind: str, tree: Path, output: Path) -> Path:
 
 
 def list_files(folder: Path) -> set[str]:
-    """Files below ``folder`` that belong to the repository, relative to it."""
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -67,7 +65,6 @@ def names(wheel: Path) -> Set[str]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """A folder with the wheel's contents, as site-packages would have them."""
     folder = wheel.parent / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)

@@ -188,8 +188,6 @@ def test_a_missing_document_hides_no_other_mistake(base: Path) -> None:
 
 
 class Lock:
-    """A resolver with documents in a folder, called by ``lock:NAME``."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

@@ -31,7 +31,6 @@ def read(kind: str, name: str) -> Any:
 
 
 def make_device(rates: Mapping[str, str], block: str = "512 B") -> Device:
-    """``rates`` of random reads by block."""
     values = {
         "schema_version": 3,
         "id": "box",
@@ -187,7 +186,6 @@ def wish_for(device: str, model: str, **changes: object) -> Wish:
 
 
 def is_whole(planned: PlannedPlan) -> bool:
-    """Whether the GPU has the whole model."""
     return planned.resolved.has_whole_unit
 
 

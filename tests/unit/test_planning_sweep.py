@@ -119,7 +119,6 @@ def test_a_pattern_names_files_or_short_names(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """A cluster with two workers on this machine."""
     module = pytest.importorskip("ray", reason="Ray is not installed: pip install 'pi2[ray]'")
     ray_cluster.start_ray(module, 2)
     yield module

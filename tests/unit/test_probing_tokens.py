@@ -13,8 +13,6 @@ SIZES = synthetic.SMALL
 
 
 class FakeExecutor:
-    """Notes what it is asked for."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
 

@@ -62,7 +62,6 @@ def watch(checkpoint: Checkpoint, at: Callable[[str], None]) -> HubShards:
 
 
 def count_fetched(hub: Hub) -> dict[str, int]:
-    """How often each weight file was asked for as a whole."""
     names = [path.name for path in hub.folder.glob("*.safetensors")]
     return {name: hub.list_ranges(name).count(None) for name in names}
 

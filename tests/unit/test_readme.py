@@ -19,7 +19,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def find_blocks(language: str) -> list[str]:
-    """Code blocks of the README in ``language``."""
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 

@@ -66,7 +66,6 @@ def load(plan: Path, *settings: Mapping[str, Any]) -> LoadedModel:
 
 
 def compute(model: LoadedModel) -> tuple[F32, F32]:
-    """Logits of a prompt, and of tokens one by one."""
     found = model.logits(TOKENS), model.logits(TOKENS, mode="decode")
     cache = model._parts.cache
     assert not cache._held.any() and cache.free_capacity == cache.cold_capacity

@@ -126,7 +126,6 @@ def test_the_hint_fits_what_bounds_the_run() -> None:
 
 
 def set_keys(resolved: ResolvedPlan, table: str, **values: object) -> ResolvedPlan:
-    """The plan with other values of a table."""
     own = getattr(resolved.plan, table).model_copy(update=values)
     return replace(resolved, plan=resolved.plan.model_copy(update={table: own}))
 
@@ -182,8 +181,6 @@ def test_a_budget_that_is_too_small_is_a_finding() -> None:
 
 
 class Clock:
-    """A clock that a test sets."""
-
     now = 0.0
 
     def __call__(self) -> float:

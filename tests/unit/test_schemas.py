@@ -22,7 +22,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def walk_keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every key of every table, with what the schema says of it."""
     for table, item in {"": schema, **schema["definitions"]}.items():
         for key, value in item.get("properties", {}).items():
             yield f"{table}.{key}", value

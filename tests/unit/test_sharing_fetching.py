@@ -40,7 +40,6 @@ def server() -> Iterator[Server]:
 
 
 def refuse(url: str, path: str = PATH, revision: str = "v1", timeout_s: float = TIMEOUT_S) -> str:
-    """Code with which the file is refused."""
     with pytest.raises(UserError) as caught:
         read_git_file(url, path, revision, timeout_s=timeout_s)
     (found,) = caught.value.diagnostics

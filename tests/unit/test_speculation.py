@@ -48,7 +48,6 @@ class Prophet:
 
 
 def foretell(model: LoadedModel, texts: Sequence[Sequence[int]], wrong_every: int = 3) -> None:
-    """Let guesses be those of a prophet."""
     decode = model.plan.plan.decode
     assert decode.speculation is not None
     model.scheduler.speculation = Speculation(

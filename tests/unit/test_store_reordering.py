@@ -153,7 +153,6 @@ def test_a_store_that_exists_is_not_replaced_unasked(tmp_path: Path, tiny: TinyM
 
 
 def write_statistics(folder: Path, counts: I64, pairs: list[tuple[int, int, int, int]]) -> Path:
-    """A folder with ``counts`` [layers, neurons] and pairs (layer, first, second, count)."""
     folder.mkdir()
     write_counts(folder / "activations.parquet", counts)
     columns = zip(*pairs, strict=True) if pairs else ((), (), (), ())

@@ -20,7 +20,6 @@ TWICE_AS_WIDE = {'"512 B"': '"1 KiB"', '"512 KiB"': '"1 MiB"', 'cold = "1 MiB"':
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A copy of the demo store."""
     return Path(shutil.copytree(STORE, tmp_path / "store"))
 
 

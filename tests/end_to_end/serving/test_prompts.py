@@ -123,8 +123,6 @@ def test_a_message_is_not_continued_where_a_client_says_so(address: str) -> None
 
 @pytest.fixture
 def filling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server whose model has tokens for filling in."""
-
     def make_with_marks(vocab: int) -> bytes:
         text = make_tokenizer(vocab)
         for number, part in enumerate(("prefix", "suffix", "middle")):
@@ -171,7 +169,6 @@ def read_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def ask(address: str, path: str) -> http.client.HTTPConnection:
-    """A stream that is asked for."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
     body: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "stream": True}
     if path == "/v1/completions":
