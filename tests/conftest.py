@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 # Two workers on two cores: threads of NumPy's matrix library that look for work take it from them.
 # The library reads this once, when NumPy is imported.
@@ -66,3 +67,12 @@ def quick_kernels() -> Iterator[None]:
         patch.setenv("PI2_CACHE_DIR", str(find_cache_folder("kernels").parent / "tests"))
         patch.setenv(QUICK, "1")
         yield
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """The plan of a tiny random model."""
+    from tests.helpers.models import make_tiny
+    from tests.helpers.plans import write_plan
+
+    return write_plan(tmp_path, make_tiny(tmp_path))

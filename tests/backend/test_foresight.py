@@ -15,8 +15,6 @@ from pi2.engine.waves import Foresight
 from pi2.measuring.contestant import Profiler, observe_parts
 from pi2.orchestrator import load
 from tests.helpers.kernels import DEMO_LIKE, RandomModel
-from tests.helpers.models import make_tiny
-from tests.helpers.plans import write_plan
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -83,8 +81,7 @@ def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) 
 
 
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])
-def test_a_layer_beyond_memory_takes_six_calls_at_most(tmp_path: Path, look_ahead: str) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_a_layer_beyond_memory_takes_six_calls_at_most(plan: Path, look_ahead: str) -> None:
     settings: dict[str, Any] = {"layers.hot": 0.25, "backends.cpu": "cpu", "cache.fill": False}
     # There is room for all of them; reads that begin a layer ahead are one cluster anyway.
     cluster = 2 if look_ahead == "layer" else 1 << 20

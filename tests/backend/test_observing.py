@@ -15,8 +15,6 @@ from pi2.measuring.timeline import DRIVER, _KernelRecorder, _Tape
 from pi2.memory.bundle_files import ReadObserver
 from pi2.orchestrator import load
 from pi2.tracing import Recorder
-from tests.helpers.models import make_tiny
-from tests.helpers.plans import write_plan
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -30,11 +28,6 @@ class Both(ExecutorObserver):
     def note_kernel(self, *arguments: Any) -> None:
         for observer in self.observers:
             observer.note_kernel(*arguments)
-
-
-@pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    return write_plan(tmp_path, make_tiny(tmp_path))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.commands import is_control, show_controls
-from tests.helpers.models import make_tiny
-from tests.helpers.plans import write_plan
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"
 
@@ -70,9 +68,8 @@ def test_a_pipe_that_nobody_reads_is_no_finding() -> None:
 
 @pytest.mark.parametrize("more", [[], ["--prompt", "b"]], ids=" ".join)
 def test_text_commands_no_terminal_and_is_as_it_was_made_elsewhere(
-    tmp_path: Path, more: list[str]
+    plan: Path, more: list[str]
 ) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
     command = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "a", *more]
     command += ["--temperature", "2", "--seed", "3", "--max-tokens", "50", "--ignore-eos"]
     piped = subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()

@@ -94,8 +94,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_sequence_has_the_logits_that_it_has_alone(tmp_path: Path, name: str) -> None:
-    check(write_plan(tmp_path, make_tiny(tmp_path)), CASES[name])
+def test_every_sequence_has_the_logits_that_it_has_alone(plan: Path, name: str) -> None:
+    check(plan, CASES[name])
 
 
 def test_neurons_may_be_read_in_two_phases(tmp_path: Path) -> None:
@@ -132,8 +132,7 @@ def test_tokens_of_a_mixture_have_experts_of_their_own(
     check(make_mixture_plan(tmp_path, "drelu"), {**ROOM, "backends.cpu": "reference", **settings})
 
 
-def test_a_neuron_that_several_tokens_need_is_read_once(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_a_neuron_that_several_tokens_need_is_read_once(plan: Path) -> None:
     settings = {
         "decode.threshold": -1e9,
         "layers.hot": 0.0,
@@ -153,9 +152,8 @@ def test_a_neuron_that_several_tokens_need_is_read_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_prompts_wait_for_a_place_and_give_the_text_that_they_give_alone(
-    tmp_path: Path, batch: int
+    plan: Path, batch: int
 ) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 9}
     with pi2.load(plan) as model:
         alone = [
@@ -194,8 +192,7 @@ def test_the_context_is_that_of_each_sequence(tmp_path: Path) -> None:
             model.generate_batch([])
 
 
-def test_an_interrupted_batch_leaves_nothing_behind(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_an_interrupted_batch_leaves_nothing_behind(plan: Path) -> None:
     with pi2.load(plan, set={"decode.batch": 3, "kv.lend": True}) as model:
         expected = model.generate_batch(PROMPTS, max_tokens=6).result.sequences
         started = model.generate_batch(PROMPTS, max_tokens=6)

@@ -14,17 +14,10 @@ from pi2.measuring.bandwidth import BandwidthMeter
 from pi2.measuring.contestants import PlanContestant, PlanRecipe
 from pi2.measuring.samples import Workload
 from pi2.progress import ignore_progress
-from tests.helpers.models import make_tiny
-from tests.helpers.plans import write_plan
 
 
 def load_contestant(path: Path, text: str | None = None, **overrides: object) -> PlanContestant:
     return PlanRecipe(path=path, overrides=overrides, text=text)(ignore_progress)
-
-
-@pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    return write_plan(tmp_path, make_tiny(tmp_path))
 
 
 def test_a_plan_is_timed_and_its_counters_are_those_of_the_timed_tokens(plan: Path) -> None:

@@ -39,12 +39,12 @@ def check_together(plan: Path, settings: dict[str, Any], places: int = 4) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_text_is_the_one_that_its_seed_gives_alone(tmp_path: Path, name: str) -> None:
-    check_together(write_plan(tmp_path, make_tiny(tmp_path)), CASES[name])
+def test_each_text_is_the_one_that_its_seed_gives_alone(plan: Path, name: str) -> None:
+    check_together(plan, CASES[name])
 
 
-def test_those_that_wait_for_a_place_read_the_prompt_again(tmp_path: Path) -> None:
-    check_together(write_plan(tmp_path, make_tiny(tmp_path)), {}, places=3)
+def test_those_that_wait_for_a_place_read_the_prompt_again(plan: Path) -> None:
+    check_together(plan, {}, places=3)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mixtral"])
@@ -71,8 +71,8 @@ def drive(model: LoadedModel) -> None:
         pass
 
 
-def test_a_step_has_fewer_sequences_when_some_have_ended(tmp_path: Path) -> None:
-    with pi2.load(write_plan(tmp_path, make_tiny(tmp_path)), set={"decode.batch": 4}) as model:
+def test_a_step_has_fewer_sequences_when_some_have_ended(plan: Path) -> None:
+    with pi2.load(plan, set={"decode.batch": 4}) as model:
         submit(model, 4)
         drive(model)
         phases = model.scheduler.rounds.phases
@@ -86,9 +86,8 @@ def test_a_step_has_fewer_sequences_when_some_have_ended(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kept", [False, True], ids=["nothing kept", "prefixes kept"])
 def test_others_read_the_prompt_where_nobody_wants_the_first_text_any_more(
-    tmp_path: Path, kept: bool
+    plan: Path, kept: bool
 ) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
     with pi2.load(plan, set={"decode.batch": 3}) as model:
         alone = [item.result.token_ids for item in finish(model, submit(model, 3))]
     with pi2.load(plan, set={"decode.batch": 3}) as model:
@@ -114,9 +113,9 @@ def finish(model: LoadedModel, tickets: list[Ticket]) -> list[Any]:
 
 
 def test_a_prompt_that_fails_for_one_is_read_for_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pi2.load(write_plan(tmp_path, make_tiny(tmp_path)), set={"decode.batch": 3}) as model:
+    with pi2.load(plan, set={"decode.batch": 3}) as model:
         forward = model._parts.forward
         prefill, failed = forward.prefill, list[bool]()
 
@@ -132,8 +131,7 @@ def test_a_prompt_that_fails_for_one_is_read_for_the_others(
         assert all(ticket.result is not None for ticket in tickets[1:])
 
 
-def test_the_best_text_has_the_highest_mean_log_probability(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_the_best_text_has_the_highest_mean_log_probability(plan: Path) -> None:
     # Every neuron is computed, so that prompts have the logits of answers.
     with pi2.load(plan, set={"decode.batch": 4, "decode.predictor": "none"}) as model:
         result = model.generate_batch([PROMPT] * 4, seed=5, scores=True, **DRAWN).result

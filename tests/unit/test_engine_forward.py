@@ -207,8 +207,7 @@ def test_a_summary_and_an_evaluation_say_what_share_of_scores_was_left_out(
 
 
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])
-def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path, look_ahead: str) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_a_failure_in_attention_leaves_no_neuron_half_read(plan: Path, look_ahead: str) -> None:
     settings = {"decode.look_ahead": look_ahead, "layers.hot": 0.0}
     with pi2.load(plan, set=settings) as model:
         expected = model.logits(TOKENS, mode="decode")
@@ -231,9 +230,8 @@ def test_a_failure_in_attention_leaves_no_neuron_half_read(tmp_path: Path, look_
 
 @pytest.mark.parametrize("look_ahead", ["none", "layer"])
 def test_neurons_whose_reads_could_not_begin_are_read_the_next_time(
-    tmp_path: Path, look_ahead: str, monkeypatch: pytest.MonkeyPatch
+    plan: Path, look_ahead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
     settings = {"decode.look_ahead": look_ahead, "layers.hot": 0.0, "cache.fill": False}
     with pi2.load(plan, set=settings) as model:
         expected = model.logits(TOKENS, mode="decode")

@@ -9,8 +9,6 @@ from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import EXACT as EXPLICIT
 from tests.helpers.goldens import UNROUNDED, make_golden_plan, read_golden
-from tests.helpers.models import make_tiny
-from tests.helpers.plans import write_plan
 
 EXACT = ("attention", "kv", "predictor", "hot")
 
@@ -18,10 +16,9 @@ EXACT = ("attention", "kv", "predictor", "hot")
 @pytest.mark.parametrize("backend", ["null", "reference", "cpu"])
 @pytest.mark.parametrize("predictor", ["none", "gate", "low-rank"])
 def test_no_segment_takes_more_than_the_plan_counts(
-    backend: str, predictor: str, tmp_path: Path
+    backend: str, predictor: str, plan: Path
 ) -> None:
-    path = write_plan(tmp_path, make_tiny(tmp_path))
-    with pi2.load(path, set={"backends.cpu": backend, "decode.predictor": predictor}) as model:
+    with pi2.load(plan, set={"backends.cpu": backend, "decode.predictor": predictor}) as model:
         if backend == "null":
             model.logits([1, 2, 3], mode="decode")
         else:
@@ -36,14 +33,13 @@ def test_no_segment_takes_more_than_the_plan_counts(
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, tmp_path: Path) -> None:
-    path = write_plan(tmp_path, make_tiny(tmp_path))
-    with pi2.load(path, set={"backends.cpu": backend, **UNROUNDED}) as model:
+def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, plan: Path) -> None:
+    with pi2.load(plan, set={"backends.cpu": backend, **UNROUNDED}) as model:
         assert model.generate("abcd", max_tokens=3, ignore_eos=True).result.text
         used, needs = model._parts.budget.used_bytes, find_needs(model.plan)
         assert 0.9 * needs.kv.bytes <= used["kv"] <= needs.kv.bytes
         assert used["workspace"] <= needs.workspace.bytes
-        assert needs.workspace.bytes > find_needs(load_plan(path)).workspace.bytes
+        assert needs.workspace.bytes > find_needs(load_plan(plan)).workspace.bytes
 
 
 @pytest.mark.parametrize(
@@ -66,14 +62,13 @@ def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("more", [0, 20_000, 1 << 20])
 def test_layers_first_takes_as_many_chunks_as_the_workspace_has_room_for(
-    more: int, tmp_path: Path
+    more: int, plan: Path
 ) -> None:
-    path = write_plan(tmp_path, make_tiny(tmp_path))
     changes: dict[str, object] = {"backends.cpu": "cpu"}
-    need = find_needs(load_plan(path, overrides=changes)).workspace.bytes
+    need = find_needs(load_plan(plan, overrides=changes)).workspace.bytes
     changes["memory.segments.workspace"] = f"{need + more} B"
     changes["pipeline.prefill"] = "layers-first"
-    with pi2.load(path, set=changes) as model:
+    with pi2.load(plan, set=changes) as model:
         # A chunk has 8 tokens, 64 wide; too many would overrun the segment.
         chunks = len(model._parts.executor._chunks)  # type: ignore[attr-defined]
         assert chunks == {0: 1, 20_000: 3, 1 << 20: 64}[more]

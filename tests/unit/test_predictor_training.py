@@ -168,8 +168,7 @@ def test_named_neurons_weigh_more_where_they_come_from_flash(tmp_path: Path) -> 
     assert count(0.0, many) - count(0.0, few) == pytest.approx(10 * neurons)
 
 
-def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_what_exists_is_not_overwritten(tmp_path: Path, plan: Path) -> None:
     with pytest.raises(UserError, match="P667"):
         train_predictors(plan, Passages([TEXT]), tmp_path)
 

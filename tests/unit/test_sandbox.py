@@ -217,8 +217,7 @@ def test_an_interrupt_is_no_panic() -> None:
         encode_text(broken, "a")
 
 
-def test_half_a_character_is_no_prompt(tmp_path: Path, capsys: Captured) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_half_a_character_is_no_prompt(plan: Path, capsys: Captured) -> None:
     assert run(["run", str(plan), "--prompt", "ab\udcff"]) == 2
     assert "error[P607]: the prompt is not UTF-8: half a character at place 2" in (
         capsys.readouterr().err

@@ -30,8 +30,7 @@ def run_alone(plan: Path) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_threads_that_share_model_get_what_each_would_get_alone(tmp_path: Path, batch: int) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_threads_that_share_model_get_what_each_would_get_alone(plan: Path, batch: int) -> None:
     alone = run_alone(plan)
     with pi2.load(plan, set={"decode.batch": batch}) as model:
         logits = model.logits(PROMPTS[3], mode="decode")
@@ -49,8 +48,7 @@ def test_threads_that_share_model_get_what_each_would_get_alone(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
-def test_generators_of_one_thread_may_take_turns(tmp_path: Path, batch: int) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_generators_of_one_thread_may_take_turns(plan: Path, batch: int) -> None:
     alone = run_alone(plan)
     with pi2.load(plan, set={"decode.batch": batch}) as model:
         generations = [
@@ -73,8 +71,8 @@ def test_generators_of_one_thread_may_take_turns(tmp_path: Path, batch: int) -> 
         assert [item.token_ids for item in batched.result.sequences] == alone[:3]
 
 
-def test_generation_that_nobody_wants_any_more_gives_its_place_to_the_next(tmp_path: Path) -> None:
-    with pi2.load(write_plan(tmp_path, make_tiny(tmp_path))) as model:
+def test_generation_that_nobody_wants_any_more_gives_its_place_to_the_next(plan: Path) -> None:
+    with pi2.load(plan) as model:
         first = model.generate(PROMPTS[0], **{**OPTIONS, "max_tokens": 50})
         next(first)
         del first
@@ -132,8 +130,8 @@ def test_embeddings_are_what_the_head_reads(tmp_path: Path, backend: str) -> Non
             dry.embed([5])
 
 
-def test_a_closed_model_says_so(tmp_path: Path) -> None:
-    with pi2.load(write_plan(tmp_path, make_tiny(tmp_path))) as model:
+def test_a_closed_model_says_so(plan: Path) -> None:
+    with pi2.load(plan) as model:
         going = model.generate("a", **OPTIONS)
         next(going)
     with pytest.raises(pi2.UserError, match="P615"):
@@ -147,8 +145,7 @@ def test_a_closed_model_says_so(tmp_path: Path) -> None:
     model.close()
 
 
-def test_closing_tells_those_who_wait_in_other_threads(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_closing_tells_those_who_wait_in_other_threads(plan: Path) -> None:
     begun = threading.Event()
     with pi2.load(plan) as model, ThreadPoolExecutor(4) as threads:
 
@@ -165,8 +162,7 @@ def test_closing_tells_those_who_wait_in_other_threads(tmp_path: Path) -> None:
         assert error is None or "P615" in str(error)
 
 
-def test_tasks_of_an_event_loop_share_a_model(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_tasks_of_an_event_loop_share_a_model(plan: Path) -> None:
     alone = run_alone(plan)
 
     async def run(model: pi2.LoadedModel, number: int) -> tuple[str, tuple[int, ...]]:

@@ -113,9 +113,8 @@ DRAWN: dict[str, Any] = {
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("drawing", [{"temperature": 0.0}, DRAWN], ids=["greedy", "drawn"])
 def test_the_text_is_the_same_however_neurons_are_found(
-    tmp_path: Path, name: str, drawing: dict[str, Any]
+    plan: Path, name: str, drawing: dict[str, Any]
 ) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
     with pi2.load(plan, set=SPARSE[name]) as model:
         alone = model.generate(PROMPTS[0], **ANSWER, **drawing).result
         plain_steps = model.scheduler.rounds.steps
@@ -208,8 +207,7 @@ def write_draft(folder: Path, name: str = "draft", **changes: Any) -> Path:
     return write_plan(own, make_tiny(own, smaller), {"memory": memory, "decode": {"batch": 2}})
 
 
-def test_another_model_guesses_what_is_verified(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_another_model_guesses_what_is_verified(tmp_path: Path, plan: Path) -> None:
     write_draft(tmp_path)
     with pi2.load(plan, set={"decode.batch": 3}) as model:
         alone = model.generate_batch(PROMPTS, **ANSWER, temperature=0.0).result.sequences
@@ -223,8 +221,7 @@ def test_another_model_guesses_what_is_verified(tmp_path: Path) -> None:
     assert [item.token_ids for item in result.sequences] == [item.token_ids for item in alone]
 
 
-def test_a_model_that_is_the_same_guesses_everything(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_a_model_that_is_the_same_guesses_everything(tmp_path: Path, plan: Path) -> None:
     (tmp_path / "same.plan.toml").write_text(plan.read_text())
     guessing = {"drafts": "plan", "plan": "./same.plan.toml", "when": "always", "tokens": 3}
     with pi2.load(plan, set={"decode.speculation": guessing, "memory.budget": "4 GiB"}) as model:
@@ -239,8 +236,7 @@ def find_codes(guessed: Path, **speculation: Any) -> list[str]:
     return [item.code for item in caught.value.diagnostics]
 
 
-def test_a_plan_that_cannot_guess_is_refused(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_a_plan_that_cannot_guess_is_refused(tmp_path: Path, plan: Path) -> None:
     assert find_codes(plan) == ["P284"]
     assert find_codes(plan, plan="./nowhere.plan.toml") == ["P015"]
     assert find_codes(plan, drafts="prompt", plan="./nowhere.plan.toml") == ["P015", "P284"]
@@ -267,8 +263,7 @@ def test_both_models_have_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Mo
         pi2.load(plan, set={"decode.speculation": guessing})
 
 
-def test_bundles_have_one_model(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_bundles_have_one_model(tmp_path: Path, plan: Path) -> None:
     write_draft(tmp_path)
     guessing = {"drafts": "plan", "plan": "draft/tiny.plan.toml"}
     resolved = load_plan(plan, overrides={"decode.speculation": guessing, "backends.cpu": "cpu"})
@@ -285,8 +280,7 @@ def test_a_plan_that_speculates_itself_does_not_guess(tmp_path: Path) -> None:
     assert "it speculates itself" in messages
 
 
-def test_several_sequences_share_the_room_of_a_step(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_several_sequences_share_the_room_of_a_step(plan: Path) -> None:
     options = {**ANSWER, "temperature": 1.0, "seed": 3}
     with pi2.load(plan, set={"decode.batch": 3}) as model:
         alone = model.generate_batch(PROMPTS, **options).result.sequences
@@ -321,8 +315,7 @@ class OnlyEven:
         self.taken.append(token)
 
 
-def test_grammars_scores_stops_and_limits_see_only_tokens_that_were_drawn(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_grammars_scores_stops_and_limits_see_only_tokens_that_were_drawn(plan: Path) -> None:
     made: list[OnlyEven] = []
 
     def make() -> OnlyEven:
@@ -376,8 +369,7 @@ def test_grammars_scores_stops_and_limits_see_only_tokens_that_were_drawn(tmp_pa
         )
 
 
-def test_an_answer_may_fill_the_context_to_its_last_token(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_an_answer_may_fill_the_context_to_its_last_token(plan: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True, "temperature": 0.0}
     with pi2.load(plan) as model:
         alone = model.generate(PROMPTS[0], **options).result
@@ -388,8 +380,7 @@ def test_an_answer_may_fill_the_context_to_its_last_token(tmp_path: Path) -> Non
     assert result.token_ids == alone.token_ids
 
 
-def test_a_plan_that_lets_it_pay_guesses_what_the_prompt_has(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
+def test_a_plan_that_lets_it_pay_guesses_what_the_prompt_has(plan: Path) -> None:
     with pi2.load(plan, set={"decode.speculation": {"match": 1, "when": "always"}}) as model:
         result = model.generate([5, 6, 7, 8] * 4, **ANSWER, temperature=0.0).result
         counters = result.statistics.speculation
@@ -399,11 +390,10 @@ def test_a_plan_that_lets_it_pay_guesses_what_the_prompt_has(tmp_path: Path) -> 
     assert counters.drafted_tokens + counters.plain_tokens == len(result.token_ids) - 1
 
 
-def test_summaries_and_metrics_say_what_it_brought(tmp_path: Path) -> None:
+def test_summaries_and_metrics_say_what_it_brought(plan: Path) -> None:
     pytest.importorskip("prometheus_client")
     from pi2.serving.metrics import Metrics
 
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
     with pi2.load(plan) as model:
         alone = model.generate(PROMPTS[0], **ANSWER, temperature=0.0).result
         assert "speculation" not in summarise_run(model, alone)

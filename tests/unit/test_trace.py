@@ -73,8 +73,8 @@ def test_a_trace_shows_threads_queues_arrows_and_counters(
     assert document["otherData"]["plan_digest"]
 
 
-def test_what_is_recorded_follows_the_tokens_that_warm_up(tmp_path: Path) -> None:
-    with load(write_plan(tmp_path, make_tiny(tmp_path)), set={"layers.hot": 0.25}) as model:
+def test_what_is_recorded_follows_the_tokens_that_warm_up(plan: Path) -> None:
+    with load(plan, set={"layers.hot": 0.25}) as model:
         _, summary = record_run(model, [5, 6, 7], 2, warm_up=4)
         assert model._parts.forward.position == 3 + 4 + 2
     assert summary.tokens == 2
@@ -133,7 +133,7 @@ def test_a_trace_has_a_lane_for_a_unit_that_is_another_process(
 
 
 def test_a_trace_shows_that_two_units_work_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {
         "device": "host-two-units",
@@ -147,7 +147,7 @@ def test_a_trace_shows_that_two_units_work_at_the_same_time(
         add_neurons(*arguments)
 
     monkeypatch.setattr("pi2.backends.reference.dense_unit.add_neurons", compute_slowly)
-    with load(write_plan(tmp_path, make_tiny(tmp_path)), set=settings) as model:
+    with load(plan, set=settings) as model:
         recorder, summary = record_run(model, [5, 6, 7], 4)
         assert record_run(model, [5, 6, 7], 1)[1].busy_s, "it can be observed once more"
     work = [item for item in recorder.slices if item.lane == "second"]
