@@ -292,18 +292,11 @@ def write_notes(
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         model = model.model_copy(update={"sampling": read_sampling(opened)})
     notes = {f"{model.id}.model.toml": write_model(model, origin).encode()}
-    plan, refusal = draft_default_plan(model, scales)
-    if plan is not None:
-        notes[PLAN] = plan.encode()
-    return notes, refusal
-
-
-def draft_default_plan(model: Model, scales: ScalesPlace = "inline") -> tuple[str | None, str]:
-    """A plan for this machine, or None and why there is none."""
     try:
-        return draft_plan_here(model, scales), ""
+        notes[PLAN] = draft_plan_here(model, scales).encode()
     except UserError as error:
-        return None, error.diagnostics[0].message
+        return notes, error.diagnostics[0].message
+    return notes, ""
 
 
 def draft_plan_here(model: Model, scales: ScalesPlace) -> str:

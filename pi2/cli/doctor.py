@@ -134,15 +134,12 @@ def describe_backend(checkup: Checkup, name: str) -> str:
 
 def summarise_backends(checkup: Checkup) -> Iterator[str]:
     """Backends that run here in a line, and one for each other with the first reason."""
-    real = [name for name in checkup.backends if not _is_limited(checkup, name)]
+    limited = {name for name, obstacles in checkup.backends.items() if obstacles}
+    real = [name for name in checkup.backends if name not in limited | checkup.emulated]
     yield f"can run here: {', '.join(real) or 'none'}"
     for name in checkup.backends:
         if name not in real:
             yield f"{name}: {re.split(': |; ', describe_backend(checkup, name))[0]}"
-
-
-def _is_limited(checkup: Checkup, name: str) -> bool:
-    return bool(checkup.backends[name]) or name in checkup.emulated
 
 
 def summarise_plans(plans: Sequence[PlanVerdict]) -> Iterator[str]:

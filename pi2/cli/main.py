@@ -86,29 +86,16 @@ EPILOG = (
 )
 
 
-def _print_version(ctx: click.Context, option: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        click.echo(f"pi2 {find_version('pi2')}")
-        ctx.exit()
-
-
 group = LazyGroup(
     "pi2",
     help="Run large language models that do not fit into memory, from plan files.",
     epilog=EPILOG,
-    params=[
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_print_version,
-            help="Print the version.",
-        ),
-        make_verbose_option(),
-    ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+click.version_option(package_name="pi2", message="pi2 %(version)s", help="Print the version.")(
+    group
+)
+group.params.append(make_verbose_option())
 
 
 def main() -> NoReturn:

@@ -339,9 +339,9 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
     least = program.solve("memory")
     if least is None:
         return UserError.of("P350", "no plan exists for this device and model at all")
+    embedding = ", embedding" if least.embedding.place == "resident" else ""
     notes = [
-        f"attention, norms, head{_name_embedding(least)}: "
-        f"{approximate_bytes(least.embedding.bytes)}",
+        f"attention, norms, head{embedding}: {approximate_bytes(least.embedding.bytes)}",
         f"KV cache of {wish.context} tokens: {approximate_bytes(least.kv.bytes)} ({least.kv.type})",
         f"finding active neurons ({least.mode.predictor}): "
         f"{approximate_bytes(least.mode.predictor_bytes)}",
@@ -367,7 +367,3 @@ def _find_budget(problem: Problem, solution: Solution) -> int:
     """Bytes of a plan's budget: what the program counts, and what the runtime takes of as much."""
     other = int(solution.memory_bytes) - problem.runtime_bytes
     return add_runtime(problem.wish.model, other + MIB, problem.unit_kinds)
-
-
-def _name_embedding(solution: Solution) -> str:
-    return ", embedding" if solution.embedding.place == "resident" else ""

@@ -179,8 +179,9 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
         f"{why}.{without}"
     )
     if decision.others:
+        places = {"inline": "", "resident": " with scales in memory"}
         shown = "; ".join(
-            f"{format_bytes(item.stride)} apart{_name_scales(item.scales)} makes "
+            f"{format_bytes(item.stride)} apart{places[item.scales]} makes "
             f"{approximate_number(item.tokens_s)} tokens/s in "
             f"{approximate_bytes(item.memory_bytes)}"
             for item in decision.others
@@ -213,10 +214,6 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
             f"{decision.store} --by expert` puts each expert's neurons together for "
             "fewer reads."
         )
-
-
-def _name_scales(scales: ScalesPlace) -> str:
-    return " with scales in memory" if scales == "resident" else ""
 
 
 CLUSTERS = (64, 32, 128, 16, 256)

@@ -352,7 +352,8 @@ def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
         1.8 + 0.08 * beside + 1.6 * len(models), 1.3 + 0.03 * below + 0.5 * len(devices)
     )
     best = find_fastest(outcomes)
-    speeds = [[_read_speed(best.get((device, model))) for model in models] for device in devices]
+    found = {name: item.simulated_tokens_s or 0.0 for name, item in best.items()}
+    speeds = [[found.get((device, model), 0.0) for model in models] for device in devices]
     axes = figure.add_subplot()
     axes.imshow(speeds, cmap="Blues", aspect="auto", vmin=0.0)
     axes.set_xticks(range(len(models)), models, rotation=20, ha="right")
@@ -368,10 +369,6 @@ def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
             axes.text(x, y, text, ha="center", va="center", fontsize="small", color=colour)
     axes.set_title("Tokens/s, simulated, and the memory they take")
     return save_figure(figure, form)
-
-
-def _read_speed(outcome: Outcome | None) -> float:
-    return 0.0 if outcome is None else outcome.simulated_tokens_s or 0.0
 
 
 def draw_summary(outcomes: Sequence[Outcome], form: str) -> bytes:
