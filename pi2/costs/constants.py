@@ -60,7 +60,6 @@ class Flash:
         block_bytes: int,
         *,
         range_bytes: int | None = None,
-        core: str | None = None,
         threads: int = 1,
     ) -> float:
         """Rate of reads of ``block_bytes`` within ``range_bytes`` of a file, interpolated on
@@ -68,7 +67,6 @@ class Flash:
         points = [item for item in self.points if item.pattern == pattern]
         if not points:
             raise LookupError(pattern)
-        points = keep_core(points, core)
         by_block: list[tuple[float, float]] = []
         for block in sorted({item.block for item in points}):
             same = [item for item in points if item.block == block]

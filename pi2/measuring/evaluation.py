@@ -110,20 +110,18 @@ def evaluate_plan(
     plan: Path | FittedPlan,
     passages: Passages,
     *,
-    overrides: Mapping[str, object] | None = None,
     against: Sequence[str] = (),
-    with_layers: bool = True,
     progress: Progress = ignore_progress,
 ) -> Evaluation:
     """Run ``plan`` densely, and with its predictor, over ``passages``; ``against`` adds
     ``reference``, ``gate``, ``low-rank``, ``llama.cpp`` or another plan with the same tokenizer.
     UserError P660 and P661 for the text, P663 for plans that cannot be compared."""
-    path, settings = (plan, dict(overrides or {})) if isinstance(plan, Path) else plan.origin
+    path, settings = (plan, {}) if isinstance(plan, Path) else plan.origin
     counter: RecallCounter | None = None
 
     def observe(executor: Executor, request: BuildRequest) -> DenseObserver | None:
         nonlocal counter
-        if not with_layers or not can_compare(request):
+        if not can_compare(request):
             return None
         counter = RecallCounter(request)
         return DenseObserver(executor, request, counter)

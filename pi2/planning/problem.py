@@ -315,10 +315,9 @@ def _list_embeddings(
 
 
 def _resolve(
-    wish: Wish, mode: PredictorMode, kv: KvType, chunk: int, bundle: BundleLayout, hot: float = 0.0
+    wish: Wish, mode: PredictorMode, kv: KvType, chunk: int, bundle: BundleLayout
 ) -> ResolvedPlan:
     values = make_plan_values(wish, predictor=mode, kv=kv, chunk=chunk, bundle=bundle)
-    values["layers"]["hot"] = hot
     return resolve_values(values, wish.device, wish.model)
 
 

@@ -15,6 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.measuring.evaluation import evaluate_plan, write_markdown
 from pi2.measuring.prediction import compute_scores
 from pi2.measuring.texts import Passages, cut_windows
+from pi2.refit import read_plan
 from pi2.store.reader import NeuronStore
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import make_tiny
@@ -129,12 +130,13 @@ def test_another_plan_is_compared_token_by_token(plan: Path, tmp_path: Path) -> 
         ({"against": ["nothing.plan.toml"]}, "P663"),
         ({"passages": Passages([TEXT], context=65)}, "P661"),
         ({"passages": Passages([TEXT], context=8, stride=9)}, "P661"),
-        ({"overrides": {"backends.cpu": "null"}}, "P605"),
+        ({"plan": {"backends.cpu": "null"}}, "P605"),
     ],
 )
 def test_what_cannot_be_measured_is_said(plan: Path, arguments: Any, code: str) -> None:
+    found = read_plan(plan, overrides=arguments.pop("plan", {}))
     with pytest.raises(UserError) as caught:
-        evaluate_plan(plan, **{"passages": Passages([TEXT]), **arguments})
+        evaluate_plan(found, **{"passages": Passages([TEXT]), **arguments})
     assert [item.code for item in caught.value.diagnostics] == [code]
 
 
