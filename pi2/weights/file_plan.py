@@ -229,8 +229,8 @@ def _count_both(
     budget: int | None,
     draft_bytes: int,
 ) -> FileNeeds:
-    """Needs of a model with the other one that drafts.  It shares what is left when both can stream
-    with a ``head`` of its own, by their sizes."""
+    """Needs of a model with the other one that drafts.  With a ``head`` of its own it shares the
+    room that streaming leaves, by their sizes."""
     needs = replace(count_needs(weights, *parts), draft=draft_bytes)
     if head is None:
         return needs

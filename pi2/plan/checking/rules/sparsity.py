@@ -223,8 +223,8 @@ def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
 
     Why: the larger model verifies the drafts, and both need the same vocabulary. Rejected drafts
     are taken back, and layers with a state cannot do that. An MTP head reads its own model's last
-    hidden states, and does not run without it; that of a GGUF file reads the output head in its
-    model's memory. The budget is a promise for the whole process.
+    hidden states, and does not run without it; in a GGUF file it shares the model's output head.
+    The budget is a promise for the whole process.
 
     Example: ``drafts = "plan"`` without ``plan``, or with one whose model has another vocabulary.
 
