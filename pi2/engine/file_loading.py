@@ -16,7 +16,7 @@ from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.model import BlockModel
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.parts import Parts
-from pi2.engine.sequences import WholeForward
+from pi2.engine.sequences import make_whole_forward
 from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
@@ -121,13 +121,6 @@ def load_file(
             reads_through_cache=files.fallback,
             expected_tokens_s=expected and round(expected.tokens_s, 2),
         )
-        forward = WholeForward(
-            model,
-            chunk=plan.prefill.chunk,
-            context=plan.kv.context,
-            sequences=plan.decode.batch,
-            step_neurons=None,
-        )
         return Parts(
             resolved=resolved,
             store=store,
@@ -137,7 +130,7 @@ def load_file(
             whole=model,
             reader=FileReads(files, model, slots),
             expected=expected,
-            forward=forward,
+            forward=make_whole_forward(model, resolved),
             draft=draft,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,

@@ -146,7 +146,6 @@ class _Running(Iterator[P], Generic[P, Result]):
     def __init__(
         self,
         requests: Sequence[GenerationRequest],
-        *,
         scheduler: Scheduler,
         read_statistics: Callable[[], RunStatistics],
         progress: Callable[[float], None],

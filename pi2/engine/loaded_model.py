@@ -298,12 +298,8 @@ class LoadedModel:
         greedy. ``progress`` is told the share of the prompt that is done. Returns an iterator of
         text pieces; its ``result`` is a `GenerationResult`. Raises UserError P601 for a prompt that
         leaves no room in the context, P603 for an empty one, P604 for an option out of range."""
-        return Generation(
-            [self._make_request(prompt, **options)],
-            scheduler=self._scheduler,
-            read_statistics=lambda: self.stats,
-            progress=progress,
-        )
+        request = self._make_request(prompt, **options)
+        return Generation([request], self._scheduler, lambda: self.stats, progress)
 
     def generate_async(
         self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]
@@ -355,12 +351,7 @@ class LoadedModel:
                 own = replace(request.sampling, seed=seed + number)
                 request = replace(request, sampling=own)
             requests.append(replace(request, alternatives=0) if scores else request)
-        return BatchGeneration(
-            requests,
-            scheduler=self._scheduler,
-            read_statistics=lambda: self.stats,
-            progress=progress,
-        )
+        return BatchGeneration(requests, self._scheduler, lambda: self.stats, progress)
 
     def _make_request(
         self,

@@ -23,7 +23,7 @@ from pi2.engine.statistics import NeuronCounters
 from pi2.plan.weights.layout import round_up
 
 if TYPE_CHECKING:
-    from pi2.backends.units import SequenceModel, WholeModel
+    from pi2.backends.units import SequenceModel
     from pi2.memory.arena import ContextLoan
     from pi2.plan.arithmetic.resolved import ResolvedPlan
 
@@ -358,7 +358,7 @@ class WholeForward(Sequences):
         return logits
 
 
-def make_whole_forward(model: WholeModel, resolved: ResolvedPlan) -> WholeForward:
+def make_whole_forward(model: SequenceModel, resolved: ResolvedPlan) -> WholeForward:
     plan = resolved.plan
     neurons = resolved.model.token_neurons
     return WholeForward(

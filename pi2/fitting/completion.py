@@ -285,7 +285,7 @@ def _state_sizes(
     segments = fitted.plan.memory.segments
     sizes: dict[str, int] = {name: getattr(segments, name) for name in Segments.model_fields}
     sizes["hot"] = max(sizes["hot"], round_segment(find_needs(final).hot.bytes))
-    budget = _read_size(found.read("memory", "budget")) or fitted.plan.memory.budget
+    budget = read_size(found.read("memory", "budget")) or fitted.plan.memory.budget
     for name in stated:
         if name in sizes:
             sizes[name] = getattr(wanted.plan.memory.segments, name)
@@ -322,12 +322,12 @@ def _read_budget(
     stated = found.read("memory", "budget")
     share = read_percent(stated)
     if share is None:
-        size = _read_size(stated)
+        size = read_size(stated)
         return None if size is None else round_size(size)
     part, of_file = share
     memory, whole = device.memory, None
     if of_file:
-        stride = _read_size(found.read("bundle", "stride")) or 0
+        stride = read_size(found.read("bundle", "stride")) or 0
         whole = model.shape.layers * model.layer_neurons * stride
     elif memory is not None:
         whole = memory.usable or memory.capacity
@@ -342,7 +342,8 @@ def _read_budget(
     return size
 
 
-def _read_size(stated: object) -> int | None:
+def read_size(stated: object) -> int | None:
+    """Bytes that a plan states; None if it states none, or what the schema will refuse."""
     try:
         return None if stated is None else int(parse_quantity(str(stated), BYTE_UNITS))
     except ValueError:

@@ -9,21 +9,14 @@ from typing import Any
 
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import count_file_runtime
-from pi2.fitting.completion import MEMORY_SHARE, SEGMENT_REASONS, USUAL_CONTEXT
+from pi2.fitting.completion import MEMORY_SHARE, SEGMENT_REASONS, USUAL_CONTEXT, read_size
 from pi2.memory.expert_slots import count_least_bytes
 from pi2.memory.weight_stream import BLOCK
 from pi2.plan.arithmetic.resolved import FileFacts, FilledPlan
 from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments
-from pi2.plan.documents.quantities import (
-    BYTE_UNITS,
-    approximate_bytes,
-    format_bytes,
-    parse_quantity,
-    read_percent,
-    write_least,
-)
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes, read_percent, write_least
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
@@ -109,7 +102,8 @@ def derive_plan(
     if share is not None:
         size = weights.count_bytes() if share[1] else installed_bytes
         memory["budget"] = format_bytes(int(size * share[0]) // _MIB * _MIB)
-    budget = _read_budget(memory)
+    stated = memory.get("budget")
+    budget = stated if isinstance(stated, int) else read_size(stated)
     chunks = (prefill["chunk"],) if "chunk" in prefill else CHUNKS
     wanted, parts = head if "speculation" in decode else None, (kv, prefill, decode)
     for kv["context"], chunk in itertools.product(contexts, chunks):
@@ -144,8 +138,8 @@ def derive_plan(
         "cold": ring + slots,
         "workspace": needs.workspace,
     }
-    stated = memory.get("segments") or {}
-    memory["segments"] = {name: f"{size} B" for name, size in sizes.items()} | dict(stated)
+    segments = {name: f"{size} B" for name, size in sizes.items()}
+    memory["segments"] = segments | dict(memory.get("segments") or {})
     layers = dict(values.get("layers") or {})
     layers.setdefault("split", {"cpu": 1.0})
     layers.setdefault("hot", round(hot / needs.matrices, 4))
@@ -327,17 +321,6 @@ def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> i
 def _read_count(value: object) -> int:
     """A number of tokens or sequences; 1 for what the schema will refuse."""
     return value if type(value) is int and value > 0 else 1
-
-
-def _read_budget(memory: Mapping[str, Any]) -> int | None:
-    """The budget that a plan states; None if it states none, or one that the schema will refuse."""
-    stated = memory.get("budget")
-    if isinstance(stated, int):
-        return stated
-    try:
-        return None if stated is None else int(parse_quantity(str(stated), BYTE_UNITS))
-    except ValueError:
-        return None
 
 
 def _refuse(budget: int, needs: FileNeeds) -> UserError:
