@@ -360,12 +360,12 @@ class WholeForward(Sequences):
 
 def make_whole_forward(model: SequenceModel, resolved: ResolvedPlan) -> WholeForward:
     plan = resolved.plan
-    neurons = resolved.model.token_neurons
+    names_none = plan.decode.predictor == "none" or resolved.file is not None
     return WholeForward(
         model,
         chunk=plan.prefill.chunk,
         context=plan.kv.context,
         sequences=plan.decode.batch,
-        step_neurons=None if plan.decode.predictor == "none" else neurons,
+        step_neurons=None if names_none else resolved.model.token_neurons,
         has_states=bool(resolved.model.state_layers),
     )
