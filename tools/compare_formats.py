@@ -2,7 +2,14 @@
 
     python tools/compare_formats.py FILE.gguf --peer PYTHON [--types Q2_K Q6_K ...] [--keep FOLDER]
 
-PYTHON is an interpreter that imports `llama_cpp`.  A table goes to standard output.  With
+PYTHON is an interpreter that imports `llama_cpp`.  A table goes to standard output.  Types below 3
+bits need an importance matrix, which llama.cpp's program `llama-quantize` takes:
+
+    llama-imatrix -m FILE.gguf -f TEXT -o FILE.imatrix.gguf
+    python tools/compare_formats.py FILE.gguf --peer PYTHON --types IQ2_M \\
+        --imatrix FILE.imatrix.gguf --quantizer llama-quantize
+
+With
 ``--floats`` neither rounds activations to 8 bits: pi2 runs with ``fp32``, and llama.cpp computes
 the file's weights as float32, which its quantiser has made of them.
 """
@@ -10,10 +17,10 @@ the file's weights as float32, which its quantiser has made of them.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from real.engines import LlamaCpp, Pi2, measure_quality
@@ -39,8 +46,13 @@ def main() -> int:
     parser.add_argument("--peer", required=True)
     parser.add_argument("--types", nargs="+", default=list(TYPES))
     parser.add_argument("--floats", action="store_true", help="compare without 8-bit activations")
+    parser.add_argument("--imatrix", type=Path, help="llama.cpp's importance matrix")
+    parser.add_argument("--quantizer", help="llama.cpp's program llama-quantize, for --imatrix")
     parser.add_argument("--keep", type=Path, help="keep the files in this folder")
     options = parser.parse_args()
+    if (options.imatrix is None) != (options.quantizer is None):
+        parser.error("--imatrix and --quantizer go together")
+    weighed = [] if options.imatrix is None else [options.quantizer, options.imatrix]
     engines = (Pi2(sys.executable), LlamaCpp(options.peer))
     print(
         "| type | MiB | perplexity | llama.cpp | KL, nats | same top | same answers "
@@ -50,18 +62,24 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.types:
             made = (options.keep or Path(scratch)) / f"{options.file.stem}-{name}.gguf"
-            cells = describe_type(options.file, made, name, engines, options.floats)
+            cells = describe_type(options.file, made, name, engines, options.floats, weighed)
             print(f"| {name} | {cells} |", flush=True)
             if options.keep is None:
                 made.unlink(missing_ok=True)
     return 0
 
 
-def quantise(source: Path, made: Path, name: str, python: str) -> str | None:
-    """Let llama.cpp make a file; returns why it makes none."""
+def quantise(
+    source: Path, made: Path, name: str, python: str, weighed: Sequence[str | Path] = ()
+) -> str | None:
+    """Let llama.cpp make a file, or its program with a matrix (``weighed``); returns why it makes
+    none."""
     if made.exists():
         return None
-    command = [python, "-c", QUANTISE, os.fspath(source), os.fspath(made), name]
+    command: list[str | Path] = [python, "-c", QUANTISE, source, made, name]
+    if weighed:
+        program, matrix = weighed
+        command = [program, "--allow-requantize", "--imatrix", matrix, source, made, name]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if not run.returncode:
         return None
@@ -70,11 +88,16 @@ def quantise(source: Path, made: Path, name: str, python: str) -> str | None:
 
 
 def describe_type(
-    file: Path, made: Path, name: str, engines: tuple[Pi2, LlamaCpp], floats: bool
+    file: Path,
+    made: Path,
+    name: str,
+    engines: tuple[Pi2, LlamaCpp],
+    floats: bool,
+    weighed: Sequence[str | Path],
 ) -> str:
     """Cells of a type: size, both perplexities, distances and equal answers."""
     python, peer_file, settings = engines[1].python, made, {}
-    if failure := quantise(file, made, name, python):
+    if failure := quantise(file, made, name, python, weighed):
         return failure
     if floats:
         peer_file = made.with_suffix(".f32.gguf")
