@@ -213,8 +213,9 @@ class ExpertSlots:
         self._active = reads.active
         self._ahead: dict[int, Held] = {}
         """Reads that began before their layer had chosen."""
-        self._used = self._unused = 0
-        """Experts that were read ahead and then needed, or not."""
+        self.read_early = 0
+        """Experts that were read ahead and then needed."""
+        self._unused = 0
         self.read_bytes = 0
         """Bytes of experts that were read."""
         self.waited_s = 0.0
@@ -256,7 +257,7 @@ class ExpertSlots:
         if ahead is not None:
             missing = ahead.found[0].missing
             used = int(np.equal(missing[:, None], experts).sum())
-            self._used += used
+            self.read_early += used
             self._unused += len(missing) - used
             held.found[:0], held.reads[:0] = ahead.found, ahead.reads
         return held
@@ -363,7 +364,7 @@ class ExpertSlots:
         """Experts that were in memory when they were needed, that were not, and that made room."""
         own = [counters for group in self._groups for counters in group.cache.counters]
         return (
-            sum(item.hits for item in own) - self._used,
+            sum(item.hits for item in own) - self.read_early,
             sum(item.misses for item in own) - self._unused,
             sum(item.evictions for item in own),
         )
