@@ -89,6 +89,10 @@ class PairTables:
         return self._active
 
     @property
+    def experts(self) -> int:
+        return self._experts
+
+    @property
     def chosen(self) -> I32:
         """Experts of the call's pairs, token by token; valid until the next layer chooses."""
         return self._chosen[: self.count]

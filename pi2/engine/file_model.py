@@ -8,6 +8,7 @@ arrival. Experts that are not resident come into slots of a cache (`pi2.memory.e
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ from pi2.weights.gguf_weights import GgufWeights
 
 TRIAL_S = 0.2
 """Seconds of streaming that tell a disk's rate."""
+WAVE_EXPERTS, WAVES = 16, 3
+"""Experts that are computed together in a prompt, at most; such waves in memory at a time."""
 _HEAD_PART = 4
 """The ring of a streamed head is this part of all of it."""
 
@@ -365,8 +368,8 @@ class ExpertCourse:
     were resident: results have the same bits.
 
     Few tokens: outputs are added token by token, so those whose experts fit into the slots are
-    computed together.  Many: outputs are added expert by expert, so experts pass in two halves of
-    the slots, one half is read while the other computes."""
+    computed together.  Many: outputs are added expert by expert, so experts pass in waves, the next
+    ones are read while one computes."""
 
     def __init__(self, model: BlockModel, slots: ExpertSlots) -> None:
         assert model.pairs is not None
@@ -444,11 +447,11 @@ class ExpertCourse:
         yield begin, pairs.count, np.array(sorted(named), np.int32)
 
     def _cut_experts(self, own: RoutedLayer) -> Iterator[tuple[int, int, I32]]:
-        """First and last entry of experts that take half of the slots, and these experts."""
+        """First and last entry of experts that are a wave, and these experts."""
         chosen = self._pairs.chosen.take(self._order)
         begins = np.flatnonzero(np.diff(chosen, prepend=-1))
         experts, ends = chosen[begins], np.append(begins, len(chosen))
-        step = max(1, self._slots.count_slots(own.layer) // 2)
+        step = max(1, min(self._slots.count_slots(own.layer) // WAVES, WAVE_EXPERTS))
         for first in range(0, len(experts), step):
             last = min(first + step, len(experts))
             yield int(begins[first]), int(ends[last]), experts[first:last]
@@ -456,16 +459,22 @@ class ExpertCourse:
     def _compute_many(self, own: RoutedLayer) -> None:
         pairs, slots = self._pairs, self._slots
         pairs.set_pairs(self._order)
-        now: tuple[int, int, I32] | None = self._next
-        while now is not None:
-            later = next(self._waves, None)
-            if later is not None:
-                self._find(own, later[2])
+        begun, rest = deque([self._next]), deque(self._waves)
+        while begun or rest:
+            while rest and len(begun) < WAVES:
+                if begun and len(rest[0][2]) > slots.count_slots(own.layer):
+                    break
+                begun.append(rest.popleft())
+                self._find(own, begun[-1][2])
+            if not rest and pairs.count >= 4 * pairs.experts:
+                # So many tokens need nearly all experts of the next layer.
+                first_ones = np.arange(min(WAVE_EXPERTS, pairs.experts), dtype=np.int32)
+                slots.read_ahead(own.layer + 1, first_ones)
+            first, end, _ = begun.popleft()
             slots.wait_inputs(self._held[0])
             slots.wait_outputs(self._held[0])
-            pairs.run_rows(own, now[0], now[1])
+            pairs.run_rows(own, first, end)
             slots.release(self._held.pop(0))
-            now = later
 
     def _compute_few(self, own: RoutedLayer) -> None:
         pairs, slots = self._pairs, self._slots

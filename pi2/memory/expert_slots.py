@@ -234,11 +234,13 @@ class ExpertSlots:
     def read_ahead(self, layer: int, experts: I32) -> None:
         """Begin to read those of ``experts`` (ascending) that are missing, if slots are left for a
         token's; `find` takes the reads over."""
-        own = self._layers[layer]
+        own = self._layers.get(layer)
+        if own is None or layer in self._ahead:
+            return
         cache, row = own.group.cache, own.group.row_of[layer]
         slots = cache.locate(row, experts)
         missing, there = experts.compress(slots < 0), slots.compress(slots >= 0)
-        if layer in self._ahead or not len(missing):
+        if not len(missing):
             return
         if len(missing) + len(there) + self._active > cache.free_capacity:
             return

@@ -29,6 +29,10 @@ CHUNKS = (256, 128, 64, 32)
 DRAFT_TOKENS = {"prompt": 6, "mtp": 3}
 """Tokens that are drafted at once where weights are streamed.  With the token before them, seven
 are the most that have the bits of one by one; an MTP head knows the first ones best."""
+MIXTURE_CHUNKS = (1024, 512)
+"""The same of MoE models, whose experts every chunk reads once, if the workspace stays small."""
+WORKSPACE_SHARE = 0.02
+"""Of the budget, or of the weights, which that may take."""
 LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
 """Bytes of a streaming run's ring: room for so many pieces, at least and usually."""
 _MIB = 1 << 20
@@ -104,11 +108,15 @@ def derive_plan(
         memory["budget"] = format_bytes(int(size * share[0]) // _MIB * _MIB)
     stated = memory.get("budget")
     budget = stated if isinstance(stated, int) else read_size(stated)
-    chunks = (prefill["chunk"],) if "chunk" in prefill else CHUNKS
+    larger = MIXTURE_CHUNKS if model.moe is not None else ()
+    chunks = (prefill["chunk"],) if "chunk" in prefill else (*larger, *CHUNKS)
     wanted, parts = head if "speculation" in decode else None, (kv, prefill, decode)
     for kv["context"], chunk in itertools.product(contexts, chunks):
         prefill["chunk"] = min(chunk, _read_count(kv["context"]))
         needs = _count_both(weights, wanted, parts, budget, draft_bytes)
+        most = WORKSPACE_SHARE * min(needs.matrices, budget or needs.matrices)
+        if chunk in larger and len(chunks) > 1 and needs.workspace > most:
+            continue
         if budget is None or needs.least <= budget:
             break
     if budget is None:
