@@ -127,20 +127,22 @@ def test_the_text_is_the_same_however_neurons_are_found(
     assert (result.token_ids, result.text) == (alone.token_ids, alone.text)
 
 
+ROUTED = {
+    "decode.predictor": "router",
+    "backends.cpu": "reference",
+    "memory.budget": "2 GiB",
+    "memory.segments.workspace": "16 MiB",
+    "memory.segments.cold": "700 KiB",
+    "memory.segments.predictor": "1 MiB",
+}
+
+
 def test_experts_of_a_mixture_are_read_once_for_all_guesses(tmp_path: Path) -> None:
     plan = make_mixture_plan(tmp_path, "drelu")
-    settings = {
-        "decode.predictor": "router",
-        "backends.cpu": "reference",
-        "memory.budget": "2 GiB",
-        "memory.segments.workspace": "16 MiB",
-        "memory.segments.cold": "700 KiB",
-        "memory.segments.predictor": "1 MiB",
-    }
-    with pi2.load(plan, set=settings) as model:
+    with pi2.load(plan, set=ROUTED) as model:
         alone = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
         touched = model._parts.feed_forward.counters.touched
-    with pi2.load(plan, set={**settings, **ALWAYS}) as model:
+    with pi2.load(plan, set={**ROUTED, **ALWAYS}) as model:
         foretell(model, [[5, 6, 7, *alone.token_ids]], wrong_every=1000)
         result = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
         assert model._parts.feed_forward.counters.touched < 0.8 * touched
@@ -154,16 +156,7 @@ def test_the_model_guesses_with_what_is_in_memory_and_reads_nothing_for_it(
     settings: dict[str, Any] = {"layers.hot": 0.2, "cache.fill": False}
     if kind == "experts":
         plan = make_mixture_plan(tmp_path, "drelu")
-        settings |= {
-            "decode.predictor": "router",
-            "decode.look_ahead": "layer",
-            "backends.cpu": "reference",
-            "memory.budget": "2 GiB",
-            "memory.segments.workspace": "16 MiB",
-            "memory.segments.cold": "700 KiB",
-            "memory.segments.hot": "2 MiB",
-            "memory.segments.predictor": "1 MiB",
-        }
+        settings |= {**ROUTED, "decode.look_ahead": "layer", "memory.segments.hot": "2 MiB"}
     else:
         plan = write_plan(tmp_path, make_tiny(tmp_path))
         settings["decode.predictor"] = "gate" if kind == "gates, ahead" else "low-rank"
