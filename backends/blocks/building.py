@@ -67,9 +67,9 @@ class Routed:
     pairs: int
     weights: int
     """float32, of each pair."""
-    guessed: int
+    predicted: int
     """Experts of each pair that the next layer would choose, and their weights."""
-    guessed_weights: int
+    predicted_weights: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,8 +490,8 @@ class Builder:
                 starts=self._take_numbers(experts + 1),
                 pairs=self._take_numbers(pairs),
                 weights=self._take_numbers(pairs),
-                guessed=self._take_numbers(pairs),
-                guessed_weights=self._take_numbers(pairs),
+                predicted=self._take_numbers(pairs),
+                predicted_weights=self._take_numbers(pairs),
             )
         places: I32 = self.keep(np.arange(experts, dtype=np.int32))
         routed = replace(self.routed, place_of=places.ctypes.data)

@@ -23,13 +23,13 @@ from pi2.progress import Progress, ignore_progress
 class Layers:
     """Adds a model's embedding, layers and head to a program."""
 
-    def __init__(self, model: Model, builder: Builder, rows: int, guesses: bool) -> None:
-        """``rows``: most tokens whose logits are computed in a call; ``guesses``: layers with
-        experts guess those of the next one."""
+    def __init__(self, model: Model, builder: Builder, rows: int, predicts: bool) -> None:
+        """``rows``: most tokens whose logits are computed in a call; ``predicts``: the router of
+        the next layer chooses early, to prefetch its experts."""
         self._model = model
-        self._guesses = guesses
-        self.guess_ends: dict[int, int] = {}
-        """Of layers that do: the end of these instructions, which follow the choice of experts."""
+        self._predicts = predicts
+        self.predicted_ends: dict[int, int] = {}
+        """The end of these instructions, which follow the choice of a layer's own experts."""
         self._builder = builder
         self._hidden = model.shape.hidden
         self.x = builder.take_area("x", self._hidden)
@@ -212,8 +212,8 @@ class Layers:
         own = self._make("router", layer, scores, moe.router_bias)
         builder.add_products(read, self._hidden, [own])
         routed = builder.add_routing(scores, layer)
-        if self._guesses and layer + 1 < len(model.blocks):
-            self._add_guess(layer + 1, routed)
+        if self._predicts and layer + 1 < len(model.blocks):
+            self._add_prediction(layer + 1, routed)
         if moe.shared_experts:
             self._add_shared(layer, read)
         inner = builder.take_area("pairs", 2 * width, active)
@@ -242,19 +242,19 @@ class Layers:
         )
         builder.add_products(mixed, width, [down], each=active)
 
-    def _add_guess(self, layer: int, routed: Routed) -> None:
+    def _add_prediction(self, layer: int, routed: Routed) -> None:
         """Let the router of ``layer``, the next one, choose by the residual stream as it is."""
         builder, moe = self._builder, self._model.moe
         if moe is None or not self._model.blocks[layer].ffn.has_router:
             return
         now, builder.layer = builder.layer, layer
         read = self._normalize("ffn_norm", builder.take_area("ahead", self._hidden))
-        scores = builder.take_area("guessed scores", moe.experts)
+        scores = builder.take_area("predicted scores", moe.experts)
         own = self._make("router", layer, scores, moe.router_bias)
         builder.add_products(read, self._hidden, [own])
-        builder.add_choice(scores, layer, routed.guessed, routed.guessed_weights)
+        builder.add_choice(scores, layer, routed.predicted, routed.predicted_weights)
         builder.layer = now
-        self.guess_ends[layer - 1] = len(builder.instructions)
+        self.predicted_ends[layer - 1] = len(builder.instructions)
 
     def _add_shared(self, layer: int, read: Area) -> None:
         builder, moe, scores = self._builder, self._model.moe, None
@@ -281,8 +281,8 @@ class BlockModel:
     ``find(key, layer)`` gives tensors: vectors with their bytes, and matrices without, if they are
     streamed: `set_tensor` then says where they are before `run` computes instructions that read
     them.  Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks:
-    each is what those before it leave, quantised again.  With ``guesses`` layers with experts
-    guess those of the next one (`RoutedLayer.guess_end`)."""
+    each is what those before it leave, quantised again.  With ``predicts`` the next layer's
+    router chooses early (`RoutedLayer.predicted_end`)."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class BlockModel:
         features: Iterable[str],
         cores: Sequence[int] = (),
         planes: tuple[int, int] = (1, 1),
-        guesses: bool = False,
+        predicts: bool = False,
         progress: Progress = ignore_progress,
     ) -> None:
         self._model = model
@@ -319,7 +319,7 @@ class BlockModel:
             threads=threads,
             planes=max(planes),
         )
-        self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences), guesses)
+        self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences), predicts)
         layers.add_embedding()
         for layer in range(model.shape.layers):
             layers.add_layer(layer)
@@ -330,7 +330,7 @@ class BlockModel:
         self.matrices: list[Matrix] = builder.matrices
         self._threads = Threads(libraries.steps, threads, cores)
         groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
-        self.routed = list_routed(self.matrices, groups, layers.guess_ends)
+        self.routed = list_routed(self.matrices, groups, layers.predicted_ends)
         """Layers with experts."""
         self.pairs: PairTables | None = None
         """Order in which their experts are computed, if the caller runs them in parts."""

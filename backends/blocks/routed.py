@@ -24,8 +24,8 @@ class RoutedLayer:
     layer: int
     chosen: int
     """The first instruction that runs when experts have been chosen."""
-    guess_end: int
-    """From there to here the experts of the next layer are guessed, if they are."""
+    predicted_end: int
+    """From there to here the router of the next layer chooses early, if it does."""
     begin: int
     """The first one that reads an expert."""
     end: int
@@ -34,10 +34,10 @@ class RoutedLayer:
 
 
 def list_routed(
-    matrices: Sequence[Matrix], groups: Sequence[int], guess_ends: Mapping[int, int]
+    matrices: Sequence[Matrix], groups: Sequence[int], predicted_ends: Mapping[int, int]
 ) -> list[RoutedLayer]:
     """Return the layers with experts; ``groups``: the instructions that list pairs by expert;
-    ``guess_ends`` of layers that guess."""
+    ``predicted_ends``: ends of early choices, by layer."""
     by_layer: dict[int, list[int]] = {}
     for number, matrix in enumerate(matrices):
         if matrix.weight.experts > 1 and matrix.layer is not None:
@@ -46,7 +46,7 @@ def list_routed(
         RoutedLayer(
             layer=layer,
             chosen=group + 1,
-            guess_end=guess_ends.get(layer, group + 1),
+            predicted_end=predicted_ends.get(layer, group + 1),
             begin=matrices[own[0]].instructions[0],
             end=matrices[own[-1]].instructions[0] + 1,
             matrices=tuple(own),
@@ -68,7 +68,7 @@ class PairTables:
         pairs = tokens * routed.active
         self._chosen = view_floats(routed.expert_of, pairs).view(np.int32)
         self._listed = view_floats(routed.pairs, pairs).view(np.int32)
-        self._guessed = view_floats(routed.guessed, pairs).view(np.int32)
+        self._predicted = view_floats(routed.predicted, pairs).view(np.int32)
         self._weights: F32 = view_floats(routed.weights, pairs)
         self._steps: I32 = np.arange(pairs, dtype=np.int32)
         self._starts: I32 = np.zeros(routed.experts + 1, np.int32)
@@ -101,9 +101,9 @@ class PairTables:
         """Experts that the call's tokens need, ascending."""
         return self._unite(self.chosen)
 
-    def list_guessed(self) -> I32:
+    def list_predicted(self) -> I32:
         """Experts that they may need in the next layer, ascending."""
-        return self._unite(self._guessed[: self.count])
+        return self._unite(self._predicted[: self.count])
 
     def _unite(self, experts: I32) -> I32:
         return np.sort(experts) if self.count == self._active else np.unique(experts)

@@ -75,7 +75,7 @@ def load_file(
 
             loops = load_host_loops(progress, machine.features)
         routers = [own.name for key, _, own in weights.list_matrices() if key == "router"]
-        guesses = bool(resolved.file.expert_bytes) and set(routers) <= placed.keys()
+        predicts = bool(resolved.file.expert_bytes) and set(routers) <= placed.keys()
         slots, ring_bytes = None, plan.memory.segments.cold - resolved.file.slot_bytes
         if resolved.file.expert_bytes:
             # Also what is left where the next matrix is too large to be resident.
@@ -99,7 +99,7 @@ def load_file(
             {name: rows.ctypes.data for name, rows in {**shared, **placed}.items()},
             ring,
             make_stream,
-            partial(_make_program, resolved, machine, progress, guesses),
+            partial(_make_program, resolved, machine, progress, predicts),
             slots,
         )
         cleanup.callback(model.close)
@@ -210,7 +210,7 @@ def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
 
 
 def _make_program(
-    resolved: ResolvedPlan, machine: Machine, progress: Progress, guesses: bool, find: object
+    resolved: ResolvedPlan, machine: Machine, progress: Progress, predicts: bool, find: object
 ) -> BlockModel:
     plan, unit = resolved.plan, resolved.device.units[resolved.sparse_unit]
     features = machine.features if unit.features is None else frozenset(unit.features)
@@ -223,7 +223,7 @@ def _make_program(
         chunk=plan.prefill.chunk,
         architecture=unit.architecture or machine.architecture,
         features=features,
-        guesses=guesses,
+        predicts=predicts,
         planes=(PLANES[plan.decode.activations], PLANES[plan.prefill.activations]),
         cores=tuple(list_cores(plan.threads.cores or "")),
         progress=progress,

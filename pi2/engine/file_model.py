@@ -398,10 +398,10 @@ class ExpertCourse:
             self._waves = self._cut_tokens(own)
         self._next = next(self._waves)
         self._find(own, self._next[2])
-        if self.pays.is_on and not pairs.is_many and own.guess_end > own.chosen:
-            self._model.run(own.chosen, own.guess_end)
-            self._slots.read_ahead(own.layer + 1, pairs.list_guessed())
-        return own.guess_end
+        if self.pays.is_on and not pairs.is_many and own.predicted_end > own.chosen:
+            self._model.run(own.chosen, own.predicted_end)
+            self._slots.prefetch(own.layer + 1, pairs.list_predicted())
+        return own.predicted_end
 
     def compute(self, own: RoutedLayer, at: int) -> int:
         """Compute a layer's experts, unless the program as it is does later: all are there."""
@@ -469,7 +469,7 @@ class ExpertCourse:
             if not rest and pairs.count >= 4 * pairs.experts:
                 # So many tokens need nearly all experts of the next layer.
                 first_ones = np.arange(min(WAVE_EXPERTS, pairs.experts), dtype=np.int32)
-                slots.read_ahead(own.layer + 1, first_ones)
+                slots.prefetch(own.layer + 1, first_ones)
             first, end, _ = begun.popleft()
             slots.wait_inputs(self._held[0])
             slots.wait_outputs(self._held[0])

@@ -212,9 +212,9 @@ class ExpertSlots:
         self._engine = files.open_engine(reads, loops)
         self._active = reads.active
         self._ahead: dict[int, Held] = {}
-        """Reads that began before their layer had chosen."""
-        self.read_early = 0
-        """Experts that were read ahead and then needed."""
+        """Prefetches of layers that have not chosen yet."""
+        self.prefetched = 0
+        """Prefetched experts that were needed."""
         self._unused = 0
         self.read_bytes = 0
         """Bytes of experts that were read."""
@@ -231,9 +231,9 @@ class ExpertSlots:
         """Slots for experts of a layer that are wanted together."""
         return self._layers[layer].group.cache.free_capacity
 
-    def read_ahead(self, layer: int, experts: I32) -> None:
-        """Begin to read those of ``experts`` (ascending) that are missing, if slots are left for a
-        token's; `find` takes the reads over."""
+    def prefetch(self, layer: int, experts: I32) -> None:
+        """Begin to read missing ``experts`` (ascending), if slots are left for a token's; `find`
+        takes the reads over."""
         own = self._layers.get(layer)
         if own is None or layer in self._ahead:
             return
@@ -259,7 +259,7 @@ class ExpertSlots:
         if ahead is not None:
             missing = ahead.found[0].missing
             used = int(np.equal(missing[:, None], experts).sum())
-            self.read_early += used
+            self.prefetched += used
             self._unused += len(missing) - used
             held.found[:0], held.reads[:0] = ahead.found, ahead.reads
         return held
@@ -366,7 +366,7 @@ class ExpertSlots:
         """Experts that were in memory when they were needed, that were not, and that made room."""
         own = [counters for group in self._groups for counters in group.cache.counters]
         return (
-            sum(item.hits for item in own) - self.read_early,
+            sum(item.hits for item in own) - self.prefetched,
             sum(item.misses for item in own) - self._unused,
             sum(item.evictions for item in own),
         )

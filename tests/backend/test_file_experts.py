@@ -54,11 +54,11 @@ class Streamed:
         folder: Path,
         more: int,
         *,
-        guesses: bool = False,
+        predicts: bool = False,
         **changes: Any,
     ) -> None:
         assert model.moe is not None
-        self.own = open_model(model, weights, guesses=guesses)
+        self.own = open_model(model, weights, predicts=predicts)
         layers = write_experts(self.own, folder)
         for item in self.own.routed:
             for number in item.matrices:
@@ -135,16 +135,16 @@ def compute_resident(model: Model, weights: RandomWeights) -> list[F32]:
         own.close()
 
 
-@pytest.mark.parametrize(("more", "guesses"), [(0, False), (3, True)])
+@pytest.mark.parametrize(("more", "predicts"), [(0, False), (3, True)])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "gpt-oss", "glm4moe", "llama4"])
 def test_slots_give_the_bits_of_resident_experts(
-    name: str, formats: str, more: int, guesses: bool, tmp_path: Path
+    name: str, formats: str, more: int, predicts: bool, tmp_path: Path
 ) -> None:
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, FORMATS[formats])
     expected = compute_resident(model, weights)
-    with stream(model, weights, tmp_path, more, guesses=guesses) as own:
+    with stream(model, weights, tmp_path, more, predicts=predicts) as own:
         found = [own.prefill(TOKENS[:12], 0), own.prefill(TOKENS[12:17], 12)]
         found += [own.step(TOKENS[begin:end], begin) for begin, end in STEPS]
         hits, misses, evictions = own.slots.counters
@@ -162,11 +162,11 @@ def test_experts_that_are_read_a_layer_ahead_change_no_bit(name: str, tmp_path: 
     expected = [resident.step(TOKENS[n : n + 1], [0], [n]).copy() for n in steps]
     resident.close()
     needed = []
-    for guesses in (False, True):
-        with stream(model, weights, tmp_path, 30, guesses=guesses) as own:
+    for predicts in (False, True):
+        with stream(model, weights, tmp_path, 30, predicts=predicts) as own:
             found = [own.step(TOKENS[n : n + 1], n) for n in steps]
             hits, misses, evictions = own.slots.counters
-            assert (own.slots.read_early > 0) == guesses
+            assert (own.slots.prefetched > 0) == predicts
         assert np.array_equal(found, expected)
         assert evictions > 0
         needed.append(hits + misses)
