@@ -97,8 +97,6 @@ def _read_source(content: bytes) -> Source | LocalSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledModel:
-    """A model of the folder."""
-
     name: str
     folder: Path
     source: Source | LocalSource
@@ -134,7 +132,6 @@ def list_models() -> list[PulledModel]:
 
 
 def find_model(name: str) -> PulledModel | None:
-    """The pulled model ``name``; None if there is none."""
     if not NAME.fullmatch(name):
         return None
     folder = find_models_folder() / name

@@ -32,8 +32,6 @@ from pi2.progress import Progress
 
 
 class DeviceArrays:
-    """All arrays of a user of a device."""
-
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._all: list[DeviceArray] = []

@@ -290,7 +290,6 @@ class HexagonUnit(NotedUnit):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _read_replies(self, until: int) -> None:
-        """Read replies up to that to message number ``until``."""
         while self._session.answered < until:
             reply = self._session.take_reply()
             self.note(self._names.pop(reply.number, None), reply.start_s, reply.end_s)

@@ -300,8 +300,6 @@ def describe_graphs(graphs: Graphs | None, unit: Unit, neurons: int) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSizes:
-    """Everything that a unit has."""
-
     shape: FfnShape
     stride: int
     """Bytes of a bundle with its scales, as neurons come before they are rearranged."""

@@ -198,7 +198,6 @@ class ProcessUnit(NotedUnit):
         return self._view_floats(self._places[found.place].total, found.tokens, found.width)
 
     def _read_replies(self, until: int) -> None:
-        """Read replies up to that to message number ``until``."""
         while self._answered < until:
             reply = self._worker.read(REPLY.size)
             number, failed, start_s, end_s, text = REPLY.unpack(reply)

@@ -21,8 +21,6 @@ from pi2.plan.toml.text import KeyPath, format_path, write_key
 
 @dataclass(frozen=True)
 class Migration:
-    """The outcome of a migration."""
-
     text: str
     changes: tuple[str, ...]
     """The changes that were made, one line each; empty where the text is current."""

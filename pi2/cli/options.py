@@ -500,8 +500,6 @@ def take_plan(
 
 
 def add_options(options: list[Callable[[Any], Any]]) -> Callable[[Command], Command]:
-    """Add several options, in this order."""
-
     def add(command: Command) -> Command:
         # Decorators nest: the last one stands first.
         for option in reversed(options):

@@ -78,7 +78,6 @@ def train(plan: ChosenPlan, given: TrainOptions) -> None:
 
 
 def parse_rank(text: str) -> int | None:
-    """Parse a rank: a number, or None for ``auto``."""
     if text == "auto":
         return None
     if not text.isdigit() or not 1 <= int(text) <= 65536:

@@ -180,7 +180,6 @@ def mark_experts(experts: I32, named: I32) -> Bits:
 
 
 def count_common(experts: I32, named: I32) -> int:
-    """How many of ``experts`` are ``named``."""
     return len(set(experts.tolist()).intersection(named.tolist()))
 
 

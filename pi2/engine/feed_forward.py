@@ -224,7 +224,6 @@ class FeedForward(Waves):
         return owned
 
     def _begin_ffn(self, layer: int) -> None:
-        """Give the FFN of ``layer`` its input."""
         self._executor.begin_ffn(layer)
 
     def _find_named(

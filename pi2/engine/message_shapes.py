@@ -144,7 +144,6 @@ class ShapedTemplate:
     """Renders messages in the shape that a template wants, which it remembers."""
 
     def __init__(self, source: str) -> None:
-        """``source``: the template."""
         self._shape = Shape()
         self._knows_calls = "tool_calls" in source
         self._seen: set[str] = set()

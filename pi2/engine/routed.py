@@ -63,7 +63,6 @@ class NeuronParts:
         self.is_even = False
 
     def drop(self, count: int) -> None:
-        """Drop the first ``count`` parts."""
         start = self._bounds[count]
         self.indices = self.indices[start:]
         self._bounds = [bound - start for bound in self._bounds[count:]]

@@ -60,8 +60,6 @@ def find_page(code: str) -> Page | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Outcome of a check."""
-
     diagnostics: tuple[Diagnostic, ...]
     resolved: ResolvedPlan | None = None
     """The plan, if a plan was checked and has no errors."""

@@ -186,7 +186,6 @@ class _Conversion:
     def write_layers(
         self, left: Sequence[int], writer: StoreWriter, pool: ThreadPoolExecutor
     ) -> None:
-        """Write the neurons of the layers ``left``."""
         names = [part.name for part in writer.bundle.parts]
         sources = {layer: self._find_matrices(layer, names) for layer in left}
         reading: Future[list[list[Raw]]] | None = None

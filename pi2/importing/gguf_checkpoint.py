@@ -441,7 +441,6 @@ def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
 
 
 def make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
-    """A tensor of ``file`` as it is stored."""
     return GgufTensor(
         file=file.path,
         name=entry.name,

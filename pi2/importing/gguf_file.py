@@ -112,8 +112,6 @@ class GgufEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
-    """The header of a file."""
-
     path: Path
     metadata: Mapping[str, Any]
     """Values by key: numbers, texts, numpy arrays of numbers, `Texts`, lists of the rest."""

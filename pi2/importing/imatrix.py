@@ -27,8 +27,6 @@ _LEAST = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """An importance matrix."""
-
     file: Path
     sums: Mapping[str, F32]
     """Mean squares of inputs, float32 [numbers], by name; experts one after the other."""

@@ -29,7 +29,6 @@ class FoldedTensor(SourceTensor):
     """Factors of the columns, float32 [columns]."""
 
     def read(self, start: int = 0, stop: int | None = None) -> F32:
-        """Rows ``start`` to ``stop`` in float32."""
         return self.source.read(start, stop) * self.factors
 
 

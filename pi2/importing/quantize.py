@@ -45,8 +45,6 @@ Pieces = Callable[[], Iterable[U8]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTensor:
-    """A tensor that is to be written."""
-
     name: str
     shape: tuple[int, ...]
     """Rows first."""
@@ -67,7 +65,6 @@ def write_number(key: str, value: int) -> bytes:
 
 
 def write_text(key: str, value: bytes) -> bytes:
-    """A key with a text in UTF-8."""
     return _write_text(key.encode()) + struct.pack("<I", _TEXT) + _write_text(value)
 
 

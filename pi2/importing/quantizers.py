@@ -17,8 +17,6 @@ from pi2.plan.weights.layout import GROUP, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorError:
-    """The error of one tensor of the checkpoint."""
-
     tensor: str
     precision: Precision
     relative: float

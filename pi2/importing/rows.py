@@ -73,7 +73,6 @@ class ExpertTensor(SourceTensor):
 
 
 def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
-    """The part of ``expert`` of a tensor of all experts."""
     size = whole.size_bytes // whole.shape[0]
     own = {"name": f"{whole.name}[{expert}]", "shape": whole.shape[1:], "size_bytes": size}
     return ExpertTensor.made_of(whole, **own, whole=whole, expert=expert)
@@ -113,7 +112,6 @@ class HeadsTensor(SourceTensor):
     by_columns: bool
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        """Rows ``start`` to ``stop`` in float32."""
         axis = 1 if self.by_columns else 0
         count, size = self.stored.shape[axis] // self.heads, self.shape[axis] // self.heads
         if self.by_columns:
@@ -197,7 +195,6 @@ class Rows:
         return self.tensor.size_bytes * self.count // max(1, self.tensor.shape[0])
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        """Rows ``start`` to ``stop`` as stored; raises as `SourceTensor.read_raw`."""
         if self.index is None:
             return self.tensor.read_raw(start, stop)
         wanted = self.index[start:stop]
@@ -211,7 +208,6 @@ class Rows:
         return self._fill(raw if is_all else raw[wanted - first], absent)
 
     def read(self, start: int = 0, stop: int | None = None) -> F32:
-        """Rows ``start`` to ``stop`` in float32."""
         return self.tensor.widen(self.read_raw(start, stop))
 
     def read_turned(self) -> Raw:

@@ -226,7 +226,6 @@ class TorchTensor(SourceTensor):
     values: Any
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        """Rows ``start`` to ``stop``, as `SourceTensor.read_raw` returns them."""
         self.check_type()
         import torch
 

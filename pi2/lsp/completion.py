@@ -207,8 +207,6 @@ SUGGESTED = Literal["key", "table", "value", "file"]
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A completion."""
-
     label: str
     insert: str
     """What replaces the word at the cursor."""

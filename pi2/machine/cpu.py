@@ -118,8 +118,6 @@ _ARM_CORES: Mapping[int, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuCores:
-    """Cores of one kind."""
-
     cores: int
     """Number of them that are online."""
     max_hz: float | None = None

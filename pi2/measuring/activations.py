@@ -134,8 +134,6 @@ SAVE_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStatistics:
-    """Summary of a layer's activations."""
-
     active: float
     """Mean share of neurons that a token activates; in an MoE model, of its experts' neurons."""
     skew: float

@@ -72,7 +72,6 @@ class BandwidthLimit:
         return speeds
 
     def summarise(self, speeds: list[float]) -> Bandwidth:
-        """The median of ``speeds``."""
         return Bandwidth(
             bytes_s=statistics.median(speeds), threads=self._threads, method=self._method
         )

@@ -48,8 +48,6 @@ class PlanRecipe:
 
 
 class PlanContestant:
-    """A loaded plan."""
-
     def __init__(self, model: LoadedModel, path: Path, text: str | None) -> None:
         self._model = model
         self._path = path

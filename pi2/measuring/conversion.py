@@ -49,8 +49,6 @@ class NeuronPiece:
 
 
 class Weights(Protocol):
-    """Source of weights."""
-
     def read(self, name: str, rows: slice | I64 | None = None) -> F32:
         """Rows [n, length] of a dense tensor, by default all."""
 

@@ -35,7 +35,6 @@ class LayerSamples:
         return len(self.inputs)
 
     def cut(self, tokens: int) -> LayerSamples:
-        """The first ``tokens`` of them."""
         return LayerSamples(self.inputs[:tokens], self.packed[:tokens], self.neurons)
 
     def read(self, tokens: slice | I64) -> tuple[F32, Bits]:
@@ -200,7 +199,6 @@ class Recipe:
     seed: int = 1
 
     def count_passes(self, tokens: int, rank: int) -> float:
-        """Passes over ``tokens`` tokens."""
         if self.passes is not None:
             return self.passes
         wanted = STEPS * self.count_batch(rank) / max(1, tokens)

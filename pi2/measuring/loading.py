@@ -46,8 +46,6 @@ class LoadSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOutcome:
-    """All loads of a plan."""
-
     plan: str
     loaded_bytes: int
     samples: tuple[LoadSample, ...]

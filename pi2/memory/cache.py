@@ -160,7 +160,6 @@ class NeuronCache:
         return len(indices) - int(end - first)
 
     def find_indices(self, layer: int, slots: I32) -> I32:
-        """Return the stored indices of the neurons of ``layer`` in ``slots`` [n]."""
         hot = slots - np.int32(self.hot_slots[layer].start - self._first[layer])
         if self.cold_capacity == 0 or self.is_whole(layer):
             return hot

@@ -296,7 +296,6 @@ class FlashReader:
         return slots
 
     def _read_again(self, pending: PendingRead, cluster: slice, failed: Bits) -> None:
-        """Read the bundles of a cluster that ``failed`` [n]."""
         indices, slots = pending.indices[cluster], pending.slots[cluster]
         for i in np.flatnonzero(failed).tolist():
             self._read_bundle(pending.layer, int(indices[i]), int(slots[i]))

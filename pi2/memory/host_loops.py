@@ -123,8 +123,6 @@ class BundlePlaces(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Places of a layer's neurons."""
-
     row: I32
     """[neurons]: slots, or -1."""
     hot: slice

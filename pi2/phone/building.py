@@ -195,8 +195,6 @@ PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" -m pi2_p
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A bundle that was built."""
-
     folder: Path
     plan: ResolvedPlan
     """The plan as the bundle has it."""

@@ -76,8 +76,6 @@ class GpuRecipe:
 
 
 class GpuBench:
-    """The GPUs of this machine."""
-
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 

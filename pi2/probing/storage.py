@@ -45,8 +45,6 @@ _MISSES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSpec:
-    """One kind of reads."""
-
     pattern: Literal["sequential", "random"]
     block_bytes: int
     depth: int | None = None

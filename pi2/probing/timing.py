@@ -118,8 +118,6 @@ def choose_times(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(StepFacts):
-    """A step that is measured."""
-
     run: Callable[[int], float | None]
     """The timed calls; it may say itself how many seconds count."""
     base: Callable[[int], float | None] | None = None

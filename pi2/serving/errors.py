@@ -151,7 +151,6 @@ def dump_json(value: Any) -> bytes:
 
 
 def write_event(value: Any, name: str | None = None) -> bytes:
-    """An event with ``value`` as its data."""
     head = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
     return head + b"data: " + dump_json(value) + b"\n\n"
 

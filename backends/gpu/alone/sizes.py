@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUse:
-    """A model, and how plans may use it."""
-
     model: Model
     layout: BundleLayout
     """Bundles with their scales in them."""

@@ -35,8 +35,6 @@ from pi2.plan.arithmetic.units import name_head
 
 
 class ModelArrays:
-    """A model's arrays on a device."""
-
     def __init__(self, launcher: Launcher, use: ModelUse) -> None:
         """Make them all; raises P361 where the device has no memory for them."""
         self._launcher, self._use = launcher, use

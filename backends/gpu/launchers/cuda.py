@@ -36,7 +36,6 @@ def list_devices() -> list[DeviceFacts]:
 
 
 def open_device(number: int) -> CudaLauncher:
-    """Open a device by its number in `list_devices`."""
     _call(driver.cuInit(0))
     return CudaLauncher(number)
 

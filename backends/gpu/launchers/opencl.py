@@ -29,7 +29,6 @@ def list_devices() -> list[DeviceFacts]:
 
 
 def open_device(number: int) -> OpenClLauncher:
-    """Open a device by its number in `list_devices`."""
     return OpenClLauncher(number, _find_devices()[number])
 
 
@@ -76,8 +75,6 @@ class OpenClArray:
 
 @dataclass(slots=True)
 class OpenClKernel:
-    """A kernel of a program."""
-
     signature: Signature
     program: Any
 
@@ -184,8 +181,6 @@ class OpenClQueue:
 
 
 class OpenClLauncher:
-    """An OpenCL device."""
-
     def __init__(self, number: int, device: Any) -> None:
         self.facts = _describe(number, device)
         self.allocated_bytes = 0

@@ -73,7 +73,6 @@ def list_devices() -> list[DeviceFacts]:
 
 
 def open_device(number: int) -> WebGpuLauncher:
-    """Open a device by its number in `list_devices`."""
     return WebGpuLauncher(number, _find_adapters()[number])
 
 
@@ -270,8 +269,6 @@ class WebGpuQueue:
 
 
 class WebGpuLauncher:
-    """A WebGPU device."""
-
     def __init__(self, number: int, adapter: Any) -> None:
         self.facts = _describe(number, adapter)
         self.allocated_bytes = 0

@@ -95,7 +95,6 @@ def either(scope: Completed, key: str, other: str) -> Any:
 
 
 def without(scope: Completed, table: Any, key: str) -> Any:
-    """A table without a key; anything else as it is."""
     if not isinstance(table, Mapping):
         return table
     return {name: value for name, value in table.items() if name != key}

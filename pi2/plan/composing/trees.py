@@ -349,12 +349,10 @@ class ComposedPlaces:
         return path in self.replaced or not find_node(self.tree, path)[1]
 
     def has_header(self, path: KeyPath) -> bool:
-        """Whether the table begins with a [header] where it stands."""
         place = self._find_place(path)
         return place.file.spans.has_header(place.path)
 
     def find_key(self, path: KeyPath) -> Span:
-        """Span of the key at ``path``, or of its nearest ancestor."""
         other = self._find_replaced(path)
         if other is not None:
             return other[0]
@@ -362,7 +360,6 @@ class ComposedPlaces:
         return place.file.spans.find_key(place.path)
 
     def find_value(self, path: KeyPath) -> Span:
-        """Span of the value at ``path``, or of its nearest ancestor."""
         other = self._find_replaced(path)
         if other is not None:
             return other[1]
@@ -370,7 +367,6 @@ class ComposedPlaces:
         return place.file.spans.find_value(place.path)
 
     def find_table(self, path: KeyPath) -> Span:
-        """Span of the header of the table at ``path``, else of its key, or of an ancestor."""
         other = self._find_replaced(path)
         if other is not None:
             return other[0]

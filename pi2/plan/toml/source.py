@@ -124,7 +124,6 @@ def read_text(path: Path, name: str) -> str | Diagnostic:
 
 
 def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnostic]:
-    """Parse the ``text`` of a file."""
     if not text.strip():
         return [_finding("P008", "the file is empty", name, help="start with `schema_version = 3`")]
     if text.count("[") + text.count("{") > MANY_BRACKETS and _is_too_deep(text):

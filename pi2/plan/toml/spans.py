@@ -90,19 +90,15 @@ class SpanIndex:
         return not path or path in self.keys
 
     def has_header(self, path: KeyPath) -> bool:
-        """Whether the table begins with a [header] or [[header]]."""
         return path in self.headers
 
     def find_key(self, path: KeyPath) -> Span:
-        """Span of the key at ``path``, or of its nearest ancestor."""
         return self.keys[path] if path in self.keys else self.find_table(path[:-1])
 
     def find_value(self, path: KeyPath) -> Span:
-        """Span of the value at ``path``, or of its nearest ancestor."""
         return self.values[path] if path in self.values else self.find_key(path)
 
     def find_table(self, path: KeyPath) -> Span:
-        """Span of the header of the table at ``path``, else of its key, or of an ancestor."""
         while path:
             spans = self.values if path in self.headers else self.keys
             if path in spans:

@@ -60,8 +60,6 @@ ConfigDict = dict
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """A field of a model."""
-
     default: Any = _MISSING
 
     def is_required(self) -> bool:
