@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from cuda.bindings import driver
 
-from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number, Signature
-from pi2.backends.gpu.launchers.interface import DeviceFacts, MemoryState
+from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number
+from pi2.backends.gpu.launchers.interface import Buffer, DeviceFacts, Kernel, MemoryState
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -68,29 +68,13 @@ def _describe(number: int) -> DeviceFacts:
     )
 
 
-@dataclass(slots=True)
-class CudaArray:
-    """Memory of the device."""
-
-    pointer: Any
-    size: int
-
-
-@dataclass(slots=True)
-class CudaKernel:
-    """A function of a module."""
-
-    signature: Signature
-    function: Any
-
-
 class CudaLaunch:
     """A function and its parameters in the form that the driver takes."""
 
-    def __init__(self, kernel: CudaKernel, arrays: Mapping[str, CudaArray]) -> None:
+    def __init__(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> None:
         self.kernel = kernel
         signature = kernel.signature
-        self._arrays = [ctypes.c_uint64(int(arrays[name].pointer)) for name in signature.arrays]
+        self._arrays = [ctypes.c_uint64(int(arrays[name].handle)) for name in signature.arrays]
         self._numbers = [(name, _TYPES[dtype]()) for name, dtype in signature.numbers]
         cells: list[Any] = [*self._arrays, *(cell for _, cell in self._numbers)]
         self._addresses = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
@@ -149,20 +133,20 @@ class CudaQueue:
         )
         self._kept: list[Array] = []
 
-    def upload(self, target: CudaArray, source: Array, offset: int = 0) -> None:
+    def upload(self, target: Buffer, source: Array, offset: int = 0) -> None:
         assert source.flags.c_contiguous and offset + source.nbytes <= target.size
         _call(
             driver.cuMemcpyHtoDAsync(
-                int(target.pointer) + offset, source.ctypes.data, source.nbytes, self._stream
+                int(target.handle) + offset, source.ctypes.data, source.nbytes, self._stream
             )
         )
         self._kept.append(source)
 
-    def download(self, source: CudaArray, target: Array, offset: int = 0) -> None:
+    def download(self, source: Buffer, target: Array, offset: int = 0) -> None:
         assert target.flags.c_contiguous and offset + target.nbytes <= source.size
         _call(
             driver.cuMemcpyDtoHAsync(
-                target.ctypes.data, int(source.pointer) + offset, target.nbytes, self._stream
+                target.ctypes.data, int(source.handle) + offset, target.nbytes, self._stream
             )
         )
         self._kept.append(target)
@@ -172,7 +156,7 @@ class CudaQueue:
         x, y = launch.kernel.signature.count_groups(numbers)
         _call(
             driver.cuLaunchKernel(
-                launch.kernel.function,
+                launch.kernel.handle,
                 x,
                 y,
                 1,
@@ -229,14 +213,14 @@ class CudaLauncher:
         self._modules: list[Any] = []
         self._host: list[Any] = []
 
-    def allocate(self, size: int) -> CudaArray:
+    def allocate(self, size: int) -> Buffer:
         assert size % 4 == 0, size
         (pointer,) = _call(driver.cuMemAlloc(max(size, 16)))
         self.allocated_bytes += size
-        return CudaArray(pointer, size)
+        return Buffer(pointer, size)
 
-    def release(self, array: CudaArray) -> None:
-        _call(driver.cuMemFree(array.pointer))
+    def release(self, array: Buffer) -> None:
+        _call(driver.cuMemFree(array.handle))
         self.allocated_bytes -= array.size
 
     def allocate_host(self, size: int) -> U8:
@@ -246,7 +230,7 @@ class CudaLauncher:
         array: U8 = np.ctypeslib.as_array(raw)
         return array
 
-    def load(self, image: KernelImage) -> Mapping[str, CudaKernel]:
+    def load(self, image: KernelImage) -> Mapping[str, Kernel]:
         assert image.api == "cuda", image.api
         modules = []
         for code in image.codes:
@@ -260,10 +244,10 @@ class CudaLauncher:
             (function,) = _call(driver.cuModuleGetFunction(modules[signature.code], entry))
             # The driver loads code when it is first launched, which may not happen in a capture.
             _call(driver.cuFuncLoad(function))
-            loaded[name] = CudaKernel(signature, function)
+            loaded[name] = Kernel(signature, function)
         return loaded
 
-    def bind(self, kernel: CudaKernel, arrays: Mapping[str, CudaArray]) -> CudaLaunch:
+    def bind(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> CudaLaunch:
         return CudaLaunch(kernel, arrays)
 
     def open_queue(self) -> CudaQueue:

@@ -17,15 +17,15 @@ is full) or P362 (it does not compute)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pi2.backends.gpu.kernels.specification import Api, KernelImage, Number, Signature, Target
+from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from typing import Any
-
     import numpy.typing as npt
 
     from pi2.arrays import U8
@@ -167,3 +167,36 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A `DeviceArray`, and what its API knows it by."""
+
+    handle: Any
+    size: int
+
+
+@dataclass(slots=True)
+class Kernel:
+    """A `LoadedKernel`, and what its API knows it by."""
+
+    signature: Signature
+    handle: Any
+
+
+@contextmanager
+def explain_driver(
+    what: str, kinds: tuple[type[Exception], ...], is_full: Callable[[Exception], bool]
+) -> Iterator[None]:
+    """Turn errors of ``kinds`` into a diagnostic: P361 if memory ``is_full``, or P362."""
+    try:
+        yield
+    except kinds as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError.of(
+            "P361" if is_full(error) else "P362",
+            f"{what}: {lines[0] if lines else 'the driver does not say why'}",
+            help="bring the driver up to date, or choose another unit or API in the plan",
+            notes=lines[1:12],
+        ) from error

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyopencl as cl
 
 from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number, Signature
-from pi2.backends.gpu.launchers.interface import DeviceFacts, DeviceKind, MemoryState
+from pi2.backends.gpu.launchers.interface import (
+    Buffer,
+    DeviceFacts,
+    DeviceKind,
+    Kernel,
+    MemoryState,
+    explain_driver,
+)
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pi2.arrays import U8
     from pi2.backends.gpu.launchers.interface import Array
 
 _TYPES: Mapping[str, Any] = {"int32": np.int32, "float32": np.float32}
+
+
+def _is_full(error: Exception) -> bool:
+    return "OUT_OF_RESOURCES" in str(error) or "ALLOCATION" in str(error)
+
+
+_explain = partial(explain_driver, kinds=(cl.Error,), is_full=_is_full)
 
 
 def list_devices() -> list[DeviceFacts]:
@@ -65,31 +77,17 @@ def _describe(number: int, device: Any) -> DeviceFacts:
     )
 
 
-@dataclass(slots=True)
-class OpenClArray:
-    """A buffer."""
-
-    buffer: Any
-    size: int
-
-
-@dataclass(slots=True)
-class OpenClKernel:
-    signature: Signature
-    program: Any
-
-
 class OpenClLaunch:
     """A kernel object of its own, with its arrays set."""
 
-    def __init__(self, kernel: OpenClKernel, arrays: Mapping[str, OpenClArray]) -> None:
+    def __init__(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> None:
         self.kernel = kernel
         self._arrays = arrays
         signature = kernel.signature
-        self.object = cl.Kernel(kernel.program, signature.name + ENTRY_SUFFIX)
+        self.object = cl.Kernel(kernel.handle, signature.name + ENTRY_SUFFIX)
         self._kept = [arrays[name] for name in signature.arrays]
         for index, array in enumerate(self._kept):
-            self.object.set_arg(index, array.buffer)
+            self.object.set_arg(index, array.handle)
         first = len(self._kept)
         self._numbers = [
             (first + index, name, _TYPES[dtype])
@@ -131,17 +129,17 @@ class OpenClQueue:
         self._queue = cl.CommandQueue(context)
         self._kept: list[Array] = []
 
-    def upload(self, target: OpenClArray, source: Array, offset: int = 0) -> None:
+    def upload(self, target: Buffer, source: Array, offset: int = 0) -> None:
         with _explain("an upload failed"):
             cl.enqueue_copy(
-                self._queue, target.buffer, source, dst_offset=offset, is_blocking=False
+                self._queue, target.handle, source, dst_offset=offset, is_blocking=False
             )
         self._kept.append(source)
 
-    def download(self, source: OpenClArray, target: Array, offset: int = 0) -> None:
+    def download(self, source: Buffer, target: Array, offset: int = 0) -> None:
         with _explain("a download failed"):
             cl.enqueue_copy(
-                self._queue, target, source.buffer, src_offset=offset, is_blocking=False
+                self._queue, target, source.handle, src_offset=offset, is_blocking=False
             )
         self._kept.append(target)
 
@@ -188,7 +186,7 @@ class OpenClLauncher:
         with _explain(f"{self.facts.name} could not be opened"):
             self._context = cl.Context([device])
 
-    def allocate(self, size: int) -> OpenClArray:
+    def allocate(self, size: int) -> Buffer:
         assert size % 4 == 0, size
         try:
             buffer = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(size, 4))
@@ -199,10 +197,10 @@ class OpenClLauncher:
                 help="give the unit less in the plan's `memory.units`",
             ) from error
         self.allocated_bytes += size
-        return OpenClArray(buffer, size)
+        return Buffer(buffer, size)
 
-    def release(self, array: OpenClArray) -> None:
-        array.buffer.release()
+    def release(self, array: Buffer) -> None:
+        array.handle.release()
         self.allocated_bytes -= array.size
 
     def allocate_host(self, size: int) -> U8:
@@ -216,18 +214,18 @@ class OpenClLauncher:
             queue.finish()
         return np.asarray(array)
 
-    def load(self, image: KernelImage) -> Mapping[str, OpenClKernel]:
+    def load(self, image: KernelImage) -> Mapping[str, Kernel]:
         assert image.api == "opencl", image.api
         programs = []
         for code in image.codes:
             with _explain(f"{self.facts.driver} does not compile pi2's kernels"):
                 programs.append(cl.Program(self._context, code.decode()).build())
         return {
-            name: OpenClKernel(signature, programs[signature.code])
+            name: Kernel(signature, programs[signature.code])
             for name, signature in image.kernels.items()
         }
 
-    def bind(self, kernel: OpenClKernel, arrays: Mapping[str, OpenClArray]) -> OpenClLaunch:
+    def bind(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> OpenClLaunch:
         return OpenClLaunch(kernel, arrays)
 
     def open_queue(self) -> OpenClQueue:
@@ -247,19 +245,3 @@ def _count_threads(signature: Signature, numbers: Mapping[str, Number]) -> tuple
     x, y = signature.count_groups(numbers)
     width, height, depth = signature.block
     return x * width, y * height, depth
-
-
-@contextmanager
-def _explain(what: str) -> Iterator[None]:
-    """Turn what the driver refuses into a diagnostic."""
-    try:
-        yield
-    except cl.Error as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        full = "OUT_OF_RESOURCES" in str(error) or "ALLOCATION" in str(error)
-        raise UserError.of(
-            "P361" if full else "P362",
-            f"{what}: {lines[0] if lines else 'the driver does not say why'}",
-            help="bring the driver up to date, or choose another unit or API in the plan",
-            notes=lines[1:12],
-        ) from error

@@ -6,23 +6,28 @@ import os
 import struct
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import wgpu
 from wgpu.backends.wgpu_native import extras
 
-from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number, Signature
-from pi2.backends.gpu.launchers.interface import DeviceFacts, DeviceKind, MemoryState
+from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number
+from pi2.backends.gpu.launchers.interface import (
+    Buffer,
+    DeviceFacts,
+    DeviceKind,
+    Kernel,
+    MemoryState,
+    explain_driver,
+)
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pi2.arrays import U8
     from pi2.backends.gpu.launchers.interface import Array
 
@@ -45,6 +50,11 @@ _MOST_GROUPS = 65535
 """The most work groups along the first axis: more go on along the third."""
 _KEPT_NUMBERS = 64
 """Sets of numbers that a launch is kept ready for."""
+_explain = partial(
+    explain_driver,
+    kinds=(wgpu.GPUError, RuntimeError, ValueError),
+    is_full=lambda error: isinstance(error, wgpu.GPUOutOfMemoryError),
+)
 
 
 @cache
@@ -94,35 +104,17 @@ def _describe(number: int, adapter: Any) -> DeviceFacts:
     )
 
 
-@dataclass(slots=True)
-class WebGpuArray:
-    """A buffer."""
-
-    buffer: Any
-    size: int
-
-
-@dataclass(slots=True)
-class WebGpuKernel:
-    """A compute pipeline."""
-
-    signature: Signature
-    pipeline: Any
-
-
 class WebGpuLaunch:
     """A pipeline with its arrays, and a bind group for each set of numbers of late."""
 
-    def __init__(
-        self, device: Any, kernel: WebGpuKernel, arrays: Mapping[str, WebGpuArray]
-    ) -> None:
+    def __init__(self, device: Any, kernel: Kernel, arrays: Mapping[str, Buffer]) -> None:
         self.kernel = kernel
         self._device = device
         signature = kernel.signature
         self._entries = [
             {
                 "binding": index,
-                "resource": {"buffer": arrays[name].buffer, "offset": 0, "size": arrays[name].size},
+                "resource": {"buffer": arrays[name].handle, "offset": 0, "size": arrays[name].size},
             }
             for index, name in enumerate(signature.arrays)
         ]
@@ -144,7 +136,7 @@ class WebGpuLaunch:
                 "binding": len(self._entries),
                 "resource": {"buffer": uniform, "offset": 0, "size": uniform.size},
             }
-            layout = self.kernel.pipeline.get_bind_group_layout(0)
+            layout = self.kernel.handle.get_bind_group_layout(0)
             group = self._device.create_bind_group(layout=layout, entries=[*self._entries, entry])
             self._groups[data] = group
             if len(self._groups) > _KEPT_NUMBERS:
@@ -195,15 +187,15 @@ class WebGpuQueue:
         self._mark = device.create_buffer(size=4, usage=wgpu.BufferUsage.COPY_SRC)
         """Copies at the end of a submission."""
 
-    def upload(self, target: WebGpuArray, source: Array, offset: int = 0) -> None:
+    def upload(self, target: Buffer, source: Array, offset: int = 0) -> None:
         # Writes come before commands that are sent after them.
         self._send()
         with _explain("an upload failed"):
-            self._device.queue.write_buffer(target.buffer, offset, source)
+            self._device.queue.write_buffer(target.handle, offset, source)
 
-    def download(self, source: WebGpuArray, target: Array, offset: int = 0) -> None:
+    def download(self, source: Buffer, target: Array, offset: int = 0) -> None:
         assert target.flags.c_contiguous
-        self._copy(source.buffer, offset, target.nbytes, target)
+        self._copy(source.handle, offset, target.nbytes, target)
 
     def launch(self, launch: WebGpuLaunch, numbers: Mapping[str, Number]) -> None:
         self.replay(self.record([(launch, numbers)]))
@@ -216,7 +208,7 @@ class WebGpuQueue:
             with _explain(f"kernel {launch.kernel.signature.name!r} was not started"):
                 group = launch.find_group(numbers, width)
             groups = (-(-width // depth), height, depth)
-            steps.append((launch.kernel.pipeline, group, groups))
+            steps.append((launch.kernel.handle, group, groups))
         return WebGpuRecording(steps)
 
     def replay(self, recording: WebGpuRecording) -> None:
@@ -278,7 +270,7 @@ class WebGpuLauncher:
                 required_features=["shader-f16"] if self.facts.fp16 else [], required_limits=limits
             )
 
-    def allocate(self, size: int) -> WebGpuArray:
+    def allocate(self, size: int) -> Buffer:
         assert size % 4 == 0, size
         usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
         # An array that a vector is read from has at least one.
@@ -293,16 +285,16 @@ class WebGpuLauncher:
                 notes=str(error).splitlines()[:4],
             ) from error
         self.allocated_bytes += size
-        return WebGpuArray(buffer, size)
+        return Buffer(buffer, size)
 
-    def release(self, array: WebGpuArray) -> None:
-        array.buffer.destroy()
+    def release(self, array: Buffer) -> None:
+        array.handle.destroy()
         self.allocated_bytes -= array.size
 
     def allocate_host(self, size: int) -> U8:
         return np.empty(size, np.uint8)
 
-    def load(self, image: KernelImage) -> Mapping[str, WebGpuKernel]:
+    def load(self, image: KernelImage) -> Mapping[str, Kernel]:
         assert image.api == "webgpu", image.api
         loaded = {}
         for name, signature in image.kernels.items():
@@ -313,10 +305,10 @@ class WebGpuLauncher:
                 pipeline = self._device.create_compute_pipeline(
                     layout="auto", compute={"module": module, "entry_point": name + ENTRY_SUFFIX}
                 )
-            loaded[name] = WebGpuKernel(signature, pipeline)
+            loaded[name] = Kernel(signature, pipeline)
         return loaded
 
-    def bind(self, kernel: WebGpuKernel, arrays: Mapping[str, WebGpuArray]) -> WebGpuLaunch:
+    def bind(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> WebGpuLaunch:
         return WebGpuLaunch(self._device, kernel, arrays)
 
     def open_queue(self) -> WebGpuQueue:
@@ -330,19 +322,3 @@ class WebGpuLauncher:
 
     def close(self) -> None:
         self._device.destroy()
-
-
-@contextmanager
-def _explain(what: str) -> Iterator[None]:
-    """Turn what the driver refuses into a diagnostic."""
-    try:
-        yield
-    except (wgpu.GPUError, RuntimeError, ValueError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        full = isinstance(error, wgpu.GPUOutOfMemoryError)
-        raise UserError.of(
-            "P361" if full else "P362",
-            f"{what}: {lines[0] if lines else 'the driver does not say why'}",
-            help="bring the driver up to date, or choose another unit or API in the plan",
-            notes=lines[1:12],
-        ) from error
