@@ -58,7 +58,7 @@ from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.plan_units import Graphs
-from pi2.plan.weights.layout import BundleLayout
+from pi2.plan.weights.layout import BundleLayout, Precision
 from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
@@ -81,9 +81,7 @@ class UnitFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitRequest:
-    """Everything that a unit needs to compute its share of a model's layers."""
-
+class _Request:
     name: str
     """The unit's name in the device and the plan."""
     unit: Unit
@@ -91,6 +89,16 @@ class UnitRequest:
     model: Model
     bundle: BundleLayout
     """Layout of neurons in the store."""
+    count: Callable[[int], None]
+    """Counts bytes that the host does not see as an array, such as a GPU's."""
+    progress: Progress = ignore_progress
+    """Called with a label and the share done while something takes its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRequest(_Request):
+    """Everything that a unit needs to compute its share of a model's layers."""
+
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order, if
     bundles do not have them."""
@@ -115,14 +123,19 @@ class UnitRequest:
     """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
     adopt: Callable[[U8], U8]
     """Counts memory that the unit has brought itself, and returns it."""
-    count: Callable[[int], None]
-    """Counts bytes that the host does not see as an array, such as a GPU's."""
-    progress: Progress = ignore_progress
-    """Called with a label and the share done while something takes its time."""
 
     @property
     def whole_bundle(self) -> BundleLayout:
         return self.bundle if self.scales is None else self.bundle.inline
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, Precision]]:
+        """Rows, length and precision of each of its matrices."""
+        found = {}
+        for name, tensor in self.matrices.items():
+            assert tensor.precision is not None, name
+            found[name] = (tensor.rows, tensor.length, tensor.precision)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,16 +239,9 @@ class NotedUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeRequest:
-    """Everything that a unit needs to have a model as a whole."""
+class WholeRequest(_Request):
+    """Everything that a unit needs to have a model as a whole; bundles have their scales."""
 
-    name: str
-    """The unit's name in the device and the plan."""
-    unit: Unit
-    """What the device document says of it."""
-    model: Model
-    bundle: BundleLayout
-    """Layout of neurons in the store, with their scales."""
     chunk: int
     """Most tokens in a call of ``prefill``."""
     sequences: int
@@ -251,10 +257,6 @@ class WholeRequest:
     expert_neurons: Sequence[I32] | None = None
     """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each; needed to name neurons only."""
-    count: Callable[[int], None]
-    """Counts bytes of the unit's memory."""
-    progress: Progress = ignore_progress
-    """Called with a label and the share done while something takes its time."""
 
 
 class SequenceModel(Protocol):

@@ -18,11 +18,9 @@ from pi2.backends.gpu.sizes import (
     describe_model_ffn,
     describe_rows,
 )
-from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
-from pi2.plan.weights.layout import Precision
 
 
 @dataclass(slots=True)
@@ -62,14 +60,7 @@ class GpuUnit(NotedUnit):
             stretch=request.stretch,
         )
         ffn = describe_model_ffn(layout, model)
-        rows = describe_rows(
-            {
-                name: (tensor.rows, tensor.length, _get_precision(tensor))
-                for name, tensor in request.matrices.items()
-            },
-            request.chunk,
-            request.jobs,
-        )
+        rows = describe_rows(request.shapes, request.chunk, request.jobs)
         request.count(sizes.device_bytes + sizes.host_bytes)
         if rows is not None:
             request.count(sum(rows.list_arrays()) + rows.host_bytes)
@@ -205,11 +196,6 @@ class GpuUnit(NotedUnit):
                     part.close()
                 except UserError:
                     continue
-
-
-def _get_precision(tensor: Tensor) -> Precision:
-    assert tensor.precision is not None, tensor.name
-    return tensor.precision
 
 
 @contextmanager

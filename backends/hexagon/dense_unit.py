@@ -33,11 +33,10 @@ from pi2.backends.hexagon.specification import (
     Weights,
     choose_weights,
 )
-from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.backends.units import NotedUnit, Padding, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
-from pi2.plan.weights.layout import Precision, round_up
+from pi2.plan.weights.layout import round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,7 @@ class HexagonUnit(NotedUnit):
             shape=shape,
             stride=layout.stride,
             counts=request.neurons,
-            matrices={
-                name: (tensor.rows, tensor.length, _name_precision(tensor))
-                for name, tensor in request.matrices.items()
-            },
+            matrices=request.shapes,
             chunk=request.chunk,
             jobs=request.jobs,
             stretch=request.stretch,
@@ -101,10 +97,9 @@ class HexagonUnit(NotedUnit):
         self._memory = request.adopt(self._session.memory)
         self._loading = request.allocate(sizes.loading_bytes)
         for name, tensor in request.matrices.items():
-            assert tensor.precision is not None, name
             weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
             scales = None if tensor.scales is None else tensor.scales.reshape(tensor.rows, -1)
-            packed = pack_rows(weights, scales, tensor.length, tensor.precision)
+            packed = pack_rows(weights, scales, *sizes.matrices[name][1:])
             self._write(self._matrices[name], sizes.lay_out_matrix(name), packed)
         self._jobs: dict[int, _Job] = {}
         self._next = 0
@@ -311,8 +306,3 @@ class HexagonUnit(NotedUnit):
         self._jobs.clear()
         self._memory = np.zeros(0, np.uint8)
         self._loading = np.zeros(0, np.uint8)
-
-
-def _name_precision(tensor: Tensor) -> Precision:
-    assert tensor.precision is not None, tensor.name
-    return tensor.precision
