@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from pi2.backends.compiler import cache
 from pi2.caches import find_cache_folder
 from tests.helpers.compiling import QUICK, start_loaded_compiler
+from tests.helpers.programs import Ask, Written
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
 # every time, so that a change is to blame for a failure; people draw others, and twice as many.
@@ -76,3 +77,16 @@ def plan(tmp_path: Path) -> Path:
     from tests.helpers.plans import write_plan
 
     return write_plan(tmp_path, make_tiny(tmp_path))
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    from pi2.cli.main import run
+
+    def call(words: Sequence[str], code: int = 0) -> Written:
+        found = run(words)
+        written = Written(*capsys.readouterr())
+        assert found == code, written
+        return written
+
+    return call

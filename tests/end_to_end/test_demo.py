@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.cli.main import run
-from tests.helpers.programs import start_pi2
+from tests.helpers.programs import Ask, start_pi2
 
 ROOT = Path(__file__).parents[2]
 PLAN = ROOT / "plans" / "demo.plan.toml"
@@ -102,11 +101,8 @@ def test_guessed_tokens_change_nothing_but_the_speed() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve"])
-def test_a_name_that_nothing_has_is_told_what_there_is(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run([command, "dmo"]) == 2
-    said = capsys.readouterr().err
+def test_a_name_that_nothing_has_is_told_what_there_is(command: str, ask: Ask) -> None:
+    said = ask([command, "dmo"], 2).err
     assert "error[P001]: no file, plan or model has this name" in said
     assert "did you mean demo" in said and "`pi2 list`" in said
 
@@ -163,13 +159,8 @@ def test_text_is_streamed_as_it_is_made() -> None:
     ],
 )
 def test_a_mistake_is_a_diagnostic(
-    arguments: list[str],
-    code: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], code: int, words: str, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-    assert run(["run", str(PLAN), *arguments]) == code
-    said = capsys.readouterr().err
+    said = ask(["run", str(PLAN), *arguments], code).err
     assert words in said and "Traceback" not in said

@@ -24,7 +24,7 @@ from pi2.probing.probe import KernelRecipe
 from pi2.probing.steps import USUAL
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.hexagon import require_emulator
-from tests.helpers.programs import start_python
+from tests.helpers.programs import Ask, start_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "plans/demo.plan.toml"
@@ -123,19 +123,17 @@ def npu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(folder, "--target", "x86_64-linux-gnu", plan=WITH_NPU)
 
 
-def test_the_text_is_that_of_pi2_run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["run", str(PLAN), *PROMPT]) == 0
-    expected = capsys.readouterr().out
+def test_the_text_is_that_of_pi2_run(bundle: Path, ask: Ask) -> None:
+    expected = ask(["run", str(PLAN), *PROMPT]).out
     done = start(bundle, *PROMPT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected and "within the budget" in done.stderr
 
 
 def test_with_an_npu_the_text_is_that_of_pi2_run_and_the_npu_is_called_emulated(
-    npu_bundle: Path, capsys: pytest.CaptureFixture[str]
+    npu_bundle: Path, ask: Ask
 ) -> None:
-    assert run(["run", str(WITH_NPU), *PROMPT]) == 0
-    expected = capsys.readouterr().out
+    expected = ask(["run", str(WITH_NPU), *PROMPT]).out
     done = start(npu_bundle, *PROMPT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected
@@ -237,12 +235,9 @@ def test_without_its_store_it_is_small_and_says_what_is_missing(tmp_path: Path) 
     assert done.returncode == 2 and "P301" in done.stderr
 
 
-def test_a_store_that_a_run_would_refuse_is_refused_by_the_build(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_a_run_would_refuse_is_refused_by_the_build(tmp_path: Path, ask: Ask) -> None:
     stride = ["--set", "bundle.stride=4KiB"]
-    assert run(["build", str(PLAN), "-o", str(tmp_path / "new"), *stride]) == 2
-    assert "P520" in capsys.readouterr().err
+    assert "P520" in ask(["build", str(PLAN), "-o", str(tmp_path / "new"), *stride], 2).err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,8 +1,9 @@
-"""pi2 and scripts of Python, each in a process of its own."""
+"""pi2 and scripts of Python, in processes of their own or in this one."""
 
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 
 def start_pi2(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -18,3 +19,14 @@ def start_python(*arguments: object, **options: Any) -> subprocess.CompletedProc
     command = [sys.executable, *map(str, arguments)]
     done: subprocess.CompletedProcess[str] = subprocess.run(command, **(usual | options))
     return done
+
+
+class Written(NamedTuple):
+    out: str
+    err: str
+
+
+class Ask(Protocol):
+    """Runs pi2 in this process, which ends with ``code``; returns what it has written."""
+
+    def __call__(self, words: Sequence[str], code: int = 0) -> Written: ...

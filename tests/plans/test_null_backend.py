@@ -11,6 +11,7 @@ from pi2.cli.main import run
 from pi2.plan.documents.model import Model
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_model, make_tiny
+from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import PLANS, list_plans
 
 SHIPPED = [path for path in list_plans() if "\nweights = " not in path.read_text("utf-8")]
@@ -79,10 +80,7 @@ def describe_model(store: Path, model: Model) -> None:
     ],
 )
 def test_the_shortest_plan_validates_shows_simulates_and_runs(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    make_weights: Callable[[Path], str],
-    device: str | None,
+    tmp_path: Path, ask: Ask, make_weights: Callable[[Path], str], device: str | None
 ) -> None:
     plan = tmp_path / "my.plan.toml"
     plan.write_text(
@@ -92,9 +90,6 @@ def test_the_shortest_plan_validates_shows_simulates_and_runs(
     )
     dry = [] if device is None else ["--set", "backends.cpu=null"]
     assert run(["validate", str(plan), "--strict"]) == 0
-    assert run(["show", str(plan)]) == 0
-    assert "# derived: " in capsys.readouterr().out
-    assert run(["simulate", str(plan), "--prompt", "8", "--tokens", "2"]) == 0
-    assert "tokens/s" in capsys.readouterr().out
-    assert run(["run", str(plan), "--prompt", "ab", "--max-tokens", "2", *dry]) == 0
-    assert "speed: " in capsys.readouterr().err
+    assert "# derived: " in ask(["show", str(plan)]).out
+    assert "tokens/s" in ask(["simulate", str(plan), "--prompt", "8", "--tokens", "2"]).out
+    assert "speed: " in ask(["run", str(plan), "--prompt", "ab", "--max-tokens", "2", *dry]).err

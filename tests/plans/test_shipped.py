@@ -14,6 +14,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.toml.source import detect_kind
 from pi2.refit import read_plan
+from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import has_package, list_plans
 
 ROOT = Path(__file__).parents[2]
@@ -49,11 +50,8 @@ def test_it_names_its_schema_for_editors(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", list_plans(), ids=_name)
-def test_what_show_prints_is_the_same_plan(
-    path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run(["show", str(path)]) == 0
-    text = capsys.readouterr().out
+def test_what_show_prints_is_the_same_plan(path: Path, ask: Ask, tmp_path: Path) -> None:
+    text = ask(["show", str(path)]).out
     values = tomli.loads(path.read_text("utf-8"))
     for kind in {"device", "model"} & values.keys():
         # Written elsewhere, relative references need their folder.
@@ -61,8 +59,7 @@ def test_what_show_prints_is_the_same_plan(
             text = text.replace(values[kind], str(path.parent / values[kind]))
     again = tmp_path / path.name
     again.write_text(text, "utf-8")
-    assert run(["show", str(again)]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == text.splitlines()[0]
+    assert ask(["show", str(again)]).out.splitlines()[0] == text.splitlines()[0]
 
 
 @pytest.mark.parametrize("path", list_plans(), ids=_name)

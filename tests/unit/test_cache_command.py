@@ -15,6 +15,7 @@ from pi2.caches import Kept, find_cache_folder, find_home, find_problem
 from pi2.cli.main import run
 from pi2.pulled_models import KINDS, ONLY_NAMED, RECORD, LocalSource, Source, find_models_folder
 from pi2.sharing.fetching import read_settings
+from tests.helpers.programs import Ask
 
 DAY_S = 86400
 
@@ -52,18 +53,13 @@ def list_files(folder: Path) -> set[str]:
 ALL = {*get_args(Kept), "pulled", "converted"}
 
 
-def test_every_kind_is_listed_with_size_and_last_use(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["cache"]) == 0
-    rows = capsys.readouterr().out.splitlines()
+def test_every_kind_is_listed_with_size_and_last_use(folder: Path, ask: Ask) -> None:
+    rows = ask(["cache"]).out.splitlines()
     assert [row.split()[0] for row in rows] == [*KINDS, "all"]
     assert all(" 1 " in row and "10 d ago" in row for row in rows[:-1])
-    assert run(["cache", "--json"]) == 0
-    found = {item["kind"]: item for item in json.loads(capsys.readouterr().out)}
+    found = {item["kind"]: item for item in json.loads(ask(["cache", "--json"]).out)}
     assert found.keys() == KINDS.keys() and found["kernels"]["bytes"] == 8192
-    assert run(["cache", "list", "peers"]) == 0
-    assert str(folder / "peers/thing") in capsys.readouterr().out
+    assert str(folder / "peers/thing") in ask(["cache", "list", "peers"]).out
 
 
 def test_models_and_what_was_typed_stay_unless_they_are_named(folder: Path) -> None:
@@ -75,9 +71,8 @@ def test_models_and_what_was_typed_stay_unless_they_are_named(folder: Path) -> N
     assert list_files(folder) == set()
 
 
-def test_nothing_goes_in_a_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["cache", "clear", "--dry-run"]) == 0
-    said = capsys.readouterr()
+def test_nothing_goes_in_a_dry_run(folder: Path, ask: Ask) -> None:
+    said = ask(["cache", "clear", "--dry-run"])
     assert len(said.out.splitlines()) == len(KINDS) - len(ONLY_NAMED)
     assert "would be removed" in said.err
     assert list_files(folder) == ALL
@@ -120,12 +115,11 @@ def test_kernels_that_are_being_compiled_stay(folder: Path) -> None:
 
 
 def test_an_empty_cache_is_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "none"))
     assert run(["cache"]) == 0
-    assert run(["cache", "clear"]) == 0
-    assert "0.0 MiB were removed" in capsys.readouterr().err
+    assert "0.0 MiB were removed" in ask(["cache", "clear"]).err
     assert not (tmp_path / "none").exists()
 
 

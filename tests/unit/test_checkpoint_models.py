@@ -27,6 +27,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import make_sentence_piece, write_gguf
 from tests.helpers.gguf_tensors import translate
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.programs import Ask
 
 REFERENCE = ["--set", "backends.cpu=reference", "--max-tokens", "3"]
 
@@ -77,15 +78,14 @@ def write_folder(folder: Path, name: str, seed: int = 0, activation: str = "silu
     return Path(shutil.move(made, place))
 
 
-def test_a_gguf_file_runs_as_it_is(
-    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_file_runs_as_it_is(tmp_path: Path, models: Path, ask: Ask) -> None:
     file = write_model(tmp_path, "tiny q8")
     before = file.read_bytes()
     texts = []
     for _ in range(2):
-        assert run(["run", str(file), "--prompt", "hello", "--max-tokens", "4", "--seed", "1"]) == 0
-        texts.append(capsys.readouterr().out)
+        texts.append(
+            ask(["run", str(file), "--prompt", "hello", "--max-tokens", "4", "--seed", "1"]).out
+        )
     assert texts[0].strip() and texts[0] == texts[1]
     assert not models.exists()
     assert file.read_bytes() == before
@@ -93,22 +93,20 @@ def test_a_gguf_file_runs_as_it_is(
 
 
 def test_a_broken_file_is_refused_before_anything_is_said_of_it(
-    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, models: Path, ask: Ask
 ) -> None:
     file = write_model(tmp_path, "tiny q8")
     file.write_bytes(file.read_bytes()[:3000])
-    assert run(["run", str(file), "--prompt", "hello"]) == 2
-    said = capsys.readouterr().err
+    said = ask(["run", str(file), "--prompt", "hello"], 2).err
     assert said.startswith("error[P532]") and "converted" not in said
     assert not models.exists()
 
 
 def test_a_file_without_a_template_is_named_not_the_folder_made_of_it(
-    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, models: Path, ask: Ask
 ) -> None:
     file = write_model(tmp_path, "tiny q8")
-    assert run(["run", str(file), "--chat", "hello"]) == 2
-    said = capsys.readouterr().err
+    said = ask(["run", str(file), "--chat", "hello"], 2).err
     assert "P609" in said and f"--> {file}\n" in said
     assert f"`pi2 run {file} --prompt TEXT`" in said and "folder" not in said
 
@@ -128,31 +126,21 @@ def test_a_served_file_is_called_without_its_ending(tmp_path: Path, models: Path
     ],
 )
 def test_a_folder_is_converted_once(
-    activation: str,
-    said: str,
-    planned: str,
-    tmp_path: Path,
-    models: Path,
-    capsys: pytest.CaptureFixture[str],
+    activation: str, said: str, planned: str, tmp_path: Path, models: Path, ask: Ask
 ) -> None:
     file = write_folder(tmp_path, "tiny q8", activation=activation)
     command = ["run", str(file), "--prompt", "hello", *REFERENCE]
-    assert run(command) == 0
-    first = capsys.readouterr()
+    first = ask(command)
     assert first.out.strip() and "is converted once" in first.err and said in first.err
     model = find_model("tiny-q8")
     assert model is not None and model.source.name == str(file)
     assert planned in model.plan.read_text()
 
     made = model.plan.stat().st_mtime_ns
-    assert run([*command, "--seed", "1"]) == 0
-    assert "is converted" not in capsys.readouterr().err
+    assert "is converted" not in ask([*command, "--seed", "1"]).err
     assert model.plan.stat().st_mtime_ns == made
-    assert run(["run", "tiny-q8", "--prompt", "hello", *REFERENCE]) == 0
-
-    capsys.readouterr()
-    assert run(["list"]) == 0
-    assert str(file) in capsys.readouterr().out
+    ask(["run", "tiny-q8", "--prompt", "hello", *REFERENCE])
+    assert str(file) in ask(["list"]).out
     assert run(["remove", "tiny-q8"]) == 0
     assert list_models() == []
     assert file.exists()
@@ -178,12 +166,11 @@ def test_a_plan_that_did_not_fit_is_written_when_it_does(
 
 @pytest.mark.parametrize("name", [b"no-suffix", b"UPPER.GGUF", b"two words.gguf", b"x\xff.gguf"])
 def test_a_gguf_file_is_known_by_its_beginning_whatever_its_name_is(
-    name: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: bytes, tmp_path: Path, ask: Ask
 ) -> None:
     file = write_model(tmp_path, "tiny").rename(tmp_path / os.fsdecode(name))
     for more in ([], ["--json"], ["-v"]):
-        assert run(["run", str(file), "--prompt", "hello", "--max-tokens", "3", *more]) == 0
-        shown = capsys.readouterr()
+        shown = ask(["run", str(file), "--prompt", "hello", "--max-tokens", "3", *more])
         assert shown.out.strip() and "is converted" not in shown.err
     assert run(["show", str(file)]) == 0
     store = tmp_path / os.fsdecode(name + b" store")
@@ -191,8 +178,7 @@ def test_a_gguf_file_is_known_by_its_beginning_whatever_its_name_is(
     assert run(["run", str(store), "--prompt", "hello", *REFERENCE]) == 0
     broken = tmp_path / os.fsdecode(b"broken " + name)
     broken.write_bytes(b"GGUF and no more")
-    assert run(["run", str(broken), "--prompt", "hello"]) == 2
-    shown = capsys.readouterr()
+    shown = ask(["run", str(broken), "--prompt", "hello"], 2)
     assert "P532" in shown.err and "P900" not in shown.err
 
 
@@ -221,17 +207,14 @@ def test_a_tokenizer_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_tokenizer_that_was_given_once_counts_for_a_folder_that_is_converted(
-    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, models: Path, ask: Ask
 ) -> None:
     folder = write_folder(tmp_path, "tiny")
     given = (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     command = ["run", str(folder), "--prompt", "hello", *REFERENCE]
-    assert run(command) == 2
-    assert "--tokenizer" in capsys.readouterr().err
-    assert run([*command, "--tokenizer", str(given)]) == 0
-    assert "is converted once" in capsys.readouterr().err
-    assert run(command) == 0
-    assert "is converted" not in capsys.readouterr().err
+    assert "--tokenizer" in ask(command, 2).err
+    assert "is converted once" in ask([*command, "--tokenizer", str(given)]).err
+    assert "is converted" not in ask(command).err
     assert open_checkpoint(models / "tiny/model.gguf").read_tokenizer() == given.read_bytes()
 
 

@@ -12,6 +12,7 @@ from pi2.fitting.check import check_file, load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.plan.reading.references import list_shipped
 from tests.helpers.goldens import copy_checkpoint, list_goldens
+from tests.helpers.programs import Ask
 
 SIZES = "layers=4 hidden=64 ffn=128 heads=4 kv-heads=2 head-dim=16 vocab=100 context=128"
 SHAPE = [f"--{item}" for item in SIZES.split()]
@@ -100,12 +101,9 @@ def test_devices_and_models_begin_with_others() -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_a_folder_that_is_no_checkpoint_is_refused(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_checkpoint_is_refused(name: str, ask: Ask) -> None:
     Path("empty").mkdir()
-    assert run(["new", "model", "small", "--checkpoint", name]) == 2
-    assert "error[P5" in capsys.readouterr().err
+    assert "error[P5" in ask(["new", "model", "small", "--checkpoint", name], 2).err
     assert list(Path().glob("*.toml")) == []
 
 
@@ -117,10 +115,9 @@ def test_a_model_may_be_a_checkpoint_s(tmp_path: Path) -> None:
     assert report.document.id == "small"  # type: ignore[attr-defined]
 
 
-def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(ask: Ask) -> None:
     Path("box.device.toml").write_text("mine")
-    assert run(["new", "device", "box"]) == 2
-    assert "error[P027]" in capsys.readouterr().err
+    assert "error[P027]" in ask(["new", "device", "box"], 2).err
     assert Path("box.device.toml").read_text() == "mine"
     assert run(["new", "device", "box", "--force"]) == 0
 

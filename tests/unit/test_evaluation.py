@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.measuring.evaluation import evaluate_plan, write_markdown
 from pi2.measuring.prediction import compute_scores
@@ -20,6 +19,7 @@ from pi2.store.reader import NeuronStore
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.programs import Ask
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 3
 
@@ -140,17 +140,13 @@ def test_what_cannot_be_measured_is_said(plan: Path, arguments: Any, code: str) 
     assert [item.code for item in caught.value.diagnostics] == [code]
 
 
-def test_the_command_prints_a_table_or_one_object(
-    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_or_one_object(plan: Path, tmp_path: Path, ask: Ask) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     command = ["evaluate", str(plan), "--text", str(file), "--windows", "1", "--context", "16"]
-    assert run(command) == 0
-    text = capsys.readouterr().out
+    text = ask(command).out
     assert "| dense | reference | none |" in text and "| mean |" in text
-    assert run([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ask([*command, "--json"]).out)
     assert found["tokens"] == 15
     assert [item["name"] for item in found["runs"]] == ["dense", "low-rank"]
     assert len(found["layers"]) == 3
@@ -194,13 +190,12 @@ def test_llama_cpp_is_as_far_from_pi2_as_it_is_and_its_own_distance_is_there(
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe"])
 def test_a_text_that_cannot_be_read_is_one_finding(
-    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+    plan: Path, tmp_path: Path, ask: Ask, content: bytes | None
 ) -> None:
     file = tmp_path / "text.txt"
     if content is not None:
         file.write_bytes(content)
-    assert run(["evaluate", str(plan), "--text", str(file)]) == 2
-    assert "P660" in capsys.readouterr().err
+    assert "P660" in ask(["evaluate", str(plan), "--text", str(file)], 2).err
 
 
 def test_a_dense_plan_has_one_run(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, list_goldens, read_golden
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.programs import Ask
 
 TEXT = "What is rounded is not what was written, but it reads nearly the same. " * 8
 
@@ -53,9 +54,7 @@ def test_a_store_that_rounds_nothing_scores_the_same(tmp_path: Path, name: str) 
     np.testing.assert_allclose(after.losses, before.losses, atol=1e-4)
 
 
-def test_the_command_reports_perplexity_before_and_after(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_perplexity_before_and_after(tmp_path: Path, ask: Ask) -> None:
     model = make_model({"predictor": None})
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
     document = tomlkit.dumps(model.model_dump(mode="json", exclude_none=True))
@@ -63,8 +62,7 @@ def test_the_command_reports_perplexity_before_and_after(
     (tmp_path / "text.txt").write_text(TEXT)
     command = ["convert", str(checkpoint), "--model", str(tmp_path / "tiny.model.toml")]
     command += ["-o", str(tmp_path / "store"), "--evaluate", str(tmp_path / "text.txt")]
-    assert run([*command, "--errors", str(tmp_path / "errors.json")]) == 0
-    said = capsys.readouterr().err
+    said = ask([*command, "--errors", str(tmp_path / "errors.json")]).err
     cost = json.loads((tmp_path / "errors.json").read_text())["evaluation"]
     assert f"{cost['before']:.3f} by the checkpoint's weights, {cost['after']:.3f}" in said
     assert cost["windows"] == 8 and cost["tokens"] == 8 * 63

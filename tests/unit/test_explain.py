@@ -13,6 +13,7 @@ from pi2.diagnostics.texts import parse_page
 from pi2.fitting.check import FOLDER, load_pages
 from pi2.fitting.rules import list_rules
 from tests.helpers.broken_plans import validate
+from tests.helpers.programs import Ask
 from tools import write_rule_docs
 
 ROOT = Path(__file__).parents[2]
@@ -65,9 +66,8 @@ def test_a_rule_has_its_page_in_its_docstring() -> None:
 
 
 @pytest.mark.parametrize("code", ["P210", "p210"])
-def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", code]) == 0
-    assert capsys.readouterr().out == (
+def test_explain_prints_the_page(code: str, ask: Ask) -> None:
+    assert ask(["explain", code]).out == (
         "P210: Split shares do not add up to 1.\n\n"
         "Why: every neuron of a layer is computed exactly once, by one unit.\n\n"
         "Example: `split = { cpu = 0.3, npu = 0.8 }`.\n\n"
@@ -81,9 +81,8 @@ def test_lines_of_a_page_are_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, capsys.readouterr().out.splitlines())) <= explain.COLUMNS
 
 
-def test_explain_lists_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_explain_lists_all_codes(ask: Ask) -> None:
+    lines = ask(["explain"]).out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(PAGES)
     assert "P210  Split shares do not add up to 1." in lines
 
@@ -96,28 +95,23 @@ def test_explain_lists_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
         ("shares", 'P210 ("Split shares'),
     ],
 )
-def test_an_unknown_code_gets_near_ones(
-    code: str, near: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["explain", code]) == 2
-    error = capsys.readouterr().err
+def test_an_unknown_code_gets_near_ones(code: str, near: str, ask: Ask) -> None:
+    error = ask(["explain", code], 2).err
     assert error.startswith(f"error[P018]: there is no code '{code}'\n")
     assert near in error
 
 
-def test_an_unknown_code_without_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", "\x1bzzz"]) == 2
-    error = capsys.readouterr().err
+def test_an_unknown_code_without_near_ones(ask: Ask) -> None:
+    error = ask(["explain", "\x1bzzz"], 2).err
     assert "`pi2 explain` lists all codes" in error and "\x1b" not in error
 
 
 def test_a_terminal_gets_colours_and_the_same_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.setattr(explain, "wants_colour", lambda _: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert run(["explain", "P210"]) == 0
-    output = capsys.readouterr().out
+    output = ask(["explain", "P210"]).out
     assert "\x1b[" in output
     plain = re.sub(r"\x1b\[[\d;]*m", "", output)
     assert "P210: Split shares do not add up to 1." in plain

@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from pi2.arrays import F32
-from pi2.cli.main import run
 from pi2.formats.micro_floats import find_codes
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
@@ -28,6 +27,7 @@ from tests.helpers.goldens import (
     run_golden,
     write_plan,
 )
+from tests.helpers.programs import Ask
 from tests.unit.test_importing_quantized import Stored, decode_fp4, pack_pairs, write_tensors
 
 HIDDEN, FFN = 96, 64
@@ -212,10 +212,7 @@ def test_neurons_that_share_scales_stay_together(stores: tuple[Path, Path], tmp_
     assert measure_error(logits, expected) < 3e-6
 
 
-def test_gates_of_mxfp4_are_not_kept(
-    stores: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gates_of_mxfp4_are_not_kept(stores: tuple[Path, Path], ask: Ask) -> None:
     plan = stores[0].with_name("gate.plan.toml")
     plan.write_text(stores[0].read_text().replace('predictor = "none"', 'predictor = "gate"'))
-    assert run(["validate", str(plan)]) == 1
-    assert "keeps no gates of mxfp4" in capsys.readouterr().out
+    assert "keeps no gates of mxfp4" in ask(["validate", str(plan)], 1).out

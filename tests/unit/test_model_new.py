@@ -23,6 +23,7 @@ from pi2.plan.documents.model import Model
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import copy_checkpoint, list_goldens
 from tests.helpers.models import MIXTURE, draw_weights, make_model
+from tests.helpers.programs import Ask
 
 
 def change_config(checkpoint: Path, **values: Any) -> None:
@@ -275,17 +276,14 @@ def test_short_names(name: str, expected: str) -> None:
 # Commands
 
 
-def test_the_command_writes_a_file_and_overwrites_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_file_and_overwrites_none(tmp_path: Path, ask: Ask) -> None:
     checkpoint = copy_checkpoint("qwen3", tmp_path / "checkpoint")
     file = tmp_path / "mine.model.toml"
     assert run(["model", "new", str(checkpoint), "-o", str(file)]) == 0
     report = check_file(file)
     assert isinstance(report.document, Model)
     assert report.document.id == "mine" and report.document.attention.head_norm
-    assert run(["model", "new", str(checkpoint), "-o", str(file)]) == 2
-    assert "P027" in capsys.readouterr().err
+    assert "P027" in ask(["model", "new", str(checkpoint), "-o", str(file)], 2).err
     assert run(["model", "new", str(checkpoint), "-o", str(file), "--force"]) == 0
     assert run(["model", "new", str(checkpoint), "-o", str(tmp_path / "mine.toml")]) == 2
 

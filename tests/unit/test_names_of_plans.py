@@ -13,6 +13,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.reading.references import list_shipped
 from pi2.pulled_models import PulledModel, Source, list_models
 from tests.helpers.gguf_files import write_random_gguf
+from tests.helpers.programs import Ask
 
 
 @pytest.fixture(autouse=True)
@@ -103,12 +104,9 @@ def test_a_gguf_file_is_a_plan_in_every_command_and_never_converted(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_gguf_file_is_planned_for_as_it_is(
-    form: str, forms: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_file_is_planned_for_as_it_is(form: str, forms: dict[str, str], ask: Ask) -> None:
     wish = ["plan", forms[form], "--memory", "105MiB", "--device", "oneplus-12"]
-    assert run([*wish, "--context", "256", "--exact", "-o", "made/my.plan.toml"]) == 0
-    shown = capsys.readouterr().out
+    shown = ask([*wish, "--context", "256", "--exact", "-o", "made/my.plan.toml"]).out
     assert "MiB are read for every step" in shown and "KV cache: 128 KiB for 256 tokens" in shown
     assert "Drafts: 6 tokens" in shown and "Android 17 limits anonymous memory" in shown
     assert "tokens/s without drafts, bound by the disk" in shown
@@ -126,17 +124,15 @@ def test_a_gguf_file_is_planned_for_as_it_is(
     assert list_models() == []
 
 
-def test_a_plan_of_a_gguf_file_measures_this_machine(
-    forms: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_a_gguf_file_measures_this_machine(forms: dict[str, str], ask: Ask) -> None:
     for command in (["plan", "model.gguf"], ["explain", "model.gguf", "--cost"]):
-        assert run(command) == 0
-        found = capsys.readouterr()
+        found = ask(command)
         assert "tokens/s" in found.out and "memory and disk are measured for 2 s" in found.err
-    assert run(["plan", "--model", "model.gguf", "--memory", "10MiB"]) == 1
-    assert "this file needs at least" in capsys.readouterr().err
-    assert run(["plan", "model.gguf", "--pareto", "--store", "stores/x", "--batch", "1-2"]) == 2
-    told = capsys.readouterr().err
+    assert (
+        "this file needs at least"
+        in ask(["plan", "--model", "model.gguf", "--memory", "10MiB"], 1).err
+    )
+    told = ask(["plan", "model.gguf", "--pareto", "--store", "stores/x", "--batch", "1-2"], 2).err
     assert "--store and --pareto and a range of --batch: only for neuron stores" in told
 
 
@@ -153,15 +149,10 @@ def test_a_plan_of_a_gguf_file_measures_this_machine(
     ids=lambda command: " ".join(command) if isinstance(command, list) else "",
 )
 def test_commands_that_need_another_thing_than_a_gguf_file_name_the_one_that_helps(
-    command: list[str],
-    code: str,
-    said: str,
-    forms: dict[str, str],
-    capsys: pytest.CaptureFixture[str],
+    command: list[str], code: str, said: str, forms: dict[str, str], ask: Ask
 ) -> None:
     for name in [forms["file"]] if command[0] == "new" else forms.values():
-        assert run([*command, name]) == 2
-        told = capsys.readouterr().err
+        told = ask([*command, name], 2).err
         assert f"error[{code}]" in told and said in told
     assert list_models() == []
 
@@ -180,9 +171,8 @@ def test_a_name_that_nothing_has_leads_to_names_that_are_near(
     assert report("x" * 5000) and report("a\0b")
 
 
-def test_an_unknown_name_is_a_finding_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["validate", "demo", "dmo", "--format", "json"]) == 2
-    (found,) = json.loads(capsys.readouterr().out)
+def test_an_unknown_name_is_a_finding_of_every_format(ask: Ask) -> None:
+    (found,) = json.loads(ask(["validate", "demo", "dmo", "--format", "json"], 2).out)
     assert (found["code"], found["span"]["file"]) == ("P001", "dmo")
 
 
@@ -223,7 +213,7 @@ def test_a_model_of_the_hub_is_fetched_if_somebody_says_so(
     assert asked == ["hf:org/tiny"]
 
 
-def test_options_of_several_commands_are_spelt_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_several_commands_are_spelt_alike(ask: Ask) -> None:
     spelt = {
         "-p": ("run", "chat", "trace", "bench"),
         "-n": ("run", "chat", "trace", "bench"),
@@ -234,17 +224,13 @@ def test_options_of_several_commands_are_spelt_alike(capsys: pytest.CaptureFixtu
     }
     for option, commands in spelt.items():
         for command in commands:
-            assert run([command, "--help"]) == 0
-            assert f"{option}" in capsys.readouterr().out, (command, option)
+            assert f"{option}" in ask([command, "--help"]).out, (command, option)
 
 
-def test_old_spellings_of_options_go_on_working(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_old_spellings_of_options_go_on_working(ask: Ask, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     given = ["--output-format=json", "--output-file", str(report), "--warnings-as-errors"]
-    assert run(["validate", "demo", *given]) == 0
-    warned = capsys.readouterr().err
+    warned = ask(["validate", "demo", *given]).err
     for old, new in (("-format", "--format"), ("-file", "--output"), ("errors", "--strict")):
         assert f"{old} is deprecated: write {new}\n" in warned
     assert report.read_text().strip() == "[]"

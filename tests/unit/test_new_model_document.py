@@ -24,6 +24,7 @@ from tests.helpers.goldens import (
     measure_error,
     read_golden,
 )
+from tests.helpers.programs import Ask
 
 TEXT = (Path(__file__).parents[2] / "docs/howto/add-a-model.md").read_text("utf-8")
 ACORN = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)[0]
@@ -72,12 +73,9 @@ def test_the_example_runs_and_is_right(tmp_path: Path) -> None:
     assert measure_error(logits, golden.logits) <= 1e-4
 
 
-def test_without_the_document_the_family_is_unknown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_document_the_family_is_unknown(tmp_path: Path, ask: Ask) -> None:
     checkpoint = write_acorn(tmp_path / "checkpoint")
-    assert run(["convert", str(checkpoint), "-o", str(tmp_path / "store")]) == 2
-    assert "P544" in capsys.readouterr().err
+    assert "P544" in ask(["convert", str(checkpoint), "-o", str(tmp_path / "store")], 2).err
 
 
 def test_every_table_is_listed() -> None:

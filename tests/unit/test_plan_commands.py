@@ -14,7 +14,7 @@ import tomli
 from pi2.authoring.explanation import make_schemas
 from pi2.cli import commands, main
 from pi2.cli.main import run, wants_colour
-from tests.helpers.programs import start_pi2, start_python
+from tests.helpers.programs import Ask, start_pi2, start_python
 
 ROOT = Path(__file__).parents[2]
 DEMO = "plans/demo.plan.toml"
@@ -31,18 +31,14 @@ def start(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("group", ["model", "new", "predictor", "profile", "sparsity", "store"])
 def test_help_says_of_commands_within_a_command_what_they_do_in_whole_sentences(
-    group: str, capsys: pytest.CaptureFixture[str]
+    group: str, ask: Ask
 ) -> None:
-    assert run([group, "--help"]) == 0
-    commands = capsys.readouterr().out.partition("\nCommands:\n")[2]
+    commands = ask([group, "--help"]).out.partition("\nCommands:\n")[2]
     assert commands and "..." not in commands
 
 
-def test_help_has_every_command_in_a_section_and_on_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(["--help"]) == 0
-    text = capsys.readouterr().out
+def test_help_has_every_command_in_a_section_and_on_one_line(ask: Ask) -> None:
+    text = ask(["--help"]).out
     for group, found in commands.list_groups().items():
         section = text.partition(f"\n{group}:\n")[2].partition("\n\n")[0]
         assert [line.split()[0] for line in section.splitlines()] == list(found)
@@ -65,33 +61,26 @@ def test_sound_files_are_not_searched_for_places() -> None:
     assert {"tree_sitter", "pi2.plan.toml.spans"}.isdisjoint(modules)
 
 
-def test_an_unknown_command_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["vallidate"]) == 2
-    assert "Did you mean 'validate'?" in capsys.readouterr().err
-    assert run([DEMO]) == 2
-    assert f"pi2 run {DEMO}" in capsys.readouterr().err
+def test_an_unknown_command_is_usage(ask: Ask) -> None:
+    assert "Did you mean 'validate'?" in ask(["vallidate"], 2).err
+    assert f"pi2 run {DEMO}" in ask([DEMO], 2).err
 
 
-def test_a_sound_plan_prints_nothing_but_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["validate", DEMO, "plans/devices/host.device.toml"]) == 0
-    captured = capsys.readouterr()
+def test_a_sound_plan_prints_nothing_but_the_summary(ask: Ask) -> None:
+    captured = ask(["validate", DEMO, "plans/devices/host.device.toml"])
     assert (captured.out, captured.err) == ("", "2 files, no findings\n")
 
 
 def test_the_same_finding_is_printed_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT / "tests/plans/broken")
     files = ["broken-device.plan.toml", "parts/dented.device.toml"]
-    assert run(["validate", *files, "--format", "json"]) == 1
-    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert len(json.loads(ask(["validate", *files, "--format", "json"], 1).out)) == 1
 
 
-def test_show_prints_a_plan_with_units_defaults_and_digest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(["show", DEMO, "--set", "kv.context=512", "--set", "io.threads=3"]) == 0
-    text = capsys.readouterr().out
+def test_show_prints_a_plan_with_units_defaults_and_digest(ask: Ask) -> None:
+    text = ask(["show", DEMO, "--set", "kv.context=512", "--set", "io.threads=3"]).out
     assert text.startswith("# digest sha256:")
     values = tomli.loads(text)
     assert (values["kv"]["type"], values["kv"]["context"]) == ("fp16", 512)
@@ -99,9 +88,8 @@ def test_show_prints_a_plan_with_units_defaults_and_digest(
     assert values["memory"]["segments"]["hot"].endswith(("KiB", "MiB"))
 
 
-def test_show_refuses_a_bad_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["show", DEMO, "--set", "kv.context=0"]) == 1
-    captured = capsys.readouterr()
+def test_show_refuses_a_bad_plan(ask: Ask) -> None:
+    captured = ask(["show", DEMO, "--set", "kv.context=0"], 1)
     assert captured.out == "" and "--> --set:1:14" in captured.err
     assert run(["show", "missing.plan.toml"]) == 2
 
@@ -121,7 +109,7 @@ def test_schema_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_bug_prints_one_line_and_leaves_a_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
@@ -131,8 +119,7 @@ def test_a_bug_prints_one_line_and_leaves_a_log(
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(commands.LazyGroup, "get_command", lambda *_: broken)
-    assert run(["validate", "a prompt"]) == 3
-    error = capsys.readouterr().err
+    error = ask(["validate", "a prompt"], 3).err
     assert "Traceback" not in error and "ZeroDivisionError: by zero" in error
     (log,) = (tmp_path / "pi2").iterdir()
     assert str(log) in error

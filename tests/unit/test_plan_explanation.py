@@ -16,6 +16,7 @@ from pi2.plan.composing.compose import trace_value
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import format_path
+from tests.helpers.programs import Ask
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"
@@ -161,19 +162,15 @@ def test_without_a_file_it_says_what_the_key_means(capsys: pytest.CaptureFixture
         ("kv..context", "write names with dots"),
     ],
 )
-def test_an_unknown_key_is_a_finding(
-    key: str, hint: str, plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["explain", key, str(plan)]) == 2
-    error = capsys.readouterr().err
+def test_an_unknown_key_is_a_finding(key: str, hint: str, plan: Path, ask: Ask) -> None:
+    error = ask(["explain", key, str(plan)], 2).err
     assert "error[P019]" in error
     assert hint in error
 
 
-def test_plan_with_errors_is_explained_too(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_errors_is_explained_too(plan: Path, ask: Ask) -> None:
     plan.write_text(plan.read_text() + "[kv]\ncontext = 0\n")
-    assert run(["explain", "kv.context", str(plan)]) == 0
-    captured = capsys.readouterr()
+    captured = ask(["explain", "kv.context", str(plan)])
     assert "kv.context = 0" in captured.out and "error[P104]" in captured.err
 
 
@@ -186,43 +183,34 @@ def test_paths_are_written_in_several_ways() -> None:
 # show
 
 
-def test_show_says_where_values_come_from(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["show", "--resolved", "--origins", str(plan)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_show_says_where_values_come_from(plan: Path, ask: Ask) -> None:
+    lines = ask(["show", "--resolved", "--origins", str(plan)]).out.splitlines()
     assert any(line.startswith('hot = "17 MiB" # my.plan.toml:4:23; needs ') for line in lines)
     assert "threads = 4 # base.plan.toml:35:11" in lines
     assert "top_k = 0 # default" in lines
 
 
 @pytest.mark.parametrize("origins", [[], ["--origins"]])
-def test_what_show_prints_is_the_same_plan(
-    plan: Path, origins: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["show", *origins, str(plan)]) == 0
-    Path("again.plan.toml").write_text(capsys.readouterr().out)
+def test_what_show_prints_is_the_same_plan(plan: Path, origins: list[str], ask: Ask) -> None:
+    Path("again.plan.toml").write_text(ask(["show", *origins, str(plan)]).out)
     first, again = check_file(plan).resolved, check_file(Path("again.plan.toml")).resolved
     assert first is not None
     assert again is not None and first.digest == again.digest
 
 
 @pytest.mark.parametrize("name", ["phone.device.toml", "small.model.toml"])
-def test_show_prints_devices_and_models(
-    name: str, plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_devices_and_models(name: str, plan: Path, ask: Ask) -> None:
     kind = name.split(".")[1]
-    assert run(["show", name]) == 0
-    text = capsys.readouterr().out
+    text = ask(["show", name]).out
     Path(name).write_text(text)
     assert check_file(Path(name)).diagnostics == ()
-    assert run(["show", "--document", kind, str(plan)]) == 0
-    assert capsys.readouterr().out == text
+    assert ask(["show", "--document", kind, str(plan)]).out == text
     assert tomli.loads(text)["schema_version"] == 2
 
 
-def test_show_prints_shipped_devices_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_shipped_devices_as_they_are(ask: Ask) -> None:
     for path in sorted((ROOT / "plans/devices").glob("*.toml")):
         document = check_file(path).document
         assert document is not None
-        assert run(["show", str(path)]) == 0
-        shown = json.dumps(tomli.loads(capsys.readouterr().out))
+        shown = json.dumps(tomli.loads(ask(["show", str(path)]).out))
         assert type(document).model_validate_json(shown) == document

@@ -12,6 +12,7 @@ from pi2.costs.rates import read_rates
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
+from tests.helpers.programs import Ask
 
 HALF = Path(__file__).parents[2] / "tools/paper/plans/oneplus-12/bamboo-7b-half.plan.toml"
 
@@ -76,9 +77,8 @@ def test_a_plan_that_keeps_everything_reads_nothing() -> None:
     assert cost.memory_bytes <= resolved.plan.memory.budget
 
 
-def test_explain_shows_every_term_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", str(HALF), "--cost"]) == 0
-    text = capsys.readouterr().out
+def test_explain_shows_every_term_by_layer(ask: Ask) -> None:
+    text = ask(["explain", str(HALF), "--cost"]).out
     for word in ("Predicted:", "attention", "look up", "wait", "| 0-31 |", "Sources"):
         assert word in text
 
@@ -90,9 +90,8 @@ def test_explain_draws_the_terms(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_needs_a_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", "P210", "--plot", "x.png"]) == 2
-    assert "--cost" in capsys.readouterr().err
+def test_a_picture_needs_a_cost(ask: Ask) -> None:
+    assert "--cost" in ask(["explain", "P210", "--plot", "x.png"], 2).err
 
 
 def test_the_split_of_the_plan_s_sequences_counts() -> None:
@@ -104,12 +103,9 @@ def test_the_split_of_the_plan_s_sequences_counts() -> None:
     assert few.dense_s < many.dense_s and few.compute_s > many.compute_s
 
 
-def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said(ask: Ask) -> None:
     def explain(*settings: str) -> list[str]:
-        assert run(["explain", str(HALF), "--cost", *settings]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = ask(["explain", str(HALF), "--cost", *settings]).out.splitlines()
         return [line for line in lines if line.startswith("Assumed: ")]
 
     assert explain() == []

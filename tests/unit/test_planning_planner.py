@@ -28,6 +28,7 @@ from pi2.planning.comparison import draw_curve
 from pi2.planning.planner import PlannedPlan, plan, trace_pareto
 from pi2.planning.text import describe_choices, write_planned
 from pi2.planning.wish import Wish
+from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import read_device, read_model
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -121,12 +122,10 @@ def test_a_plan_that_may_leave_scores_out_reads_less_and_is_faster(planned: Plan
     assert "leave_out = 0.02" in text and "0.02 of the predictor's scores" in text
 
 
-def test_scores_are_left_out_of_plans_that_have_some(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_are_left_out_of_plans_that_have_some(ask: Ask) -> None:
     command = ["plan", "--device", "cloud-vm-zen5", "--memory", "8GiB", "--leave-out", "0.02"]
-    assert run([*command, "--model", "mistral-7b"]) == 2
-    assert "P292" in capsys.readouterr().err
-    assert run([*command, "--model", "bamboo-7b", "--exact"]) == 2
-    assert "not with --exact" in capsys.readouterr().err
+    assert "P292" in ask([*command, "--model", "mistral-7b"], 2).err
+    assert "not with --exact" in ask([*command, "--model", "bamboo-7b", "--exact"], 2).err
 
 
 def test_text_validates_and_is_the_same_every_time(planned: PlannedPlan, tmp_path: Path) -> None:
@@ -283,13 +282,10 @@ def test_a_device_without_read_rates_says_how_to_measure_them() -> None:
     assert found.resolved.layers[0].hot == 1.0, "no reads are needed where everything stays"
 
 
-def test_the_command_writes_a_plan_and_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_plan_and_says_why(tmp_path: Path, ask: Ask) -> None:
     path = tmp_path / "my.plan.toml"
     arguments = ["plan", "--device", "oneplus-12", "--model", "bamboo-7b"]
-    assert run([*arguments, "--memory", "4GiB", "-o", str(path)]) == 0
-    printed = capsys.readouterr()
+    printed = ask([*arguments, "--memory", "4GiB", "-o", str(path)])
     assert "Predicted:" in printed.out and "tokens/s" in printed.out
     assert run(["validate", str(path)]) == 0
     assert run([*arguments, "--memory", "4GiB", "-o", str(path)]) == 2, "nothing is overwritten"

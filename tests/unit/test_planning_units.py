@@ -9,6 +9,7 @@ from pi2.cli.main import run
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from tests.helpers.programs import Ask
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -41,11 +42,10 @@ def write(folder: Path, *wish: str) -> ResolvedPlan:
     ids=["npu", "gpu", "gpu, least memory"],
 )
 def test_a_plan_for_several_units_validates_and_runs_dry(
-    wish: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    wish: tuple[str, ...], tmp_path: Path, ask: Ask
 ) -> None:
     resolved = write(tmp_path, *wish)
-    assert run(["validate", str(resolved.path)]) == 0
-    assert "no findings" in capsys.readouterr().err
+    assert "no findings" in ask(["validate", str(resolved.path)]).err
     (unit,) = resolved.dense_units
     for layer in resolved.layers:
         assert layer.dense is not None and 0 < layer.dense.kept <= layer.hot_neurons
@@ -89,9 +89,6 @@ def test_the_gpu_gets_no_more_than_it_may_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["cpu=1GiB", "tpu=1GiB", "gpu=1TiB", "gpu", "gpu=much"])
-def test_memory_of_units_that_do_not_have_it_is_refused(
-    size: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_of_units_that_do_not_have_it_is_refused(size: str, ask: Ask) -> None:
     wish = ["plan", *GPU, "--model", "bamboo-7b", "--memory", "4GiB", "--unit-memory", size]
-    assert run(wish) == 2
-    assert "error[P105]: --unit-memory" in capsys.readouterr().err
+    assert "error[P105]: --unit-memory" in ask(wish, 2).err

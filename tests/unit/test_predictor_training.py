@@ -30,6 +30,7 @@ from pi2.store.verification import verify_store
 from tests.helpers.mixtures import SHAPE, make_mixture_plan
 from tests.helpers.models import MIXTURE, make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.programs import Ask
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 6
 
@@ -182,16 +183,13 @@ def test_models_whose_neurons_never_rest_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_the_command_reports_ranks_recall_and_perplexity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_ranks_recall_and_perplexity(tmp_path: Path, ask: Ask) -> None:
     tiny = make_tiny(tmp_path, {"predictor": None, "shape": {"layers": 1}})
     plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "none"}})
     (tmp_path / "text.txt").write_text(TEXT)
     command = ["predictor", "train", str(plan), "--text", str(tmp_path / "text.txt")]
     command += ["--context", "32", "--windows", "4", "--json", "-o", str(tmp_path / "new")]
-    assert run(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ask(command).out)
     (layer,) = found["layers"]
     assert layer["rank"] in (32, 64)
     assert [item["name"] for item in found["evaluation"]["runs"]] == ["dense", "low-rank"]

@@ -36,6 +36,7 @@ from pi2.probing.storage import ReadSpec, StorageBench, open_sample
 from pi2.probing.timing import StepFacts
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import require_launcher
+from tests.helpers.programs import Ask
 
 MIB = 1 << 20
 STEPS = (
@@ -250,11 +251,8 @@ def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert caught.value.diagnostics[0].code == "P341"
 
 
-def test_an_output_that_cannot_be_is_refused_before_measuring(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["probe", "-o", str(tmp_path / "my.toml")]) == 2
-    assert "P009" in capsys.readouterr().err
+def test_an_output_that_cannot_be_is_refused_before_measuring(tmp_path: Path, ask: Ask) -> None:
+    assert "P009" in ask(["probe", "-o", str(tmp_path / "my.toml")], 2).err
     (tmp_path / "my.device.toml").write_text("kept")
     assert run(["probe", "-o", str(tmp_path / "my.device.toml")]) == 2
     assert (tmp_path / "my.device.toml").read_text() == "kept"

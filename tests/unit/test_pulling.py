@@ -21,7 +21,7 @@ from pi2.pulled_models import find_models_folder
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.hub import COMMIT, Hub, serve_repository
 from tests.helpers.models import draw_weights, make_model
-from tests.helpers.programs import start_pi2
+from tests.helpers.programs import Ask, start_pi2
 from tests.helpers.sharing import start_server
 
 
@@ -142,16 +142,13 @@ def test_a_pulled_model_is_listed_run_and_removed(
     assert "P766" in capsys.readouterr().err
 
 
-def test_a_pulled_model_is_run_by_its_name(
-    hub: Hub, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pulled_model_is_run_by_its_name(hub: Hub, environment: dict[str, str], ask: Ask) -> None:
     own = {name: value for name, value in environment.items() if name != "PI2_CACHE_DIR"}
     code, said = pull(own, hub, "hf:org/tiny", "--name", "mine", XDG_CACHE_HOME=own["HF_HOME"])
     assert code == 0, said
     if "PI2_CACHE_DIR" in os.environ:
         pytest.skip("PI2_CACHE_DIR names the folder of all tests")
-    assert run(["run", "mine", "--prompt", "hello", "--max-tokens", "3"]) == 0
-    assert capsys.readouterr().out.strip()
+    assert ask(["run", "mine", "--prompt", "hello", "--max-tokens", "3"]).out.strip()
 
 
 def test_a_download_that_was_cut_off_goes_on(hub: Hub, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pi2.model.tensors import MIXTURES, takes_care
 from pi2.sandbox.tokenizer import open_tokenizer
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import MIXTURE
+from tests.helpers.programs import Ask
 from tests.unit.test_imatrix import write_old
 
 WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 8}
@@ -221,23 +222,20 @@ def test_experts_are_weighed_by_the_tokens_that_choose_them(
     ],
 )
 def test_what_cannot_be_is_refused(
-    sources: tuple[Path, Path],
-    tmp_path: Path,
-    options: list[str],
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
+    sources: tuple[Path, Path], tmp_path: Path, options: list[str], expected: str, ask: Ask
 ) -> None:
     write_old(tmp_path / "x.dat", {"another.weight": np.ones((1, 64), np.float32)})
     given = [option.replace("FOLDER", str(tmp_path)) for option in options]
     before = sources[0].read_bytes()
-    assert run(["convert", str(sources[0]), "--quantization", "q4_k_m", *given]) == 2
-    assert expected in " ".join(capsys.readouterr().err.split())
+    assert expected in " ".join(
+        ask(["convert", str(sources[0]), "--quantization", "q4_k_m", *given], 2).err.split()
+    )
     assert sources[0].read_bytes() == before
     assert not list(tmp_path.glob(".*.part")) and not (tmp_path / "made.gguf").exists()
 
 
 def test_a_weight_that_does_not_fit_is_named(
-    sources: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sources: tuple[Path, Path], tmp_path: Path, ask: Ask
 ) -> None:
     file, _ = sources
     entry = read_gguf(file).entries["blk.3.ffn_up.weight"]
@@ -245,6 +243,5 @@ def test_a_weight_that_does_not_fit_is_named(
         stream.seek(entry.offset)
         stream.write(np.float32(np.nan).tobytes())
     command = ["convert", str(file), "-o", str(tmp_path / "made.gguf"), "--quantization", "q4_k_m"]
-    assert run(command) == 2
-    assert "blk.3.ffn_up.weight" in capsys.readouterr().err
+    assert "blk.3.ffn_up.weight" in ask(command, 2).err
     assert not (tmp_path / "made.gguf").exists()

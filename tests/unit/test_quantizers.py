@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32, U8, Scales
-from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
 from pi2.importing.convert import convert_checkpoint
@@ -25,6 +24,7 @@ from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model, make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.programs import Ask
 
 LENGTH = 128
 
@@ -166,14 +166,13 @@ def test_moments_of_another_model_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_the_command_writes_the_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_errors(tmp_path: Path, ask: Ask) -> None:
     model = make_model({"predictor": None})
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
     command = ["convert", str(checkpoint), "-o", str(tmp_path / "store"), "--quantizer", "search"]
     write_plan(tmp_path, make_tiny(tmp_path / "other", {"predictor": None}))
     command += ["--model", str(tmp_path / "tiny.model.toml")]
-    assert run([*command, "--errors", str(tmp_path / "errors.json")]) == 0
-    assert "the worst is" in capsys.readouterr().err
+    assert "the worst is" in ask([*command, "--errors", str(tmp_path / "errors.json")]).err
     report = json.loads((tmp_path / "errors.json").read_text())
     found = {item["tensor"]: item for item in report["tensors"]}
     assert report["evaluation"] is None

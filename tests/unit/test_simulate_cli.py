@@ -6,24 +6,21 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
+from tests.helpers.programs import Ask
 
 PLANS = Path(__file__).parents[2] / "plans"
 BAMBOO = str(PLANS / "oneplus-12/bamboo-7b-half.plan.toml")
 
 
-def test_people_read_that_it_is_simulated_and_where_figures_are_from(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(["simulate", BAMBOO, "--tokens", "16"]) == 0
-    text = capsys.readouterr().out
+def test_people_read_that_it_is_simulated_and_where_figures_are_from(ask: Ask) -> None:
+    text = ask(["simulate", BAMBOO, "--tokens", "16"]).out
     assert text.startswith("SIMULATED, not measured")
     for word in ("prefill", "decode", "P99", "cache hits", "published", "estimated"):
         assert word in text
 
 
-def test_programs_read_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["simulate", BAMBOO, "--tokens", "16", "--prompt", "128", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_programs_read_one_object(ask: Ask) -> None:
+    found = json.loads(ask(["simulate", BAMBOO, "--tokens", "16", "--prompt", "128", "--json"]).out)
     assert found["simulated"] is True
     assert (found["tokens"], found["prompt_tokens"]) == (16, 128)
     assert found["decode"]["p50_ms"] <= found["decode"]["p99_ms"]
@@ -46,12 +43,9 @@ def test_a_trace_is_written_for_viewers(tmp_path: Path, capsys: pytest.CaptureFi
     assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
 
 
-def test_a_trace_that_cannot_be_written_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_cannot_be_written_is_an_error(tmp_path: Path, ask: Ask) -> None:
     path = tmp_path / "no-such-folder" / "trace.json"
-    assert run(["simulate", BAMBOO, "--tokens", "4", "--trace", str(path)]) == 2
-    assert "P631" in capsys.readouterr().err
+    assert "P631" in ask(["simulate", BAMBOO, "--tokens", "4", "--trace", str(path)], 2).err
 
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
@@ -69,17 +63,14 @@ def test_a_picture_of_an_unknown_type_is_an_error(
     assert "P633" in capsys.readouterr().err
 
 
-def test_device_without_figures_is_told_what_to_measure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_device_without_figures_is_told_what_to_measure(tmp_path: Path, ask: Ask) -> None:
     host = (PLANS / "devices/host.device.toml").read_text()
     (tmp_path / "mine.device.toml").write_text(host.replace('id = "host"', 'id = "mine"'))
     plan = tmp_path / "my.plan.toml"
     plan.write_text(
         f'schema_version = 3\nweights = "{PLANS}/stores/pi2-demo"\ndevice = "mine.device.toml"\n'
     )
-    assert run(["simulate", str(plan)]) == 2
-    error = capsys.readouterr().err
+    error = ask(["simulate", str(plan)], 2).err
     assert "P330" in error and "units.cpu.read_bandwidth" in error
     assert "pi2 probe" in error
 

@@ -24,6 +24,7 @@ from pi2.store.reader import NeuronStore
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.programs import Ask
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 5
 LOOSE = "900%"
@@ -191,14 +192,13 @@ def test_the_plan_says_what_is_wanted_and_where_it_goes(
 
 
 def test_what_few_tokens_say_is_not_stated(
-    plan: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plan: Path, text: Path, tmp_path: Path, ask: Ask
 ) -> None:
     """The error must be half of the change at most, or what is asked for."""
     file = tmp_path / "few.thresholds.toml"
     command = ["sparsity", "calibrate", str(plan), "--text", str(text), "--context", "32"]
     command += ["--target", "0.5", "-o", str(file)]
-    assert run(command) == 2
-    said = capsys.readouterr().err
+    said = ask(command, 2).err
     assert "P679" in said and "over 31 tokens" in said and "--error" in said
     assert not file.exists()
     assert run([*command, "--error", "1%"]) == 2
@@ -279,10 +279,9 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
     ],
 )
 def test_what_is_not_said_is_asked_for(
-    plan: Path, text: Path, options: list[str], code: str, capsys: pytest.CaptureFixture[str]
+    plan: Path, text: Path, options: list[str], code: str, ask: Ask
 ) -> None:
-    assert run(["sparsity", "calibrate", str(plan), "--text", str(text), *options]) == 2
-    assert code in capsys.readouterr().err
+    assert code in ask(["sparsity", "calibrate", str(plan), "--text", str(text), *options], 2).err
 
 
 @pytest.fixture(scope="module")
@@ -336,16 +335,13 @@ def test_neurons_that_rest_by_themselves_need_no_thresholds(tmp_path: Path) -> N
         calibrate_thresholds(plan, Passages([TEXT]), goal=Goal(method="cats", target=0.5))
 
 
-def test_a_broken_file_is_shown_where_it_is_broken(
-    sparse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_file_is_shown_where_it_is_broken(sparse: Path, tmp_path: Path, ask: Ask) -> None:
     good = sparse.with_name("half.thresholds.toml").read_text()
     broken = sparse.with_name("broken.thresholds.toml")
     broken.write_text(good.replace("gate = ", "gates = ", 1))
     other = sparse.with_name("broken.plan.toml")
     other.write_text(sparse.read_text().replace("half.thr", "broken.thr"))
-    assert run(["validate", str(other)]) == 1
-    shown = capsys.readouterr().out
+    shown = ask(["validate", str(other)], 1).out
     assert "P101" in shown and "broken.thresholds.toml:" in shown
 
 

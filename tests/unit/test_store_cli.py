@@ -18,6 +18,7 @@ from pi2.store.identity import _OLDEST, _OTHERS, describe_weights
 from pi2.store.manifest import read_manifest
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
+from tests.helpers.programs import Ask
 
 MODEL_FILE = """
 schema_version = 3
@@ -58,9 +59,8 @@ def checkpoint(tmp_path: Path) -> Path:
 # info
 
 
-def test_info_says_what_the_store_holds(tiny: TinyModel, capsys: Captured) -> None:
-    assert run(["store", "info", str(tiny.store)]) == 0
-    output = capsys.readouterr().out
+def test_info_says_what_the_store_holds(tiny: TinyModel, ask: Ask) -> None:
+    output = ask(["store", "info", str(tiny.store)]).out
     digest = read_manifest(tiny.store).model.digest
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines() if line}
     assert lines["model"].split() == ["tiny"] and lines["digest"].split() == [digest]
@@ -73,48 +73,43 @@ def test_info_says_what_the_store_holds(tiny: TinyModel, capsys: Captured) -> No
     assert "dense tensors" in lines["dense.arrow"]
 
 
-def test_info_as_json_is_the_manifest(tiny: TinyModel, capsys: Captured) -> None:
-    assert run(["store", "info", "--json", str(tiny.store)]) == 0
-    shown = json.loads(capsys.readouterr().out)
+def test_info_as_json_is_the_manifest(tiny: TinyModel, ask: Ask) -> None:
+    shown = json.loads(ask(["store", "info", "--json", str(tiny.store)]).out)
     assert shown == json.loads((tiny.store / "manifest.json").read_text())
 
 
 @pytest.mark.parametrize("command", ["info", "verify"])
-def test_no_store_is_exit_code_2(tmp_path: Path, command: str, capsys: Captured) -> None:
-    assert run(["store", command, str(tmp_path / "none")]) == 2
-    captured = capsys.readouterr()
+def test_no_store_is_exit_code_2(tmp_path: Path, command: str, ask: Ask) -> None:
+    captured = ask(["store", command, str(tmp_path / "none")], 2)
     assert captured.out == "" and "error[P501]" in captured.err
 
 
 # verify
 
 
-def test_verify_of_a_whole_store_is_exit_code_0(tiny: TinyModel, capsys: Captured) -> None:
-    assert run(["store", "verify", str(tiny.store)]) == 0
-    assert "5 files" in capsys.readouterr().out
+def test_verify_of_a_whole_store_is_exit_code_0(tiny: TinyModel, ask: Ask) -> None:
+    assert "5 files" in ask(["store", "verify", str(tiny.store)]).out
 
 
-def test_verify_names_every_bad_file_and_exits_with_1(tiny: TinyModel, capsys: Captured) -> None:
+def test_verify_names_every_bad_file_and_exits_with_1(tiny: TinyModel, ask: Ask) -> None:
     flip_byte(tiny.store / "layers/ffn-001.arrow", 5000)
     flip_byte(tiny.store / "dense.arrow", 0)
     (tiny.store / "tokenizer.json").unlink()
-    assert run(["store", "verify", str(tiny.store)]) == 1
-    output = capsys.readouterr().out
+    output = ask(["store", "verify", str(tiny.store)], 1).out
     assert (output.count("error[P507]"), output.count("error[P506]")) == (2, 1)
     for name in ("ffn-001.arrow", "dense.arrow", "tokenizer.json"):
         assert name in output
     assert "ffn-000.arrow" not in output
 
 
-def test_verify_as_json(tiny: TinyModel, capsys: Captured) -> None:
+def test_verify_as_json(tiny: TinyModel, ask: Ask) -> None:
     flip_byte(tiny.store / "layers/ffn-002.arrow", 9)
-    assert run(["store", "verify", "--json", str(tiny.store)]) == 1
-    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    (finding,) = json.loads(ask(["store", "verify", "--json", str(tiny.store)], 1).out)["findings"]
     assert finding["code"] == "P507" and finding["file"].endswith("layers/ffn-002.arrow")
 
 
 def test_verify_notices_a_manifest_that_points_elsewhere_in_a_file(
-    tiny: TinyModel, capsys: Captured
+    tiny: TinyModel, ask: Ask
 ) -> None:
     # Hashes agree, but the manifest's offsets are not where Arrow finds the columns.
     file = tiny.store / "manifest.json"
@@ -123,8 +118,7 @@ def test_verify_notices_a_manifest_that_points_elsewhere_in_a_file(
     layer["neurons_offset"] -= 128
     fields["tensors"][0]["scales_offset"] += 64
     file.write_text(json.dumps(fields))
-    assert run(["store", "verify", str(tiny.store)]) == 1
-    assert capsys.readouterr().out.count("error[P510]") == 2
+    assert ask(["store", "verify", str(tiny.store)], 1).out.count("error[P510]") == 2
 
 
 def flip_byte(path: Path, place: int) -> None:
@@ -137,15 +131,13 @@ def flip_byte(path: Path, place: int) -> None:
 
 
 def test_convert_by_path_of_the_model(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.chdir(checkpoint.parent)
     arguments = ["convert", "checkpoint", "--model", "tiny.model.toml", "-o", "out"]
-    assert run(arguments) == 0
-    assert capsys.readouterr().out == ""
+    assert ask(arguments).out == ""
     assert run(["store", "verify", "out"]) == 0
-    assert run(arguments) == 2
-    assert "error[P521]" in capsys.readouterr().err
+    assert "error[P521]" in ask(arguments, 2).err
     assert run([*arguments, "--force"]) == 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
-from tests.helpers.programs import start_pi2
+from tests.helpers.programs import Ask, start_pi2
 
 ROOT = Path(__file__).parents[2]
 PLAN = (ROOT / "plans/demo.plan.toml").read_text("utf-8")
@@ -167,12 +167,9 @@ def test_a_pipe_gets_the_report() -> None:
     assert os.path.lexists("/dev/stdout")
 
 
-def test_a_folder_without_documents_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_documents_is_told_so(tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "deep").mkdir()
-    assert run(["validate", str(tmp_path)]) == 2
-    out = capsys.readouterr().out
+    out = ask(["validate", str(tmp_path)], 2).out
     assert "error[P002]: there is no document in this folder" in out
     assert "*.plan.toml, *.device.toml or *.model.toml" in out
 
