@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import pi2.cli
 from pi2.cli.main import run
+from tests.helpers.programs import Ask
 
 COMMAND = [sys.executable, "-m", "pi2", "serve"]
 
@@ -74,36 +75,29 @@ def test_server_looks_for_garbage_as_often_as_python_does(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("quiet_again")
 def test_what_cannot_be_served_is_a_finding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ask: Ask
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert run(["serve", "demo", "--port", str(taken.getsockname()[1])]) == 2
     assert "P681" in capsys.readouterr().err
-    assert run(["serve", "demo", "demo"]) == 2
-    assert "P682" in capsys.readouterr().err
-    assert run(["serve", str(tmp_path / "none.plan.toml")]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-    assert run(["serve", "demo", "--memory", "1 MiB"]) == 2
-    assert "P611" in capsys.readouterr().err
-    assert run(["serve", "demo", "--max-body", "3"]) == 2
-    assert "P612" in capsys.readouterr().err
-    assert run(["serve", "demo", "--replicas", "2"]) == 2
-    assert "--on ray" in capsys.readouterr().err
-    assert run(["serve", "demo", "--on", "ray", "--autoscale", "4:1"]) == 2
-    assert "1:4" in capsys.readouterr().err
+    assert "P682" in ask(["serve", "demo", "demo"], 2).err
+    assert "Traceback" not in ask(["serve", str(tmp_path / "none.plan.toml")], 2).err
+    assert "P611" in ask(["serve", "demo", "--memory", "1 MiB"], 2).err
+    assert "P612" in ask(["serve", "demo", "--max-body", "3"], 2).err
+    assert "--on ray" in ask(["serve", "demo", "--replicas", "2"], 2).err
+    assert "1:4" in ask(["serve", "demo", "--on", "ray", "--autoscale", "4:1"], 2).err
 
 
 @pytest.mark.usefixtures("quiet_again")
 @pytest.mark.parametrize("memory_mib", [100, 300])
 def test_plans_are_fitted_to_the_memory_of_the_process(
-    memory_mib: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    memory_mib: int, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("pi2.cli.serve.run_server", lambda *given: seen.append(given[1].hosts))
-    assert run(["serve", "demo", "--memory", f"{memory_mib} MiB"]) == 0
-    assert "demo: budget" in capsys.readouterr().err
+    assert "demo: budget" in ask(["serve", "demo", "--memory", f"{memory_mib} MiB"]).err
     assert seen[0]["demo"].plan.budget_bytes == memory_mib << 20
     resolved = seen[0]["demo"].read_plan().plan
     assert resolved.memory.budget == memory_mib << 20

@@ -329,7 +329,7 @@ def test_the_plan_draws_tokens_as_the_checkpoint_recommends(
 
 
 def test_plans_of_a_model_draw_tokens_as_its_checkpoint_recommends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ask: Ask
 ) -> None:
     checkpoint = copy_checkpoint("llama", tmp_path / "llama")
     said = {"do_sample": True, "temperature": 1, "top_k": 20, "min_p": 0.05}
@@ -348,8 +348,7 @@ def test_plans_of_a_model_draw_tokens_as_its_checkpoint_recommends(
     for plan in (store / "default.plan.toml", new, planned):
         assert tomllib.loads(plan.read_text())["sampling"] == expected, plan
         capsys.readouterr()
-        assert run(["show", str(plan)]) == 0
-        assert tomllib.loads(capsys.readouterr().out)["sampling"]["top_k"] == 20
+        assert tomllib.loads(ask(["show", str(plan)]).out)["sampling"]["top_k"] == 20
 
 
 def test_an_answer_ends_where_the_tokenizer_says_that_a_turn_ends(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pi2.importing.hub import parse_reference
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity, parse_size
 from pi2.planning.wish import read_document
 from pi2.sharing.fetching import Cache, hash_bytes
-from tests.helpers.programs import start_python
+from tests.helpers.programs import Ask, start_python
 from tests.unit.test_fit import make_machine
 
 DEMO = 'schema_version = 3\nextends = ["demo"]\n'
@@ -139,12 +139,11 @@ def test_a_missing_checkpoint_is_no_folder(
     assert f"there is no file or folder {tmp_path}/none" in said and "GGUF file" in said
 
 
-def test_missing_store_has_a_plain_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_store_has_a_plain_path(tmp_path: Path, ask: Ask) -> None:
     plan = tmp_path / "plans/mine.plan.toml"
     plan.parent.mkdir()
     plan.write_text(DEMO + 'weights = "../stores/none"\n')
-    assert run(["run", str(plan), "--prompt", "x"]) == 2
-    said = capsys.readouterr().err
+    said = ask(["run", str(plan), "--prompt", "x"], 2).err
     assert f"no neuron store at {tmp_path}/stores/none" in said
     assert f"pi2 convert CHECKPOINT -o {tmp_path}/stores/none" in said
 

@@ -11,6 +11,7 @@ from pi2.diagnostics import UserError
 from pi2.planning.planner import plan as make_plan
 from pi2.planning.speed import find_device_memory
 from pi2.planning.wish import Wish
+from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import read_device, read_model
 
 PHONES = Path(__file__).parents[2] / "plans/devices"
@@ -54,12 +55,11 @@ def test_a_speed_that_needs_more_than_the_device_has(
 
 
 def test_a_curve_ends_where_the_devices_memory_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pi2.cli.plan.POINTS", 2)
     wish = ["--device", make_small(tmp_path), "--model", "bamboo-7b", "--pareto"]
-    assert run(["plan", *wish]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| 3 GiB |")
+    assert ask(["plan", *wish]).out.splitlines()[-1].startswith("| 3 GiB |")
     code, told = plan(capsys, *wish, "--context", "10000000")
     assert code == 2 and "3 GiB is not enough" in told
 
@@ -130,10 +130,9 @@ def test_a_refused_speed_within_a_memory_offers_a_speed_and_a_memory() -> None:
     assert make_plan(replace(wish, memory_bytes=memory)).cost.tokens_s >= 6.0
 
 
-def test_unit_that_has_nothing_is_named_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unit_that_has_nothing_is_named_with_the_reason(ask: Ask) -> None:
     wish = ["--device", "oneplus-12", "--memory", "4GiB", "--model"]
-    assert run(["plan", *wish, "llama-2-7b"]) == 0
-    told = capsys.readouterr().out
+    told = ask(["plan", *wish, "llama-2-7b"]).out
     assert "gpu is left out: the device states no units.gpu.read_bandwidth" in told
     assert "npu is left out: with it " in told
 

@@ -12,7 +12,7 @@ import pytest
 
 from pi2.cli.commands import list_commands
 from pi2.cli.main import run
-from tests.helpers.programs import start_pi2
+from tests.helpers.programs import Ask, start_pi2
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def test_the_commands_that_ci_runs_install_first() -> None:
 
 
 def test_the_plan_that_is_shown_validates_and_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the place of the package that the first command installs is one with a tiny model."""
     pytest.importorskip("gguf")
@@ -51,8 +51,7 @@ def test_the_plan_that_is_shown_validates_and_runs(
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     monkeypatch.setenv("PYTHONPATH", path)
     assert run(["validate", plan.name, "--strict"]) == 0
-    assert run(["show", plan.name]) == 0
-    capsys.readouterr()
+    ask(["show", plan.name])
     # In a process of its own, whose memory is that of the run.
     command = ["run", plan.name, "--prompt", "def ", "--max-tokens", "2"]
     assert "within the budget of 160 MiB" in start_pi2(*command, check=True).stderr

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from pi2.cli.commands import ProgressBar
-from pi2.cli.main import run
 from pi2.cli.run import choose_hint, hint_reads
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import Cause, RunStatistics, split_time
@@ -21,15 +20,15 @@ from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import list_shipped
 from pi2.refit import read_plan
 from tests.helpers.mixtures import make_mixture_plan
+from tests.helpers.programs import Ask
 
 DEMO = list_shipped("plan")["demo"]
 QUICK = ["--max-tokens", "3", "--set", "backends.cpu=reference"]
 
 
-def summarise(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+def summarise(capsys: pytest.CaptureFixture[str], ask: Ask, *arguments: str) -> dict[str, str]:
     capsys.readouterr()
-    assert run(["run", *arguments, "--prompt", "def ", *QUICK]) == 0
-    lines = capsys.readouterr().err.splitlines()
+    lines = ask(["run", *arguments, "--prompt", "def ", *QUICK]).err.splitlines()
     return dict(line.split(": ", 1) for line in lines if re.match(r"[a-z ]+: ", line))
 
 
@@ -62,12 +61,11 @@ def test_every_line_has_a_label(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_run_says_whether_it_is_exact(
-    settings: list[str], exact: str, capsys: pytest.CaptureFixture[str]
+    settings: list[str], exact: str, capsys: pytest.CaptureFixture[str], ask: Ask
 ) -> None:
     given = [part for setting in settings for part in ("--set", setting)]
     assert summarise(capsys, "demo", *given)["exact"] == exact
-    assert run(["run", "demo", *given, "--prompt", "def ", *QUICK, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(ask(["run", "demo", *given, "--prompt", "def ", *QUICK, "--json"]).out)
     assert document["exact"] == (exact == "yes") == (document["deviations"] == [])
     shares = document["time_shares"]
     assert document["bound_by"] == max(shares, key=shares.get)
@@ -138,11 +136,10 @@ def test_a_mixture_that_leaves_nothing_out_is_exact(
     assert summarise(capsys, str(plan), *router)["exact"] == "yes"
 
 
-def test_a_dry_run_is_bound_by_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_is_bound_by_nothing(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
     capsys.readouterr()
     command = ["run", "demo", "--set", "backends.cpu=null", "--prompt", "x", "--max-tokens", "2"]
-    assert run(command) == 0
-    said = capsys.readouterr().err
+    said = ask(command).err
     assert "dry run: " in said and "bound by" not in said
 
 
