@@ -19,7 +19,6 @@ class TestPlans:
         (user.folder / "my.plan.toml").write_text(text)
 
     def find(self, user: User, *options: str) -> list[tuple[str, str]]:
-        """Code and source line of every finding."""
         _, out, _ = user.run("validate", "my.plan.toml", "--format", "json", *options)
         lines = (user.folder / "my.plan.toml").read_text().split("\n")
         return [

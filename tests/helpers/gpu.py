@@ -21,7 +21,6 @@ from pi2.plan.weights.layout import BundleLayout, lay_out_bundle
 
 @cache
 def open_launcher(api: Api) -> Launcher | str:
-    """The API's device of this machine, or why there is none."""
     from pi2.backends.gpu.devices import open_device
 
     (survey,) = survey_devices([api])

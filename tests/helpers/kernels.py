@@ -98,7 +98,6 @@ def allocate(dtype: str, *shape: int) -> npt.NDArray[Any]:
 
 
 def allocate_mixing_room(spec: KernelSpec) -> list[npt.NDArray[Any]]:
-    """Return where threads mix for several tokens: float32, int32 and int8."""
     layout = lay_out_mixing(spec)
     sizes = (layout.float_sizes, layout.integer_sizes, layout.byte_sizes)
     dtypes = ("float32", "int32", "int8")
@@ -191,7 +190,6 @@ def make_multiply(
 
 
 def allocate_activations(tokens: int, length: int, planes: int) -> list[npt.NDArray[Any]]:
-    """Return codes, scales, sums and values."""
     return [
         allocate("int8", tokens, planes, length),
         allocate("float32", tokens, length // GROUP),

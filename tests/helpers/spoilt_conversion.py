@@ -20,8 +20,6 @@ Weights = dict[str, F32]
 
 @dataclass
 class Job:
-    """A conversion that a test spoils before it runs."""
-
     folder: Path
     model: Model
     weights: Weights

@@ -30,7 +30,6 @@ def find_snippet(file: str) -> Any:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Plans with their device and model, and beside them a program ``pi2``."""
     folder = tmp_path / "repository"
     parts = ("parts/phone.device.toml", "parts/small.model.toml")
     for place, name in (

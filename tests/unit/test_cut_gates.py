@@ -60,7 +60,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def choose_cold(plan: Path, neurons: int) -> dict[str, str]:
-    """The segment ``cold`` with room for so many neurons."""
     return {"memory.segments.cold": f"{load_plan(plan).bundle.stride * neurons} B"}
 
 

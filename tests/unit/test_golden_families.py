@@ -125,7 +125,6 @@ def test_the_last_layer_never_has_a_window() -> None:
 
 
 def tabulate(**options: Any) -> dict[str, Any]:
-    """Tables of the golden model with other options."""
     values = json.loads((FOLDER / "llama4/config.json").read_text())
     return describe_family(Config(Path("config.json"), {**values, **options}))
 

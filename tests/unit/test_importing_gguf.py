@@ -38,7 +38,6 @@ from tests.helpers.models import draw_weights, make_model
 
 
 def expect_same_stores(tmp_path: Path, checkpoint: Path, *sources: Path) -> None:
-    """Convert two sources to equal stores, with the tokenizer of ``checkpoint``."""
     tokenizer = checkpoint / "tokenizer.json"
     stores = [tmp_path / name for name in "ab"]
     one, other = (
@@ -155,7 +154,6 @@ def cut_to_bfloat16(values: F32) -> F32:
 def write_tiny(
     tmp_path: Path, kind: str = "F32", kinds: Mapping[str, str] | None = None, **options: Any
 ) -> tuple[Path, Path]:
-    """A GGUF file in the type ``kind``, and the Hugging Face folder it was made from."""
     model = make_model({"predictor": None, "ffn": {"activation": "silu"}, **options})
     weights = draw_weights(model)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)

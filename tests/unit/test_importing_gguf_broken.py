@@ -32,8 +32,6 @@ GATE = "blk.1.ffn_gate.weight"
 
 @dataclass
 class Job:
-    """A GGUF file that a test spoils before it is converted."""
-
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, F32]

@@ -39,7 +39,6 @@ FIXED: dict[str, Any] = {
 def write_llama4(
     file: Path, config: dict[str, Any], weights: dict[str, F32], window: int | None = None
 ) -> Path:
-    """A file as llama.cpp's converter writes it."""
     arch = gguf.MODEL_ARCH.LLAMA4
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])

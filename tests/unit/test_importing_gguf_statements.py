@@ -22,8 +22,6 @@ pytest.importorskip("gguf")
 
 
 class Job:
-    """A GGUF file of the golden ``name``."""
-
     def __init__(self, folder: Path, name: str = "llama") -> None:
         self.folder = folder
         self.checkpoint = copy_checkpoint(name, folder / "checkpoint")

@@ -104,7 +104,6 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that is said to have the demo's weights."""
     shape = load_plan(PLAN).model.shape
     config = {"hidden_size": shape.hidden, "num_hidden_layers": shape.layers}
     (tmp_path / "weights").mkdir()
@@ -115,7 +114,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plan(tmp_path: Path, folder: Path) -> Path:
-    """A plan that names the backend, and the folder as its store."""
     file = tmp_path / "mlc.plan.toml"
     file.write_text(
         f'extends = ["{os.path.relpath(PLAN.with_name("demo-opencl.plan.toml"), tmp_path)}"]\n'

@@ -152,7 +152,6 @@ def read_constraints() -> dict[str, str]:
 
 
 def read_requirements(extra: str) -> list[Requirement]:
-    """The requirements of pyproject.toml with those of one extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return [Requirement(text) for text in project["dependencies"]] + [
         Requirement(text) for text in project["optional-dependencies"][extra]

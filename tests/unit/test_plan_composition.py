@@ -19,7 +19,6 @@ PARTS = ROOT / "tests/plans/broken/parts"
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A sound plan with its device and model, in a folder of their own."""
     folder = tmp_path / "common"
     folder.mkdir()
     for name in ("phone.device.toml", "small.model.toml", "base.plan.toml"):

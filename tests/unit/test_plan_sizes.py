@@ -49,7 +49,6 @@ def test_every_need_is_explained(demo: ResolvedPlan) -> None:
 def need_workspace(
     demo: ResolvedPlan, features: tuple[str, ...] | None, architecture: str | None, chunk: int
 ) -> int:
-    """Bytes of the workspace for prefill in chunks on a CPU with some features."""
     cpu = demo.device.units["cpu"].model_copy(
         update={"features": features, "architecture": architecture}
     )

@@ -22,7 +22,6 @@ def load_half(**overrides: Any) -> ResolvedPlan:
 
 
 def change_device(resolved: ResolvedPlan, change: Any) -> Cost:
-    """Cost on a device whose JSON was changed."""
     values = resolved.device.model_dump(mode="json", exclude_none=True)
     change(values)
     return cost_resolved(resolved, read_rates(Device.model_validate_json(json.dumps(values))))

@@ -28,7 +28,6 @@ WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "l
 
 @pytest.fixture
 def sources(tmp_path: Path) -> tuple[Path, Path]:
-    """A GGUF file, and a Hugging Face folder of the same model."""
     return write_sources(tmp_path, WIDE)
 
 

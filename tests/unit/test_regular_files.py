@@ -90,7 +90,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 def use_model(plan: Path) -> None:
-    """Read every file of a store."""
     with pi2.load(plan) as model:
         model.encode_chat([{"role": "user", "content": "a"}])
 

@@ -63,7 +63,6 @@ def list_ollama() -> list[tuple[type[Tolerant], Any]]:
 
 
 def list_names(kind: type[BaseModel]) -> set[str]:
-    """Names under which a body has its own fields."""
     names = set()
     for name, field in kind.model_fields.items():
         names |= {name, str(field.alias or name)}

@@ -26,7 +26,6 @@ WRITTEN = json.loads((Path(__file__).parents[1] / "golden/answers.json").read_te
 
 
 def check(name: str, text: str, expected: tuple[str, str, list[Any]]) -> None:
-    """Check what is read of an answer, however it comes."""
     facts = describe(FORMATS[name])
     for size in SIZES:
         assert read(facts.make_reader(tools=[TOOL, OTHER]), text, size) == expected, (size, text)

@@ -51,7 +51,6 @@ class Family:
         self.vocabulary = load_vocabulary(self.tokenizer, 0, [self.end])
 
     def find(self, mark: str) -> int:
-        """The token that a mark is."""
         token = self.tokenizer.token_to_id(mark)
         assert token is not None
         return token
@@ -68,7 +67,6 @@ class Family:
         return None
 
     def read(self, text: str, prompt: str = "") -> tuple[str, str, list[tuple[str, Any]]]:
-        """What is read of an answer."""
         return read(self.facts.make_reader(tools=[TOOL, OTHER], prompt=prompt), text, 1)
 
 

@@ -41,7 +41,6 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(names: str, memory_gib: int, work: Callable[[Hosts], Awaitable[None]]) -> None:
-    """Do ``work`` with plans of 1 GiB each."""
     plans = [ServedPlan(name=name, path=Path(name), budget_bytes=GIB) for name in names.split()]
 
     async def live() -> None:

@@ -44,7 +44,6 @@ def plan(tiny: TinyModel) -> Path:
 
 
 def extend(plan: Path, name: str, *settings: Mapping[str, Any]) -> Path:
-    """A plan that differs from ``plan`` in ``settings``."""
     path = plan.parent / f"{name}.plan.toml"
     lines = ["schema_version = 3", f'extends = ["{plan.name}"]']
     values = {key: value for item in settings for key, value in item.items()}

@@ -55,7 +55,6 @@ def test_the_model_computes_the_same(tmp_path: Path, tiny: TinyModel) -> None:
 
 
 def read_predictors(store: NeuronStore, layer: int, experts: int) -> dict[int, bytes]:
-    """What a layer's predictors have for each neuron of the checkpoint."""
     original = store.layers[layer].original
     owners = original * experts // len(original)
     # Expert by expert, in stored order within each.

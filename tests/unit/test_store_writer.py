@@ -59,6 +59,11 @@ def write_all(writer: StoreWriter) -> None:
     writer.finish()
 
 
+def write_store(path: Path, model: Model, **options: object) -> None:
+    with open_writer(path, model, **options) as writer:
+        write_all(writer)
+
+
 def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -69,8 +74,7 @@ def model() -> Model:
 
 
 def test_a_finished_store_stands_alone_and_verifies(tmp_path: Path, model: Model) -> None:
-    with open_writer(tmp_path / "store", model) as writer:
-        write_all(writer)
+    write_store(tmp_path / "store", model)
     assert list_names(tmp_path) == ["store"]
     assert list_names(tmp_path / "store") == ["dense.arrow", "layers", "manifest.json"]
     assert verify_store(tmp_path / "store") == []
@@ -94,8 +98,7 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
 
 
 def test_layers_may_come_in_any_order_and_in_any_pieces(tmp_path: Path, model: Model) -> None:
-    with open_writer(tmp_path / "whole", model) as writer:
-        write_all(writer)
+    write_store(tmp_path / "whole", model)
     with open_writer(tmp_path / "pieces", model) as writer:
         writer.write_dense(zeros)
         order = np.arange(model.shape.ffn, dtype=np.int32)
@@ -139,21 +142,18 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
 
 
 def test_an_existing_store_is_not_overwritten_unless_told(tmp_path: Path, model: Model) -> None:
-    with open_writer(tmp_path / "store", model) as writer:
-        write_all(writer)
+    write_store(tmp_path / "store", model)
     before = (tmp_path / "store/manifest.json").stat().st_ino
     with pytest.raises(UserError, match="P521"):
         open_writer(tmp_path / "store", model)
     assert (tmp_path / "store/manifest.json").stat().st_ino == before
-    with open_writer(tmp_path / "store", model, replace=True) as writer:
-        write_all(writer)
+    write_store(tmp_path / "store", model, replace=True)
     assert (tmp_path / "store/manifest.json").stat().st_ino != before
     assert list_names(tmp_path) == ["store"]
 
 
 def test_a_failed_replacement_keeps_the_old_store(tmp_path: Path, model: Model) -> None:
-    with open_writer(tmp_path / "store", model) as writer:
-        write_all(writer)
+    write_store(tmp_path / "store", model)
     with pytest.raises(ZeroDivisionError):
         fail_after(tmp_path / "store", model, 1, ZeroDivisionError(), replace=True)
     assert verify_store(tmp_path / "store") == []
@@ -163,8 +163,7 @@ def test_a_failed_replacement_keeps_the_old_store(tmp_path: Path, model: Model) 
 def test_a_replacement_cut_in_two_by_a_crash_is_repaired(
     tmp_path: Path, model: Model, crash: str
 ) -> None:
-    with open_writer(tmp_path / ".store.old", model) as writer:
-        write_all(writer)
+    write_store(tmp_path / ".store.old", model)
     if crash == "after the new store":
         with open_writer(tmp_path / "other", model) as writer:
             write_all(writer)
@@ -173,8 +172,7 @@ def test_a_replacement_cut_in_two_by_a_crash_is_repaired(
         open_writer(tmp_path / "store", model)
     if crash == "before the new store":
         assert verify_store(tmp_path / "store") == []
-    with open_writer(tmp_path / "store", model, replace=True) as writer:
-        write_all(writer)
+    write_store(tmp_path / "store", model, replace=True)
     assert list_names(tmp_path) == ["store"]
 
 
@@ -184,8 +182,7 @@ def test_a_crash_while_a_store_is_replaced_leaves_one_of_the_two(
 ) -> None:
     if not exchange:
         monkeypatch.setattr("pi2.store.verification.exchange_names", lambda first, second: False)
-    with open_writer(tmp_path / "store", model) as writer:
-        write_all(writer)
+    write_store(tmp_path / "store", model)
     before = (tmp_path / "store/manifest.json").stat().st_ino
     rename = os.rename
 
@@ -204,8 +201,7 @@ def test_a_crash_while_a_store_is_replaced_leaves_one_of_the_two(
         # Where names are exchanged there is a store at every moment: here, the new one.
         assert verify_store(tmp_path / "store") == []
         assert (tmp_path / "store/manifest.json").stat().st_ino != before
-    with open_writer(tmp_path / "store", model, replace=True) as writer:
-        write_all(writer)
+    write_store(tmp_path / "store", model, replace=True)
     assert verify_store(tmp_path / "store") == []
     assert list_names(tmp_path) == ["store"]
 
@@ -284,8 +280,7 @@ def test_the_same_job_keeps_what_was_finished(tmp_path: Path, model: Model) -> N
 def test_a_resumed_store_equals_one_made_at_once(tmp_path: Path, model: Model) -> None:
     interrupt_after(tmp_path / "resumed", model, 3)
     for name in ("resumed", "whole"):
-        with open_writer(tmp_path / name, model, job="job") as writer:
-            write_all(writer)
+        write_store(tmp_path / name, model, job="job")
     texts = {(tmp_path / name / "manifest.json").read_bytes() for name in ("resumed", "whole")}
     assert len(texts) == 1
 

@@ -35,7 +35,6 @@ def wrap(checkpoint: Path, kind: str, text_kind: str, prefix: str) -> None:
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """What a document says, but for names."""
     return model.model_dump(exclude={"name", "id", "tensors"})
 
 
