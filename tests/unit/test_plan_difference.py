@@ -13,6 +13,7 @@ from pi2.fitting.check import load_plan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.simulate import read_inputs, simulate
 from pi2.simulate.decode import simulate_layers
+from tests.helpers.programs import Ask
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"
@@ -71,21 +72,19 @@ def test_layers_that_differ_alike_come_together(folder: Path) -> None:
     assert hot.sizes[0] == hot.sizes[1]
 
 
-def diff(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert run(["diff", "--json", *arguments]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def diff(ask: Ask, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ask(["diff", "--json", *arguments]).out)
     return found
 
 
-def test_speed_is_simulated_where_device_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    found = diff(str(LARGE), str(SMALL), capsys=capsys)
+def test_speed_is_simulated_where_device_has_figures(ask: Ask) -> None:
+    found = diff(ask, str(LARGE), str(SMALL))
     assert found["speed"]["simulated"] is True
     large, small = found["speed"]["decode_tokens_s"]
     assert large > small > 0
     times = found["layers"][0]["simulated_s"]
     assert 0 < times[0] < times[1]
-    assert run(["diff", str(LARGE), str(SMALL)]) == 0
-    text = capsys.readouterr().out
+    text = ask(["diff", str(LARGE), str(SMALL)]).out
     assert "speed, SIMULATED and not measured\n  decode " in text
     assert "layers 0-31: split " in text
 
@@ -98,27 +97,24 @@ def test_layers_together_take_a_token_without_its_head() -> None:
     assert 0.8 < sum(layers) / simulate(inputs, tokens=64).mean_s <= 1.0
 
 
-def test_figures_that_are_missing_are_named(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_that_are_missing_are_named(folder: Path, ask: Ask) -> None:
     other = str(write("other.plan.toml", "kv.context = 500\n"))
-    found = diff("base.plan.toml", other, capsys=capsys)
+    found = diff(ask, "base.plan.toml", other)
     assert found["speed"]["decode_tokens_s"] == [None, None]
     assert "units.cpu.read_bandwidth" in found["speed"]["missing"][0]
-    assert diff("base.plan.toml", other, "--no-simulate", capsys=capsys)["speed"] is None
+    assert diff(ask, "base.plan.toml", other, "--no-simulate")["speed"] is None
 
 
-def test_devices_are_compared_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_are_compared_too(ask: Ask) -> None:
     files = [str(ROOT / f"plans/devices/oneplus-{name}.device.toml") for name in ("12", "ace-3")]
-    found = diff(*files, capsys=capsys)
+    found = diff(ask, *files)
     assert "device.units.cpu.clusters.mid.cores" in [item["key"] for item in found["changes"]]
     assert found["layers"] == []
 
 
-def test_exit_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(folder: Path, ask: Ask) -> None:
     other = str(write("other.plan.toml", "kv.context = 500\n"))
-    assert run(["diff", "base.plan.toml", "base.plan.toml", "--exit-code"]) == 0
-    assert "no differences" in capsys.readouterr().out
+    assert "no differences" in ask(["diff", "base.plan.toml", "base.plan.toml", "--exit-code"]).out
     assert run(["diff", "base.plan.toml", other, "--exit-code"]) == 1
     assert run(["diff", "base.plan.toml", "phone.device.toml"]) == 2
     assert run(["diff", "base.plan.toml", "gone.plan.toml"]) == 2

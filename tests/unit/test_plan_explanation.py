@@ -9,7 +9,6 @@ import pytest
 import tomli
 
 from pi2.authoring.explanation import describe_path, explain_value, list_keys, parse_path
-from pi2.cli.main import run
 from pi2.fitting.check import check_file, check_plan
 from pi2.fitting.sizes import find_needs
 from pi2.plan.composing.compose import trace_value
@@ -37,9 +36,8 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("my.plan.toml")
 
 
-def explain(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert run(["explain", *arguments]) == 0
-    return capsys.readouterr().out
+def explain(ask: Ask, *arguments: str) -> str:
+    return ask(["explain", *arguments]).out
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
@@ -49,26 +47,24 @@ def test_every_key_is_explained_as_the_reference_spells_it(kind: Kind) -> None:
         assert any(item.kind == kind and item.doc is not None for item in found), path
 
 
-def test_a_key_of_every_item_or_name_is_explained_with_each_value(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = explain("layers.overrides[].select", str(plan), capsys=capsys)
+def test_a_key_of_every_item_or_name_is_explained_with_each_value(plan: Path, ask: Ask) -> None:
+    text = explain(ask, "layers.overrides[].select", str(plan))
     assert re.findall(r"^layers.overrides(.*)$", text, re.MULTILINE) == [
         '[0].select = "0-1"',
         '[1].select = "7"',
         '[2].select = "3"',
     ]
-    text = explain("device.units.*.kind", str(plan), capsys=capsys)
+    text = explain(ask, "device.units.*.kind", str(plan))
     assert set(re.findall(r"^units\.(\w+)\.kind = ", text, re.MULTILINE)) == {"cpu", "npu"}
-    text = explain("layers.overrides[].select", capsys=capsys)
+    text = explain(ask, "layers.overrides[].select")
     assert text.startswith("layers.overrides[].select (of a plan)")
 
 
-def test_a_key_of_every_item_that_does_not_exist_is_refused(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["explain", "layers.overrides[].selcet", str(plan)]) == 2
-    assert "did you mean `layers.overrides[].select`?" in capsys.readouterr().err
+def test_a_key_of_every_item_that_does_not_exist_is_refused(plan: Path, ask: Ask) -> None:
+    assert (
+        "did you mean `layers.overrides[].select`?"
+        in ask(["explain", "layers.overrides[].selcet", str(plan)], 2).err
+    )
 
 
 def test_a_value_has_a_history(plan: Path) -> None:
@@ -123,33 +119,31 @@ def test_what_a_value_costs(plan: Path) -> None:
     assert explain_value(report, "plan", parse_path("sampling.top_k")).costs == ()
 
 
-def test_the_command_says_all_of_it(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = explain("memory.segments.hot", str(plan), capsys=capsys)
+def test_the_command_says_all_of_it(plan: Path, ask: Ask) -> None:
+    text = explain(ask, "memory.segments.hot", str(plan))
     assert text.splitlines()[0] == 'memory.segments.hot = "17 MiB"'
     assert "  Hot neurons: loaded at start and kept. Derived if it is not stated.\n" in text
     replaced, first = (line for line in text.splitlines() if line.startswith("  from: "))
     assert replaced == '  from: my.plan.toml:4:23: replaces it by "17 MiB"'
     assert first == '  from: base.plan.toml:15:7: sets "16 MiB"'
     assert "  costs: hot: needs " in text
-    assert "  from: the default\n" in explain("sampling.top_k", str(plan), capsys=capsys)
+    assert "  from: the default\n" in explain(ask, "sampling.top_k", str(plan))
 
 
-def test_devices_and_models_are_reached_through_the_plan(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = explain("device.memory.capacity", str(plan), capsys=capsys)
+def test_devices_and_models_are_reached_through_the_plan(plan: Path, ask: Ask) -> None:
+    text = explain(ask, "device.memory.capacity", str(plan))
     assert 'memory.capacity = "4 GiB"' in text and "phone.device.toml:15:12" in text
-    assert "ffn = 2048" in explain("model.shape.ffn", str(plan), capsys=capsys)
-    assert "ffn = 2048" in explain("shape.ffn", "small.model.toml", capsys=capsys)
+    assert "ffn = 2048" in explain(ask, "model.shape.ffn", str(plan))
+    assert "ffn = 2048" in explain(ask, "shape.ffn", "small.model.toml")
 
 
-def test_without_a_file_it_says_what_the_key_means(capsys: pytest.CaptureFixture[str]) -> None:
-    text = explain("kv.context", capsys=capsys)
+def test_without_a_file_it_says_what_the_key_means(ask: Ask) -> None:
+    text = explain(ask, "kv.context")
     assert text.startswith(
         "kv.context (of a plan)\n  Context length in tokens, prompt and answer together."
     )
     assert "Derived if it is not stated.\n" in text
-    both = explain("memory", capsys=capsys)
+    both = explain(ask, "memory")
     assert "memory (of a plan)" in both and "memory (of a device)" in both
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.planning.planner import plan as make_plan
 from pi2.planning.speed import find_device_memory
@@ -15,10 +14,6 @@ from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import read_device, read_model
 
 PHONES = Path(__file__).parents[2] / "plans/devices"
-
-
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    return run(["plan", *arguments]), capsys.readouterr().err
 
 
 def make_small(folder: Path) -> str:
@@ -36,50 +31,44 @@ def test_usable_memory_counts_before_installed() -> None:
     assert found == {"oneplus-12": 19 * 10**9, "xiaomi-14": 16 << 30, "host": None}
 
 
-def test_more_memory_than_the_device_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_memory_than_the_device_has_is_refused(ask: Ask) -> None:
     wish = ["--device", "oneplus-12", "--model", "bamboo-7b"]
-    code, told = plan(capsys, *wish, "--memory", "1TiB")
-    assert code == 2 and "error[P350]" in told
+    told = ask(["plan", *wish, "--memory", "1TiB"], 2).err
+    assert "error[P350]" in told
     assert "--memory '18119 MiB' is the most" in told
-    assert run(["plan", *wish, "--memory", "18119 MiB"]) == 0
+    ask(["plan", *wish, "--memory", "18119 MiB"])
 
 
-def test_a_speed_that_needs_more_than_the_device_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_speed_that_needs_more_than_the_device_has(tmp_path: Path, ask: Ask) -> None:
     wish = ["--device", make_small(tmp_path), "--model", "llama-2-7b"]
-    code, told = plan(capsys, *wish, "--speed", "4tok/s")
-    assert code == 1 and "4 tokens/s take" in told and "has 3 GiB" in told
+    told = ask(["plan", *wish, "--speed", "4tok/s"], 1).err
+    assert "4 tokens/s take" in told and "has 3 GiB" in told
     nearest = told.split("--speed ")[1].split()[0]
-    assert plan(capsys, *wish, "--speed", nearest)[0] == 0, "what is offered exists"
+    ask(["plan", *wish, "--speed", nearest])  # what is offered exists
 
 
 def test_a_curve_ends_where_the_devices_memory_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ask: Ask, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pi2.cli.plan.POINTS", 2)
     wish = ["--device", make_small(tmp_path), "--model", "bamboo-7b", "--pareto"]
     assert ask(["plan", *wish]).out.splitlines()[-1].startswith("| 3 GiB |")
-    code, told = plan(capsys, *wish, "--context", "10000000")
-    assert code == 2 and "3 GiB is not enough" in told
+    told = ask(["plan", *wish, "--context", "10000000"], 2).err
+    assert "3 GiB is not enough" in told
 
 
-def test_a_figure_of_zero_is_a_finding_and_no_division(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_figure_of_zero_is_a_finding_and_no_division(tmp_path: Path, ask: Ask) -> None:
     text = (PHONES / "oneplus-12.device.toml").read_text().replace('"oneplus-12"', '"mine"')
     path = tmp_path / "mine.device.toml"
     path.write_text(text.replace('"43.9 GB/s"', '"0 GB/s"'))
-    code, told = plan(capsys, "--device", str(path), "--model", "bamboo-7b", "--memory", "3GiB")
-    assert code == 1 and "error[P261]: no machine has 0 B/s here" in told
+    told = ask(["plan", "--device", str(path), "--model", "bamboo-7b", "--memory", "3GiB"], 1).err
+    assert "error[P261]: no machine has 0 B/s here" in told
 
 
-def test_unknown_prompts_say_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        run(["plan", "--device", "raspberry-pi-5", "--model", "bamboo-7b", "--memory", "3GiB"]) == 0
-    )
+def test_unknown_prompts_say_what_is_missing(ask: Ask) -> None:
+    wish = ["--device", "raspberry-pi-5", "--model", "bamboo-7b", "--memory", "3GiB"]
     told = "Prompts of 128 tokens: unknown: cpu computes them, and the device states no "
-    assert f"{told}units.cpu.compute" in capsys.readouterr().out
+    assert f"{told}units.cpu.compute" in ask(["plan", *wish]).out
 
 
 SPEEDS = [
@@ -137,6 +126,6 @@ def test_unit_that_has_nothing_is_named_with_the_reason(ask: Ask) -> None:
     assert "npu is left out: with it " in told
 
 
-def test_a_phone_reads_as_its_system_allows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--device", "oneplus-12", "--model", "bamboo-7b", "--memory", "3GiB"]) == 0
-    assert "Reads: pread, 8 threads" in capsys.readouterr().out
+def test_a_phone_reads_as_its_system_allows(ask: Ask) -> None:
+    wish = ["--device", "oneplus-12", "--model", "bamboo-7b", "--memory", "3GiB"]
+    assert "Reads: pread, 8 threads" in ask(["plan", *wish]).out
