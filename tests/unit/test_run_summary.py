@@ -26,16 +26,15 @@ DEMO = list_shipped("plan")["demo"]
 QUICK = ["--max-tokens", "3", "--set", "backends.cpu=reference"]
 
 
-def summarise(capsys: pytest.CaptureFixture[str], ask: Ask, *arguments: str) -> dict[str, str]:
-    capsys.readouterr()
+def summarise(ask: Ask, *arguments: str) -> dict[str, str]:
     lines = ask(["run", *arguments, "--prompt", "def ", *QUICK]).err.splitlines()
     return dict(line.split(": ", 1) for line in lines if re.match(r"[a-z ]+: ", line))
 
 
-def test_every_line_has_a_label(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_has_a_label(ask: Ask) -> None:
     order = ["speed", "memory", "reads", "exact", "bound by"]
-    assert list(summarise(capsys, "demo", "-v"))[:7] == [*order, "neurons", "plan"]
-    found = summarise(capsys, "demo")
+    assert list(summarise(ask, "demo", "-v"))[:7] == [*order, "neurons", "plan"]
+    found = summarise(ask, "demo")
     assert [label for label in found if label not in ("expected", "hint")] == order
     assert re.search(r"load ([\d.,]+) s", found["speed"])
     assert re.search(r"prefill ([\d.,]+) tokens/s", found["speed"])
@@ -60,11 +59,9 @@ def test_every_line_has_a_label(capsys: pytest.CaptureFixture[str]) -> None:
         (["decode.predictor=gate", "kv.type=int8"], "no, the KV cache is int8"),
     ],
 )
-def test_a_run_says_whether_it_is_exact(
-    settings: list[str], exact: str, capsys: pytest.CaptureFixture[str], ask: Ask
-) -> None:
+def test_a_run_says_whether_it_is_exact(settings: list[str], exact: str, ask: Ask) -> None:
     given = [part for setting in settings for part in ("--set", setting)]
-    assert summarise(capsys, "demo", *given)["exact"] == exact
+    assert summarise(ask, "demo", *given)["exact"] == exact
     document = json.loads(ask(["run", "demo", *given, "--prompt", "def ", *QUICK, "--json"]).out)
     assert document["exact"] == (exact == "yes") == (document["deviations"] == [])
     shares = document["time_shares"]
@@ -128,16 +125,13 @@ def set_keys(resolved: ResolvedPlan, table: str, **values: object) -> ResolvedPl
     return replace(resolved, plan=resolved.plan.model_copy(update={table: own}))
 
 
-def test_a_mixture_that_leaves_nothing_out_is_exact(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mixture_that_leaves_nothing_out_is_exact(tmp_path: Path, ask: Ask) -> None:
     plan = make_mixture_plan(tmp_path, "silu", {"predictor": None})
     router = ["--set", "decode.predictor=router"]
-    assert summarise(capsys, str(plan), *router)["exact"] == "yes"
+    assert summarise(ask, str(plan), *router)["exact"] == "yes"
 
 
-def test_a_dry_run_is_bound_by_nothing(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
-    capsys.readouterr()
+def test_a_dry_run_is_bound_by_nothing(ask: Ask) -> None:
     command = ["run", "demo", "--set", "backends.cpu=null", "--prompt", "x", "--max-tokens", "2"]
     said = ask(command).err
     assert "dry run: " in said and "bound by" not in said
