@@ -270,7 +270,7 @@ def _fit(
             "P026",
             f"{has} is not enough: this plan needs at least {needs}",
             help=f"give it `--memory '{write_least(shortage.needed_bytes + spare)}'`, or a shorter "
-            "context (--set kv.context=1024)",
+            "context, such as kv.context=1024",
             notes=[f"{name}: {approximate_bytes(n)}" for name, n in shortage.sizes.items() if n],
         ) from None
 

@@ -344,6 +344,6 @@ def _refuse(budget: int, needs: FileNeeds) -> UserError:
         "P026",
         f"{approximate_bytes(budget)} is not enough: this file needs at least "
         f"{write_least(needs.least)}",
-        help=f"--memory {-(-needs.least // _MIB)}MiB, or a shorter context (--set kv.context=256)",
+        help=f"--memory {-(-needs.least // _MIB)}MiB, or a shorter context, such as kv.context=256",
         notes=[f"{name}: {approximate_bytes(size)}" for name, size in parts.items() if size],
     )
