@@ -25,7 +25,6 @@ from limited.engines import run_child
 from limited.plans import (
     CONTEXT,
     ROOT,
-    count_bytes,
     find_limit,
     fit_step,
     fit_whole,
@@ -152,8 +151,8 @@ def measure_row(arguments: argparse.Namespace) -> None:
             job = {"kind": "pi2", "plan": str(write_file_plan(resolved, limit_bytes)), "set": {}}
             jobs["pi2, llama.cpp's file"] = {**job, "limit": limit_bytes, **tokens}
             if fits:
-                whole_set = {"memory.budget": format_bytes(2 * count_bytes(store))}
-                whole_job = {**job, "set": whole_set, "limit": 0, **tokens}
+                installed = format_bytes(detect_machine().memory.limit_bytes >> 20 << 20)
+                whole_job = {**job, "set": {"memory.budget": installed}, "limit": 0, **tokens}
                 jobs["pi2, llama.cpp's file in memory"] = whole_job
     if arguments.only:
         jobs = {name: job for name, job in jobs.items() if name in arguments.only}
