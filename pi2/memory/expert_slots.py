@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import I32, I64, U8, Bits
+from pi2.memory.bulk_load import touch_memory
 from pi2.memory.cache import Lookup, NeuronCache
-from pi2.memory.io_engine import PENDING, EngineName, ReadBatch
+from pi2.memory.io_engine import PENDING, EngineName, ReadBatch, make_readers
 from pi2.memory.policy import PolicyName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 _MOST_PLACES = (1 << 31) - 1
 """Units behind an address that places can count."""
+TOUCHED_BYTES, TOUCHED_AHEAD_BYTES = 32 << 20, 256 << 20
+"""Memory of slots that is touched at a time, and so far ahead of its use: the first touch may take
+as long as the read."""
 FIRST_TOKENS = 32
 """Before that many the cache is not yet as it will be."""
 TRIAL_TOKENS = 8
@@ -143,6 +147,8 @@ class _Group:
         self.row_of = {layer: row for row, layer in enumerate(layers)}
         capacity = min(len(region) // self.stride, len(layers) * experts)
         self.region = region[: capacity * self.stride]
+        self._toucher = make_readers(1, "pi2-touch")
+        self._touched = 0
         self.cache = NeuronCache(
             self.region.reshape(capacity, self.stride),
             [0] * len(layers),
@@ -150,6 +156,20 @@ class _Group:
             policy=reads.policy,
             expected=np.full((len(layers), experts), reads.active / experts, np.float32),
         )
+        self.touch_ahead(0)
+
+    def touch_ahead(self, slots: int) -> None:
+        """Touch the memory behind the first ``slots`` in another thread: slots are first given away
+        in their order."""
+        end = min(slots * self.stride + TOUCHED_AHEAD_BYTES, len(self.region))
+        while self._touched < end:
+            size = min(TOUCHED_BYTES, len(self.region) - self._touched)
+            address = self.region.ctypes.data + self._touched
+            self._toucher.submit(touch_memory, address, size)
+            self._touched += size
+
+    def close(self) -> None:
+        self._toucher.shutdown(cancel_futures=True)
 
 
 class _Layer:
@@ -273,6 +293,7 @@ class ExpertSlots:
         held = Held(layer, [found], [])
         if len(found.missing):
             try:
+                own.group.touch_ahead(int(found.missing_slots.max()) + 1)
                 own.put(found.missing, found.missing_slots)
                 for file, numbers, inputs in own.by_file:
                     self._read(held.reads, own, found, file, numbers, inputs)
@@ -375,6 +396,8 @@ class ExpertSlots:
         while self._ahead:
             self.abandon(self._ahead.popitem()[1])
         self._engine.close()
+        for group in self._groups:
+            group.close()
 
 
 def _divide(
