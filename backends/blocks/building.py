@@ -472,8 +472,8 @@ class Builder:
             label="activation",
         )
 
-    def add_routing(self, scores: Area, layer: int) -> Routed:
-        """Add the choice of experts by their scores, and lists of their tokens."""
+    def list_routed(self) -> Routed:
+        """Return the pairs of one more layer."""
         moe = self._model.moe
         assert moe is not None
         active, experts = moe.active_experts, moe.experts
@@ -494,7 +494,10 @@ class Builder:
                 predicted_weights=self._take_numbers(pairs),
             )
         places: I32 = self.keep(np.arange(experts, dtype=np.int32))
-        routed = replace(self.routed, place_of=places.ctypes.data)
+        return replace(self.routed, place_of=places.ctypes.data)
+
+    def add_routing(self, scores: Area, layer: int, routed: Routed) -> None:
+        """Add the choice of experts by their scores, and lists of their tokens."""
         self.add_choice(scores, layer, routed.expert_of, routed.weights)
         nothing = Way(address=self._libraries.find("group"))
         self._append(
@@ -502,9 +505,9 @@ class Builder:
                 kernel="group",
                 values={
                     "chosen": routed.expert_of,
-                    "active": active,
+                    "active": routed.active,
                     "tokens": 0,
-                    "experts": experts,
+                    "experts": routed.experts,
                     "starts": routed.starts,
                     "pairs": routed.pairs,
                 },
@@ -513,7 +516,6 @@ class Builder:
                 label="group",
             )
         )
-        return routed
 
     def add_choice(self, scores: Area, layer: int, chosen: int, weights: int) -> None:
         """Add what a router makes of scores: experts and weights of each pair, at two addresses."""

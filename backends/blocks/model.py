@@ -28,8 +28,8 @@ class Layers:
         the next layer chooses early, to prefetch its experts."""
         self._model = model
         self._predicts = predicts
-        self.predicted_ends: dict[int, int] = {}
-        """The end of these instructions, which follow the choice of a layer's own experts."""
+        self.predictions: dict[int, tuple[int, int]] = {}
+        """First and last of these instructions, which stand before a layer's own choice."""
         self._builder = builder
         self._hidden = model.shape.hidden
         self.x = builder.take_area("x", self._hidden)
@@ -211,9 +211,10 @@ class Layers:
         scores = builder.take_area("scores", moe.experts)
         own = self._make("router", layer, scores, moe.router_bias)
         builder.add_products(read, self._hidden, [own])
-        routed = builder.add_routing(scores, layer)
+        routed = builder.list_routed()
         if self._predicts and layer + 1 < len(model.blocks):
             self._add_prediction(layer + 1, routed)
+        builder.add_routing(scores, layer, routed)
         if moe.shared_experts:
             self._add_shared(layer, read)
         inner = builder.take_area("pairs", 2 * width, active)
@@ -247,14 +248,14 @@ class Layers:
         builder, moe = self._builder, self._model.moe
         if moe is None or not self._model.blocks[layer].ffn.has_router:
             return
-        now, builder.layer = builder.layer, layer
+        now, builder.layer, first = builder.layer, layer, len(builder.instructions)
         read = self._normalize("ffn_norm", builder.take_area("ahead", self._hidden))
         scores = builder.take_area("predicted scores", moe.experts)
         own = self._make("router", layer, scores, moe.router_bias)
         builder.add_products(read, self._hidden, [own])
         builder.add_choice(scores, layer, routed.predicted, routed.predicted_weights)
         builder.layer = now
-        self.predicted_ends[layer - 1] = len(builder.instructions)
+        self.predictions[layer - 1] = first, len(builder.instructions)
 
     def _add_shared(self, layer: int, read: Area) -> None:
         builder, moe, scores = self._builder, self._model.moe, None
@@ -282,7 +283,7 @@ class BlockModel:
     streamed: `set_tensor` then says where they are before `run` computes instructions that read
     them.  Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks:
     each is what those before it leave, quantised again.  With ``predicts`` the next layer's
-    router chooses early (`RoutedLayer.predicted_end`)."""
+    router chooses early (`RoutedLayer.prediction`)."""
 
     def __init__(
         self,
@@ -330,7 +331,7 @@ class BlockModel:
         self.matrices: list[Matrix] = builder.matrices
         self._threads = Threads(libraries.steps, threads, cores)
         groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
-        self.routed = list_routed(self.matrices, groups, layers.predicted_ends)
+        self.routed = list_routed(self.matrices, groups, layers.predictions)
         """Layers with experts."""
         self.pairs: PairTables | None = None
         """Order in which their experts are computed, if the caller runs them in parts."""

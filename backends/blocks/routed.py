@@ -24,8 +24,8 @@ class RoutedLayer:
     layer: int
     chosen: int
     """The first instruction that runs when experts have been chosen."""
-    predicted_end: int
-    """From there to here the router of the next layer chooses early, if it does."""
+    prediction: tuple[int, int]
+    """Instructions before ``chosen`` by which the next layer's router chooses early, if any."""
     begin: int
     """The first one that reads an expert."""
     end: int
@@ -34,10 +34,10 @@ class RoutedLayer:
 
 
 def list_routed(
-    matrices: Sequence[Matrix], groups: Sequence[int], predicted_ends: Mapping[int, int]
+    matrices: Sequence[Matrix], groups: Sequence[int], predictions: Mapping[int, tuple[int, int]]
 ) -> list[RoutedLayer]:
     """Return the layers with experts; ``groups``: the instructions that list pairs by expert;
-    ``predicted_ends``: ends of early choices, by layer."""
+    ``predictions``: instructions of early choices, by layer."""
     by_layer: dict[int, list[int]] = {}
     for number, matrix in enumerate(matrices):
         if matrix.weight.experts > 1 and matrix.layer is not None:
@@ -46,7 +46,7 @@ def list_routed(
         RoutedLayer(
             layer=layer,
             chosen=group + 1,
-            predicted_end=predicted_ends.get(layer, group + 1),
+            prediction=predictions.get(layer, (0, 0)),
             begin=matrices[own[0]].instructions[0],
             end=matrices[own[-1]].instructions[0] + 1,
             matrices=tuple(own),

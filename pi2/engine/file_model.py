@@ -388,8 +388,12 @@ class ExpertCourse:
         """Begin to read what a layer's tokens have chosen, as far as there are slots; then, for few
         tokens and while it pays, what the next layer's router would choose now."""
         self._give_up()  # what an interrupt has left
+        pairs, (first, end) = self._pairs, own.prediction
+        predicts = first < end and self.pays.is_on and not pairs.is_many
+        if first < end and not predicts:
+            self._model.run(at, first)
+            at = end
         self._model.run(at, own.chosen)
-        pairs = self._pairs
         self._by_expert = pairs.is_many and not pairs.keeps_order(own)
         if self._by_expert:
             self._order = pairs.list_by_expert()
@@ -398,10 +402,9 @@ class ExpertCourse:
             self._waves = self._cut_tokens(own)
         self._next = next(self._waves)
         self._find(own, self._next[2])
-        if self.pays.is_on and not pairs.is_many and own.predicted_end > own.chosen:
-            self._model.run(own.chosen, own.predicted_end)
+        if predicts:
             self._slots.prefetch(own.layer + 1, pairs.list_predicted())
-        return own.predicted_end
+        return own.chosen
 
     def compute(self, own: RoutedLayer, at: int) -> int:
         """Compute a layer's experts, unless the program as it is does later: all are there."""

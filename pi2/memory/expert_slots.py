@@ -259,9 +259,9 @@ class ExpertSlots:
             return
         cache, row = own.group.cache, own.group.row_of[layer]
         slots = cache.locate(row, experts)
-        missing, there = experts.compress(slots < 0), slots.compress(slots >= 0)
-        if not len(missing):
+        if slots.min() >= 0:
             return
+        missing, there = experts.compress(slots < 0), slots.compress(slots >= 0)
         if len(missing) + len(there) + self._active > cache.free_capacity:
             return
         none = experts[:0]
