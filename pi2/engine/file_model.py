@@ -104,8 +104,8 @@ def cut_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is not just run, from instruction ``begin`` on: an ``action``, which is given the first
-    instruction that was not run and returns it; else one instruction in ``pieces``, computed as
+    """A detour at instruction ``begin``: an ``action``, which is given the first instruction that
+    was not run and returns the next such; else one instruction in ``pieces``, computed as
     they come: each with its first and last row, and how far its rows would begin before it."""
 
     begin: int

@@ -125,12 +125,12 @@ class Config:
         if value != wanted:
             raise self.refuse(f"{key} is {value!r}, pi2 computes {wanted!r} only")
 
-    def refuse(self, problem: str) -> UserError:
+    def refuse(self, problem: str, help: str = "") -> UserError:
         """What to raise where the model cannot be described."""
         return UserError.of(
             "P544",
             f"no model document can be made from {self.file}: {problem}",
-            help="write the document by hand, see docs/howto/add-a-model.md",
+            help=help or "write the document by hand, see docs/howto/add-a-model.md",
             file=str(self.file),
         )
 

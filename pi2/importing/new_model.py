@@ -170,7 +170,8 @@ def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:
     config = Config(checkpoint.config_file, checkpoint.config)
     layer, names = name_mtp_tensors(checkpoint, model)
     if not names:
-        raise config.refuse("the checkpoint has no MTP head that its family describes")
+        help_text = 'write drafts = "prompt" in a plan, or leave --mtp out'
+        raise config.refuse("the checkpoint has no MTP head that its family describes", help_text)
     values = model.model_dump(mode="json", exclude_defaults=True)
     for key in _OF_LAYERS:
         values.pop(key, None)

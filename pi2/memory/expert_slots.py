@@ -71,7 +71,7 @@ class Held:
 
     layer: int
     found: list[Lookup]
-    """What was looked up ahead, then the rest."""
+    """Lookups: of a prefetch first, if there was one."""
     reads: list[_Reads]
 
     @property

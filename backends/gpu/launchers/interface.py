@@ -171,16 +171,12 @@ class Launcher(Protocol):
 
 @dataclass(slots=True)
 class Buffer:
-    """A `DeviceArray`, and what its API knows it by."""
-
     handle: Any
     size: int
 
 
 @dataclass(slots=True)
 class Kernel:
-    """A `LoadedKernel`, and what its API knows it by."""
-
     signature: Signature
     handle: Any
 
