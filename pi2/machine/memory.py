@@ -23,7 +23,7 @@ class MemoryLimit:
 
     limit_bytes: int
     used_bytes: int
-    """Used and not reclaimable at once: inactive file pages are left out."""
+    """Used and not reclaimable at once: the page cache counts only where it is not written yet."""
 
 
 def read_text(path: Path) -> str | None:
@@ -61,18 +61,21 @@ def find_memory_limits(root: Path) -> list[MemoryLimit]:
     """All limits on this process's memory, its own group first."""
     limits = []
     for group in list_groups(root, "memory"):
-        for limit_name, usage_name, idle_key in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for limit_name, usage_name, prefix, unwritten in (
+            ("memory.max", "memory.current", "", ("file_dirty", "file_writeback")),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", ("dirty", "writeback")),
         ):
             limit_bytes = read_int(group / limit_name)
             if limit_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
                 continue
             used_bytes = read_int(group / usage_name) or 0
-            idle_bytes = _read_statistic(group / "memory.stat", idle_key)
-            limits.append(
-                MemoryLimit(limit_bytes=limit_bytes, used_bytes=max(0, used_bytes - idle_bytes))
-            )
+            found = read_statistics(group / "memory.stat")
+            # Locked pages are on neither list; files in memory (tmpfs) are not either.
+            cached = [f"{prefix}{kind}_file" for kind in ("inactive", "active")]
+            clean = sum(found.get(key, 0) for key in cached)
+            clean -= sum(found.get(f"{prefix}{key}", 0) for key in unwritten)
+            used_bytes = max(0, used_bytes - max(0, clean))
+            limits.append(MemoryLimit(limit_bytes=limit_bytes, used_bytes=used_bytes))
     return limits
 
 
@@ -96,13 +99,10 @@ def list_groups(root: Path, controller: str) -> Iterator[Path]:
                     yield group
 
 
-def _read_statistic(path: Path, key: str) -> int:
-    """A value of a file of ``key value`` lines; 0 where it is missing."""
-    for line in (read_text(path) or "").splitlines():
-        name, _, value = line.partition(" ")
-        if name == key and value.strip().isdigit():
-            return int(value)
-    return 0
+def read_statistics(path: Path) -> dict[str, int]:
+    """The numbers of a file of ``key value`` lines, as ``memory.stat`` is."""
+    pairs = (line.split() for line in (read_text(path) or "").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

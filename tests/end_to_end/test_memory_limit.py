@@ -72,6 +72,31 @@ def test_the_group_does_limit(group: MemoryGroup) -> None:
     assert group.kills >= 1
 
 
+READ_AGAIN = """
+import os, sys
+from pi2.machine import detect_memory
+os.posix_fadvise(file := os.open(sys.argv[1], 0), 0, 0, os.POSIX_FADV_DONTNEED)
+before = detect_memory().available_bytes
+for place in [*range(0, 24 << 20, 1 << 20)] * 3:
+    os.pread(file, 1 << 20, place)
+print(before - detect_memory().available_bytes)
+"""
+
+
+def test_a_file_that_was_read_three_times_leaves_the_group_its_memory(
+    group: MemoryGroup, tmp_path: Path
+) -> None:
+    """The kernel calls such pages active."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(24 * MIB))
+    os.sync()  # pages that are not written yet cannot be taken
+    process = group.start(
+        [sys.executable, "-B", "-c", READ_AGAIN, str(file)], stdout=subprocess.PIPE
+    )
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and int(out) < 12 * MIB, out
+
+
 def test_a_smaller_budget_is_kept_and_explained() -> None:
     resolved = load_plan(PLAN)
     needs = sum(need.bytes for _, need in find_needs(resolved).items())

@@ -35,18 +35,57 @@ def test_machine_without_limits(tmp_path: Path) -> None:
     assert memory.available_bytes == 9 * GIB
 
 
-def test_limit_of_version_2_leaves_idle_file_pages_out(tmp_path: Path) -> None:
+STATISTICS = {
+    "inactive_file": 1024,
+    "active_file": 512,
+    "file_dirty": 64,
+    "file_writeback": 32,
+    "unevictable": 128,
+    "anon": 300,
+}
+"""Of a group of version 2, in MiB; version 1 has other names for three of them."""
+GROUPS = {
+    1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    2: ("job/memory.max", "job/memory.current", "job/memory.stat"),
+}
+
+
+def write_group(root: Path, version: int, limit: int, used: int, **changes: int) -> None:
+    """Write a group's limit, use and ``memory.stat`` [MiB], as the kernel names them."""
+    names = GROUPS[version]
+    write(root, "proc/self/cgroup", "4:memory:/docker/0123\n" if version == 1 else "0::/job\n")
+    lines = {}
+    for key, size in (STATISTICS | changes).items():
+        name = f"total_{key.removeprefix('file_')}" if version == 1 else key
+        lines |= {name: size << 20} | ({key.removeprefix("file_"): 7} if version == 1 else {})
+    texts = (limit << 20, used << 20, "".join(f"{key} {n}\n" for key, n in lines.items()))
+    for name, text in zip(names, texts, strict=True):
+        write(root, f"sys/fs/cgroup/{name}", f"{text}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_all_page_cache_of_a_group_is_free_but_what_is_not_written_yet(
+    tmp_path: Path, version: int
+) -> None:
     write_meminfo(tmp_path, 16, 9)
-    write(tmp_path, "proc/self/cgroup", "0::/job\n")
-    write(tmp_path, "sys/fs/cgroup/job/memory.max", f"{4 * GIB}\n")
-    write(tmp_path, "sys/fs/cgroup/job/memory.current", f"{3 * GIB}\n")
-    write(tmp_path, "sys/fs/cgroup/job/memory.stat", f"anon 7\ninactive_file {2 * GIB}\n")
+    write_group(tmp_path, version, limit=4096, used=3000)
     memory = detect_memory(tmp_path)
     assert memory.installed_bytes == 16 * GIB and memory.limit_bytes == 4 * GIB
-    assert memory.available_bytes == 3 * GIB
+    assert memory.available_bytes == 4096 - (3000 - 1024 - 512 + 64 + 32) << 20
 
 
-def test_limit_of_version_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_that_is_read_again_and_again_takes_no_memory(tmp_path: Path, version: int) -> None:
+    """Pages that are used again move from one list of the kernel to the other."""
+    write_meminfo(tmp_path, 16, 9)
+    found = []
+    for active in (0, 200, 400):
+        write_group(tmp_path, version, 800, 500, active_file=active, inactive_file=400 - active)
+        found.append(detect_memory(tmp_path).available_bytes)
+    assert len(set(found)) == 1
+
+
+def test_a_group_without_statistics_is_taken_at_its_word(tmp_path: Path) -> None:
     write_meminfo(tmp_path, 16, 9)
     write(tmp_path, "proc/self/cgroup", "4:memory:/docker/0123\n")
     write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2 * GIB}\n")
