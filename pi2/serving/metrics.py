@@ -175,9 +175,12 @@ class _ModelCollector(Collector):
 def _count(
     counters: Mapping[str, tuple[str, str]], found: Sequence[tuple[str, object]]
 ) -> Iterator[Metric]:
-    """A metric for each of ``counters`` (text and attribute), with values ``found`` by model."""
+    """A metric for each of ``counters`` (text and attribute), with values ``found`` by model; a
+    value that a model's backend does not count is left out."""
     for key, (text, field) in counters.items():
         family = CounterMetricFamily(key, text, labels=["model_name"])
         for name, counts in found:
-            family.add_metric([name], getattr(counts, field))
-        yield family
+            if (value := getattr(counts, field)) is not None:
+                family.add_metric([name], value)
+        if family.samples or not found:
+            yield family

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.sharing import DEVICE
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "plans/demo.plan.toml").read_text("utf-8")
-WAIT_S = 60
 
 
 class Editor:
@@ -54,14 +54,14 @@ class Editor:
         self.number += 1
         self.send(method, params, id=self.number)
         while True:
-            message = self.messages.get(timeout=WAIT_S)
+            message = self.messages.get(timeout=PATIENCE_S)
             if message.get("id") == self.number:
                 assert "error" not in message, message
                 return message["result"]
 
     def wait_for_findings(self, name: str) -> list[dict[str, Any]]:
         while True:
-            message = self.messages.get(timeout=WAIT_S)
+            message = self.messages.get(timeout=PATIENCE_S)
             if message.get("method") == "textDocument/publishDiagnostics":
                 if message["params"]["uri"] == self.locate(name):
                     found: list[dict[str, Any]] = message["params"]["diagnostics"]
@@ -110,7 +110,7 @@ def editor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Editor]:
     yield running
     running.ask("shutdown", None)
     running.send("exit", None)
-    assert running.process.wait(WAIT_S) == 0
+    assert running.process.wait(PATIENCE_S) == 0
 
 
 NAME = "my.plan.toml"

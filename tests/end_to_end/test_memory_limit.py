@@ -16,6 +16,7 @@ from pi2.costs.cost import count_memory
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from tests.end_to_end.test_demo import PLAN, run_json
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import start_pi2
 
 MIB = 1 << 20
@@ -46,7 +47,7 @@ def run_in(group: MemoryGroup, cache: Path, *arguments: str) -> tuple[int, str, 
         stderr=subprocess.PIPE,
         env=os.environ | {VARIABLE: str(cache)},
     )
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
@@ -68,7 +69,7 @@ def test_the_first_run_lives_in_a_group_of_its_budget(group: MemoryGroup, tmp_pa
 def test_the_group_does_limit(group: MemoryGroup) -> None:
     code = f"x = b'1' * (2 * {group.limit_bytes}); print(len(x))"
     process = group.start([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=PATIENCE_S) != 0
     assert group.kills >= 1
 
 

@@ -24,6 +24,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 pytest.importorskip("ray.serve", reason="needs the extra ray", exc_type=ImportError)
 
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.servers import make_chat_plan
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,7 @@ class Server:
     def ask(self, prompt: str, **more: Any) -> dict[str, Any]:
         body = {"model": self.plan.parent.name, "prompt": prompt, "max_tokens": 24, "seed": 1}
         body |= {"ignore_eos": True, "temperature": 1, **more}
-        answer = httpx2.post(f"{self.address}/v1/completions", json=body, timeout=120)
+        answer = httpx2.post(f"{self.address}/v1/completions", json=body, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
@@ -81,7 +82,7 @@ def start(folder: Path, *options: str) -> Iterator[Server]:
             yield Server(found[1], process, mark, named)
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.wait(PATIENCE_S)
             reading.join()
     assert "Traceback" not in "".join(told)
 
@@ -114,7 +115,7 @@ class Load:
             thread.join()
 
     def wait_for(self, kind: str, count: int) -> None:
-        wanted, deadline = self.came[kind] + count, time.monotonic() + 120
+        wanted, deadline = self.came[kind] + count, time.monotonic() + PATIENCE_S
         while self.came[kind] < wanted:
             assert time.monotonic() < deadline, self.came
             time.sleep(0.02)
@@ -124,7 +125,7 @@ class Load:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "seed": 1, "stream": True}
         body |= {"ignore_eos": True, "temperature": 0}
         url, text, ended = f"{self.server.address}/v1/completions", "", False
-        with httpx2.stream("POST", url, json=body, timeout=120) as answer:
+        with httpx2.stream("POST", url, json=body, timeout=PATIENCE_S) as answer:
             assert answer.status_code == 200
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
@@ -170,7 +171,7 @@ def test_a_killed_replica_costs_no_answer_that_can_be_had_again(server: Server) 
     # A stream that had begun ends with an error that says so; there is nothing else.
     assert set(load.came) <= {"whole", "stream", "broken off"}, load.came
     assert load.came["broken off"] <= 2, "one stream of each client at most"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(server.list_replicas()) < 2:
         assert time.monotonic() < deadline, "the lost replica does not come back"
         time.sleep(0.2)
@@ -183,7 +184,7 @@ def test_a_changed_plan_takes_the_place_of_the_other_without_a_lost_answer(serve
         load.wait_for("whole", 2)
         server.plan.write_text(text + "\n[sampling]\ntop_p = 0.5\n", "utf-8")
         server.process.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + PATIENCE_S
         while {server.ask("x", max_tokens=1)["system_fingerprint"] for _ in range(4)} & {before}:
             assert time.monotonic() < deadline, "the old plan is still served"
         load.wait_for("whole", 4)

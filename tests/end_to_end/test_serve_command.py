@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import pi2.cli
 from pi2.cli.main import run
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import Ask
 
 COMMAND = [sys.executable, "-m", "pi2", "serve"]
@@ -39,12 +40,12 @@ def test_it_serves_until_it_is_interrupted(end: signal.Signals) -> None:
             assert lines[-1], "".join(lines)
         body = {"model": "demo", "prompt": "def ", "max_tokens": 4}
         url = f"{found[1]}/v1/completions"
-        assert httpx2.post(url, json=body).status_code == 401
-        answer = httpx2.post(url, json=body, headers={"x-api-key": "secret"}, timeout=60)
+        assert httpx2.post(url, json=body, timeout=PATIENCE_S).status_code == 401
+        answer = httpx2.post(url, json=body, headers={"x-api-key": "secret"}, timeout=PATIENCE_S)
         assert answer.json()["usage"]["completion_tokens"] == 4
         process.send_signal(end)
         rest = process.stderr.read()
-        assert process.wait(60) in (130, -end)
+        assert process.wait(PATIENCE_S) in (130, -end)
     assert "Traceback" not in rest
     # One line for each request, and nothing that was said.
     assert rest.count('"path": "/v1/completions"') + "".join(lines).count("/v1/completions") == 2

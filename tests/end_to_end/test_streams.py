@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.commands import is_control, show_controls
+from tests.helpers.patience import PATIENCE_S
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"
 
@@ -21,7 +22,7 @@ def call(arguments: str, redirections: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -72,7 +73,9 @@ def test_text_commands_no_terminal_and_is_as_it_was_made_elsewhere(
 ) -> None:
     command = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "a", *more]
     command += ["--temperature", "2", "--seed", "3", "--max-tokens", "50", "--ignore-eos"]
-    piped = subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
+    piped = subprocess.run(
+        command, capture_output=True, timeout=PATIENCE_S, check=True
+    ).stdout.decode()
     assert any(map(is_control, piped)), "another seed is needed"
     screen, terminal = pty.openpty()
     tty.setraw(terminal)  # line ends stay as they are

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def test_a_run_goes_on_when_a_unit_s_process_is_killed(alone: dict[str, Any]) ->
     assert first, process.communicate()[1].decode()
     (worker,) = find_workers(process.pid)
     os.kill(worker, signal.SIGKILL)
-    rest, errors = process.communicate(timeout=120)
+    rest, errors = process.communicate(timeout=PATIENCE_S)
     said = errors.decode()
     assert process.returncode == 0, said
     assert (first + rest).decode() == alone["text"] + "\n"

@@ -110,10 +110,12 @@ def write_random_gguf(
     changes: Mapping[str, Any] | None = None,
     kind: str = "Q8_0",
     kinds: Mapping[str, str] | None = None,
+    template: str | None = None,
 ) -> Path:
     """Write a model of random weights, with a tokenizer: see `make_model`; the folder of the same
     model is ``checkpoint``."""
     metadata = make_sentence_piece()
+    metadata |= {} if template is None else {"tokenizer.chat_template": template}
     own = {**shape, "vocab": len(metadata["tokenizer.ggml.tokens"])}
     usual = {"shape": own, "predictor": None, "ffn": {"activation": "silu"}}
     model = make_model({**usual, **(changes or {})})

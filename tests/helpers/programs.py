@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tests.helpers.patience import PATIENCE_S
+
 
 def start_pi2(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run ``python -m pi2`` to its end; what it writes is text."""
@@ -13,7 +15,8 @@ def start_pi2(*arguments: object, **options: Any) -> subprocess.CompletedProcess
 
 def start_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run this Python to its end, without standard input unless ``options`` give it."""
-    usual: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    usual: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    usual["timeout"] = PATIENCE_S
     if "input" not in options:
         usual["stdin"] = subprocess.DEVNULL
     command = [sys.executable, *map(str, arguments)]

@@ -18,15 +18,16 @@ from pi2.serving.application import Settings, make_application
 from pi2.serving.front import TimedConnection
 from pi2.serving.hosts import ServedPlan
 from tests.helpers.models import make_tiny
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.plans import write_plan
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "golden" / "chat"
 
 _CONTEXT = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For servers that speak plain HTTP: a context of its own takes 30 ms of every request."""
-get = partial(httpx2.get, verify=_CONTEXT)
-post = partial(httpx2.post, verify=_CONTEXT)
-options = partial(httpx2.options, verify=_CONTEXT)
+get = partial(httpx2.get, verify=_CONTEXT, timeout=PATIENCE_S)
+post = partial(httpx2.post, verify=_CONTEXT, timeout=PATIENCE_S)
+options = partial(httpx2.options, verify=_CONTEXT, timeout=PATIENCE_S)
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -85,7 +86,7 @@ def serve(
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while not server.started:
             assert thread.is_alive(), "the server has ended"
             assert time.monotonic() < deadline, "the server does not start"
@@ -98,7 +99,7 @@ def serve(
 
 def wait_until_idle(address: str) -> dict[str, Any]:
     """The state of the model, when nothing is under way."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         (state,) = get(f"{address}/api/state").json()["models"]
         if not state["running"] and not state["waiting"]:

@@ -33,7 +33,7 @@ def build(request):
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    return start_python("-c", script, cwd=ROOT, timeout=60)
+    return start_python("-c", script, cwd=ROOT)
 
 
 def test_every_folder_with_a_backend_module_is_one() -> None:

@@ -20,6 +20,7 @@ from pi2.measuring.contestant import Profile, Worker
 from pi2.measuring.samples import Bandwidth, Description, Sample, TokenBytes, Workload
 from pi2.measuring.session import run_session
 from pi2.progress import Progress
+from tests.helpers.patience import PATIENCE_S
 
 # The course of a session
 
@@ -223,6 +224,7 @@ _KILLED_CALLER = """
 import sys, time
 from pi2.measuring.contestant import Worker
 from tests.unit.test_bench_session import Echo
+from tests.helpers.patience import PATIENCE_S
 
 if __name__ == "__main__":
     Worker(Echo()).call("say_who_and_sleep", sys.argv[1])
@@ -243,7 +245,7 @@ def test_a_process_ends_with_a_caller_that_is_killed(tmp_path: Path) -> None:
 
 
 def _wait_for(find: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + PATIENCE_S
     while not (found := find()) and time.monotonic() < end:
         time.sleep(0.05)
     return found

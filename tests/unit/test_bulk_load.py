@@ -15,6 +15,7 @@ from pi2.memory.bulk_load import Batch, BulkLoad, Job
 from pi2.progress import ignore_progress
 from pi2.store.file_read import FileRead
 from pi2.store.manifest import CHECKED_BYTES, StoredFile
+from tests.helpers.patience import PATIENCE_S
 
 MIB = CHECKED_BYTES
 
@@ -119,7 +120,7 @@ def test_a_closed_load_waits_for_its_reads_and_then_closes_files() -> None:
     batch = Batch(load)
     batch.keep(lambda: order.append("closed"))
     batch.add([Job(run, 1)])
-    begun.wait(10)
+    begun.wait(PATIENCE_S)
     load.close()
     load.close()
     assert order == ["read", "closed"]

@@ -23,6 +23,7 @@ from pi2.cli import serve
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 from pi2.serving.answer_reader import Fragment
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.servers import make_chat_plan
 
 THINKING = """{%- for message in messages %}
@@ -150,7 +151,7 @@ def test_interrupt_in_a_terminal_stops_answer_and_not_program(plan: Path, tmp_pa
 
         def wait_for(word: bytes) -> None:
             nonlocal shown
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE_S
             while word not in shown:
                 assert time.monotonic() < deadline, shown[-2000:]
                 if select.select([screen], [], [], 0.1)[0]:
@@ -173,7 +174,7 @@ def test_interrupt_in_a_terminal_stops_answer_and_not_program(plan: Path, tmp_pa
             type_keys(b"again\r")
             wait_for(b"2 tokens (length)")
             type_keys(b"\x04")
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
     os.close(screen)

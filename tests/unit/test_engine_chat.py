@@ -17,6 +17,7 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.plan.documents.model_parts import Tokenizer as Settings
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model, make_tiny, make_tokenizer
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.plans import write_plan
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden/chat"
@@ -90,7 +91,7 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_a_finding(source: str) -
     with pytest.raises(UserError) as error:
         render(source)
     assert [finding.code for finding in error.value.diagnostics] == ["P608"]
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < PATIENCE_S
 
 
 # Where templates come from

@@ -8,6 +8,7 @@ import pytest
 
 from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.machine import detect_memory
+from tests.helpers.patience import PATIENCE_S
 
 GIB = 1 << 30
 
@@ -135,7 +136,7 @@ def test_a_group_of_version_2_is_limited_counted_and_removed(tmp_path: Path) -> 
         (group.folder / "memory.events").write_text("low 0\noom 1\noom_kill 2\n")
         assert (group.peak_bytes, group.kills) == (123, 2)
         process = group.start([sys.executable, "-c", "pass"])
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
         assert (group.folder / "cgroup.procs").read_text() == f"{process.pid}\n"
         for file in group.folder.iterdir():  # in a real one they go with the folder
             file.unlink()

@@ -18,6 +18,7 @@ from pi2.memory.bundle_files import BundleFile
 from pi2.memory.flash import FlashReader, PendingRead, ReadSettings
 from pi2.memory.io_engine import PENDING, EngineName
 from pi2.memory.uring import RingUnavailable, UringEngine
+from tests.helpers.patience import PATIENCE_S
 
 STRIDE, COUNT, OFFSET = 512, 100, 4096
 
@@ -123,7 +124,7 @@ def test_reads_go_on_between_computations_without_anybody_waiting(file: BundleFi
     reader = open_reader(file, engine="io_uring", depth=2)
     pending = reader.start(0, np.arange(0, 60, 2, dtype=np.int32), np.arange(30, dtype=np.int32))
     assert pending.batch is not None
-    results, deadline = pending.batch.results, time.monotonic() + 20
+    results, deadline = pending.batch.results, time.monotonic() + PATIENCE_S
     while np.count_nonzero(results == PENDING) > 2 and time.monotonic() < deadline:
         reader.advance()
     # Two at a time, and the last two are on their way.
@@ -153,7 +154,7 @@ def test_a_reader_is_not_idle_while_a_read_is_under_way(
     read = engine._read_runs
 
     def wait_first(*arguments: Any) -> None:
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         read(*arguments)
 
     monkeypatch.setattr(engine, "_read_runs", wait_first)
@@ -170,13 +171,13 @@ def test_nothing_of_an_abandoned_read_is_under_way(file: BundleFile) -> None:
 
     def slow(fd: int, vectors: Any, firsts: Any, *rest: Any) -> None:
         started.set()
-        release.wait(10)
+        release.wait(PATIENCE_S)
         ended.append(len(firsts))
 
     reader = open_reader(file, threads=1, cluster=2)
     reader._engine._read_runs = slow  # type: ignore[attr-defined]
     pending = reader.start(0, np.arange(0, 80, 20, dtype=np.int32), np.arange(4, dtype=np.int32))
-    assert started.wait(10)
+    assert started.wait(PATIENCE_S)
     threading.Timer(0.05, release.set).start()
     reader.abandon(pending)
     assert ended == [2], "the second cluster had not begun and never does"

@@ -15,6 +15,7 @@ from pi2.serving import front
 from pi2.serving.application import Settings
 from pi2.serving.front import USE, ReplicaLost, make_front
 from pi2.serving.metrics import Metrics
+from tests.helpers.patience import PATIENCE_S
 
 STREAM = {"type": "http.response.start", "status": 200}
 EVENTS: list[Message] = [
@@ -46,7 +47,7 @@ class Replicas:
                 yield message
                 await asyncio.sleep(0)
             if self.waits:
-                await asyncio.sleep(60)
+                await asyncio.sleep(PATIENCE_S)
             if count < len(self.events):
                 raise ReplicaLost("killed")
         finally:
@@ -74,7 +75,7 @@ def ask(
         if requests:
             return requests.pop()
         if not hangs_up:
-            await asyncio.sleep(60)
+            await asyncio.sleep(PATIENCE_S)
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
@@ -90,7 +91,7 @@ def ask(
             "server": ("127.0.0.1", 80),
             "scheme": "http",
         }
-        await asyncio.wait_for(application(scope, receive, send), 10)
+        await asyncio.wait_for(application(scope, receive, send), PATIENCE_S)
 
     asyncio.run(run())
     return sent

@@ -12,6 +12,7 @@ from pi2.cli.serve import list_plans
 from pi2.serving.errors import ApiError
 from pi2.serving.hosts import Host, Hosts, ServedPlan, Turn
 from tests.helpers.gguf_files import write_random_gguf
+from tests.helpers.patience import PATIENCE_S
 
 GIB = 1 << 30
 
@@ -46,7 +47,7 @@ def run(names: str, memory_gib: int, work: Callable[[Hosts], Awaitable[None]]) -
     async def live() -> None:
         hosts = Hosts(plans, memory_bytes=memory_gib * GIB)
         await hosts.start()
-        await asyncio.wait_for(work(hosts), 10)
+        await asyncio.wait_for(work(hosts), PATIENCE_S)
         await hosts.stop()
 
     asyncio.run(live())

@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pi2.diagnostics import UserError  # noqa: E402
 from pi2.serving.openapi import Traces, make_tracer  # noqa: E402
-from tests.helpers.servers import describe_plan, make_chat_plan, serve  # noqa: E402
+from tests.helpers.patience import PATIENCE_S  # noqa: E402
+from tests.helpers.servers import describe_plan, get, make_chat_plan, post, serve  # noqa: E402
 
 SECRET = "do not tell anybody"
 
@@ -38,7 +39,7 @@ def address(tmp_path: Path, exporter: InMemorySpanExporter) -> Iterator[str]:
 
 def wait_for_spans(exporter: InMemorySpanExporter, count: int) -> tuple[Any, ...]:
     """Spans, which end a moment after the last byte of an answer."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while len(found := exporter.get_finished_spans()) < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -55,7 +56,7 @@ def test_request_is_a_span_without_its_prompt(address: str, exporter: InMemorySp
         "seed": 4,
         "user": SECRET,
     }
-    with httpx2.Client(headers={"traceparent": parent}, timeout=60) as client:
+    with httpx2.Client(headers={"traceparent": parent}, timeout=PATIENCE_S) as client:
         url = f"{address}/v1/chat/completions"
         whole = client.post(url, json=body).json()
         streamed = client.post(url, json={**body, "stream": True}).text
@@ -94,8 +95,8 @@ def test_request_is_a_span_without_its_prompt(address: str, exporter: InMemorySp
 def test_refusals_are_spans_and_health_is_none(
     address: str, exporter: InMemorySpanExporter
 ) -> None:
-    assert httpx2.get(f"{address}/health").status_code == 200
-    answer = httpx2.post(f"{address}/v1/embeddings", json={"model": SECRET, "input": SECRET})
+    assert get(f"{address}/health").status_code == 200
+    answer = post(f"{address}/v1/embeddings", json={"model": SECRET, "input": SECRET})
     assert answer.status_code == 404
     (span,) = wait_for_spans(exporter, 1)
     assert (span.attributes or {})["http.response.status_code"] == 404

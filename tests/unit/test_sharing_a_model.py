@@ -14,6 +14,7 @@ import pi2
 from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Line, SamplingOptions, Ticket
 from tests.helpers.models import make_tiny
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.plans import write_plan
 
 OPTIONS: dict[str, Any] = {"max_tokens": 9, "temperature": 1.0, "ignore_eos": True}
@@ -154,7 +155,7 @@ def test_closing_tells_those_who_wait_in_other_threads(plan: Path) -> None:
                 begun.set()
 
         waiting = [threads.submit(run, number) for number in range(4)]
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE_S)
         model.close()
         errors = [item.exception() for item in waiting]
     assert any(isinstance(error, pi2.UserError) for error in errors)
@@ -179,7 +180,7 @@ def test_tasks_of_an_event_loop_share_a_model(plan: Path) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert await run(model, 3) == found[3]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while model._scheduler.running:
                 await asyncio.sleep(0.01)
         return found

@@ -18,6 +18,7 @@ from pi2.importing.conversion_job import read_counts
 from pi2.store.manifest import read_manifest
 from pi2.store.verification import verify_store
 from tests.helpers.models import make_model
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import start_python
 from tests.helpers.synthetic_stores import SHAPE, hash_store
 
@@ -127,7 +128,7 @@ def test_a_killed_job_goes_on_and_gives_the_same_store(
         stderr=subprocess.DEVNULL,
     )
     journal = partial / "journal.jsonl"
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + PATIENCE_S
     while time.monotonic() < limit and job.poll() is None:
         if journal.exists() and len(journal.read_text().splitlines()) >= 3:
             break

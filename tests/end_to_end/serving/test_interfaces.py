@@ -10,6 +10,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import pi2
+from pi2.cli.serve import list_plans
+from pi2.serving.openapi import OPERATIONS, describe_interface
+from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.servers import (
     HELLO,
     describe_plan,
@@ -149,6 +152,39 @@ def test_numbers_for_prometheus_have_their_usual_names(address: str, client: Any
         'pi2:memory_segment_bytes{model_name="tiny",segment="kv"}',
     ):
         assert name in text, name
+
+
+def test_every_path_of_a_served_gguf_file_answers(tmp_path: Path) -> None:
+    shape = {"hidden": 64, "ffn": 96, "layers": 1, "context": 256}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    file = write_random_gguf(tmp_path, shape, template=template)
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": HELLO, "max_tokens": 2},
+        "/v1/completions": {"prompt": "hello", "max_tokens": 2},
+        "/v1/embeddings": {"input": "hello"},
+        "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 2},
+        "/v1/messages/count_tokens": {"messages": HELLO},
+        "/tokenize": {"prompt": "hello"},
+        "/detokenize": {"tokens": [5]},
+        "/api/chat": {"messages": HELLO, "options": {"num_predict": 2}},
+        "/api/generate": {"prompt": "hello", "options": {"num_predict": 2}},
+        "/api/embed": {"input": "hello"},
+        "/api/embeddings": {"prompt": "hello"},
+        "/api/show": {},
+    }
+    assert set(asked) == {operation.path for operation in OPERATIONS}
+    paths = [path for path, methods in describe_interface()["paths"].items() if "get" in methods]
+    with serve(list_plans((file,), {})) as address:
+        for path, body in asked.items():
+            answer = post(f"{address}{path}", json={"model": "model", **body})
+            assert answer.is_success, (path, answer.text)
+        for path in ("/", "/openapi.json", "/v1/models/model", *paths):
+            answer = get(f"{address}{path}")
+            assert answer.is_success, (path, answer.text)
+        numbers = get(f"{address}/metrics").text
+    assert 'pi2:predicted_neurons_total{model_name="model"} 0.0' in numbers
+    assert "pi2:active_neurons" not in numbers, "kernels of blocks do not count them"
 
 
 def test_clients_of_ollama_can_chat(address: str) -> None:

@@ -17,6 +17,7 @@ import pi2
 from pi2.engine.forward import Forward
 from pi2.serving import requests
 from tests.helpers.models import make_tokenizer
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.servers import HELLO, describe_plan, make_chat_plan, post, serve, wait_until_idle
 
 TEXTS = ["The capital", "of häh"]
@@ -169,7 +170,7 @@ def read_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def ask(address: str, path: str) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=PATIENCE_S)
     body: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "stream": True}
     if path == "/v1/completions":
         body["prompt"] = "hello"

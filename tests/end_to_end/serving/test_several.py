@@ -14,6 +14,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from pi2.engine.forward import Forward
 from pi2.serving.calls import Limits
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.servers import describe_plan, get, make_chat_plan, post, serve
 
 
@@ -43,7 +44,7 @@ def test_models_are_loaded_when_they_are_asked_for(tmp_path: Path) -> None:
         assert list_loaded() == ["one"]
         for name in ("two", "one"):
             body = {"model": name, "prompt": "a", "max_tokens": 2}
-            assert post(f"{address}/v1/completions", json=body, timeout=60).is_success
+            assert post(f"{address}/v1/completions", json=body).is_success
             assert list_loaded() == [name]
 
 
@@ -53,7 +54,7 @@ def test_whoever_wants_another_model_waits_his_turn(
     may_step, step = threading.Event(), Forward.step
 
     def step_when_all_have_asked(self: Forward, *arguments: Any) -> Any:
-        assert may_step.wait(60)
+        assert may_step.wait(PATIENCE_S)
         return step(self, *arguments)
 
     monkeypatch.setattr(Forward, "step", step_when_all_have_asked)
@@ -68,14 +69,14 @@ def test_whoever_wants_another_model_waits_his_turn(
 
         def ask(name: str) -> tuple[int, float]:
             body = {"model": name, "prompt": "a", "max_tokens": 2}
-            answer = post(url, json={**body, "ignore_eos": True}, timeout=600)
+            answer = post(url, json={**body, "ignore_eos": True})
             assert "retry-after" in answer.headers or answer.is_success, answer.text
             return answer.status_code, time.monotonic()
 
         def wait_for(number: int, key: str, value: int) -> None:
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + PATIENCE_S
             while time.monotonic() < deadline:
-                state = get(f"{address}/api/state", timeout=300).json()["models"][number]
+                state = get(f"{address}/api/state").json()["models"][number]
                 if state.get(key) == value:
                     return
                 time.sleep(0.005)
