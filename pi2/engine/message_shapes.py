@@ -43,10 +43,18 @@ class Shape:
     """Text next to a call is part of the reasoning before it."""
     tells_results: bool = False
     """Results of tools are messages of the user's."""
+    joins_systems: bool = False
+    """System messages at the beginning are one."""
+    tells_later_systems: bool = False
+    """System messages after those at the beginning are the user's."""
+    tells_systems: bool = False
+    """All of them are the user's."""
+    takes_turns: bool = False
+    """Neighbours of the same role are one message."""
 
     def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        for message in map(dict, messages):
+        for message in self._place_systems(messages):
             if calls := message.get("tool_calls"):
                 message["tool_calls"] = [self._shape_call(call) for call in calls]
                 thoughts = message.get("thinking")
@@ -68,11 +76,24 @@ class Shape:
                     continue
                 message = {"role": "user", "content": text, "is_result": True}
             found.append(message)
+        if self.takes_turns:
+            found = _join_neighbours(found, ("user", "assistant"))
         for message in found:
             message.pop("is_result", None)
             if self.has_parts and isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
         return found
+
+    def _place_systems(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        found = [dict(message) for message in messages]
+        first = next(
+            (n for n, item in enumerate(found) if item.get("role") != "system"), len(found)
+        )
+        for number, message in enumerate(found):
+            is_told = self.tells_systems or (self.tells_later_systems and number >= first)
+            if is_told and message.get("role") == "system":
+                message["role"] = "user"
+        return _join_neighbours(found, ("system",)) if self.joins_systems else found
 
     def _shape_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         shaped = dict(call)
@@ -93,6 +114,35 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that templates have for the reasoning before an answer."""
 
 
+def _join_neighbours(messages: Sequence[Message], roles: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages; neighbours of one of ``roles`` are one, with all that both have."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        if message.get("role") not in roles or message["role"] != last.get("role"):
+            found.append(dict(message))
+            continue
+        calls = [*(last.get("tool_calls") or ()), *(message.get("tool_calls") or ())]
+        last |= {
+            key: _join_contents(last.get(key), message.get(key))
+            for key in ("content", *_THOUGHTS)
+            if key in last or key in message
+        }
+        last |= {"tool_calls": calls} if calls else {}
+    return found
+
+
+def _join_contents(one: Any, other: Any) -> Any:
+    if not one or not other:
+        return one or other
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    both = [
+        [{"type": "text", "text": part}] if isinstance(part, str) else part for part in (one, other)
+    ]
+    return [*both[0], *both[1]]
+
+
 def _read_object(text: Any) -> Any:
     if not isinstance(text, str):
         return text
@@ -111,12 +161,14 @@ def shorten_id(identity: str) -> str:
 
 
 def complete_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with what templates look for: thoughts by each of their names, and the names of
-    the tools whose results there are."""
+    """The messages with what templates look for: one role of systems, thoughts by each of their
+    names, and the names of the tools whose results there are."""
     found = [dict(message) for message in messages]
     names: dict[str, str] = {}
     waiting: list[tuple[str, str]] = []
     for message in found:
+        if message.get("role") == "developer":
+            message["role"] = "system"
         thoughts = next((message[key] for key in _THOUGHTS if message.get(key)), None)
         if thoughts is not None:
             message |= {key: message.get(key) or thoughts for key in _THOUGHTS}
@@ -181,16 +233,17 @@ class ShapedTemplate:
             replace(own, has_parts=not own.has_parts),
         )
         tried: list[list[dict[str, Any]]] = []
-        for shape in (
+        for one in (
             own,
             replace(own, joins_thoughts=True),
             *others,
             replace(own, tells_results=True),
         ):
-            shaped = shape.apply(messages)
-            if shaped not in tried:
-                tried.append(shaped)
-                yield shape
+            for shape in _list_orders(one):
+                shaped = shape.apply(messages)
+                if shaped not in tried:
+                    tried.append(shaped)
+                    yield shape
 
     def _check_text(
         self, messages: Sequence[Message], shape: Shape, text: str, render: Render
@@ -217,6 +270,34 @@ class ShapedTemplate:
             if said[-1] in tried:
                 self._shape = shape = other
                 text = tried
+        return self._check_systems(messages, shape, text, render)
+
+    def _check_systems(
+        self, messages: Sequence[Message], shape: Shape, text: str, render: Render
+    ) -> str:
+        """The prompt, which must contain all system messages: some templates drop those that are
+        not the first."""
+        places = [number for number, item in enumerate(messages) if item.get("role") == "system"]
+        are_first = places == list(range(len(places)))
+        kind = f"system {are_first} {len(places) > 1}"
+        if not places or kind in self._seen:
+            return text
+        self._seen.add(kind)
+        words = {number: f"Systemword{number}seven" for number in places}
+        probe = [
+            {**item, "content": words[number]} if number in words else item
+            for number, item in enumerate(messages)
+        ]
+        for other in _list_orders(shape):
+            try:
+                tried = render(other.apply(probe))
+            except UserError:
+                continue
+            if all(word in tried for word in words.values()):
+                if other == shape:
+                    break
+                self._shape = other
+                return render(other.apply(messages))
         return text
 
     def _try_calls(self, render: Render) -> None:
@@ -236,6 +317,17 @@ class ShapedTemplate:
             if best == 2 * len(_WORDS):
                 break
         self._shape, self._knows_calls = chosen, knows_calls
+
+
+def _list_orders(shape: Shape) -> Iterator[Shape]:
+    """The shape, and it with ever fewer messages in their own places: prompts of earlier turns stay
+    the beginnings of later ones."""
+    for takes_turns in (shape.takes_turns, True):
+        own = replace(shape, takes_turns=takes_turns)
+        yield own
+        yield (later := replace(own, tells_later_systems=True))
+        yield replace(later, joins_systems=True)
+        yield replace(own, tells_systems=True)
 
 
 def _write_calls(message: dict[str, Any], write: WriteCalls) -> dict[str, Any]:

@@ -57,6 +57,16 @@ def test_a_conversation_goes_on_and_reads_only_what_is_new(session: Session) -> 
     assert "known" in session.run_command("/stats")
 
 
+def test_a_system_message_reaches_a_template_that_refuses_it(tmp_path: Path) -> None:
+    template = """{% for m in messages %}{% if m.role == 'system' %}
+{{ raise_exception('no system') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+    with pi2.load(make_chat_plan(tmp_path, template=template)) as model:
+        session = Session(model, system="Be brief.", settings={"max_tokens": 1})
+        say(session, "hello")
+        expected = model.begin(model.encode_text("<user>Be brief.<user>hello"))
+    assert session.turn is not None and session.turn.prompt_tokens == len(expected)
+
+
 def test_an_answer_is_read_as_it_was_drawn_and_not_as_its_text_is_encoded(session: Session) -> None:
     session.settings |= {"max_tokens": 120, "temperature": 1.0, "seed": 5}
     answer = say(session, "hello")

@@ -1,6 +1,7 @@
 """Conversations with calls, in the shape that each template wants."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,94 @@ def test_results_have_the_names_of_their_tools() -> None:
     }
     thought = complete_messages([{"role": "assistant", "content": "", "reasoning_content": "hm"}])
     assert thought[0]["thinking"] == thought[0]["reasoning"] == "hm"
+
+
+SAY = "<{{ m.role }}>{{ m.content }}"
+REFUSE = "{{ raise_exception('no') }}{% endif %}"
+ORDERS = {
+    "all places": "{% for m in messages %}" + SAY + "{% endfor %}",
+    "the first place only": "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    + REFUSE
+    + SAY
+    + "{% endfor %}",
+    "the first places only": "{% set n = namespace(said=false) %}{% for m in messages %}"
+    "{% if m.role == 'system' and n.said %}"
+    + REFUSE
+    + "{% if m.role != 'system' %}{% set n.said = true %}{% endif %}"
+    + SAY
+    + "{% endfor %}",
+    "others dropped": "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+    + SAY
+    + "{% endif %}{% endfor %}",
+    "none": "{% for m in messages %}{% if m.role == 'system' %}" + REFUSE + SAY + "{% endfor %}",
+    "turns": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    + REFUSE
+    + SAY
+    + "{% endfor %}",
+    "turns after a system": "{% if messages[0].role == 'system' %}<system>"
+    "{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}" + REFUSE + SAY + "{% endfor %}",
+}
+"""Templates by the places in which they take system messages."""
+
+
+def talk(*turns: str) -> list[dict[str, Any]]:
+    """Messages of texts such as ``s1``: the first letter is the role's."""
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    return [{"role": roles[text[0]], "content": text} for text in turns]
+
+
+@pytest.mark.parametrize(
+    ("places", "turns", "expected"),
+    [
+        ("all places", "s1 s2 u1 s3", "<system>s1<system>s2<user>u1<system>s3"),
+        ("the first place only", "s1 d2 u1", "<system>s1\n\nd2<user>u1"),
+        ("the first place only", "u1 s1", "<user>u1<user>s1"),
+        (
+            "the first place only",
+            "s1 u1 a1 s2 u2",
+            "<system>s1<user>u1<assistant>a1<user>s2<user>u2",
+        ),
+        ("the first places only", "s1 s2 u1 s3", "<system>s1<system>s2<user>u1<user>s3"),
+        ("others dropped", "s1 s2 u1 d3", "<system>s1\n\ns2<user>u1<user>d3"),
+        ("none", "s1 s2 u1", "<user>s1<user>s2<user>u1"),
+        ("turns", "s1 s2 u1 a1 s3 u2", "<user>s1\n\ns2\n\nu1<assistant>a1<user>s3\n\nu2"),
+        ("turns", "u1 u2 a1 a2 u3", "<user>u1\n\nu2<assistant>a1\n\na2<user>u3"),
+        ("turns after a system", "s1 d2 u1 s3", "<system>s1\n\nd2<user>u1\n\ns3"),
+    ],
+)
+def test_system_messages_stand_where_the_template_takes_them(
+    places: str, turns: str, expected: str
+) -> None:
+    counted = Counted(ORDERS[places])
+    assert counted.render(talk(*turns.split())) == expected
+    assert counted.render(talk(*turns.split())) == expected
+
+
+@pytest.mark.parametrize("places", ORDERS)
+def test_a_prompt_is_the_beginning_of_the_next_turns(places: str) -> None:
+    counted = Counted(ORDERS[places])
+    prompts = [
+        counted.render(talk(*turns))
+        for turns in (
+            ("s1", "d2", "u1"),
+            ("s1", "d2", "u1", "a1", "s3", "u2"),
+            ("s1", "d2", "u1", "a1", "s3", "u2", "a2", "u3", "u4", "d4"),
+        )
+    ]
+    for before, after in pairwise(prompts):
+        assert after.startswith(before) and after != before
+    assert all(text in prompts[-1] for text in ("s1", "d2", "s3", "u3", "u4", "d4"))
+
+
+def test_calls_of_neighbours_that_become_one_are_kept() -> None:
+    counted = Counted(
+        ORDERS["turns"].replace(
+            SAY, SAY + "{% for t in m.tool_calls or [] %}({{ t.id }}){% endfor %}"
+        )
+    )
+    said = [MESSAGES[0], {"role": "assistant", "content": "Wait."}, MESSAGES[1]]
+    assert counted.render(said) == f"<user>Weather?<assistant>Wait.({ID})"
+    parts = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in "ab"]
+    two = counted.render([*parts, {"role": "assistant", "content": "c"}])
+    assert two.index("'a'") < two.index("'b'") < two.index("<assistant>c")

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import pi2
+from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.engine.forward import Forward
 from pi2.serving import requests
 from tests.helpers.models import make_tokenizer
@@ -120,6 +121,53 @@ def test_a_message_is_not_continued_where_a_client_says_so(address: str) -> None
     assert count(continue_final_message=False) > count(continue_final_message=True) == count()
     own = {"model": "tiny", "messages": HELLO, "max_tokens": 1}
     assert post(url, json={**own, "continue_final_message": True}).status_code == 400
+
+
+FIRST_ONLY = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System message must be at the beginning.') }}{% endif -%}
+<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+TURNS = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Roles must alternate.') }}{% endif -%}
+<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+WRITTEN = {
+    FIRST_ONLY: "<system>One.\n\nTwo.<user>Hi.<assistant>Yes.<user>Three.<user>So?<assistant>",
+    TURNS: "<user>One.\n\nTwo.\n\nHi.<assistant>Yes.<user>Three.\n\nSo?<assistant>",
+}
+
+
+@pytest.mark.parametrize("template", WRITTEN, ids=["in the first place only", "not at all"])
+def test_system_messages_of_all_interfaces_reach_templates_that_refuse_them(
+    tmp_path: Path, template: str
+) -> None:
+    def say(role: str, text: str) -> dict[str, str]:
+        return {"role": role, "content": text}
+
+    later = [say("user", "Hi."), say("assistant", "Yes."), say("system", "Three.")]
+    later.append(say("user", "So?"))
+    talk = [say("system", "One."), say("developer", "Two."), *later]
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": talk, "max_tokens": 1},
+        "/v1/responses": {"input": talk, "max_output_tokens": 1},
+        "/v1/messages": {"system": "One.\n\nTwo.", "messages": later, "max_tokens": 1},
+        "/api/chat": {"messages": talk, "stream": False, "options": {"num_predict": 1}},
+    }
+    counts = {"prompt_tokens", "input_tokens", "cache_read_input_tokens", "prompt_eval_count"}
+    with serve([describe_plan(make_chat_plan(tmp_path, template=template))]) as address:
+        tokens = post(f"{address}/tokenize", json={"prompt": WRITTEN[template]}).json()["count"]
+        for path, body in asked.items():
+            answer = post(f"{address}{path}", json={"model": "tiny", **body})
+            assert answer.is_success, answer.text
+            found = answer.json()
+            usage = {**found, **found.get("usage", {})}
+            assert sum(value for key, value in usage.items() if key in counts) == tokens, path
+        # A first turn's prompt is read once.
+        talk = [*talk[:2], say("user", "Another. " * 9), *talk[3:]]
+        for count in (3, 6):
+            body = {"model": "tiny", "messages": talk[:count], "max_tokens": 1}
+            usage = post(f"{address}/v1/chat/completions", json=body).json()["usage"]
+            if count == 3:
+                known = usage["prompt_tokens"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > known - CONTEXT_BLOCK
 
 
 @pytest.fixture
