@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pi2.diagnostics import UserError
 from pi2.machine.memory import find_cpu_quota, read_int, read_text
 from pi2.tile_permission import permit_tiles
 
@@ -88,6 +89,22 @@ _FEATURES: Mapping[str, Mapping[str, IsaFeature]] = {
 }
 """Linux's names (cpufeatures.h, elf_hwcaps.rst) of features."""
 
+LIMIT = "PI2_CPU"
+"""Environment variable that hides features of this processor: the best one of `_LEVELS` to use."""
+_LEVELS: Mapping[str, Mapping[str, Set[IsaFeature]]] = {
+    "x86-64": {
+        "x86-64": frozenset(),
+        "sse4.2": {"sse4.2"},
+        "avx2": {"avx2", "fma", "f16c"},
+        "avx512bw": {"avx512f", "avx512bw", "avx512vl"},
+        "avx512vnni": {"avx512vnni"},
+        "amx": {"amx-int8"},
+    },
+    "aarch64": {"neon": {"neon"}, "dotprod": {"fp16", "dotprod"}, "i8mm": {"i8mm"}},
+}
+"""Generations of processors, each with all features of the ones before, by the names of the
+schedules that they choose."""
+
 _ARM_CORES: Mapping[int, str] = {
     0xD03: "cortex-a53",
     0xD05: "cortex-a55",
@@ -160,15 +177,33 @@ def detect_cpu(
     quota = find_cpu_quota(root)
     cores = affinity if quota is None else min(affinity, int(quota))
     clusters = _group_cores(root, processors) or (CpuCores(cores=online),)
+    features = read_hwcaps() if is_here and architecture == "aarch64" else None
+    features = features or _find_permitted(_find_features(architecture, processors), is_here)
+    if is_here and (level := os.environ.get(LIMIT)):
+        features &= list_features(architecture, level)
     return Cpu(
         name=_name_cpu(root, processors, clusters),
         architecture=architecture,
-        features=(read_hwcaps() if is_here and architecture == "aarch64" else None)
-        or _find_permitted(_find_features(architecture, processors), is_here),
+        features=features,
         cores_online=online,
         cores=max(1, cores),
         quota_cores=quota,
         clusters=clusters,
+    )
+
+
+def list_features(architecture: str, level: str) -> frozenset[IsaFeature]:
+    """Return what processors of a generation of `_LEVELS` have; raises `UserError` P699."""
+    levels = _LEVELS.get(architecture, {})
+    found: frozenset[IsaFeature] = frozenset()
+    for name, own in levels.items():
+        found |= own
+        if name == level:
+            return found
+    raise UserError.of(
+        "P699",
+        f"{LIMIT}={level} names no generation of {architecture} processors",
+        help=f"set {LIMIT} to one of {', '.join(levels)}, or unset it",
     )
 
 

@@ -5,8 +5,10 @@ from typing import get_args
 
 import pytest
 
+from pi2.backends.kernels.isa import choose_isa
+from pi2.diagnostics import UserError
 from pi2.machine import detect_cpu
-from pi2.machine.cpu import _FEATURES
+from pi2.machine.cpu import _FEATURES, list_features
 from pi2.plan.documents.device import IsaFeature
 
 CASCADE_LAKE = (
@@ -177,3 +179,28 @@ def test_this_machine() -> None:
     cpu = detect_cpu()
     assert cpu.name and 1 <= cpu.cores <= cpu.cores_online
     assert sum(cluster.cores for cluster in cpu.clusters) == cpu.cores_online
+
+
+@pytest.mark.parametrize(
+    ("architecture", "level"),
+    [
+        *(("x86-64", name) for name in ("x86-64", "sse4.2", "avx2", "avx512bw", "avx512vnni")),
+        *(("x86-64", "amx"), ("aarch64", "dotprod"), ("aarch64", "i8mm")),
+    ],
+)
+def test_a_generation_chooses_the_schedule_of_its_name(architecture: str, level: str) -> None:
+    features = list_features(architecture, level)
+    assert level in choose_isa(features, architecture).name
+
+
+def test_newer_features_of_this_processor_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PI2_CPU", raising=False)
+    own = detect_cpu()
+    if own.architecture != "x86-64":
+        pytest.skip(f"features of {own.architecture} have other names")
+    monkeypatch.setenv("PI2_CPU", "sse4.2")
+    assert detect_cpu().features == own.features & {"sse4.2"}
+    monkeypatch.setenv("PI2_CPU", "avx3")
+    with pytest.raises(UserError, match="PI2_CPU=avx3") as caught:
+        detect_cpu()
+    assert [item.code for item in caught.value.diagnostics] == ["P699"]
