@@ -1,11 +1,10 @@
-"""Compare the planner's sums with the simulator's events over random plans.
+"""Compare the planner's expected numbers with the simulator's drawn ones over random plans.
 
     python tools/compare_predictions.py --cells 2000 --seed 1
 
-Both take what steps cost from one description (`pi2.costs`).  What may differ is what becomes of
-it: the planner puts expected numbers into a closed form, the simulator draws numbers for each token
-and plays the steps.  notes/planner.md has the result of a large grid; a small one is part
-of the tests (tests/unit/test_one_cost_model.py).
+Both take what steps cost from one description (`pi2.costs`).  The planner puts expected numbers of
+neurons into it, the simulator numbers that it draws for each token and layer.  notes/planner.md has
+the result of a large grid; a small one is part of the tests (tests/unit/test_one_cost_model.py).
 """
 
 from __future__ import annotations
@@ -73,20 +72,11 @@ class Outcome:
     cell: Cell
     predicted: float
     simulated: float
-    prompt_predicted: float | None
-    prompt_simulated: float | None
 
     @property
     def error(self) -> float:
         """Difference of generated tokens per second, in parts of the simulated ones."""
         return self.predicted / self.simulated - 1.0
-
-    @property
-    def prompt_error(self) -> float | None:
-        """The same of a prompt's; None where no arithmetic rate is known."""
-        if self.prompt_predicted is None or self.prompt_simulated is None:
-            return None
-        return self.prompt_predicted / self.prompt_simulated - 1.0
 
 
 def draw_cell(source: random.Random) -> Cell:
@@ -183,15 +173,11 @@ def compare_cell(cell: Cell, tokens: int = TOKENS) -> Outcome | None:
     found = simulate(description, prompt_tokens=cell.prompt, tokens=tokens)
     later = cell.prompt + (tokens - 1) / 2 - description.settings.position
     # Both at the same place of the context.
-    moved = [description.find_terms(kind).position_s * kind.count for kind in description.kinds]
+    moved = [
+        description.find_layer(kind).terms.position_s * kind.count for kind in description.kinds
+    ]
     token_s = cost.token_s + later * sum(moved)
-    return Outcome(
-        cell=cell,
-        predicted=cell.batch / token_s,
-        simulated=found.tokens_s,
-        prompt_predicted=cost.prefill_tokens_s,
-        prompt_simulated=None if found.prefill is None else found.prefill.tokens_s,
-    )
+    return Outcome(cell=cell, predicted=cell.batch / token_s, simulated=found.tokens_s)
 
 
 def run_grid(cells: int, seed: int, tokens: int = TOKENS) -> Iterator[Outcome]:
@@ -233,17 +219,9 @@ def main() -> None:
             values.setdefault(str(getattr(item.cell, field)), []).append(item.error)
         for value, errors in sorted(values.items()):
             print(describe_errors(f"{field} {value}", errors))
-    prompts = [item.prompt_error for item in found if item.prompt_error is not None]
-    print(describe_errors("prompts", prompts))
     for item in sorted(found, key=lambda item: -abs(item.error))[: arguments.worst]:
         print(
             f"{item.error:+.1%} {item.predicted:.4g} {item.simulated:.4g} {item.cell}",
-            file=sys.stderr,
-        )
-    prompts_first = [item for item in found if item.prompt_error is not None]
-    for item in sorted(prompts_first, key=lambda x: -abs(x.prompt_error or 0.0))[: arguments.worst]:
-        print(
-            f"prompt {item.prompt_error:+.1%} {item.prompt_predicted:.4g} {item.cell}",
             file=sys.stderr,
         )
 

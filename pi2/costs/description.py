@@ -17,11 +17,12 @@ from pi2.costs.activity import (
     describe_target_activity,
 )
 from pi2.costs.constants import Constants, Figure
+from pi2.costs.cost_layer import CostedLayer, find_layer
 from pi2.costs.kernel_times import Linear, Rates
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
 from pi2.costs.rates import MISSING_FIGURE, find_card_share, is_fast_card, read_rates
 from pi2.costs.settings import POSITION, Settings, Sizes, measure_sizes, read_settings, share_cold
-from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
+from pi2.costs.terms import time_head, time_row
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_read_rows
@@ -225,10 +226,11 @@ class Description:
             return self.whole
         return self.sizes, self.settings
 
-    def find_terms(self, kind: LayerKind) -> LayerTerms:
+    def find_layer(self, kind: LayerKind) -> CostedLayer:
         sizes, settings = self.choose(kind)
-        return find_terms(
-            self.rates, sizes, settings, kind.activity, hot=kind.hot, dense=self.find_dense(kind)
+        hot, cold, dense = kind.hot, kind.cold, self.find_dense(kind)
+        return find_layer(
+            self.rates, sizes, settings, kind.activity, hot=hot, cold=cold, dense=dense
         )
 
     def count_statuses(self) -> Mapping[str, int]:

@@ -72,9 +72,8 @@ class LayerTerms:
     def before_s(self) -> float:
         return self.attention_s + self.norm_s + self.python_s
 
-    def time_look_up(self, missing: float, cached: float, *, expected: bool = False) -> float:
-        """Seconds of looking neurons up; ``expected`` numbers may be below one."""
-        chance = find_chance(missing) if expected else float(missing > 0.0)
+    def time_look_up(self, missing: float, cached: float, chance: float) -> float:
+        """Seconds of looking neurons up, some of which are missing with a ``chance``."""
         seconds = self.look_up_s + missing * self.missing_s + chance * self.place_s
         return seconds + self.touch_s * max(cached, 0.0)
 

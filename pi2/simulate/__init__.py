@@ -1,4 +1,5 @@
-"""Discrete-event simulation of a plan on a device that need not be at hand."""
+"""Simulation of a plan on a device that need not be at hand: numbers of neurons are drawn for each
+token and layer, and `pi2.costs` says what they take."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,14 +10,36 @@ from pi2.costs.constants import Constants, describe_statuses
 from pi2.costs.cost import Cost, cost_description
 from pi2.costs.description import Description, describe_plan, list_dense_units
 from pi2.costs.kernel_times import Rates
+from pi2.costs.prompts import cost_prompt, list_prompt_layers
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_number
-from pi2.simulate.bus import PrefillRun, simulate_prefill
 from pi2.simulate.decode import DecodeRun, Progress, simulate_decode
 from pi2.tracing import add_legend, make_figure, save_figure
 
 PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRun:
+    """Outcome of a simulated prompt."""
+
+    tokens_s: float
+    tokens: int
+    read_bytes: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.tokens / self.tokens_s
+
+
+def simulate_prefill(description: Description, tokens: int) -> PrefillRun | None:
+    """Process a prompt of ``tokens``; None where the device states no arithmetic rate."""
+    layers, tokens_s = list_prompt_layers(description, tokens), cost_prompt(description, tokens)
+    if layers is None or tokens_s is None:
+        return None
+    size = sum(layer.count * layer.read_bytes for layer in layers)
+    return PrefillRun(tokens_s=tokens_s, tokens=tokens, read_bytes=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

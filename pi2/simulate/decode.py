@@ -1,4 +1,4 @@
-"""Token generation: draws what every token asks of every layer, and adds up the layers' times."""
+"""Token generation: draws what every token asks of every layer, and adds up what that takes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,13 @@ import numpy as np
 
 from pi2.arrays import F64, I64
 from pi2.costs.activations import TokenDraws, draw_experts, draw_shifts, draw_tokens
+from pi2.costs.cost_layer import CostedLayer, Counts, LayerCost
 from pi2.costs.description import Description, LayerKind
-from pi2.simulate.layer import (
-    CPU_LANE,
-    DENSE_LANE,
-    READ_LANE,
-    LayerSimulation,
-    LayerTimes,
-    LayerWork,
-)
 from pi2.tracing import Recorder
 
 Progress = Callable[[float], None]
 
-_FEW = 16
-"""Different counts of which each is simulated, instead of the points of a grid around them."""
-_STEP = 1.15
-"""Ratio of neighbouring counts of neurons for which a layer is simulated."""
+READ_LANE, DENSE_LANE, CPU_LANE = "flash", "dense unit", "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +51,22 @@ def simulate_decode(
     positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
     done = 0
     for kind in description.kinds:
-        simulation = LayerSimulation(description, kind)
-        works = draw_work(description, kind, simulation, shifts, random)
-        before_s = time_before(simulation, positions)
-        for name in ("token_s", "cpu_s"):
-            total[name] += kind.count * before_s
+        layer = description.find_layer(kind)
+        before_s = kind.count * time_before(layer, positions)
+        total["token_s"] += before_s
+        total["cpu_s"] += before_s
         if description.settings.attention_share > 0.0:
-            total["dense_s"] += kind.count * before_s
-        add_layers(total, simulation, works)
+            total["dense_s"] += before_s
+        _add_layers(total, layer, draw_work(description, kind, layer, shifts, random))
         done += kind.count
         if progress is not None:
             progress(done / description.layers)
     return DecodeRun(**total)
 
 
-def time_before(simulation: LayerSimulation, positions: F64) -> F64:
-    terms = simulation.terms
-    added = positions - simulation.plan.settings.position
-    return terms.before_s + added * terms.position_s
+def time_before(layer: CostedLayer, positions: F64) -> F64:
+    added = positions - layer.settings.position
+    return layer.terms.before_s + added * layer.terms.position_s
 
 
 def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
@@ -100,38 +88,61 @@ def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenWork:
-    """Neurons per token and layer [tokens, layers], before rounding."""
+    """Neurons per token and layer [tokens, layers]."""
 
     resident: F64
+    """What the processor computes from memory, cached ones included."""
+    hot_weight: F64
+    """What its hot ones cost, as neurons that are gathered."""
     cached: F64
     missing: F64
     active: F64
     """Active neurons, wherever they are computed."""
+    absent: float
+    """Neurons of the computing experts that are not hot."""
+
+    def list_counts(self) -> tuple[list[Counts], I64]:
+        """Different counts, and the place of each token's and layer's among them."""
+        names = ("active", "missing", "resident", "cached", "hot_weight")
+        rows = np.stack([getattr(self, name) for name in names], axis=-1)
+        unique, where = np.unique(rows.reshape(-1, len(names)), axis=0, return_inverse=True)
+        counts = [
+            Counts(used=a, missing=b, resident=c, cached=d, hot_weight=e, absent=self.absent)
+            for a, b, c, d, e in unique.tolist()
+        ]
+        return counts, where.reshape(self.active.shape).astype(np.int64)
 
 
 def draw_work(
     description: Description,
     kind: LayerKind,
-    simulation: LayerSimulation,
+    layer: CostedLayer,
     shifts: F64,
     random: np.random.Generator,
 ) -> TokenWork:
-    settings, activity = simulation.plan.settings, kind.activity
+    activity = kind.activity
     possible = activity.neurons * activity.chosen
-    every = np.full((len(shifts), kind.count), possible)
-    none = np.zeros_like(every)
-    dense_share = description.find_dense(kind)
-    if settings.predictor == "none":
+    absent = possible * (1.0 - kind.hot)
+    if layer.settings.predictor == "none":
         # What does not stay streams by, whatever the cache has room for.
-        missing = every * (1.0 - kind.hot)
-        resident = every - every * dense_share - missing
-        return TokenWork(resident=resident, cached=none, missing=missing, active=every)
+        every = np.full((len(shifts), kind.count), possible)
+        resident = every * (kind.hot - description.find_dense(kind))
+        return TokenWork(
+            resident=resident,
+            hot_weight=resident,
+            cached=np.zeros_like(every),
+            missing=every * (1.0 - kind.hot),
+            active=every,
+            absent=absent,
+        )
     drawn = _draw_neurons(description, kind, shifts, random)
     return TokenWork(
-        resident=drawn.hot * simulation.terms.hot_part + drawn.cached,
+        resident=drawn.hot + drawn.cached,
+        hot_weight=drawn.hot * layer.terms.hot_part,
         cached=drawn.cached,
         missing=drawn.missing,
         active=drawn.dense + drawn.hot + drawn.cached + drawn.missing,
+        absent=absent,
     )
 
 
@@ -167,73 +178,24 @@ def _draw_neurons(
     )
 
 
-def add_layers(total: dict[str, F64], simulation: LayerSimulation, work: TokenWork) -> None:
-    """Add the layers' times to their tokens, simulated on a grid of counts and interpolated."""
-    times = _look_up_times(simulation, work.resident, work.missing)
-    for number, name in enumerate(COLUMNS):
-        total[name] += times[..., number].sum(axis=1)
-    touched_s = simulation.terms.touch_s * work.cached.sum(axis=1)
-    total["token_s"] += touched_s
-    total["cpu_s"] += touched_s
-    total["read_bytes"] += (times[..., len(COLUMNS)] * work.missing).sum(axis=1)
+def _cost(layer: CostedLayer, counts: Counts) -> LayerCost:
+    return layer.cost(counts, min(counts.missing, 1.0))
+
+
+def _add_layers(total: dict[str, F64], layer: CostedLayer, work: TokenWork) -> None:
+    """Add the layers' times to their tokens."""
+    counts, where = work.list_counts()
+    rows = []
+    for own in counts:
+        cost = _cost(layer, own)
+        computed_s = cost.ffn_s - cost.wait_s
+        size = layer.count_read_bytes(own)
+        rows.append((cost.ffn_s, cost.read_s, cost.wait_s, computed_s, cost.dense_s, size))
+    names = ("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s", "read_bytes")
+    for name, values in zip(names, np.array(rows).T, strict=True):
+        total[name] += values[where].sum(axis=1)
     total["active_neurons"] += work.active.sum(axis=1)
     total["missing_neurons"] += work.missing.sum(axis=1)
-
-
-COLUMNS = ("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s")
-RESULTS = (*COLUMNS, "read_bytes", "active_neurons", "missing_neurons")
-
-
-def _look_up_times(simulation: LayerSimulation, resident: F64, missing: F64) -> F64:
-    """Times [..., columns and bytes per missing neuron] for counts, simulated where they are."""
-    pairs = np.stack([resident, missing], axis=-1).reshape(-1, 2)
-    unique, where = np.unique(pairs, axis=0, return_inverse=True)
-    if len(unique) <= _FEW:
-        rows = np.array([_simulate(simulation, float(x), float(y)) for x, y in unique])
-        return np.asarray(rows[where.ravel()].reshape(*resident.shape, -1))
-    most = simulation.plan.possible
-    across, right = _find_cells(resident, most)
-    down, below = _find_cells(missing, most)
-    total = np.zeros((*resident.shape, len(COLUMNS) + 1))
-    for step_x, step_y in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        weight = (right if step_x else 1.0 - right) * (below if step_y else 1.0 - below)
-        used = weight > 0.0
-        if not used.any():
-            continue
-        corners = np.stack([across + step_x, down + step_y], axis=-1)[used]
-        unique, where = np.unique(corners, axis=0, return_inverse=True)
-        counts = [(_count_at(int(x), most), _count_at(int(y), most)) for x, y in unique]
-        rows = np.array([_simulate(simulation, *pair) for pair in counts])
-        total[used] += weight[used][:, None] * rows[where.ravel()]
-    return total
-
-
-def _simulate(simulation: LayerSimulation, resident: float, missing: float) -> tuple[float, ...]:
-    times = simulation.run_ahead(LayerWork(resident=resident, missing=missing))
-    meter = times.meter
-    return (
-        times.duration_s,
-        meter.flash_s,
-        meter.waiting_s,
-        meter.cpu_s,
-        meter.dense_s,
-        meter.read_bytes / missing if missing else 0.0,
-    )
-
-
-def _count_at(index: int, most: float) -> float:
-    """Count at a line of the grid: 0, 1, then powers of the step; ``most`` at most."""
-    return min(float(index) if index <= 1 else _STEP ** (index - 1), max(most, 1.0))
-
-
-def _find_cells(counts: F64, most: float) -> tuple[I64, F64]:
-    safe = np.maximum(counts, 1.0)
-    index = np.where(counts < 1.0, 0, 1 + np.floor(np.log(safe) / np.log(_STEP) + 1e-9))
-    low = np.where(index <= 1, index, _STEP ** np.maximum(index - 1.0, 0.0))
-    high = np.where(index < 1, 1.0, _STEP ** np.maximum(index, 0.0))
-    high = np.maximum(np.minimum(high, max(most, 1.0)), low + 1e-6)
-    share = np.clip((counts - low) / (high - low), 0.0, 1.0)
-    return index.astype(np.int64), np.where(share < 1e-9, 0.0, share)
 
 
 def trace_decode(
@@ -241,52 +203,53 @@ def trace_decode(
 ) -> Recorder:
     random = np.random.default_rng(seed)
     shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
-    recorder = Recorder()
-    works: dict[int, tuple[LayerSimulation, TokenWork, int]] = {}
+    recorder, settings = Recorder(), description.settings
+    works: dict[int, tuple[CostedLayer, list[Counts]]] = {}
     for kind in description.kinds:
-        simulation = LayerSimulation(description, kind)
-        work = draw_work(description, kind, simulation, shifts, random)
-        works |= {layer: (simulation, work, place) for place, layer in enumerate(kind.layers)}
-    lanes = [f"{CPU_LANE} thread {number}" for number in range(description.settings.threads)]
-    both = [*lanes, DENSE_LANE]
-    settings = description.settings
+        layer = description.find_layer(kind)
+        counts, where = draw_work(description, kind, layer, shifts, random).list_counts()
+        for place, number in enumerate(kind.layers):
+            works[number] = layer, [counts[at] for at in where[:, place].tolist()]
+    lanes = [f"{CPU_LANE} thread {number}" for number in range(settings.threads)]
     row_s = settings.batch * description.embedding_s
     for token in range(tokens):
-        if row_s > 0.0:
-            recorder.add_slice(READ_LANE, "embedding", 0.0, row_s)
-            recorder.offset_s += row_s
+        recorder.add_slice(READ_LANE, "embedding", 0.0, row_s)
+        recorder.offset_s += row_s
         position = np.array([float(prompt_tokens + token)])
-        for layer in range(description.layers):
-            simulation, work, place = works[layer]
-            before_s = float(time_before(simulation, position)[0])
-            if not simulation.streams:
-                for lane in both if settings.attention_share > 0.0 else lanes:
-                    recorder.add_slice(lane, "attention", 0.0, before_s)
-                recorder.offset_s += before_s
-            asked = LayerWork(
-                resident=float(work.resident[token, place]),
-                missing=float(work.missing[token, place]),
-            )
-            times = _trace_layer(simulation, asked, before_s, recorder)
-            recorder.offset_s += times.duration_s + before_s * simulation.streams
-        for lane in both if settings.head_share > 0.0 else lanes:
+        for number in range(description.layers):
+            layer, drawn = works[number]
+            before_s = float(time_before(layer, position)[0])
+            for lane in [*lanes, DENSE_LANE] if settings.attention_share > 0.0 else lanes:
+                recorder.add_slice(lane, "attention", 0.0, before_s)
+            recorder.offset_s += before_s
+            ahead_s = 0.0 if layer.settings.look_ahead == "none" else before_s
+            _trace_layer(recorder, lanes, _cost(layer, drawn[token]), drawn[token], ahead_s)
+        for lane in [*lanes, DENSE_LANE] if settings.head_share > 0.0 else lanes:
             recorder.add_slice(lane, f"head, token {token}", 0.0, description.head_s)
         recorder.offset_s += description.head_s
     return recorder
 
 
 def _trace_layer(
-    simulation: LayerSimulation, work: LayerWork, before_s: float, recorder: Recorder
-) -> LayerTimes:
-    """Record a layer's FFN; reads that begin earlier are one slice, from the attention on."""
-    times = simulation.run_ahead(work)
-    if simulation.plan.settings.look_ahead != "none" and work.missing > 0:
-        ready = replace(work, resident=work.resident + work.missing, missing=0.0)
-        simulation.run(ready, recorder)
-        recorder.add_slice(READ_LANE, "reads ahead", -before_s, times.meter.flash_s - before_s)
-    else:
-        simulation.run(work, recorder)
-    return times
+    recorder: Recorder, lanes: list[str], cost: LayerCost, counts: Counts, ahead_s: float
+) -> None:
+    """Record a layer's FFN: resident neurons, then read ones; reads may begin ``ahead_s`` ago."""
+    found_s = cost.predict_s + cost.look_up_s
+    computed_s = max(cost.ffn_s - cost.wait_s - found_s, 0.0)
+    all_neurons = max(counts.hot_weight + counts.cached + counts.missing, 1e-9)
+    last_s = cost.ffn_s - computed_s * counts.missing / all_neurons
+    for lane in lanes:
+        recorder.add_slice(lane, "predict", 0.0, cost.predict_s)
+        recorder.add_slice(lane, "look up", cost.predict_s, found_s)
+        recorder.add_slice(lane, "compute resident", found_s, last_s - cost.wait_s)
+        recorder.add_slice(lane, "compute read", last_s, cost.ffn_s)
+    recorder.add_slice(DENSE_LANE, "hot neurons", 0.0, cost.dense_s)
+    if cost.read_s > 0.0:
+        first_s = -ahead_s if ahead_s else found_s
+        read_s = max(min(first_s + cost.read_s, last_s), first_s)
+        recorder.add_slice(READ_LANE, "read neurons", first_s, read_s)
+        recorder.add_flow(READ_LANE, read_s, lanes[0], last_s)
+    recorder.offset_s += cost.ffn_s
 
 
 def simulate_layers(description: Description) -> tuple[float, ...]:
@@ -297,10 +260,10 @@ def simulate_layers(description: Description) -> tuple[float, ...]:
     positions = tokens + np.arange(tokens, dtype=np.float64)
     times: dict[int, float] = {}
     for kind in description.kinds:
-        total = {name: np.zeros(tokens) for name in RESULTS}
-        simulation = LayerSimulation(description, kind)
-        add_layers(total, simulation, draw_work(description, kind, simulation, shifts, random))
+        total = {name: np.zeros(tokens) for name in DecodeRun.__dataclass_fields__}
+        layer = description.find_layer(kind)
+        _add_layers(total, layer, draw_work(description, kind, layer, shifts, random))
         ffn_s = float(total["token_s"].mean()) / kind.count
-        before_s = float(time_before(simulation, positions).mean())
+        before_s = float(time_before(layer, positions).mean())
         times |= dict.fromkeys(kind.layers, before_s + ffn_s)
     return tuple(times[number] for number in range(description.layers))
