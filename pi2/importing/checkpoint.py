@@ -16,7 +16,7 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.config import list_beginnings, rename_tensors
 from pi2.importing.decoded_tensor import MOST_EXPERTS
 from pi2.importing.families import unwrap_config
-from pi2.importing.quantized import decode_weights
+from pi2.importing.quantized import decode_weights, find_settings
 from pi2.importing.safetensors_file import (
     Shards,
     SourceTensor,
@@ -63,6 +63,8 @@ MLC_CONFIG = "mlc-chat-config.json"
 """What MLC-LLM calls the configuration."""
 SENTENCE_PIECE = "tokenizer.model"
 """The SentencePiece library's file."""
+_MODELOPT = "hf_quant_config.json"
+"""Says that NVIDIA's exporter has quantised the weights, if the configuration does not."""
 _ADAPTERS = ("adapter_config.json",)
 """What describes changes of weights, in files of their own, that transformers adds to them."""
 _LAST = "pooling_mode_lasttoken"
@@ -294,7 +296,11 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
             tensors[name] = tensor
     _check_index(folder, tensors)
     beginnings = list_beginnings(config)
-    decoded = decode_weights(folder / "config.json", stated, divide_stacks(tensors))
+    place, settings = folder / "config.json", find_settings(stated)
+    if not settings and (folder / _MODELOPT).is_file():
+        place = folder / _MODELOPT
+        settings = {"quant_method": "modelopt"}
+    decoded = decode_weights(place, settings, divide_stacks(tensors))
     return Checkpoint(
         folder=folder,
         config=config,

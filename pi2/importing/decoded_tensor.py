@@ -187,6 +187,9 @@ def refuse_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> UserError:
 class DecodedTensor(SourceTensor, ABC):
     """A matrix [rows, columns] that `decode` makes of other tensors; ``offset`` is unused."""
 
+    parts: tuple[SourceTensor, ...]
+    """All that it is made of, and what else belongs to it."""
+
     @abstractmethod
     def decode(self, start: int, stop: int) -> F32:
         """Rows ``start`` to ``stop`` float32 [n, columns]."""
@@ -213,4 +216,5 @@ def describe_decoded(name: str, shape: tuple[int, ...], *parts: SourceTensor) ->
         "shape": shape,
         "offset": 0,
         "size_bytes": sum(part.size_bytes for part in parts),
+        "parts": parts,
     }

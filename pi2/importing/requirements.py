@@ -359,7 +359,8 @@ def _count_drafting(checkpoint: Checkpoint) -> int:
 
 _HARMLESS = re.compile(
     r"(^|\.)(inv_freq|original_inv_freq|position_ids|masked_bias|(attn|attention)\.bias"
-    r"|[kvq]_scale|kv_scale|input_scale|input_global_scale|activation_scale"
+    r"|[kvq]_(global_)?scale|kv_scale|[kvq]_zero_point|[kv]_proj\.[kv]_bias"
+    r"|(input|output|activation)_((global_)?scale|zero_point|scale_ub)"
     r"|num_batches_tracked)$"
 )
 """Tensors that change nothing: what follows from the configuration, masks, and scales of numbers

@@ -28,7 +28,7 @@ from tests.helpers.goldens import (
     write_plan,
 )
 from tests.helpers.programs import Ask
-from tests.unit.test_importing_quantized import Stored, decode_fp4, pack_pairs, write_tensors
+from tests.helpers.quantized import Stored, decode_fp4, pack_pairs, write_tensors
 
 HIDDEN, FFN = 96, 64
 KEPT = EXACT | {"ffn": "mxfp4"}

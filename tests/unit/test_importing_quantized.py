@@ -1,13 +1,11 @@
 """Quantised checkpoints are read as formats say; these tests write each by code of their own."""
 
 import json
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
@@ -20,25 +18,19 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model_parts import Quantization
 from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
-
-Array = npt.NDArray[Any]
-Stored = dict[str, tuple[str, Array]]
-"""Types, as a file states them, and elements or their bytes, by name."""
+from tests.helpers.quantized import (
+    Array,
+    Stored,
+    decode_fp4,
+    draw,
+    draw_codes,
+    draw_e4m3,
+    pack_pairs,
+    pack_words,
+    write_tensors,
+)
 
 ROWS, COLUMNS = 24, 128
-FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-
-
-def write_tensors(file: Path, tensors: Mapping[str, tuple[str, Array]]) -> None:
-    header: dict[str, Any] = {}
-    data = b""
-    for name, (dtype, values) in tensors.items():
-        raw = np.ascontiguousarray(values).tobytes()
-        span = [len(data), len(data) + len(raw)]
-        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": span}
-        data += raw
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def write_folder(folder: Path, settings: dict[str, Any], tensors: Stored) -> Path:
@@ -57,39 +49,6 @@ def read(folder: Path, name: str) -> F32:
     np.testing.assert_array_equal(tensor.read(3, 10), whole[3:10])
     np.testing.assert_array_equal(tensor.widen(tensor.read_turned()), whole.T)
     return whole
-
-
-def draw(*shape: int, seed: int = 0) -> F32:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def draw_codes(most: int, *shape: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, most, shape)
-
-
-def decode_e4m3(code: int) -> float:
-    """A sign, 4 bits of exponent (bias 7), 3 of mantissa."""
-    sign = -1.0 if code & 128 else 1.0
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if exponent == 0:
-        return sign * mantissa / 8 * 2.0**-6
-    return float(sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-
-
-def draw_e4m3(*shape: int) -> tuple[Array, F32]:
-    """Codes but for those that are no numbers, and what they stand for."""
-    codes = draw_codes(127, *shape) + 128 * draw_codes(2, *shape, seed=1)
-    numbers = np.vectorize(decode_e4m3, otypes=[float])(codes).astype(np.float32)
-    return codes.astype(np.uint8), numbers
-
-
-def decode_fp4(code: int) -> float:
-    return -FP4[code & 7] if code & 8 else FP4[code & 7]
-
-
-def pack_pairs(codes: Array) -> Array:
-    """Two 4-bit codes a byte, the first in the low half."""
-    return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
 
 
 @pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
@@ -203,16 +162,6 @@ def test_nvfp4_has_scales_of_groups_and_of_the_tensor(
         tmp_path / "model", {"quant_method": exporter}, dict(zip(names, values, strict=True))
     )
     np.testing.assert_array_equal(read(folder, "a.weight"), expected)
-
-
-def pack_words(codes: Array, bits: int) -> npt.NDArray[np.int32]:
-    """Codes [n, m] as 32-bit words [n, m bits / 32], the first in the lowest bits."""
-    count = 32 // bits
-    padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % count)))
-    words = np.zeros((len(padded), padded.shape[1] // count), np.uint32)
-    for place in range(count):
-        words |= padded[:, place::count].astype(np.uint32) << np.uint32(place * bits)
-    return words.view(np.int32)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -12,6 +12,7 @@ from typing import Any
 
 from pi2.diagnostics import UserError
 from pi2.importing.config import Config
+from pi2.importing.decoded_tensor import DecodedTensor
 from pi2.importing.safetensors_file import SourceTensor
 
 Tensors = dict[str, SourceTensor]
@@ -28,11 +29,11 @@ def load_methods() -> dict[str, Read]:
 
 
 def decode_weights(
-    file: Path, config: Mapping[str, Any], tensors: Mapping[str, SourceTensor]
+    file: Path, settings: Mapping[str, Any], tensors: Mapping[str, SourceTensor]
 ) -> Mapping[str, SourceTensor]:
-    """Tensors as in a plain checkpoint; `UserError` P533 to P535, P544 for unknown methods."""
-    settings = find_settings(config)
-    if settings is None:
+    """Tensors as in a plain checkpoint, by what ``file`` says of quantised weights, if anything;
+    `UserError` P533 to P535, P544 for unknown methods."""
+    if not settings:
         return tensors
     own = Config(file, settings)
     # Some say how, and leave the name of the method out.
@@ -45,15 +46,18 @@ def decode_weights(
             help=f"take a checkpoint of another kind: plain, or {', '.join(methods)}",
             file=str(file),
         )
-    return methods[method](own, tensors)
+    decoded = methods[method](own, tensors)
+    made = {name: item for name, item in decoded.items() if isinstance(item, DecodedTensor)}
+    parts = {part.name for item in made.values() for part in item.parts}
+    return {name: item for name, item in decoded.items() if name in made or name not in parts}
 
 
-def find_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a configuration says of quantised weights; None if they are plain."""
+def find_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration says of quantised weights; nothing if they are plain."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
             found = place.get(key)
             if isinstance(found, Mapping) and found:
                 return found
-    return None
+    return {}

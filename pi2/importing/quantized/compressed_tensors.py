@@ -11,7 +11,7 @@ lowest bits first, and keeps zero points less one, except in its second format. 
 order; ``g_idx`` states their groups. AWQ packs 8 neighbours of the outputs into a word, in the
 order 0, 2, 4, 6, 1, 3, 5, 7."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,56 +25,39 @@ from pi2.importing.decoded_tensor import (
     refuse_shape,
     take_part,
 )
-from pi2.importing.quantized.integers import decode_four_bits, decode_scaled
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.scaled_tensor import (
+    FLOATS,
+    ScaledTensor,
+    count_words,
+    decode_four_bits,
+    decode_scaled,
+    find_block,
+    unpack,
+)
 
-_FLOATS = ("F32", "BF16", "F16")
-
-
-def unpack(words: Raw, bits: int, count: int) -> I32:
-    """The first ``count`` codes of rows of 32-bit words [n, m], lowest bits first."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    codes = words.view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
-    return codes.reshape(len(words), -1)[:, :count].astype(np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedIntegers(DecodedTensor):
-    """Integers of some bits in 32-bit words, with scales for groups along the rows."""
-
-    codes: SourceTensor
-    """[rows, words]."""
-    scales: SourceTensor
-    """[rows, groups]."""
-    zeros: SourceTensor | None
-    """Codes that stand for 0, packed along the rows [words, groups]; None: the middle does."""
-    groups: SourceTensor | None
-    """Number of the group of each column; None: they follow each other."""
-    bits: int
-
-    def decode(self, start: int, stop: int) -> F32:
-        columns, middle = self.shape[1], 1 << (self.bits - 1)
-        codes = unpack(read_array(self.codes, start, stop), self.bits, columns) - middle
-        scales = np.asarray(read_array(self.scales, start, stop), np.float32)
-        size = -(-columns // scales.shape[1])
-        index = np.arange(columns) // size
-        if self.groups is not None:
-            index = read_array(self.groups).astype(np.int64)
-            if index.min() < 0 or index.max() >= scales.shape[1]:
-                raise refuse_shape(self.groups, (columns,))
-        numbers = codes.astype(np.float32)
-        if self.zeros is not None:
-            packed = np.ascontiguousarray(read_array(self.zeros).T)
-            zeros = unpack(packed, self.bits, self.shape[0]).T[start:stop] - middle
-            numbers -= zeros.astype(np.float32)[:, index]
-        return np.asarray(numbers * scales[:, index], np.float32)
+_FORMATS = (
+    *("dense", "fakequant", "int-quantized", "float-quantized", "naive-quantized"),
+    *("pack-quantized", "mixed-precision", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+_AT_RUN_TIME = ("input", "output")
+"""Places of transforms that no weights contain."""
 
 
 def read_compressed(
     settings: Config, tensors: Mapping[str, SourceTensor]
 ) -> dict[str, SourceTensor]:
     """Every matrix that is compressed, by the name of its plain weight."""
-    sizes = _read_blocks(settings)
+    groups = list(_list_tables(settings.read_table("config_groups")))
+    for group in (settings, *groups):
+        form = group.read("format", str, "dense")
+        if form not in _FORMATS:
+            raise settings.refuse(f"weights in the format {form!r} are not read")
+    _refuse_transforms(settings)
+    weights = [group.read_table("weights") for group in groups]
+    widths = [item.read("num_bits", int, 0) for item in weights]
+    blocks = list(_list_blocks(weights))
     decoded = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(".weight_packed"):
@@ -84,57 +67,70 @@ def read_compressed(
                     tensors, base, name, f"{base}_scale", f"{base}_global_scale", divides=True
                 )
             else:
-                decoded[base] = _decode_packed(tensors, base)
-            del decoded[name]
+                decoded[base] = _decode_packed(tensors, base, widths)
         elif name.endswith(".weight") and tensor.dtype in ("F8_E4M3", "I8"):
-            if f"{name}_zero_point" in tensors and tensor.dtype == "I8":
-                zeros = read_array(tensors[f"{name}_zero_point"])
-                if np.any(zeros):
-                    raise settings.refuse(f"{name} has zero points, which 8-bit weights have not")
-            decoded[name], _ = decode_scaled(tensors, name, sizes)
+            decoded[name] = decode_scaled(tensors, name, blocks)
     return decoded
 
 
-def _read_blocks(settings: Config) -> tuple[int, int] | None:
-    """Block of weights that share a scale, if a group of the configuration states one."""
-    groups = settings.read_table("config_groups")
-    for key in ("group_0", "group_1", "FP8_BLOCK"):
-        sizes = groups.read_table(key).read_table("weights").read_list("block_structure")
+def _list_tables(table: Config) -> Iterator[Config]:
+    """The tables in a table; a list of targets instead of one stands for a known scheme."""
+    for key, value in table.values.items():
+        if isinstance(value, Mapping):
+            yield table.read_table(key)
+
+
+def _refuse_transforms(settings: Config) -> None:
+    for group in _list_tables(settings.read_table("transform_config").read_table("config_groups")):
+        for item in group.read_list("apply"):
+            if isinstance(item, Mapping) and item.get("location") in _AT_RUN_TIME:
+                raise settings.refuse("inputs of matrices are rotated, which pi2 does not do")
+
+
+def _list_blocks(weights: list[Config]) -> Iterator[tuple[int, int]]:
+    """Blocks of weights that share a scale, which groups of the configuration state."""
+    for item in weights:
+        sizes = item.read_list("block_structure")
         if len(sizes) == 2 and all(type(size) is int and size >= 1 for size in sizes):
-            return sizes[0], sizes[1]
-    return None
+            yield sizes[0], sizes[1]
 
 
-def _decode_packed(tensors: Mapping[str, SourceTensor], base: str) -> SourceTensor:
+def _decode_packed(
+    tensors: Mapping[str, SourceTensor], base: str, widths: list[int]
+) -> SourceTensor:
+    """A matrix of integers in words; ``widths``: bits of codes that the configuration states."""
     codes = take_part(tensors, f"{base}_packed", dtypes=("I32",))
     shape_tensor = take_part(tensors, f"{base}_shape", dtypes=("I64", "I32"))
     stated = [int(item) for item in read_array(shape_tensor).reshape(-1)]
     if len(stated) != 2 or min(stated) < 1 or len(codes.shape) != 2:
         raise refuse_shape(shape_tensor, (2,))
     rows, columns = stated
-    widths = [bits for bits in (2, 4, 8) if codes.shape == (rows, -(-columns * bits // 32))]
-    if not widths:
-        raise refuse_shape(codes, (rows, columns // 8))
-    bits = widths[0]
-    scales = take_part(tensors, f"{base}_scale", dtypes=_FLOATS)
-    if len(scales.shape) != 2 or scales.shape[0] != rows or not 1 <= scales.shape[1] <= columns:
-        raise refuse_shape(scales, (rows, -1))
-    parts, zeros, groups = [codes, scales], None, None
+    known = [bits for bits in widths if 1 <= bits <= 8] or range(1, 9)
+    found = [bits for bits in known if codes.shape == (rows, count_words(columns, bits))]
+    if not found:
+        raise refuse_shape(codes, (rows, count_words(columns, known[-1])))
+    bits = found[0]
+    scales = take_part(tensors, f"{base}_scale", dtypes=FLOATS)
+    parts, zeros, groups = [codes, shape_tensor, scales], None, None
     if f"{base}_zero_point" in tensors:
-        per_word = 32 // bits
-        wanted = (-(-rows // per_word), scales.shape[1])
-        zeros = take_part(tensors, f"{base}_zero_point", wanted, ("I32",))
+        zeros = take_part(tensors, f"{base}_zero_point", dtypes=("I32", "I8"))
+        packed = (count_words(rows, bits), scales.shape[-1] if scales.shape else 1)
+        wanted = packed if zeros.dtype == "I32" else scales.shape
+        if zeros.shape != wanted:
+            raise refuse_shape(zeros, wanted)
         parts.append(zeros)
     if f"{base}_g_idx" in tensors:
         groups = take_part(tensors, f"{base}_g_idx", (columns,), ("I32", "I64"))
         parts.append(groups)
-    return PackedIntegers(
+    return ScaledTensor(
         **describe_decoded(base, (rows, columns), *parts),
         codes=codes,
         scales=scales,
+        block=find_block((rows, columns), scales),
+        layout="words",
+        bits=bits,
         zeros=zeros,
         groups=groups,
-        bits=bits,
     )
 
 
@@ -231,7 +227,7 @@ def _decode_all(
             continue
         base = name.removesuffix(".qweight")
         codes = take_part(tensors, name, dtypes=("I32",))
-        scales = take_part(tensors, f"{base}.scales", dtypes=_FLOATS)
+        scales = take_part(tensors, f"{base}.scales", dtypes=FLOATS)
         if len(codes.shape) != 2 or len(scales.shape) != 2 or 0 in (*codes.shape, *scales.shape):
             raise refuse_shape(codes, (-1, -1))
         per_word, outputs = 32 // bits, scales.shape[1]
@@ -247,8 +243,6 @@ def _decode_all(
         if not packs_outputs and f"{base}.g_idx" in tensors:
             groups = take_part(tensors, f"{base}.g_idx", (inputs,), ("I32", "I64"))
             parts.append(groups)
-        for part in ("qweight", "qzeros", "scales", "g_idx"):
-            decoded.pop(f"{base}.{part}", None)
         decoded[f"{base}.weight"] = TurnedIntegers(
             **describe_decoded(f"{base}.weight", (outputs, inputs), *parts),
             codes=codes,
