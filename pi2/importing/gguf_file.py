@@ -6,8 +6,6 @@ with typed values, then name, dimensions, type and offset of every tensor, then 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
 import math
-import mmap
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +15,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from pi2.arrays import F16, I8, U8
-from pi2.caches import GGUF_MAGICS, open_stream
+from pi2.caches import GGUF_MAGICS, check_regular
 from pi2.diagnostics import UserError
 from pi2.formats import Format, find_packing, list_formats
 from pi2.formats.packing import BlockPacking
 from pi2.plan.weights.layout import GROUP, Precision
+from pi2.reads import read_weights
 from pi2.tokens.texts import Texts
 
 _WHOLE = (("i8", 24, 1), ("i16", 25, 2), ("i32", 26, 4), ("i64", 27, 8), ("f64", 28, 8))
@@ -78,6 +77,8 @@ def split_blocks(raw: U8, block: Format) -> tuple[I8, F16]:
 
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
+_HEADER_BYTES = 4 << 20
+"""More than the headers of models with small vocabularies have."""
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
 """Arrays within arrays; no known program writes more than one."""
@@ -125,14 +126,19 @@ def read_gguf(path: Path) -> GgufFile:
     """Read the header of ``path``.
 
     Raises `UserError`: P530 no such file, P532 it cannot be read, P535 an unknown type of numbers,
-    P536 a tensor twice."""
+    P536 a tensor twice, P546 its disk fails."""
     try:
-        with open_stream(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 24:
-                raise _bad_file(path, "it is cut, or not a GGUF file")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Header(path, data, size).read()
+        size, taken = check_regular(path).st_size, _HEADER_BYTES
+        if size < 24:
+            raise _bad_file(path, "it is cut, or not a GGUF file")
+        while True:
+            # Not mapped: a disk that fails would end the process.
+            data = np.empty(min(taken, size), np.uint8)
+            read_weights(path, data, 0, "the header")
+            try:
+                return _Header(path, data.data, size).read()
+            except _LongerHeader:
+                taken *= 4
     except FileNotFoundError:
         raise UserError.of(
             "P530",
@@ -143,10 +149,16 @@ def read_gguf(path: Path) -> GgufFile:
         raise _bad_file(path, getattr(error, "strerror", None) or str(error)) from None
 
 
+class _LongerHeader(Exception):
+    """The header is longer than what was read of it."""
+
+
 class _Header:
     """A place in a header that moves on as values are read."""
 
-    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+    def __init__(self, path: Path, data: memoryview, size: int) -> None:
+        """``data``: the first bytes of a file of ``size``; `read` raises `_LongerHeader` where they
+        end too early."""
         self._path = path
         self._data = data
         self._size = size
@@ -264,6 +276,8 @@ class _Header:
         try:
             texts, self._place = Texts.read(self._data, self._place, count)
         except (struct.error, OverflowError):
+            if len(self._data) < self._size:
+                raise _LongerHeader from None
             self._refuse(f"it ends inside {self._reading}")
         return texts
 
@@ -282,7 +296,9 @@ class _Header:
     def _take(self, size: int) -> bytes:
         if size > self._size - self._place:
             self._refuse(f"it ends inside {self._reading}")
-        piece = self._data[self._place : self._place + size]
+        if size > len(self._data) - self._place:
+            raise _LongerHeader
+        piece = bytes(self._data[self._place : self._place + size])
         self._place += size
         return piece
 

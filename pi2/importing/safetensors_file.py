@@ -25,6 +25,7 @@ from pi2.arrays import F16, F32, U8, Raw
 from pi2.caches import check_regular, open_stream
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision
+from pi2.reads import read_weights
 
 _STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -62,14 +63,8 @@ class SourceTensor:
 
     def read_flat(self, offset: int, count: int, storage: str) -> Raw:
         """``count`` numbers at byte ``offset`` of the file; raises as `read_raw`."""
-        try:
-            flat: Raw = np.fromfile(self.file, storage, count, offset=offset)
-        except OSError as error:
-            raise UserError.of(
-                "P532", f"cannot read tensor {self.name!r} of {self.file}: {error.strerror}"
-            ) from None
-        if len(flat) != count:
-            raise UserError.of("P532", f"{self.file} ends inside tensor {self.name!r}")
+        flat: Raw = np.empty(count, storage)
+        read_weights(self.file, flat.view(np.uint8), offset, f"tensor {self.name!r}")
         return flat
 
     def check_type(self) -> str:

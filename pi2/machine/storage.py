@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pi2.machine.memory import read_int, read_text
+from pi2.machine.memory import read_int
+from pi2.reads import find_mount
 
 LINKERS = ("ld", "ld.lld", "gcc", "clang")
 """Programs that turn compiled kernels into libraries."""
@@ -124,13 +125,13 @@ def inspect_storage(path: Path, root: Path = Path("/")) -> Storage:
     number = os.stat(existing).st_dev
     node = (root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     queue = next((f for f in (node, node.parent) if (f / "queue").is_dir()), None)
-    free = None
+    mount, free = find_mount(existing, root), None
     with suppress(OSError):
         usage = os.statvfs(existing)
         free = usage.f_bavail * usage.f_frsize
     return Storage(
         path=path,
-        filesystem=_find_filesystem(existing, number, root),
+        filesystem=mount and mount[0],
         device=queue.name if queue else None,
         block_bytes=read_int(queue / "queue/logical_block_size") if queue else None,
         free_bytes=free,
@@ -190,18 +191,3 @@ def _open_sample(path: Path) -> Iterator[Path]:
         made.flush()
         os.fsync(made.fileno())
         yield Path(made.name)
-
-
-def _find_filesystem(path: Path, number: int, root: Path) -> str | None:
-    """Type of the mounted file system with that device number that is nearest above ``path``."""
-    nearest, kind = -1, None
-    wanted = f"{os.major(number)}:{os.minor(number)}"
-    for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
-        mount, _, source = line.partition(" - ")
-        fields = mount.split()
-        if len(fields) < 5 or fields[2] != wanted or not source:
-            continue
-        point = Path(fields[4].replace("\\040", " "))
-        if path.is_relative_to(point) and len(point.parts) > nearest:
-            nearest, kind = len(point.parts), source.split()[0]
-    return kind

@@ -17,6 +17,7 @@ import numpy as np
 from pi2.arrays import I32, U8, U32, Bits
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
+from pi2.reads import describe_failure, read_at
 
 if TYPE_CHECKING:
     from pi2.memory.flash import PendingRead
@@ -162,7 +163,7 @@ class BundleFiles:
                 fd = open_regular(file.path, flag)
             except OSError as error:
                 if not flag or error.errno != errno.EINVAL:
-                    raise _describe_failure(file.path, error) from None
+                    raise _refuse(file.path, 0, error) from None
                 fd = -1
             if fd >= 0 and flag and not self._accepts_bundle(fd, file, room):
                 os.close(fd)
@@ -209,19 +210,16 @@ class BundleFiles:
         """Fill ``target`` from byte ``offset`` of the file of ``layer``; UserError P620 on failure
         or end of file."""
         path = self.files[layer].path
-        done = 0
-        while done < target.size:
-            try:
-                count = os.preadv(self.descriptors[layer], [target[done:].data], offset + done)
-            except OSError as error:
-                raise _describe_failure(path, error) from None
-            if count == 0:
-                raise UserError.of(
-                    "P620",
-                    f"the neuron store ends too early: no byte {offset + done} in {path}",
-                    help="the file was cut or replaced; check it with `pi2 store verify`",
-                )
-            done += count
+        try:
+            done = read_at(self.descriptors[layer], target.data, offset, target.size)
+        except OSError as error:
+            raise _refuse(path, offset, error) from None
+        if done < target.size:
+            raise UserError.of(
+                "P620",
+                f"the neuron store ends too early: no byte {offset + done} in {path}",
+                help="the file was cut or replaced; check it with `pi2 store verify`",
+            )
 
     def close(self) -> None:
         for descriptor in self.descriptors:
@@ -229,9 +227,9 @@ class BundleFiles:
         self.descriptors.clear()
 
 
-def _describe_failure(path: Path, error: OSError) -> UserError:
+def _refuse(path: Path, offset: int, error: OSError) -> UserError:
     return UserError.of(
         "P620",
-        f"cannot read neurons from {path}: {error.strerror}",
+        describe_failure(path, offset, error),
         help="check the disk and the file with `pi2 store verify`",
     )

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from pi2.arrays import U8
-from pi2.diagnostics import UserError
 from pi2.memory.io_engine import PENDING, EngineName, IoEngine, ReadBatch, make_single
 from pi2.memory.uring import EngineSettings, open_engine
 from pi2.plan.weights.layout import round_up
 from pi2.progress import ByteProgress, Progress, ignore_progress
+from pi2.reads import is_direct, read_at, refuse_cut, refuse_weights
 
 if TYPE_CHECKING:
     from pi2.memory.bundle_files import ReadObserver
@@ -79,11 +79,13 @@ class DirectFiles:
     def _open_file(self, path: Path) -> int:
         direct = getattr(os, "O_DIRECT", 0)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
         except OSError as error:
             self.fallback = f"{path.name}: {error.strerror}"
+        try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return descriptor
+        except OSError as error:
+            raise refuse_weights(path, 0, error) from None
 
     def open_engine(
         self, settings: EngineSettings, loops: HostLoops | None, *, has_one_caller: bool = True
@@ -96,19 +98,19 @@ class DirectFiles:
 
     def read(self, piece: Piece, buffer: memoryview) -> int:
         """Read the aligned range around ``piece`` into ``buffer``, whose memory is aligned; return
-        the place of its first byte there.  UserError P532 where the file ends before."""
+        the place of its first byte there.  UserError P532 where the file ends before, P546 where
+        the disk fails."""
         first, length = piece.aligned
-        descriptor, done = self._open[piece.file], 0
-        needed = piece.offset + piece.size - first
-        while done < needed:
-            count = os.preadv(descriptor, [buffer[done:length]], first + done)
-            if count <= 0:
-                raise UserError.of(
-                    "P532",
-                    f"cannot read {self.paths[piece.file]}: it was cut while it was in use",
-                    help="restore the file, and load the model again",
-                )
-            done += count
+        descriptor, path = self._open[piece.file], self.paths[piece.file]
+        needed, was_direct = piece.offset + piece.size - first, is_direct(descriptor)
+        try:
+            done = read_at(descriptor, buffer[:length], first, needed)
+        except OSError as error:
+            raise refuse_weights(path, first, error) from None
+        if done < needed:
+            raise refuse_cut(path)
+        if was_direct and not is_direct(descriptor):
+            self.fallback = f"{path.name}: direct reads are refused"
         self.drop_cached(piece)
         return piece.offset - first
 
@@ -169,9 +171,14 @@ class FileReads:
     saved_bytes = 0
 
     def __init__(self, files: DirectFiles, counts: Counts, slots: ExpertSlots | None) -> None:
-        self.fallback = files.fallback
+        self._files = files
         self.engine, self.engine_fallback = files.engine, files.engine_fallback
         self._counts, self._slots = counts, slots
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the page cache is used, if it is."""
+        return self._files.fallback
 
     @property
     def read_bytes(self) -> int:

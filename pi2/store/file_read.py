@@ -18,6 +18,7 @@ from pi2.caches import open_regular
 from pi2.diagnostics import UserError
 from pi2.model.tensor import EMBEDDING
 from pi2.plan.weights.layout import GROUP, Tensor, round_up
+from pi2.reads import describe_failure, is_direct, read_at
 from pi2.store.agreement import report_size
 from pi2.store.arrow_file import ALIGNMENT as ALIGNMENT_of_arrow_file
 from pi2.store.arrow_file import PAGE
@@ -65,7 +66,7 @@ class FileRead:
         """By piece: the target of the whole piece."""
         self._buffers = threading.local()
         flag = getattr(os, "O_DIRECT", 0) if direct else 0
-        self._fd, self._is_direct = _open(self._path, flag)
+        self._fd = _open(self._path, flag)
         found = os.fstat(self._fd).st_size
         if found != entry.bytes:
             self.close()
@@ -118,7 +119,7 @@ class FileRead:
         offset = number * CHECKED_BYTES
         target = self._straight.get(number)
         piece = self._take_buffer() if target is None else target
-        read_bytes(self._fd, self._path, piece, offset, size, forget=not self._is_direct)
+        read_bytes(self._fd, self._path, piece, offset, size)
         if self._checks is not None and zlib.crc32(piece[:size].data) != self._checks[number]:
             problem = "its contents have changed: a checksum differs"
             raise UserError((report_file("P507", self._path, problem),), exit_code=2)
@@ -143,18 +144,17 @@ class FileRead:
             self._fd = -1
 
 
-def _open(path: Path, flag: int = 0) -> tuple[int, bool]:
-    """Open a file with a flag, unless its file system has none; return whether it has.  `UserError`
-    P508."""
+def _open(path: Path, flag: int = 0) -> int:
+    """Open a file with a flag, unless its file system has none.  `UserError` P508."""
     try:
         try:
-            return open_regular(path, flag), flag != 0
+            return open_regular(path, flag)
         except OSError as error:
             if not flag or error.errno != errno.EINVAL:
                 raise
-            return open_regular(path), False
+            return open_regular(path)
     except OSError as error:
-        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
+        raise UserError.of("P508", describe_failure(path, 0, error)) from None
 
 
 def _find(stretches: Sequence[_Stretch], region: U8, first: int, size: int) -> U8:
@@ -192,7 +192,7 @@ def read_pieces(
     wanted = [entries[name] for name in names]
     total, done = sum(sum(tensor.dense.count_bytes()) for tensor in wanted), 0
     path = store.path / DENSE_FILE
-    fd, _ = _open(path)
+    fd = _open(path)
     try:
         for tensor in wanted:
             weights_row, scales_row = (size // tensor.rows for size in tensor.dense.count_bytes())
@@ -228,24 +228,24 @@ def read_bytes(
     fd: int, path: Path, target: U8, offset: int, size: int | None = None, *, forget: bool = True
 ) -> None:
     """Fill ``target``, or at least ``size`` bytes of it, from byte ``offset``; ``forget`` the
-    pages.  `UserError` P506 or P508."""
-    done = 0
-    while done < (len(target) if size is None else size):
-        piece = target[done : done + _PIECE_BYTES]
+    pages, if the page cache has any.  `UserError` P506 or P508."""
+    needed = len(target) if size is None else size
+    for begin in range(0, needed, _PIECE_BYTES):
+        piece = target[begin : begin + _PIECE_BYTES]
+        least = min(len(piece), needed - begin)
         try:
-            count = os.preadv(fd, [piece.data], offset + done)
+            count = read_at(fd, piece.data, offset + begin, least)
         except OSError as error:
-            raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
-        if count == 0:
+            raise UserError.of("P508", describe_failure(path, offset + begin, error)) from None
+        if count < least:
             raise UserError.of(
                 "P506",
                 f"{path} ends too early: it was cut or replaced",
                 help="make the store again, or copy it again as a whole",
             )
-        if forget and hasattr(os, "posix_fadvise"):
+        if forget and hasattr(os, "posix_fadvise") and not is_direct(fd):
             # It is in our memory now: the page cache would be a second copy.
-            os.posix_fadvise(fd, offset + done, count, os.POSIX_FADV_DONTNEED)
-        done += count
+            os.posix_fadvise(fd, offset + begin, count, os.POSIX_FADV_DONTNEED)
 
 
 class EmbeddingRows:
@@ -268,7 +268,7 @@ class EmbeddingRows:
         self.tensor: Tensor = view_tensor(some, region[:weights_bytes], region[weights_bytes:])
         """The rows of the last ``load``, in the order of its tokens."""
         self._numbers = np.arange(rows, dtype=np.int32)
-        self._fd, _ = _open(self._path)
+        self._fd = _open(self._path)
         if hasattr(os, "posix_fadvise"):
             # What lies beside a row is that of some other token.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)

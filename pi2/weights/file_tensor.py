@@ -13,9 +13,10 @@ from typing import Self
 import numpy as np
 
 from pi2.arrays import U8
-from pi2.caches import open_stream
+from pi2.caches import open_regular, open_stream
 from pi2.memory.expert_slots import ExpertMatrix
 from pi2.plan.documents.model import Model
+from pi2.reads import read_at, refuse_cut, refuse_weights
 
 PIECE_BYTES = 1 << 20
 """Bytes of a streamed tensor that are read and computed together, in whole rows."""
@@ -89,12 +90,20 @@ class TensorFiles(ABC):
         return flat.reshape(tensor.rows, tensor.row_bytes)
 
     def read_rows(self, tensor: FileTensor, rows: Iterable[int]) -> U8:
-        """Single rows uint8 [n, row_bytes], read one by one."""
-        if tensor.file not in self._descriptors:
-            self._descriptors[tensor.file] = os.open(self.files[tensor.file], os.O_RDONLY)
-        descriptor, size = self._descriptors[tensor.file], tensor.row_bytes
-        read = [os.pread(descriptor, size, tensor.offset + int(row) * size) for row in rows]
-        return np.frombuffer(b"".join(read), np.uint8).reshape(-1, size)
+        """Single rows uint8 [n, row_bytes], read one by one; `UserError` P532, P546."""
+        path, size = self.files[tensor.file], tensor.row_bytes
+        wanted = list(rows)
+        read, place = np.empty((len(wanted), size), np.uint8), tensor.offset
+        try:
+            if tensor.file not in self._descriptors:
+                self._descriptors[tensor.file] = open_regular(path)
+            for number, row in enumerate(wanted):
+                place = tensor.offset + int(row) * size
+                if read_at(self._descriptors[tensor.file], read[number].data, place, size) < size:
+                    raise refuse_cut(path)
+        except OSError as error:
+            raise refuse_weights(path, place, error) from None
+        return read
 
     def __enter__(self) -> Self:
         return self

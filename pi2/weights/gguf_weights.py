@@ -13,7 +13,7 @@ import numpy as np
 
 from pi2 import pause_collection
 from pi2.arrays import F32
-from pi2.caches import find_cache_folder, open_stream, replace_file
+from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import use_tokenizer
@@ -23,6 +23,7 @@ from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
 from pi2.progress import ByteProgress, Progress, ignore_progress
+from pi2.reads import read_weights
 from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, TensorFiles
 
@@ -161,19 +162,18 @@ class GgufWeights(TensorFiles):
             own = tensor.block
             # Read and not mapped: mapped pages would count as this process's memory.
             piece = PIECE_BYTES // own.block_bytes * own.block_bytes
-            with open_stream(tensor.file) as stream:
-                stream.seek(tensor.offset)
-                for done in range(0, tensor.size_bytes, piece):
-                    raw = stream.read(min(piece, tensor.size_bytes - done))
-                    if own.find_faults(np.frombuffer(raw, np.uint8)).any():
-                        raise UserError.of(
-                            "P539",
-                            f"tensor {tensor.name!r} in {tensor.file} has a scale or a weight that "
-                            "is not a finite number",
-                            help="download or export the file again",
-                            file=str(tensor.file),
-                        )
-                    report(before + done)
+            for done in range(0, tensor.size_bytes, piece):
+                raw = np.empty(min(piece, tensor.size_bytes - done), np.uint8)
+                read_weights(tensor.file, raw, tensor.offset + done, f"tensor {tensor.name!r}")
+                if own.find_faults(raw).any():
+                    raise UserError.of(
+                        "P539",
+                        f"tensor {tensor.name!r} in {tensor.file} has a scale or a weight that "
+                        "is not a finite number",
+                        help="download or export the file again",
+                        file=str(tensor.file),
+                    )
+                report(before + done)
             before += tensor.size_bytes
 
     def find_obstacles(self) -> list[str]:

@@ -1,5 +1,5 @@
-"""Whatever stands in a document, checkpoint, tokenizer, template or store: a finding, or a right
-result.
+"""Whatever stands in a file that strangers have written, and whatever a disk does: a finding, or a
+right result.
 
 `tools/fuzz.py` tries the same with more cases; what it found is in tests/corpus.
 """
@@ -71,6 +71,12 @@ def test_gguf_files(targets: dict[str, Target], random: Random) -> None:
 @given(random=randoms)
 def test_stores(targets: dict[str, Target], random: Random) -> None:
     run(targets["store"], random)
+
+
+@settings(some, max_examples=30)
+@given(random=randoms)
+def test_disks(targets: dict[str, Target], random: Random) -> None:
+    run(targets["disk"], random)
 
 
 @settings(some, max_examples=50)

@@ -55,7 +55,7 @@ def write_group(root: Path, version: int, limit: int, used: int, **changes: int)
     """Write a group's limit, use and ``memory.stat`` [MiB], as the kernel names them."""
     names = GROUPS[version]
     write(root, "proc/self/cgroup", "4:memory:/docker/0123\n" if version == 1 else "0::/job\n")
-    lines = {}
+    lines: dict[str, int] = {}
     for key, size in (STATISTICS | changes).items():
         name = f"total_{key.removeprefix('file_')}" if version == 1 else key
         lines |= {name: size << 20} | ({key.removeprefix("file_"): 7} if version == 1 else {})

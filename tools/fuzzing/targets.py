@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import pi2
+from fuzzing.disks import DiskTarget
 from fuzzing.documents import DocumentTarget
 from fuzzing.gguf import write_gguf
 from fuzzing.mutations import spoil_bytes, spoil_document, spoil_text
@@ -230,7 +231,7 @@ class StoreTarget:
     name: str = "store"
 
     @cached_property
-    def _plan(self) -> Path:
+    def plan(self) -> Path:
         """A plan whose store is sound."""
         place = self.folder / "seed"
         shutil.rmtree(place, ignore_errors=True)
@@ -245,7 +246,7 @@ class StoreTarget:
 
     @cached_property
     def _expected(self) -> list[int]:
-        return self._generate(self._plan)
+        return self._generate(self.plan)
 
     def _generate(self, plan: Path) -> list[int]:
         settings: dict[str, object] = {"backends.cpu": "reference", "layers.hot": 0.125}
@@ -256,7 +257,7 @@ class StoreTarget:
 
     def make(self, random: Random) -> bytes:
         """The path of a file in the store, and its contents, spoilt."""
-        store = self._plan.parent
+        store = self.plan.parent
         files = [file for file in sorted(store.rglob("*")) if file.is_file()]
         file = random.choice([file for file in files if file.suffix in (".arrow", ".json")])
         content = file.read_bytes()
@@ -271,11 +272,11 @@ class StoreTarget:
     def run(self, case: bytes) -> str:
         """Generate from the store with that file in it."""
         name, _, content = case.partition(b"\n")
-        expected, file = self._expected, self._plan.parent / name.decode()
+        expected, file = self._expected, self.plan.parent / name.decode()
         sound = file.read_bytes()
         file.write_bytes(content)
         try:
-            found = self._generate(self._plan)
+            found = self._generate(self.plan)
         except UserError:
             return "refused"
         finally:
@@ -286,12 +287,14 @@ class StoreTarget:
 
 def make_targets(folder: Path) -> dict[str, Target]:
     """Everything that is fuzzed, by name; ``folder`` is for their files."""
+    store = StoreTarget(folder / "store")
     targets: list[Target] = [
         DocumentTarget(folder / "document"),
         ConfigTarget(folder / "config"),
         GgufTarget(folder / "gguf"),
         TokenizerTarget(),
         TemplateTarget(),
-        StoreTarget(folder / "store"),
+        store,
+        DiskTarget(folder / "disk", lambda: store.plan),
     ]
     return {target.name: target for target in targets}
