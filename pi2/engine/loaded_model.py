@@ -502,9 +502,9 @@ class LoadedModel:
         if len(ids) + answer > context:
             raise UserError.of(
                 "P601",
-                f"the prompt has {len(ids)} tokens, the plan's context holds {context} with the "
-                "answer",
-                help="shorten the prompt, or raise kv.context and memory.segments.kv in the plan",
+                # Agents shorten their conversations by these words, as Anthropic's server has them.
+                f"prompt is too long: {len(ids)} tokens > {context - answer} maximum",
+                help=f"shorten the prompt, or raise kv.context, which is {context}",
             )
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -277,3 +278,5 @@ def test_what_cannot_be_asked_is_refused_before_a_stream_begins(address: str) ->
     answer = post(f"{address}/v1/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+    # The words by which agents know that they have to shorten a conversation.
+    assert re.search(r"prompt is too long: \d+ tokens > \d+ maximum", answer.text)
