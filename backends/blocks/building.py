@@ -149,7 +149,11 @@ class Builder:
         for turn in list_turns(model):
             arrays: F32 = self.keep(np.zeros((2, context, max(turn[1] // 2, 1)), np.float32))
             self.ropes[turn] = RopeTables(*turn, (arrays[0], arrays[1]))
-        pairs = tokens * (1 if model.moe is None else model.moe.active_experts)
+        experts, active = (
+            (1, 1) if model.moe is None else (model.moe.experts, model.moe.active_experts)
+        )
+        pairs = tokens * active
+        self._ones: F32 = self.keep(np.ones(experts, np.float32))
         self._zeros: I32 = self.keep(np.zeros(pairs, np.int32))
         self._steps: I32 = self.keep(np.arange(pairs, dtype=np.int32))
 
@@ -350,6 +354,7 @@ class Builder:
                     **_put_optional("bias", product.bias),
                     "added": int(product.added),
                     "factor": put_float(product.factor),
+                    "scales": self._place_scales(weight),
                     "rows": weight.rows,
                     **_SCRATCH,
                     **self._list_pairs(product),
@@ -362,6 +367,12 @@ class Builder:
             )
         )
         self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
+
+    def _place_scales(self, weight: Weight) -> int:
+        """Return the address of a number for each of a matrix's experts."""
+        if not weight.scales:
+            return self._ones.ctypes.data
+        return self.keep(np.array(weight.scales, np.float32)).ctypes.data
 
     def _list_pairs(self, product: Product) -> dict[str, int]:
         one, several, routed = self._zeros.ctypes.data, self._steps.ctypes.data, product.routed

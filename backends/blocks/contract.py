@@ -101,7 +101,7 @@ def find_unknown(model: Model) -> list[str]:
 
 
 _ROWS = (
-    "weights grid x x_stride y y_stride blocks tokens bias has_bias added factor"
+    "weights grid x x_stride y y_stride blocks tokens bias has_bias added factor scales"
     " rows scratch scratch_stride expert_of place_of x_of y_of expert_bytes pairs starts experts"
     " routes has_routes planes plane_stride"
 )

@@ -94,6 +94,8 @@ class Weight:
     """Matrices of so many rows that follow each other."""
     added: float = 0.0
     """Constant that elements of a vector are stored without."""
+    scales: tuple[float, ...] = ()
+    """What the products of each expert's matrix are multiplied with; empty for 1."""
     neighbours: bool = False
     """Whether neighbouring elements of a head rotate together, whatever the model document states
     about the checkpoint."""

@@ -41,9 +41,9 @@ class _Token:
 
 
 def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
-    """``y[y_of[p], r]`` = ((weights of row r of expert e) . x[x_of[p]] + bias[e, r]) x factor x
-    routes[p] for each pair p of a token and the expert e = ``expert_of[p]``, added to y if
-    ``added``. x may have several planes, which are added. Without experts, pairs are tokens, and
+    """``y[y_of[p], r]`` = ((weights of row r of expert e) . x[x_of[p]] x scales[e] + bias[e, r])
+    x factor x routes[p] for each pair p of a token and the expert e = ``expert_of[p]``, added to y
+    if ``added``. x may have several planes, which are added. Without experts, pairs are tokens, and
     all use expert 0. ``place_of[e]`` is the place of an expert's matrix, counted in matrices."""
     rows = _Rows(isa, unpacking, table)
     pairs = Pairs(table)
@@ -125,6 +125,7 @@ class Results:
     def __init__(self, table: Table) -> None:
         self._y = table.take_array("y", "float32")
         self._stride = table.take("y_stride")
+        self._scales = table.take_array("scales", "float32")
         self._bias = table.take_array("bias", "float32")
         self._has_bias = table.take("has_bias")
         self._added = table.take("added")
@@ -141,7 +142,7 @@ class Results:
         return v.let(v.wide(self._y_of[pair]) * self._stride), v.let(factor.get())
 
     def put(self, pair: v.Expr, expert: v.Expr, row: v.Expr, total: v.Expr) -> None:
-        cell = v.Cell(total)
+        cell = v.Cell(total * self._scales[expert])
         with T.If(self._has_bias != T.int64(0)), T.Then():
             cell.set(cell.get() + self._bias[expert * self._rows + row])
         start, factor = self._find(pair)
@@ -160,7 +161,8 @@ class Results:
         ``sums``."""
         with T.If(first + lanes <= self._rows):
             with T.Then():
-                cell = v.Cell(v.load_as(sums, place, "float32", lanes))
+                scale = v.splat(self._scales[expert], lanes)
+                cell = v.Cell(v.load_as(sums, place, "float32", lanes) * scale)
                 with T.If(self._has_bias != T.int64(0)), T.Then():
                     at = expert * self._rows + first
                     cell.set(cell.get() + v.load(self._bias, at, lanes))

@@ -260,6 +260,7 @@ def _find_weight(weights: GgufWeights, key: str, layer: int) -> Weight | None:
             rows=tensor.rows // tensor.experts,
             length=tensor.length,
             experts=tensor.experts,
+            scales=tensor.scales,
             neighbours=tensor.has_neighbours,
         )
     vector = weights.read_vector(key, layer)

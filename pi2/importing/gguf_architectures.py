@@ -127,6 +127,8 @@ def make_config(
     for key, (own, *default) in architecture.stated.keys.items():
         path = f"{{arch}}.{own}"
         found[key] = read(path, type(default[0]), default[0]) if default else count(path)
+    if architecture.stated.sliding_every:
+        found["layer_types"] = metadata.read_layer_types(layers, architecture.stated.sliding_every)
     # A setting of the family says what its files do not.
     return found | architecture.stated.settings
 

@@ -24,11 +24,12 @@ class Metadata:
         self.values = values
         self.used = set[str]()
         """Keys whose values were requested."""
-        self.architecture: str = self.read("general.architecture", str)
+        self.architecture = ""
+        self.architecture = self.read("general.architecture", str)
 
     def read(self, key: str, kind: type[object], default: Any = None) -> Any:
         """Value of ``key`` with ``{arch}``; equal numbers of layers as one. `UserError` P532."""
-        key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        key = self._complete(key)
         value: Any = self._take(key)
         if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
             if key.endswith((".head_count_kv", ".feed_forward_length")) and value.any():
@@ -56,8 +57,7 @@ class Metadata:
         """A whole number of 1 or more; raises as `read` does."""
         count: int = self.read(key, int, default)
         if count < 1:
-            name = key.replace("{arch}", self.architecture)
-            raise self.refuse(f"{name} is {count}, expected 1 or more")
+            raise self.refuse(f"{self._complete(key)} is {count}, expected 1 or more")
         return count
 
     def read_counts(self, key: str, layers: int) -> list[int]:
@@ -73,25 +73,33 @@ class Metadata:
     def read_list(self, key: str, layers: int, kinds: str) -> list[Any] | None:
         """A value of numpy's ``kinds`` for each layer; None if no list is stated; `UserError` P532
         for a wrong one."""
-        value = self._take(key.replace("{arch}", self.architecture))
+        value = self._take(self._complete(key))
         if not isinstance(value, np.ndarray | list):
             return None
         found = np.asarray(value)
         if found.ndim != 1 or found.dtype.kind not in kinds or len(found) < layers:
-            raise self.refuse(f"{key} is no list of {layers} such values")
+            raise self.refuse(f"{self._complete(key)} is no list of {layers} such values")
         values: list[Any] = found[:layers].tolist()
         return values
 
     def read_layer_types(self, layers: int, every: int) -> list[str]:
-        """Kinds of attention; if the file names none, one in ``every`` layers sees all tokens."""
-        flags = self.read_list("{arch}.attention.sliding_window_pattern", layers, "biu")
+        """Kinds of attention: a file may state them by layers, or that the last of so many layers
+        sees all tokens (0: none does); without that, the last of ``every`` does."""
+        key = "{arch}.attention.sliding_window_pattern"
+        flags = self.read_list(key, layers, "biu")
         if flags is None:
-            flags = [(layer + 1) % every != 0 for layer in range(layers)]
-        return ["sliding_attention" if flag else "full_attention" for flag in flags]
+            every = self.read(key, int, every)
+            if every < 0:
+                raise self.refuse(f"{self._complete(key)} is {every}")
+            flags = [every == 0 or layer % every < every - 1 for layer in range(layers)]
+        return name_kinds(flags)
 
     def has(self, key: str) -> bool:
         """Whether ``key`` is stated."""
-        return key.replace("{arch}", self.architecture) in self.values
+        return self._complete(key) in self.values
+
+    def _complete(self, key: str) -> str:
+        return key.replace("{arch}", self.architecture)
 
     def _take(self, key: str) -> Any:
         self.used.add(key)
@@ -103,6 +111,11 @@ class Metadata:
             f"cannot read {self.file}: {problem}",
             help="export the file again, or convert the original checkpoint",
         )
+
+
+def name_kinds(slides: Iterable[object]) -> list[str]:
+    """Kinds of attention of layers; whether each has a window."""
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -351,12 +364,9 @@ def read_cohere(metadata: Metadata, config: dict[str, Any], activation: str) -> 
 
 
 def read_olmo2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """OLMo 2, and OLMo 3 with a window in three of four layers if the file names no layers."""
+    """OLMo 2, and OLMo 3, which has a window."""
     found = read_decoder(metadata, config, activation)
-    if "sliding_window" not in found:
-        return found
-    kinds = metadata.read_layer_types(config["num_hidden_layers"], 4)
-    return found | {"model_type": "olmo3", "layer_types": kinds}
+    return found | ({"model_type": "olmo3"} if found.get("sliding_window") else {})
 
 
 def read_falcon(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:

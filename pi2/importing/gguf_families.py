@@ -8,7 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.importing.config import list_beginnings, rename_tensors
-from pi2.importing.gguf_decoders import Metadata, read_decoder
+from pi2.importing.gguf_decoders import Metadata, name_kinds, read_decoder
 from pi2.importing.safetensors_file import SourceTensor
 
 
@@ -40,7 +40,6 @@ def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) ->
     layers = config["num_hidden_layers"]
     return {
         "hidden_activation": activation,
-        "layer_types": metadata.read_layer_types(layers, 5),
         "rms_norm_eps": metadata.read("{arch}.attention.layer_norm_rms_epsilon", float),
         "activation_sparsity_pattern": read_shares(metadata, layers),
     }
@@ -78,7 +77,7 @@ _STILL = 1e20
 def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """The configuration, without facts that only tensors show. `UserError` P532."""
     read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
-    kinds = metadata.read_layer_types(layers, 6)
+    kinds = _read_kinds(metadata, layers)
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     ffn = metadata.read_counts("{arch}.feed_forward_length", layers)
     kv_heads = metadata.read_counts("{arch}.attention.head_count_kv", layers)
@@ -114,6 +113,15 @@ def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> 
             },
         },
     }
+
+
+def _read_kinds(metadata: Metadata, layers: int) -> list[str]:
+    """Kinds of attention; here one value counts for each layer, as a list of them does."""
+    key = "{arch}.attention.sliding_window_pattern"
+    flags = metadata.read_list(key, layers, "biu")
+    if flags is None and metadata.has(key):
+        flags = [metadata.read(key, int)] * layers
+    return metadata.read_layer_types(layers, 6) if flags is None else name_kinds(flags)
 
 
 def _read_experts(metadata: Metadata, experts: int) -> dict[str, Any]:

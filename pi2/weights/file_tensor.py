@@ -41,6 +41,8 @@ class FileTensor:
     row_bytes: int
     experts: int = 1
     """Matrices that lie one after the other."""
+    scales: tuple[float, ...] = ()
+    """What each expert's numbers are multiplied with; empty for 1."""
     has_neighbours: bool = False
     """Whether rows that rotate together follow each other (Llama's queries and keys)."""
 

@@ -94,38 +94,42 @@ class GgufWeights(TensorFiles):
         tensor = self.checkpoint.tensors.get(fill_name(pattern, layer, 0))
         if not isinstance(tensor, GgufTensor):
             return None
-        if tensor.is_turned or tensor.factors is not None:
+        if tensor.is_turned or (tensor.factors is not None and len(tensor.factors) > 1):
             return None
         if tensor.order is not None and key not in ("query", "key"):
             return None
-        count = self._count_experts(pattern, layer, tensor)
+        experts = self._list_experts(pattern, layer, tensor)
         rows = math.prod(tensor.shape[:-1])
-        if count == 0 or tensor.size_bytes % rows:
+        if not experts or tensor.size_bytes % rows:
             return None
+        scales = [own.factors for own in experts]
         return FileTensor(
             name=tensor.name,
             file=self.files.index(tensor.file),
             offset=tensor.offset,
             format=tensor.block.name,
-            rows=rows * count,
+            rows=rows * len(experts),
             length=tensor.shape[-1],
             row_bytes=tensor.size_bytes // rows,
-            experts=count,
+            experts=len(experts),
+            scales=tuple(float(own[0]) for own in scales if own is not None),
             has_neighbours=tensor.order is not None,
         )
 
-    def _count_experts(self, pattern: str, layer: int, first: GgufTensor) -> int:
-        """Matrices that lie one after the other; 0 if experts lie apart."""
+    def _list_experts(self, pattern: str, layer: int, first: GgufTensor) -> list[GgufTensor]:
+        """Matrices that lie one after the other; none if experts lie apart."""
+        experts = [first]
         if "{expert}" not in pattern or self.model.moe is None:
-            return 1
+            return experts
         for expert in range(1, self.model.moe.experts):
             found = self.checkpoint.tensors.get(fill_name(pattern, layer, expert))
             place = first.offset + expert * first.size_bytes
             if not isinstance(found, GgufTensor) or found.file != first.file:
-                return 0
+                return []
             if (found.offset, found.block) != (place, first.block):
-                return 0
-        return self.model.moe.experts
+                return []
+            experts.append(found)
+        return experts
 
     def read_vector(self, key: str, layer: int = 0) -> F32 | None:
         """The numbers of a small tensor, as in the model's original, all experts one after the

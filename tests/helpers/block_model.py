@@ -75,7 +75,8 @@ class PlainBlockModel:
 
     def _multiply(self, weight: Weight, x: F64, expert: int | None = None) -> F64:
         rounded = round_activations(x, weight.kind.activations) if self._rounds else x
-        return rounded @ self._decode(weight, expert).T.astype(np.float64)
+        scale = weight.scales[expert or 0] if weight.scales else 1.0
+        return rounded @ self._decode(weight, expert).T.astype(np.float64) * scale
 
     def _cap(self, x: F64, limit: float | None) -> F64:
         return x if limit is None else limit * np.tanh(x / limit)

@@ -235,6 +235,7 @@ def multiply(
         has_bias=0,
         added=0,
         factor=1.0,
+        scales=np.ones(1, np.float32),
     )
     return y
 

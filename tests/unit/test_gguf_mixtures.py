@@ -101,6 +101,7 @@ def read_weight(source: GgufWeights, key: str, layer: int) -> Weight | None:
         rows=found.rows // found.experts,
         length=found.length,
         experts=found.experts,
+        scales=found.scales,
         neighbours=found.has_neighbours,
         data=source.map_rows(found).reshape(-1),
     )

@@ -1,0 +1,58 @@
+"""Files whose matrices have scales of their own (``attn_q.scale``) run as they are."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32
+from pi2.weights.file_reading import FileFiller
+from tests.helpers.gguf_files import make_tokens, write_gguf
+from tests.helpers.gguf_tensors import read_checkpoint, translate
+from tests.helpers.goldens import copy_checkpoint, read_golden
+
+pytest.importorskip("gguf")
+
+SCALES = np.array([0.5, 2.0, 0.25, 4.0, 8.0, 0.125, 16.0, 1.0], np.float32)
+"""Powers of 2, by which numbers of every format are multiplied exactly."""
+
+
+def read_logits(file: Path, prompt: list[int]) -> F32:
+    assert FileFiller().runs_as_it_is(file)
+    with pi2.load(file, set={"kv.context": 64}) as model:
+        return np.array(model.logits(prompt))
+
+
+@pytest.mark.parametrize(
+    ("golden", "kind", "matrices"),
+    [
+        ("llama", "F32", ["blk.0.attn_q", "blk.1.ffn_down", "output"]),
+        ("llama", "Q8_0", ["blk.0.attn_output", "blk.1.ffn_gate"]),
+        ("qwen2", "F32", ["blk.0.attn_k", "blk.1.attn_v"]),
+        ("qwen3-moe", "F32", ["blk.0.ffn_gate_exps", "blk.1.ffn_down_exps"]),
+        ("qwen2-moe", "BF16", ["blk.0.ffn_up_exps", "blk.1.ffn_down_shexp"]),
+    ],
+)
+def test_logits_are_those_of_multiplied_matrices(
+    tmp_path: Path, golden: str, kind: str, matrices: list[str]
+) -> None:
+    """One scale for a matrix, before its biases are added, or one for each expert."""
+    config, weights = read_checkpoint(copy_checkpoint(golden, tmp_path / "checkpoint"))
+    plain = translate(weights, config)
+    scaled, multiplied = dict(plain), dict(plain)
+    for matrix in matrices:
+        values = plain[f"{matrix}.weight"]
+        count = len(values) if values.ndim == 3 else 1
+        scales = SCALES[:count]
+        scaled[f"{matrix}.scale"] = scales
+        multiplied[f"{matrix}.weight"] = values * scales.reshape(-1, *[1] * (values.ndim - 1))
+        # It says how a processor rounds inputs, which nothing here does.
+        scaled[f"{matrix}.input_scale"] = np.full(1, 0.5, np.float32)
+    prompt, found = read_golden(golden).prompt, []
+    for name, tensors in (("scaled", scaled), ("multiplied", multiplied), ("plain", plain)):
+        changes = make_tokens(config["vocab_size"])
+        file = write_gguf(tmp_path / f"{name}.gguf", config, tensors, kind, changes)
+        found.append(read_logits(file, prompt))
+    assert np.array_equal(found[0], found[1])
+    assert not np.array_equal(found[0], found[2])
