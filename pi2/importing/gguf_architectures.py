@@ -106,10 +106,9 @@ def make_config(
     read, count = metadata.read, metadata.read_count
     layers = count("{arch}.block_count")
     later = read("{arch}.nextn_predict_layers", int, 0)
-    if 0 < later < layers:
-        layers -= later  # they draft, and are no part of the model
-    else:
-        later = 0
+    if not 0 <= later < layers:
+        raise metadata.refuse(f"{later} of {layers} layers draft tokens")
+    layers -= later  # they are no part of the model
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "_name_or_path": read("general.name", str, show_path(Path(metadata.file.stem))),

@@ -60,6 +60,13 @@ class Metadata:
             raise self.refuse(f"{self._complete(key)} is {count}, expected 1 or more")
         return count
 
+    def read_part(self, key: str, parts: int) -> int:
+        """What a whole number of 1 or more has for each of ``parts``, which divide it."""
+        count = self.read_count(key)
+        if count % parts:
+            raise self.refuse(f"{self._complete(key)} is {count}, no multiple of {parts}")
+        return count // parts
+
     def read_counts(self, key: str, layers: int) -> list[int]:
         """A whole number of 1 or more for each of ``layers`` layers, of which a file states one or
         all; raises as `read_list` and `read_count` do."""
@@ -276,9 +283,8 @@ def read_decoder(metadata: Metadata, config: dict[str, Any], activation: str) ->
         found |= read_experts(metadata, ffn)
     if metadata.has("{arch}.attention.clamp_kqv"):
         found["clip_qkv"] = read("{arch}.attention.clamp_kqv", float)
-    window = read("{arch}.attention.sliding_window", int, 0)
-    if window:
-        found["sliding_window"] = window
+    if metadata.has("{arch}.attention.sliding_window"):
+        found["sliding_window"] = read("{arch}.attention.sliding_window", int) or None
     if metadata.has("{arch}.use_parallel_residual"):
         found["use_parallel_residual"] = read("{arch}.use_parallel_residual", bool)
     found[TURN_FACTOR] = read("{arch}.rope.scaling.attn_factor", float, 1.0)

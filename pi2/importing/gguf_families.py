@@ -217,7 +217,7 @@ def read_nemotron_hybrid(
     found = read_decoder(metadata, config, activation) | {
         "layer_norm_epsilon": metadata.read(epsilon, float, 1e-5),
         "mamba_num_heads": heads,
-        "mamba_head_dim": max(1, count("{arch}.ssm.inner_size") // heads),
+        "mamba_head_dim": metadata.read_part("{arch}.ssm.inner_size", heads),
     }
     if metadata.read("{arch}.expert_count", int, 0):
         shared = "{arch}.expert_shared_feed_forward_length"

@@ -37,13 +37,18 @@ def scale_positions(
 ) -> None:
     """State the scaling in ``config``; ``read`` gives a tensor [pairs] or None. P544, P532."""
     divisors = read(_FREQUENCIES)
+    stated = config.get("rope_scaling")
     if divisors is not None and not scale(config, divisors):
         raise _refuse(metadata.file, _FREQUENCIES)
+    if stated is not None and config["rope_scaling"] is not stated:
+        raise _refuse_both(metadata, _FREQUENCIES)
     long, short = read(_LONG), read(_SHORT)
     if long is None and short is None:
         return
     if long is None or short is None or config["model_type"] not in ("phi3", "phimoe"):
         raise _refuse(metadata.file, _SHORT if long is None else _LONG)
+    if stated is not None and (stated["rope_type"], stated["factor"]) != ("longrope", 1.0):
+        raise _refuse_both(metadata, _LONG)
     context = metadata.read_count("{arch}.rope.scaling.original_context_length")
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
@@ -56,6 +61,13 @@ def scale_positions(
         # It is all that they are multiplied by.
         scaling["attention_factor"] = config.pop(TURN_FACTOR)
     config |= {"rope_scaling": scaling, "original_max_position_embeddings": context}
+
+
+def _refuse_both(metadata: Metadata, name: str) -> UserError:
+    """A tensor and keys that say how positions are scaled."""
+    return metadata.refuse(
+        f"{metadata.architecture}.rope.scaling scales positions, and so does tensor {name!r}"
+    )
 
 
 def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
@@ -172,7 +184,7 @@ def _read_states(metadata: Metadata) -> dict[str, Any]:
         "linear_num_key_heads": metadata.read_count("{arch}.ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_key_head_dim": metadata.read_count("{arch}.ssm.state_size"),
-        "linear_value_head_dim": max(1, metadata.read_count("{arch}.ssm.inner_size") // values),
+        "linear_value_head_dim": metadata.read_part("{arch}.ssm.inner_size", values),
         "linear_conv_kernel_dim": metadata.read_count("{arch}.ssm.conv_kernel"),
     }
 
