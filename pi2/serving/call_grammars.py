@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,28 +16,33 @@ from pi2.serving.answer_reader import Pair
 from pi2.serving.call_patterns import CallForm, describe_kind, split_pattern
 from pi2.serving.chat_facts import ChatFacts
 from pi2.serving.errors import ApiError
-from pi2.serving.literals import Schema, list_parameters, list_types, resolve, write_literal
+from pi2.serving.literals import Schema, name_type
+from pi2.serving.schema_grammars import (
+    JSON,
+    NO_VALUE,
+    PYTHON,
+    TERMS,
+    Notation,
+    SchemaWriter,
+    list_members,
+    write_content,
+    write_sequence,
+)
+from pi2.serving.schemas import list_alternatives
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
 
-COMPACT: Mapping[str, Any] = {
-    "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": " ?"}
-}
-"""JSON on one line, as models are used to it: with any white space, some would never end."""
-_TERMS = r"""
+_TERMS = rf"""
 TEXT: /(?s:.+)/
-SPACE: /[ \n]{1,4}/
-WORD: /[A-Za-z0-9_.:-]+/
-pyvalue: pytext | pynumber | pyword | pylist | pydict
-pytext: %json {"type": "string"}
-pynumber: %json {"type": "number"}
-pyword: "True" | "False" | "None"
-pylist: "[" (pyvalue (", " pyvalue)*)? "]"
-pydict: "{" (pytext ": " pyvalue (", " pytext ": " pyvalue)*)? "}"
-"""
+SPACE: /[ \n]{{1,4}}/
+{TERMS}"""
+
+
+WriteMember = Callable[[Schema, str, Any], str | None]
+"""Writes a parameter, of its schema's root, name and schema; None if it can have no value."""
 
 
 class GrammarWriter:
@@ -47,7 +54,8 @@ class GrammarWriter:
         self._may_reason = may_reason or bool(facts.format.reasoning)
         self._marks = facts.marks
         self._facts = facts
-        self._rules: list[str] = []
+        self._rules: dict[str, str] = {}
+        """Names by bodies."""
         self._tokens = re.compile(
             "|".join(map(re.escape, sorted(filter(None, facts.marks), key=len, reverse=True)))
             or r"(?!)"
@@ -74,7 +82,7 @@ class GrammarWriter:
 
     def write_json(self, schema: Mapping[str, Any]) -> str:
         """An answer that is JSON of ``schema``."""
-        body = self.write_json_value(schema, schema)
+        body = SchemaWriter(schema, JSON, self.add_rule).write(schema)
         if self._facts.format.is_channels:
             head = self.write_text("<|channel|>final")
             kind = self.write_text(" <|constrain|>json")
@@ -101,17 +109,20 @@ class GrammarWriter:
                     f"{self.write_text(pair[0])} {self._write_rest(pair)}" for pair in pairs
                 )
                 before = f"({' | '.join(thoughts)})?"
-        return f"start: {before} {body}\n" + "\n".join(self._rules) + _TERMS
+        return (
+            f"start: {before} {body}\n"
+            + "\n".join(f"{name}{body}" for body, name in self._rules.items())
+            + _TERMS
+        )
 
     def _write_rest(self, pair: Pair) -> str:
         skips = "".join(f" ({self.write_text(mark)})?" for mark in self._facts.format.skip)
         return f"{self.write_until(pair[1])} SPACE?{skips}"
 
-    def add_rule(self, body: str, options: str = "") -> str:
-        """A rule of its own; returns its name."""
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
+    def add_rule(self, body: str, options: str = "", *, is_terminal: bool = False) -> str:
+        """A rule of its own, or a terminal; returns its name."""
+        name = f"{'T' if is_terminal else 'r'}{len(self._rules)}"
+        return self._rules.setdefault(f"{options}: {body}", name)
 
     def write_text(self, text: str) -> str:
         parts, at = [], 0
@@ -124,23 +135,19 @@ class GrammarWriter:
             parts.append(_quote(text[at:]))
         return " ".join(parts)
 
-    def write_until(self, close: str) -> str:
-        """Any text up to ``close``, which is part of it."""
+    def write_until(self, close: str, content: str | None = None) -> str:
+        """A text up to ``close``, which is part of it: any, or that of a terminal ``content``."""
         found = self._tokens.search(close.lstrip())
+        space = len(close) - len(close.lstrip())
         if found is not None and found.start() == 0:
-            return f"TEXT? {self.write_text(close.lstrip())}"
+            own = content and f"({content}) {_quote(close[:space])}?"
+            text = "TEXT?" if own is None else self.add_rule(own, is_terminal=True)
+            return f"{text} {self.write_text(close[space:])}"
+        own = None if content is None else self.add_rule(content, is_terminal=True)
         # Up to the first mark that is a token, if there is one.
-        cut = len(close) if found is None else len(close) - len(close.lstrip()) + found.start()
-        rule = self.add_rule("/(?s:.*)/", f"[suffix={json.dumps(close[:cut])}]")
+        cut = len(close) if found is None else space + found.start()
+        rule = self.add_rule(own or "/(?s:.*)/", f"[suffix={json.dumps(close[:cut])}]")
         return f"{rule} {self.write_text(close[cut:])}"
-
-    def write_json_value(self, root: Schema, schema: Any) -> str:
-        """JSON of a schema that may refer to parts of ``root``."""
-        own = dict(schema) if isinstance(schema, Mapping) else {}
-        for key in ("$defs", "definitions"):
-            if key in root:
-                own.setdefault(key, root[key])
-        return self.add_rule(f"%json {json.dumps({**own, **COMPACT})}")
 
     def _write_call(self, form: CallForm, tool: Mapping[str, Any]) -> str:
         name = str(tool["name"])
@@ -154,145 +161,79 @@ class GrammarWriter:
                 case "$id":
                     parts.append("/[A-Za-z0-9]{9}/")
                 case "$arguments":
-                    schema = _close_schema(tool.get("parameters") or {"type": "object"})
-                    parts.append(self.write_json_value(schema, schema))
-                case "$parameters":
-                    write = self._choose_tag_writer(form)
-                    parts.append(self._write_items(tool, "", write))
-                case "$keywords":
-                    parts.append(self._write_items(tool, ", ", self._write_keyword))
+                    parts.append(self._write_arguments(tool, JSON))
                 case "$pairs":
-                    items = self._write_items(tool, ",", self._choose_pair_writer(form))
-                    parts.append(f'"{{" {items} "}}"')
+                    parts.append(self._write_arguments(tool, self._describe_pairs(form)))
+                case "$parameters":
+                    parts.append(self._write_members(tool, "", partial(self._write_tag, form)))
+                case "$keywords":
+                    parts.append(self._write_members(tool, '"," " "?', self._write_keyword))
                 case _:
                     parts.append(self.write_text(part))
         return self.add_rule(" ".join(parts))
 
-    def _write_items(
-        self, tool: Mapping[str, Any], between: str, write: Callable[[Schema, str, Any], str]
-    ) -> str:
+    def _write_arguments(self, tool: Mapping[str, Any], notation: Notation) -> str:
+        root = _find_parameters(tool)
+        return SchemaWriter(root, notation, self.add_rule).write(_want_object(root))
+
+    def _describe_pairs(self, form: CallForm) -> Notation:
+        mark, rest = self.write_text(form.quote), partial(self.write_until, form.quote)
+        return replace(JSON, comma='","', colon='":"', mark=mark, write_rest=rest)
+
+    def _write_members(self, tool: Mapping[str, Any], between: str, write: WriteMember) -> str:
         """Parameters in their schema's order; optional ones may be left out."""
-        root, parameters = list_parameters(tool)
-        return self.write_sequence(
-            [(write(root, name, schema), needed) for name, schema, needed in parameters], between
-        )
+        root, found = _find_parameters(tool), []
+        for plain in list_alternatives(root, _want_object(root)):
+            members = list_members(plain, partial(write, root))
+            if members is not None:
+                found.append(write_sequence(members, between, self.add_rule))
+        if not found:
+            raise ValueError(NO_VALUE)
+        return f"({' | '.join(found)})"
 
-    def write_sequence(self, items: Sequence[tuple[str, bool]], between: str) -> str:
-        """Items one after the other, ``between`` between two; those not needed may be missing."""
-        first = after = '""'
-        for item, is_needed in reversed(items):
-            follows = f"{_quote(between)} {item} {after}" if between else f"{item} {after}"
-            begins = f"{item} {after}"
-            first = self.add_rule(begins if is_needed else f"{begins} | {first}")
-            after = self.add_rule(follows if is_needed else f"{follows} | {after}")
-        return first
+    def _write_tag(self, form: CallForm, root: Schema, name: str, schema: Any) -> str | None:
+        opening, _, closing = form.parameter.replace("$key", name).partition("$value")
+        plains = list_alternatives(root, schema)
+        any_text = [plain for plain in plains if plain.get("type") == "string"]
+        if "$kind" not in opening and any(write_content(plain) is None for plain in any_text):
+            plains = any_text[:1]  # whatever else it may be is a text, too
+        written = []
+        for plain in plains:
+            values = plain.get("enum", ())
+            kind = name_type(values[0]) if values else plain["type"]
+            value = self._write_tagged(root, plain, closing)
+            if value is not None:
+                head = opening.replace("$kind", describe_kind(opening, kind))
+                written.append(f"{self.write_text(head)} {value}")
+        return self.add_rule(" | ".join(written)) if written else None
 
-    def _choose_tag_writer(self, form: CallForm) -> Callable[[Schema, str, Any], str]:
-        opening, _, closing = form.parameter.partition("$value")
-
-        def write(root: Schema, name: str, schema: Any) -> str:
-            types = list_types(root, schema)
-            kind = describe_kind(form.parameter, "string" if "string" in types else _name(types))
-            head = opening.replace("$key", name).replace("$kind", kind)
-            tail = closing.replace("$key", name)
-            written = []
-            if values := _list_values(root, schema):
-                texts = (item if isinstance(item, str) else json.dumps(item) for item in values)
-                written.append(f"({' | '.join(map(_quote, texts))}) {self.write_text(tail)}")
-            elif "string" in types:
-                written.append(self.write_until(tail))
-            else:
-                value = self.write_json_value(root, schema)
-                written.append(f"{value} {self.write_text(tail)}")
-            return self.add_rule(f"{self.write_text(head)} ({' | '.join(written)})")
-
-        return write
-
-    def _write_keyword(self, root: Schema, name: str, schema: Any) -> str:
-        types = list_types(root, schema)
-        names = {"boolean": '("True" | "False")', "null": '"None"'}
-        if values := _list_values(root, schema):
-            written = " | ".join(_quote(write_literal(value)) for value in values)
-        elif not types or {"array", "object"} & set(types):
-            written = "pyvalue"
+    def _write_tagged(self, root: Schema, plain: Schema, closing: str) -> str | None:
+        """A value and the text after it: texts are written as they are."""
+        if values := plain.get("enum"):
+            texts = (item if isinstance(item, str) else json.dumps(item) for item in values)
+            body: str | None = " | ".join(map(_quote, texts))
+        elif plain["type"] == "string":
+            return self.write_until(closing, write_content(plain))
         else:
-            plain = [kind for kind in types if kind not in names]
-            written = " | ".join(names[kind] for kind in types if kind in names)
-            if plain:
-                value = self.write_json_value(root, _keep_types(root, schema, plain))
-                written = f"{value} | {written}" if written else value
-        return self.add_rule(f"{_quote(name + '=')} ({written})")
+            body = SchemaWriter(root, JSON, self.add_rule).write_plain(plain)
+        return None if body is None else f"({body}) {self.write_text(closing)}"
 
-    def _choose_pair_writer(self, form: CallForm) -> Callable[[Schema, str, Any], str]:
-        quote = self.write_text(form.quote)
-        text = f"{quote} {self.write_until(form.quote)}"
-
-        def write_value(root: Schema, schema: Any, depth: int = 0) -> str:
-            schema = resolve(root, schema)
-            if values := _list_values(root, schema):
-                return self.add_rule(
-                    " | ".join(
-                        f"{quote} {_quote(item)} {quote}"
-                        if isinstance(item, str)
-                        else _quote(json.dumps(item))
-                        for item in values
-                    )
-                )
-            choices = []
-            for kind in list_types(root, schema) or ("string", "number", "boolean"):
-                own = schema if isinstance(schema, Mapping) else {}
-                if kind == "string":
-                    choices.append(text)
-                elif kind == "object" and depth < 8:
-                    _, items = list_parameters({"parameters": {**root, **own}})
-                    pairs = [
-                        (f"{_quote(key + ':')} {write_value(root, item, depth + 1)}", needed)
-                        for key, item, needed in items
-                    ]
-                    inner = self.write_sequence(pairs, ",") if pairs else '""'
-                    choices.append(f'"{{" {inner} "}}"')
-                elif kind == "array" and depth < 8:
-                    item = write_value(root, own.get("items"), depth + 1)
-                    choices.append(f'"[" ({item} ("," {item})*)? "]"')
-                elif kind not in ("object", "array"):
-                    choices.append(self.write_json_value(root, {"type": kind}))
-            return self.add_rule(" | ".join(choices) or '"{}"')
-
-        def write(root: Schema, name: str, schema: Any) -> str:
-            return self.add_rule(f"{_quote(name + ':')} {write_value(root, schema)}")
-
-        return write
+    def _write_keyword(self, root: Schema, name: str, schema: Any) -> str | None:
+        value = SchemaWriter(root, PYTHON, self.add_rule).find(schema)
+        return None if value is None else self.add_rule(f"{_quote(name + '=')} {value}")
 
 
-def _close_schema(schema: Schema) -> Schema:
-    """A tool's schema: unnamed parameters are forbidden, unless it allows them."""
-    open_keys = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
-    if "properties" not in schema or any(key in schema for key in open_keys):
-        return schema
-    return {**schema, "additionalProperties": False}
+def _find_parameters(tool: Mapping[str, Any]) -> Schema:
+    """The schema of a tool's arguments; if it has none, there are none."""
+    return tool.get("parameters") or {"type": "object", "properties": {}}
+
+
+def _want_object(schema: Schema) -> Schema:
+    return {"type": "object", "allOf": [schema]}
 
 
 def _quote(text: str) -> str:
     return json.dumps(text)
-
-
-def _name(types: Sequence[str]) -> str:
-    return types[0] if types else "object"
-
-
-def _list_values(root: Schema, schema: Any) -> list[Any]:
-    found = resolve(root, schema)
-    if not isinstance(found, Mapping):
-        return []
-    return [found["const"]] if "const" in found else list(found.get("enum") or ())
-
-
-def _keep_types(root: Schema, schema: Any, types: Sequence[str]) -> Any:
-    found = resolve(root, schema)
-    stated = found.get("type") if isinstance(found, Mapping) else None
-    if isinstance(stated, str) and [stated] == list(types):
-        return schema
-    return {"type": list(types)}
 
 
 _FORBIDDEN = np.float32(-np.inf)
@@ -311,7 +252,7 @@ def write_json_grammar(
 ) -> str:
     """The grammar of JSON documents of ``schema``; ApiError 400 for an unusable schema."""
     writer = GrammarWriter(facts, prompt=prompt, may_reason=may_reason)
-    return _compile(writer.write_json(schema), "response_format")
+    return _compile(lambda: writer.write_json(schema), "response_format")
 
 
 def write_call_grammar(
@@ -324,14 +265,14 @@ def write_call_grammar(
 ) -> str:
     """The grammar of an answer that calls ``tools``: one, or with ``is_parallel`` one or more."""
     writer = GrammarWriter(facts, prompt=prompt, may_reason=may_reason)
-    return _compile(writer.write_calls(tools, is_parallel=is_parallel), "tools")
+    return _compile(lambda: writer.write_calls(tools, is_parallel=is_parallel), "tools")
 
 
-def _compile(lark: str, param: str) -> str:
+def _compile(write: Callable[[], str], param: str) -> str:
     from llguidance import LLMatcher
 
     try:
-        grammar: str = LLMatcher.grammar_from_lark(lark)
+        grammar: str = LLMatcher.grammar_from_lark(write())
         problem = LLMatcher.validate_grammar(grammar)
     except ValueError as error:
         problem = str(error)
@@ -371,4 +312,5 @@ class Grammar(Constraint):
 def make_constraint(vocabulary: LLTokenizer, grammar: str, size: int) -> Callable[[], Constraint]:
     from llguidance import LLMatcher
 
-    return lambda: Grammar(LLMatcher(vocabulary, grammar), size)
+    begun = LLMatcher(vocabulary, grammar)
+    return lambda: Grammar(begun.deep_copy(), size)

@@ -3,8 +3,9 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 _PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("|\Z)|[{}\[\]]', re.DOTALL)
 
@@ -94,16 +95,30 @@ def _matches(pattern: str, name: str) -> bool:
         return False
 
 
+def find_part(root: Schema, reference: Any) -> Any:
+    """The part of ``root`` that a ``$ref`` names; ValueError if there is none."""
+    place: Any = root
+    pointer = str(reference)
+    for part in pointer.removeprefix("#").strip("/").split("/") if pointer.strip("#/") else ():
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and part.isdecimal() and int(part) < len(place):
+            place = place[int(part)]
+        elif pointer.startswith("#") and isinstance(place, Mapping) and part in place:
+            place = place[part]
+        else:
+            raise ValueError(f"{reference!r} is no part of it")
+    return place
+
+
 def resolve(root: Schema, schema: Any) -> Any:
-    """``schema``, or what its ``$ref`` names within ``root``."""
+    """``schema``, or what its ``$ref`` names within ``root``; None if that is nothing."""
     for _ in range(_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
-        place: Any = root
-        for part in schema["$ref"].removeprefix("#").strip("/").split("/"):
-            part = part.replace("~1", "/").replace("~0", "~")
-            place = place.get(part) if isinstance(place, Mapping) else None
-        schema = place
+        try:
+            schema = find_part(root, schema["$ref"])
+        except ValueError:
+            return None
     return None
 
 
@@ -194,15 +209,6 @@ def _guess_value(text: str) -> Any:
     """A parameter without a stated type: JSON if it is other than a text, else the text."""
     value = load_json(text)
     return text if value is None and text.strip() != "null" or isinstance(value, str) else value
-
-
-def list_parameters(tool: Mapping[str, Any]) -> tuple[Schema, Sequence[tuple[str, Any, bool]]]:
-    """The schema of a tool's parameters; their names and schemas, and whether each is required."""
-    root = tool.get("parameters") or {}
-    found = resolve(root, root) or {}
-    properties = found.get("properties") or {}
-    required = found.get("required") or ()
-    return root, [(name, schema, name in required) for name, schema in properties.items()]
 
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")

@@ -1,10 +1,12 @@
 """Answers that must be calls or JSON, in the marks of every format, whatever tokens these are."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from pi2.engine.answer import Constraint
 from pi2.serving.call_grammars import (
     Grammar,
     load_vocabulary,
@@ -49,6 +51,7 @@ class Family:
             frozenset([self.end]),
         )
         self.vocabulary = load_vocabulary(self.tokenizer, 0, [self.end])
+        self._makers: dict[str, Callable[[], Constraint]] = {}
 
     def find(self, mark: str) -> int:
         token = self.tokenizer.token_to_id(mark)
@@ -57,7 +60,10 @@ class Family:
 
     def follow(self, grammar: str, text: str) -> str | None:
         """Where a grammar forbids a text or its end; None if it lets it be."""
-        constraint = make_constraint(self.vocabulary, grammar, self.tokenizer.get_vocab_size())()
+        if grammar not in self._makers:
+            size = self.tokenizer.get_vocab_size()
+            self._makers[grammar] = make_constraint(self.vocabulary, grammar, size)
+        constraint = self._makers[grammar]()
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         for place, token in enumerate([*ids, self.end]):
             bias = constraint.find_bias()
