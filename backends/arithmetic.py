@@ -230,7 +230,7 @@ class RopeTables:
 
     def expect(self, end: int) -> None:
         """Prepare for calls that bring the sequence to ``end`` tokens."""
-        is_long = self._rope.kind == "longrope" and end > self._rope.original_context
+        is_long = self._rope.is_long(end)
         if is_long != self._is_long:
             self._is_long = is_long
             self._fill()

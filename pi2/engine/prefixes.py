@@ -8,8 +8,9 @@ import math
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from pi2.engine.parts import Parts
 from pi2.engine.sequences import Sequences
 from pi2.fitting.sizes import count_chunks
 from pi2.logging import get_logger
+from pi2.model.blocks import list_turns
+from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
 
 _MAGIC = b"pi2kept1"
@@ -165,6 +168,8 @@ class _Place:
     saved: int = 0
     """Blocks that are in files."""
     used_at: float = 0.0
+    positions: bytes = b""
+    """Kind of the positions of the prompt's length (`list_long`)."""
 
 
 class Prefixes:
@@ -187,8 +192,9 @@ class Prefixes:
     def note_copy(self, source: int, target: int) -> None:
         """Take notice that one place has what the other one has."""
 
-    def note_prompt(self, place: int, ids: I32) -> None:
-        """Take notice that the first tokens of a prompt, ``ids`` [n], were read into a place."""
+    def note_prompt(self, place: int, ids: I32, end: int) -> None:
+        """Take notice that the first tokens of a prompt of ``end``, ``ids`` [n], were read into a
+        place."""
 
     def note_token(self, place: int, token: int) -> None:
         """Take notice that a generated token was taken through the model."""
@@ -216,41 +222,48 @@ class KeptPrefixes(Prefixes):
         block: int,
         identity: bytes,
         goes_on_from_answers: bool,
+        list_long: Callable[[int], bytes] = lambda end: b"",
         states: StateKeeper | None = None,
         files: PrefixFiles | None = None,
     ) -> None:
         """``block``: tokens kept as one; ``identity``: everything else that the KV cache depends
-        on; ``goes_on_from_answers``: whether inexact ones serve; ``states``: copies states."""
+        on; ``goes_on_from_answers``: whether inexact ones serve; ``list_long``: kind of the
+        positions in a prompt of so many tokens: only the same kind is gone on from; ``states``:
+        copies states."""
         assert block % CONTEXT_BLOCK == 0
         super().__init__(forward)
         self._keeper = keeper
         self._block = block
         self._identity = identity
         self._from_answers = goes_on_from_answers
+        self._list_long = list_long
         self._states = states
         self._files = files
         self._places = [_Place() for _ in forward.positions]
 
     def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
         ids = list(prompt_ids)
-        most = len(ids) - 1
-        usable = [self._count_usable(place, ids, most) for place in range(len(self._places))]
+        most, positions = len(ids) - 1, self._list_long(len(ids))
+        usable = [
+            self._count_usable(place, ids, most) if kept.positions == positions else 0
+            for place, kept in enumerate(self._places)
+        ]
         sources = free if self._states is not None else range(len(self._places))
         source = max(sources, key=lambda place: (usable[place], place in free))
         reused = usable[source]
         if self._files is not None:
-            names = self._name(ids[:most])
+            names = self._name(ids[:most], positions)
             known = self._files.count_known(names)
             if known * self._block > reused:
                 target = self._find_oldest(free)
-                return target, self._load(target, names[:known], ids)
+                return target, self._load(target, names[:known], ids, positions)
         target = self._choose_target(free, source, reused)
         kept = self._places[source]
         self._forward.go_on_from(target, reused)
         if target != source:
             self._copy(source, target, reused)
         exact, saved = min(kept.exact, reused), min(kept.saved, reused // self._block)
-        self._places[target] = _Place(ids[:reused], exact, saved, time.monotonic())
+        self._places[target] = _Place(ids[:reused], exact, saved, time.monotonic(), positions)
         return target, reused
 
     def choose_empty(self, free: Sequence[int]) -> int:
@@ -263,8 +276,9 @@ class KeptPrefixes(Prefixes):
         kept = self._places[source]
         self._places[target] = replace(kept, ids=list(kept.ids), used_at=time.monotonic())
 
-    def note_prompt(self, place: int, ids: I32) -> None:
+    def note_prompt(self, place: int, ids: I32, end: int) -> None:
         kept = self._places[place]
+        kept.positions = self._list_long(end)
         if kept.exact == len(kept.ids):
             kept.exact = len(ids)
         kept.ids = ids.tolist()
@@ -287,8 +301,8 @@ class KeptPrefixes(Prefixes):
     def close(self) -> None:
         """See `pi2.engine.prefixes.Prefixes`."""
 
-    def _name(self, ids: Sequence[int]) -> list[str]:
-        return name_blocks(self._identity, ids, self._block)
+    def _name(self, ids: Sequence[int], positions: bytes) -> list[str]:
+        return name_blocks(self._identity + positions, ids, self._block)
 
     def _count_usable(self, place: int, ids: list[int], most: int) -> int:
         """Tokens of a prompt that a place has and that may be gone on from."""
@@ -323,7 +337,7 @@ class KeptPrefixes(Prefixes):
             kept = self._keeper.read_context(source, first, last)
             self._keeper.put_context(target, first, last, kept)
 
-    def _load(self, target: int, names: Sequence[str], ids: list[int]) -> int:
+    def _load(self, target: int, names: Sequence[str], ids: list[int], positions: bytes) -> int:
         """Bring blocks out of files to a place; return the tokens that it has then."""
         assert self._files is not None
         self._forward.go_on_from(target, len(names) * self._block)
@@ -342,7 +356,7 @@ class KeptPrefixes(Prefixes):
         count = done * self._block
         self._forward.go_on_from(target, count)
         exact = count if is_exact else 0
-        self._places[target] = _Place(ids[:count], exact, done, time.monotonic())
+        self._places[target] = _Place(ids[:count], exact, done, time.monotonic(), positions)
         return count
 
     def _save(self, place: int) -> None:
@@ -351,7 +365,7 @@ class KeptPrefixes(Prefixes):
         count = len(kept.ids) if self._from_answers else kept.exact
         if self._files is None or count // self._block <= kept.saved:
             return
-        names = self._name(kept.ids[:count])
+        names = self._name(kept.ids[:count], kept.positions)
         for number in range(kept.saved, len(names)):
             first, end = number * self._block, (number + 1) * self._block
             state: F32 = np.zeros(0, np.float32)
@@ -367,6 +381,12 @@ def _count_common(first: list[int], second: list[int]) -> int:
     if first[:most] == second[:most]:
         return most
     return next(number for number in range(most) if first[number] != second[number])
+
+
+def _list_long(model: Model, end: int) -> bytes:
+    """Whether a prompt of ``end`` tokens is long, for each LongRoPE: its keys differ from those of
+    a shorter one that it begins with."""
+    return bytes(rope.is_long(end) for rope, _ in list_turns(model) if rope.kind == "longrope")
 
 
 def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
@@ -399,6 +419,7 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
         block=math.lcm(size, CONTEXT_BLOCK),
         identity=identity.digest(),
         goes_on_from_answers=plan.serve.prefixes == "answers",
+        list_long=partial(_list_long, resolved.model),
         states=states,
         files=files,
     )

@@ -292,7 +292,7 @@ class Scheduler:
                 logits = self._forward.prefill(
                     ids[done:end], progress=report, end=len(ids), sequence=place, **more
                 )
-                self.prefixes.note_prompt(place, ids[:end])
+                self.prefixes.note_prompt(place, ids[:end], len(ids))
                 if end == len(ids):
                     self._take(ticket, logits[0])
                     self._share_prompt(place, logits[0])

@@ -12,6 +12,9 @@ import pi2
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.prefixes import Block, KeptPrefixes, PrefixFiles, name_blocks
 from tests.helpers import goldens
+from tests.helpers.gguf_files import make_tokens, write_gguf
+from tests.helpers.gguf_goldens import UNSAID
+from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -223,3 +226,56 @@ def test_states_are_gone_on_from_where_they_were_kept(tmp_path: Path) -> None:
         before = loaded.scheduler.rounds.prompt_tokens
         assert loaded.generate(ids, **options).result.token_ids == alone
         assert loaded.scheduler.rounds.prompt_tokens - before == 45 - 32
+
+
+FACTORS = {"short_factors": [1.0, 1.2, 1.5, 2.0], "long_factors": [1.5, 3.0, 6.0, 9.0]}
+LONGROPE = {"kind": "longrope", "factor": 4.0, "original_context": 32, **FACTORS}
+TURNS = [LONG[:30], LONG, [*LONG[:40], 7], [*LONG[:28], 9], LONG[:30], LONG]
+"""Prompts within the original context and beyond it, in turn."""
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+@pytest.mark.parametrize("mode", ["prompts", "answers"])
+@pytest.mark.parametrize("backend", ["reference"])
+def test_a_longer_prompt_does_not_go_on_from_keys_of_shorter_ones(
+    tmp_path: Path, mode: str, backend: str, is_file: bool
+) -> None:
+    """LongRoPE turns all keys of a long prompt otherwise; texts are those of models that keep
+    nothing, also where an answer goes beyond the original context."""
+    tiny = make_tiny(tmp_path, {"shape": {"context": 128, "head_dim": 8}, "rope": LONGROPE})
+    plan = write_plan(tmp_path, tiny, {"decode": {"batch": 1}, "kv": {"context": 64}})
+    settings: dict[str, Any] = {"backends.cpu": backend, "serve.prefixes": mode}
+    if is_file:
+        settings["serve.prefix_cache"] = "1 MiB"
+    alone, found = run_alone(plan, TURNS, {"backends.cpu": backend}), []
+    for turns in (TURNS[:2], TURNS[2:]) if is_file else (TURNS,):
+        with pi2.load(plan, set=settings) as model:
+            model.keep_prefixes()
+            found += [generate(model, ids) for ids in turns]
+    assert [tokens for tokens, _ in found] == alone
+    reads = [read for _, read in found]
+    # Nothing of the prompt before serves the second; what a file has of each kind does, later on.
+    assert reads[:2] == [30, 45]
+    if is_file:
+        assert reads[2:] == [41 - 32, 29 - 16, 30 - 16, 45 - 32]
+    elif mode == "prompts":
+        assert reads[2:] == [41 - 32, 29, 30 - 16, 45]
+
+
+def test_a_longer_prompt_of_a_file_does_not_go_on_from_keys_of_shorter_ones(tmp_path: Path) -> None:
+    checkpoint = goldens.copy_checkpoint("phi3-longrope", tmp_path / "checkpoint")
+    goldens.change_config(checkpoint, **UNSAID["phi3-longrope"])
+    config, weights = read_checkpoint(checkpoint)
+    tokens = make_tokens(config["vocab_size"])
+    file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config), changes=tokens)
+    ids = np.random.default_rng(2).integers(3, 90, 112).tolist()
+    settings: dict[str, Any] = {"kv.context": 124, "serve.prefixes": "prompts"}
+    options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    with pi2.load(file, set=settings) as model:
+        alone = [model.generate(ids[:end], **options).result.token_ids for end in (90, 112)]
+        logits = np.array(model.logits(ids))
+        model.keep_prefixes()
+        for _ in range(2):
+            found = [model.generate(ids[:end], **options).result.token_ids for end in (90, 112)]
+            assert found == alone
+            assert np.array_equal(model.logits(ids), logits)

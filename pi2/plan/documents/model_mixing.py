@@ -57,6 +57,10 @@ class Rope(Table):
             return head_dim
         return 0 if self.kind == "none" else int(head_dim * self.share)
 
+    def is_long(self, end: int) -> bool:
+        """Whether a sequence of ``end`` tokens has the frequencies of longer ones (``longrope``)."""
+        return self.kind == "longrope" and end > self.original_context
+
 
 class OtherRope(Rope):
     """Rotary positions of some layers that differ from ``rope``."""
