@@ -23,6 +23,10 @@ _AHEAD = 32
 """Positions by which keys are asked for before they are needed."""
 
 
+Bases = tuple[v.Expr, v.Expr]
+"""First elements of the keys and of the values of a head."""
+
+
 class _Heads:
     """Arguments of attention, and a thread's scratch."""
 
@@ -30,15 +34,20 @@ class _Heads:
         self._lanes = isa.lanes
         self._queries = table.take_array("queries", "float32")
         self._query_stride, self.heads = table.take("query_stride"), table.take("heads")
-        self.group, self._width = table.take("group"), table.take("head_dim")
+        self.group, self._key_width = table.take("group"), table.take("key_width")
+        self._width = table.take("value_width")
         self._keys, self._values = (
             table.take_array(f"{kind}_cache", "float16") for kind in ("key", "value")
         )
         self._sequences = table.take_array("sequences", "int32")
         self.positions = table.take_array("positions", "int32")
-        self._sequence_stride = table.take("sequence_stride")
-        self._head_stride = table.take("head_stride")
+        self._strides = {
+            kind: (table.take(f"{kind}_sequence_stride"), table.take(f"{kind}_head_stride"))
+            for kind in ("key", "value")
+        }
+        self._value_stride = table.take("value_stride")
         self._window, self._scale = table.take("window"), table.take_float("scale")
+        self._is_chunked = table.take("is_chunked")
         self._cap = table.take_float("cap")
         self._sinks, self._has_sinks = table.take_array("sinks", "float32"), table.take("has_sinks")
         self._y, self._y_stride = table.take_array("y", "float32"), table.take("y_stride")
@@ -46,10 +55,21 @@ class _Heads:
         self._scores = v.let(table.thread * (table.take("scratch_stride") // 4))
         self.kv_heads = v.let(self.heads // self.group)
 
-    def find_base(self, token: v.Expr, head: v.Expr) -> v.Expr:
-        """Return the first element of the keys of a token's sequence."""
-        sequence = v.wide(self._sequences[token]) * self._sequence_stride
-        return v.let(sequence + head * self._head_stride)
+    def find_bases(self, token: v.Expr, head: v.Expr) -> Bases:
+        """Return the first elements of the keys and of the values of a token's sequence."""
+        sequence = v.let(v.wide(self._sequences[token]))
+        first, second = (
+            v.let(sequence * whole + head * each) for whole, each in self._strides.values()
+        )
+        return first, second
+
+    def find_first(self, position: v.Expr) -> v.Expr:
+        """Return the first position that a token sees, which stands at ``position``."""
+        zero, window = T.int64(0), self._window
+        sliding = v.let(T.max(position + 1 - window, zero))
+        chunk = v.let(position // T.max(window, T.int64(1)) * window)
+        seen = T.Select(self._is_chunked != zero, chunk, sliding)
+        return v.let(T.Select(window > zero, seen, zero))
 
     def clear(self, mixed: v.Buffer, place: v.Expr) -> None:
 
@@ -81,27 +101,25 @@ class _Parts(_Heads):
         self._stride = v.let(self._width + PARTIAL)
 
     def look_at(self, token: v.Expr) -> None:
-        zero, self._token = T.int64(0), token
+        self._token = token
         self._end = v.let(v.wide(self.positions[token]) + 1)
-        self._first = v.let(
-            T.Select(self._window > zero, T.max(self._end - self._window, zero), zero)
-        )
+        self._first = self.find_first(v.let(self._end - 1))
         length, least = v.let(self._end - self._first), T.int64(SCORES)
         even = (length + self.parts * 16 - 1) // (self.parts * 16) * 16
         self._size = v.let(T.max(least, even))
         self.used = v.let((length + self._size - 1) // self._size)
 
     def find_partial(self, head: v.Expr, part: v.Expr) -> v.Expr:
-        """Return the first element of a part of a head: mix [head_dim], largest score, sum."""
+        """Return the first element of a part of a head: mix [value_width], largest score, sum."""
         return v.let(((self._token * self.heads + head) * self.parts + part) * self._stride)
 
-    def emit(self, count: int, head: v.Expr, base: v.Expr, part: v.Expr) -> None:
+    def emit(self, count: int, head: v.Expr, bases: Bases, part: v.Expr) -> None:
         """Compute a part of ``count`` heads from ``head`` on."""
-        self._base, heads = base, [v.let(head + k) for k in range(count)]
+        (self._base, self._value_base), heads = bases, [v.let(head + k) for k in range(count)]
         self._rows = [v.let(self._scores + 16 + k * SCORES_ROW) for k in range(count)]
         self._mixed = [self.find_partial(own, part) for own in heads]
         row = v.let(self._token * self._query_stride)
-        self._starts = [v.let(row + own * self._width) for own in heads]
+        self._starts = [v.let(row + own * self._key_width) for own in heads]
         tops = [v.Cell(T.float32(_LEAST)) for _ in heads]
         totals = [v.Cell(T.float32(0.0)) for _ in heads]
         # A sink is a score of the first part.
@@ -139,7 +157,7 @@ class _Parts(_Heads):
         low = v.let(place // several * several)
         with T.serial((limit - low + several - 1) // several) as block:
             at = v.let(low + block * several)
-            found = self._multiply(several, v.let(self._base + at * self._width))
+            found = self._multiply(several, v.let(self._base + at * self._key_width))
             scaled = v.let(found * v.splat(self._scale, lanes))
             for number, row in enumerate(self._rows):
                 own = range(number * several, (number + 1) * several)
@@ -148,7 +166,7 @@ class _Parts(_Heads):
 
     def _multiply(self, several: int, base: v.Expr) -> v.Expr:
         """Return products of all queries with ``several`` keys, query by query."""
-        lanes, count, width = self._lanes, len(self._starts), self._width
+        lanes, count, width = self._lanes, len(self._starts), self._key_width
         zeros = v.constant(0.0, "float32", lanes)
         cells = [[v.Cell(zeros) for _ in range(several)] for _ in range(count)]
         with T.serial((several * width + 31) // 32) as line:
@@ -214,7 +232,7 @@ class _Parts(_Heads):
                     old = v.load(self._partials, mixed + element + piece * lanes, lanes)
                     cells.append(v.Cell(old * v.splat(factor, lanes)))
             with T.serial(place, limit) as position:
-                at = v.let(self._base + position * self._width + element)
+                at = v.let(self._value_base + position * self._value_stride + element)
                 values = [
                     v.let(v.cast(v.load(self._values, at + k * lanes, lanes), "float32", lanes))
                     for k in range(pieces)
@@ -276,11 +294,11 @@ def emit_attend(isa: Isa, counts: Sequence[int], table: Table) -> None:
         head = v.let(rest - token * own.kv_heads)
         own.look_at(token)
         with T.If(part < own.used), T.Then():
-            base, done = own.find_base(token, head), T.int64(0)
+            bases, done = own.find_bases(token, head), T.int64(0)
             for count in counts:
                 begin, times = done, v.let((own.group - done) // count)
                 with T.serial(times) as number:
-                    own.emit(count, v.let(head * own.group + begin + number * count), base, part)
+                    own.emit(count, v.let(head * own.group + begin + number * count), bases, part)
                 done = v.let(begin + times * count)
 
 
@@ -322,29 +340,29 @@ class _Tile(_Heads):
         self._turned = v.let(self._sums + room)
 
     def emit(
-        self, first: v.Expr, end: v.Expr, head: v.Expr, base: v.Expr, position: v.Expr
+        self, first: v.Expr, end: v.Expr, head: v.Expr, bases: Bases, position: v.Expr
     ) -> None:
         """Compute tokens ``first`` to ``end``, the first of which stands at ``position``."""
-        lanes, zero = self._lanes, T.int64(0)
+        lanes, (keys, values) = self._lanes, bases
         self._first, self._head, self._position = first, head, position
         count = v.let((end - first) * self.group)
         self._last = v.let(count - 1)
         self._begin(count)
         stop = v.let(position + (end - first))
-        lowest = T.Select(self._window > zero, T.max(position - self._window + 1, zero), zero)
-        start = v.let(lowest // lanes * lanes)
+        start = v.let(self.find_first(position) // lanes * lanes)
         with T.serial((stop - start + SCORES - 1) // SCORES) as number:
             place = v.let(start + number * SCORES)
             size = v.let(T.min(T.int64(SCORES), (stop - place + lanes - 1) // lanes * lanes))
             with T.serial(size // lanes) as block:
                 own = v.let(place + block * lanes)
-                self._turn_keys(base + own * self._width)
+                self._turn_keys(keys + own * self._key_width)
                 with T.serial((count + QUERIES - 1) // QUERIES) as several:
                     self._score(v.let(several * QUERIES), v.let(block * lanes))
             with T.serial(count) as query:
                 self._weigh(query, place, size)
             with T.serial((count + QUERIES - 1) // QUERIES) as several:
-                self._mix(v.let(several * QUERIES), base + place * self._width, size)
+                at = v.let(values + place * self._value_stride)
+                self._mix(v.let(several * QUERIES), at, size)
         with T.serial(count) as query:
             self._finish(query)
 
@@ -365,11 +383,11 @@ class _Tile(_Heads):
 
     def _turn_keys(self, base: v.Expr) -> None:
         lanes = self._lanes
-        with T.serial(self._width // lanes) as square:
+        with T.serial(self._key_width // lanes) as square:
             rows = [
                 v.let(
                     v.cast(
-                        v.load(self._keys, base + lane * self._width + square * lanes, lanes),
+                        v.load(self._keys, base + lane * self._key_width + square * lanes, lanes),
                         "float32",
                         lanes,
                     )
@@ -388,9 +406,9 @@ class _Tile(_Heads):
         for number in numbers:
             token, head = self._find(number)
             row = (self._first + token) * self._query_stride
-            starts.append(v.let(row + head * self._width))
+            starts.append(v.let(row + head * self._key_width))
         cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in numbers]
-        with T.serial(self._width) as element:
+        with T.serial(self._key_width) as element:
             keys = v.let(v.load(self._scratch, self._turned + element * lanes, lanes))
             for start, cell in zip(starts, cells, strict=True):
                 own = v.splat(self._queries[start + element], lanes)
@@ -405,9 +423,7 @@ class _Tile(_Heads):
         token, _ = self._find(query)
         now = v.let(self._position + token)
         last = v.splat(v.let(T.cast(now - place, "int32")), lanes)
-        lowest = T.Select(
-            self._window > T.int64(0), now - self._window - place, T.int64(-1) - place
-        )
+        lowest = self.find_first(now) - 1 - place
         least = v.splat(v.let(T.cast(lowest, "int32")), lanes)
         row = v.let(self._scores + query * SCORES)
         steps = T.ramp(T.int32(0), T.int32(1), lanes)
@@ -456,7 +472,8 @@ class _Tile(_Heads):
         with T.serial(self._width // lanes) as piece:
             cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in numbers]
             with T.serial(size) as position:
-                raw = v.load(self._values, base + position * self._width + piece * lanes, lanes)
+                at = base + position * self._value_stride + piece * lanes
+                raw = v.load(self._values, at, lanes)
                 value = v.let(v.cast(raw, "float32", lanes))
                 for row, cell in zip(rows, cells, strict=True):
                     weight = v.splat(self._scratch[row + position], lanes)
@@ -486,4 +503,4 @@ def emit_attend_many(isa: Isa, table: Table) -> None:
         first = v.let(number * size)
         end = v.let(T.min(first + size, tokens))
         position = v.let(v.wide(tile.positions[first]))
-        tile.emit(first, end, head, tile.find_base(first, head), position)
+        tile.emit(first, end, head, tile.find_bases(first, head), position)

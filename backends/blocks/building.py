@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Raw
-from pi2.backends.arithmetic import RopeTables
-from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
+from pi2.backends.arithmetic import RopeTables, compute_growth
+from pi2.backends.blocks.contract import (
+    ACTIVATIONS,
+    NORM_PLACES,
+    PIECE,
+    ROUTERS,
+    Heads,
+    describe_heads,
+)
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
 from pi2.backends.blocks.room import (
     PARTS,
@@ -39,6 +46,8 @@ _LITTLE = {"gate": 2048, "cap": 2048, "quantize_q8_k": 16384, "quantize_q8_0": 1
 """Elements up to which one thread computes a token."""
 _LITTLE_JOIN = 4096
 """Elements of all heads up to which one thread joins parts of a context."""
+_NO_LIMIT = 3e38
+"""Above every gate."""
 _SHARES = 8
 """Parts of a matrix that there are at least for each thread."""
 
@@ -80,6 +89,8 @@ class Matrix:
     layer: int | None
     weight: Weight
     instructions: tuple[int, ...]
+    numbers: I32 | None = None
+    """Rows that the call's tokens look up; None of a matrix that all of a token reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +145,7 @@ class Builder:
         self._codes: dict[tuple[str, int], int] = {}
         self._grids: dict[str, U8] = {}
         self._orders: dict[tuple[int, ...], I64] = {}
+        self._growths: dict[bytes, F32] = {}
         self._scratch_size = self._partial_size = 0
         self.routed: Routed | None = None
         """What layers with experts share."""
@@ -145,6 +157,10 @@ class Builder:
         """Tokens of a call."""
         self.sequences: I32 = self.keep(np.zeros(tokens, np.int32))
         self.positions: I32 = self.keep(np.zeros(tokens, np.int32))
+        self.places: I32 = self.keep(np.zeros(tokens, np.int32))
+        """Rows of the learned positions."""
+        self.known_numbers: I32 = self.keep(np.zeros(tokens, np.int32))
+        """Rows of a table that has some tokens: others have the first one."""
         self.ropes: dict[tuple[Rope, int], RopeTables] = {}
         for turn in list_turns(model):
             arrays: F32 = self.keep(np.zeros((2, context, max(turn[1] // 2, 1)), np.float32))
@@ -228,12 +244,12 @@ class Builder:
         *,
         added: bool = False,
         is_rms: bool = False,
-        has_weights: bool = True,
+        factor: float = 1.0,
     ) -> None:
-        """Normalise vectors; ``added``: to what y holds, times the residual's factor."""
+        """Normalise vectors, times ``factor``; ``added``: to what y holds."""
         norm = self._model.norm
         offset = norm.weight_offset
-        weights = self.read_vector(key, self.layer, offset) if has_weights else 0
+        weights = self.read_vector(key, self.layer, offset)
         bias = self.read_vector(f"{key}_bias", self.layer) if norm.bias and not is_rms else 0
         self.add(
             "normalize",
@@ -246,11 +262,36 @@ class Builder:
                 "epsilon": put_float(norm.epsilon),
                 "centred": int(norm.kind == "layernorm" and not is_rms),
                 "added": int(added),
-                "factor": put_float(self._model.multipliers.residual if added else 1.0),
+                "factor": put_float(factor),
             },
             each=1,
-            label=key,
+            label=key or "norm",
         )
+
+    def need(self, key: str, layer: int | None) -> Weight:
+        weight = self.find(key, layer)
+        assert weight is not None, f"the source has no tensor {key} of layer {layer}"
+        return weight
+
+    def make_product(
+        self, key: str, layer: int, y: Area, has_bias: bool = False, **more: Any
+    ) -> Product:
+        """Return the matrix ``key`` of a layer as a product, with its bias."""
+        bias = self.read_vector(f"{key}_bias", layer) if has_bias else 0
+        return Product(key=key, weight=self.need(key, layer), y=y, bias=bias, **more)
+
+    def list_inputs(
+        self, fused: str, layer: int, parts: list[tuple[str, Area]], has_bias: bool, **more: Any
+    ) -> list[Product]:
+        """Return the matrices of ``parts``, or one that has all of them."""
+        is_fused = getattr(self._model.tensors, fused, None) is not None
+        if is_fused and self.find(fused, layer) is not None:
+            parts = [(fused, parts[0][1])]
+        return [self.make_product(key, layer, y, has_bias, **more) for key, y in parts]
+
+    def add_zeros(self, y: Area, length: int) -> None:
+        zeros: F32 = self.keep(np.zeros(length, np.float32))
+        self.add_cap(Area(zeros.ctypes.data, 0), length, 0.0, 1.0, y)
 
     def add_products(
         self, x: Area, length: int, products: Sequence[Product], *, each: int = 1
@@ -429,42 +470,76 @@ class Builder:
             if "scratch" in instruction.values:
                 instruction.values |= {"scratch": scratch.ctypes.data, "scratch_stride": size}
 
-    def add_rows(self, weight: Weight, y: Area, factor: float) -> None:
+    def add_rows(
+        self, key: str, weight: Weight, numbers: I32, y: Area, factor: float, *, added: bool = False
+    ) -> None:
+        """Look rows of a matrix up, one for each token."""
         number = self.add(
             "take_rows",
             {
                 "weights": find_address(weight),
                 "grid": self._find_grid(weight.format),
-                "numbers": self.numbers.ctypes.data,
+                "numbers": numbers.ctypes.data,
                 **y.put("y"),
                 "blocks": weight.length // weight.kind.block,
                 "factor": put_float(factor),
+                "added": int(added),
             },
             own=weight.format,
             each=1,
-            label="embedding",
+            label=key,
         )
-        self.matrices.append(Matrix("embedding", None, weight, (number,)))
+        self.matrices.append(Matrix(key, None, weight, (number,), numbers))
 
-    def add_cap(self, x: Area, length: int, limit: float, factor: float) -> None:
-        """Multiply vectors; then cap them with tanh, or cut them at a negative limit."""
+    def add_cap(
+        self, x: Area, length: int, limit: float, factor: float, y: Area | None = None
+    ) -> None:
+        """Multiply vectors, and cap them with tanh or cut them at a negative limit: into ``y``, or
+        in place."""
         self.add(
             "cap",
             {
                 **x.put("x"),
+                **(y or x).put("y"),
                 "length": length,
                 "limit": put_float(limit),
                 "factor": put_float(factor),
             },
             each=-(-length // PIECE),
+            label="cap" if limit else "scale",
         )
+
+    def add_growth(self, x: Area, length: int, layer: int) -> None:
+        """Multiply queries with the factors of their positions, if the layer has them."""
+        factors = compute_growth(self._model, layer, 0, self._context)
+        if (factors == 1).all():
+            return
+        content = factors.tobytes()
+        if content not in self._growths:
+            self._growths[content] = self.keep(factors)
+        values = {
+            **x.put("x"),
+            "length": length,
+            "positions": self.positions.ctypes.data,
+            "factors": self._growths[content].ctypes.data,
+        }
+        self.add("grow", values, each=1)
+
+    def add_cut(self, x: Area, length: int, deviations: float) -> None:
+        """Cut gates at so many deviations above their mean."""
+        values = {**x.put("x"), "length": length, "deviations": put_float(deviations)}
+        self.add("cut", values, each=1)
 
     def add_gate(
         self, gates: Area, ups: Area | None, y: Area, length: int, *, each: int = 1
     ) -> None:
         """Add the activation of the FFN, ``each`` of a token."""
-        ffn = self._model.ffn
-        kind = "swiglu" if ffn.limit is not None else ffn.activation
+        ffn, limit = self._model.ffn, self._model.ffn.limit
+        kind: str = ffn.activation
+        if kind == "silu" and (limit is not None or ffn.slope != 1.0):
+            kind, limit = "swiglu", _NO_LIMIT if limit is None else limit
+        elif kind == "fatrelu":
+            limit = ffn.threshold
         self.add(
             "gate",
             {
@@ -475,7 +550,7 @@ class Builder:
                 **y.put("y"),
                 "length": length,
                 "kind": ACTIVATIONS.index(kind),
-                "limit": put_float(ffn.limit or 0.0),
+                "limit": put_float(limit or 0.0),
                 "slope": put_float(ffn.slope),
                 "up_offset": put_float(ffn.up_offset),
             },
@@ -544,13 +619,14 @@ class Builder:
                 "weights": weights,
                 **_put_optional("choice_bias", choice),
                 **_put_optional("expert_scale", scales),
-                "is_sigmoid": int(moe.router == "sigmoid"),
+                "kind": ROUTERS.index(moe.router),
                 "bias_of_score": int(moe.choice_bias_of == "score"),
                 "groups": moe.groups,
                 "active_groups": moe.active_groups,
                 "best_two": int(moe.group_score == "best-two"),
                 "normalise": int(moe.normalise_weights),
                 "scaling": put_float(moe.scaling),
+                "tolerance": put_float(moe.tolerance),
                 **_SCRATCH,
             },
             each=1,
@@ -567,26 +643,52 @@ class Builder:
     def add_turn(
         self, x: Area, heads: int, own: Attention, key: str, *, neighbours: bool, waits: bool
     ) -> None:
+        """Turn queries or keys, with their norm."""
         attention = own.options
         weights, place = 0, "none"
         if own.head_norm and attention.head_norm_of == "head":
             weights, place = self._read_head_norm(key, own), attention.head_norm_place
         tables, width = self.ropes[own.turn], own.head_dim
+        self._add_turn(
+            x,
+            heads,
+            width,
+            Norm(weights, place),
+            {
+                "cos": tables.arrays[0].ctypes.data,
+                "sin": tables.arrays[1].ctypes.data,
+                "table_stride": own.turned_width // 2,
+                "rotated": own.rope.count_rotated(own.turned_width),
+                "neighbours": int(neighbours),
+                "swapped": int(own.rope.pairs == "swapped"),
+            },
+            waits=waits,
+        )
+
+    def add_parts_norm(
+        self, x: Area, parts: int, width: int, weights: int = 0, *, waits: bool = True
+    ) -> None:
+        """Normalise so many parts of vectors; the address of no weights stands for ones."""
+        if weights == 0:
+            weights = self.keep(np.ones(width, np.float32)).ctypes.data
+        names = ("cos", "sin", "table_stride", "rotated", "neighbours", "swapped")
+        still = dict.fromkeys(names, 0)
+        self._add_turn(x, parts, width, Norm(weights, "before"), still, waits=waits)
+
+    def _add_turn(
+        self, x: Area, heads: int, width: int, norm: Norm, turn: dict[str, int], *, waits: bool
+    ) -> None:
         self.add(
             "turn",
             {
                 **x.put("x"),
                 "heads": heads,
                 "head_dim": width,
-                "weights": weights,
-                "norm_place": NORM_PLACES.index(place),
+                "weights": norm.weights,
+                "norm_place": NORM_PLACES.index(norm.place),
                 "epsilon": put_float(self._model.norm.epsilon),
                 "positions": self.positions.ctypes.data,
-                "cos": tables.arrays[0].ctypes.data,
-                "sin": tables.arrays[1].ctypes.data,
-                "table_stride": own.turned_width // 2,
-                "rotated": own.rope.count_rotated(width),
-                "neighbours": int(neighbours),
+                **turn,
             },
             each=heads,
             grain=4,
@@ -598,49 +700,64 @@ class Builder:
             return self.keep(np.ones(own.head_dim, np.float32)).ctypes.data
         return self.read_vector(key, self.layer, self._model.norm.weight_offset)
 
-    def add_attention(
-        self, queries: Area, keys: Area, values: Area, y: Area, shape: Attention, layer: int
-    ) -> None:
-        attention = shape.options
+    def add_keep(self, keys: Area, values: Area | None, shape: Attention, layer: int) -> None:
+        """Append a token's vectors to the KV cache; latent ones have no values."""
+        heads = describe_heads(shape)
+        places = self._place_cache(heads, layer)
+        self.add(
+            "keep",
+            {
+                "keys": keys.address,
+                "values": keys.address if values is None else values.address,
+                "x_stride": keys.stride,
+                "heads": heads.key_heads,
+                **places,
+                "value_width": 0 if values is None else heads.value,
+            },
+            each=heads.key_heads,
+            grain=2,
+        )
+
+    def _place_cache(self, heads: Heads, layer: int) -> dict[str, int]:
+        arrays = self._cache.find(layer)
+        # All heads read the same latent vectors, which are their values too.
+        is_latent = len(arrays) == 1
+        found = {"sequences": self.sequences.ctypes.data, "positions": self.positions.ctypes.data}
+        for kind, array, width in (
+            ("key", arrays[0], heads.key),
+            ("value", arrays[-1], heads.value),
+        ):
+            sequence, head, _, _ = (size // array.itemsize for size in array.strides)
+            found |= {
+                f"{kind}_width": width,
+                f"{kind}_cache": array.ctypes.data,
+                f"{kind}_sequence_stride": sequence,
+                f"{kind}_head_stride": 0 if is_latent else head,
+            }
+        return found
+
+    def add_attention(self, queries: Area, y: Area, shape: Attention, layer: int) -> None:
+        """Mix the values that queries see in the KV cache."""
+        attention, heads = shape.options, describe_heads(shape)
         source = layer if shape.key_layer is None else shape.key_layer
-        key_cache, value_cache = self._cache.find(source)
-        places = {
-            "key_cache": key_cache.ctypes.data,
-            "value_cache": value_cache.ctypes.data,
-            "sequences": self.sequences.ctypes.data,
-            "positions": self.positions.ctypes.data,
-            "sequence_stride": shape.kv_heads * self._context * shape.head_dim,
-            "head_stride": self._context * shape.head_dim,
-        }
-        if shape.has_keys:
-            self.add(
-                "keep",
-                {
-                    "keys": keys.address,
-                    "values": values.address,
-                    "x_stride": keys.stride,
-                    "heads": shape.kv_heads,
-                    "head_dim": shape.head_dim,
-                    **places,
-                },
-                each=shape.kv_heads,
-                grain=2,
-            )
+        values = self._cache.find(source)[-1]
         sinks = self.read_vector("sinks", layer) if shape.sinks else 0
-        group = shape.heads // shape.kv_heads
-        size = count_attention_bytes(group, shape.head_dim, self._libraries.isa.lanes)
+        group, lanes = heads.group, self._libraries.isa.lanes
+        size = count_attention_bytes(group, heads.key, heads.value, lanes)
         self._scratch_size = max(self._scratch_size, size)
-        size = count_partial_bytes(shape.heads, shape.head_dim, key_cache.shape[0])
+        size = count_partial_bytes(shape.heads, heads.value, len(values))
         self._partial_size = max(self._partial_size, size)
+        width = shape.head_dim if shape.latent is None else shape.latent.key
         arguments = {
             "queries": queries.address,
             "query_stride": queries.stride,
             "heads": shape.heads,
             "group": group,
-            "head_dim": shape.head_dim,
-            **places,
+            **self._place_cache(heads, source),
+            "value_stride": values.shape[-1],
             "window": shape.window or 0,
-            "scale": put_float(attention.scale or 1 / math.sqrt(shape.head_dim)),
+            "is_chunked": int(attention.window_kind == "chunked"),
+            "scale": put_float(attention.scale or 1 / math.sqrt(width)),
             "cap": put_float(attention.softcap or 0.0),
             **_put_optional("sinks", sinks),
             **y.put("y"),
@@ -651,12 +768,13 @@ class Builder:
             **_SCRATCH,
         }
         # Several tokens have a context each, in parts; of many, contexts are not divided.
-        one = Way(address=self._libraries.find("attend"), each=shape.kv_heads * PARTS)
-        apart = replace(one, each=shape.kv_heads)
+        groups = shape.heads // group
+        one = Way(address=self._libraries.find("attend"), each=groups * PARTS)
+        apart = replace(one, each=groups)
         many = apart
-        if shape.head_dim % self._libraries.isa.lanes == 0:
+        if heads.key % lanes == 0 and heads.value % lanes == 0:
             address, tokens = self._libraries.find("attend_many"), count_tile_tokens(group)
-            many = Way(address=address, each=shape.kv_heads, tokens=tokens)
+            many = Way(address=address, each=groups, tokens=tokens)
         join = Way(address=self._libraries.find("join"), each=shape.heads)
         for kernel, ways, other in (
             ("attend", (one, one, many), apart),
@@ -670,10 +788,20 @@ class Builder:
                     apart=other,
                     orders=(PARTS, 1),
                     layer=self.layer,
-                    is_little=kernel == "join" and shape.heads * shape.head_dim <= _LITTLE_JOIN,
+                    is_little=kernel == "join" and shape.heads * heads.value <= _LITTLE_JOIN,
                     label=kernel,
                 )
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The norm of heads."""
+
+    weights: int
+    """Their address."""
+    place: str
+    """One of `NORM_PLACES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.model.blocks import list_attention
+from pi2.model.blocks import Attention, list_attention
 from pi2.model.options import find_unknown as find_undeclared
 from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
@@ -50,9 +50,45 @@ class BlockSpec:
         return cls(**{**values, "features": tuple(values["features"])})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """What attention of a layer reads."""
+
+    key_heads: int
+    """Vectors of a kind that a token has in the KV cache."""
+    widths: tuple[int, ...]
+    """Elements of each kind: of a key and a value, or of a latent vector."""
+    group: int
+    """Heads that are computed together with the same keys."""
+    key: int
+    value: int
+    """Elements of a head's query, and of its value."""
+
+
+LATENT_GROUP = 16
+"""Heads at most that share a tile or a part of a latent context: threads share the others."""
+
+
+def describe_heads(own: Attention) -> Heads:
+    latent = own.latent
+    if latent is None:
+        width = own.options.value_width or own.head_dim
+        return Heads(
+            key_heads=own.kv_heads,
+            widths=(own.head_dim, width),
+            group=own.heads // own.kv_heads,
+            key=own.head_dim,
+            value=width,
+        )
+    group = max(n for n in range(1, LATENT_GROUP + 1) if own.heads % n == 0)
+    return Heads(
+        key_heads=1, widths=(latent.kept,), group=group, key=latent.kept, value=latent.rank
+    )
+
+
 def list_libraries(model: Model) -> list[str]:
     """Return the libraries that any model needs: `STEPS`, then the slowest to compile first."""
-    groups = [own.heads // own.kv_heads for own, _ in list_attention(model)]
+    groups = [describe_heads(own).group for own, _ in list_attention(model)]
     counts = {TOGETHER[0] for group in groups if group >= TOGETHER[0]}
     counts |= {group % TOGETHER[0] for group in groups} - {0}
     attention = "_".join([ATTENTION, *map(str, sorted(counts, reverse=True))])
@@ -60,24 +96,30 @@ def list_libraries(model: Model) -> list[str]:
 
 
 COMPUTED = read_options("""
-    norm: kind=layernorm bias inputs outputs
-    other_heads: . heads
+    norm: kind=layernorm bias inputs embedding outputs
+    other_heads: . heads keys_are_values
+    positions: . offset
     attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
-    attention: head_norm_of=all head_norm_place=after sub_norm sinks sink_layers scale softcap
-    attention: clip sliding_window window_layers
-    : residual=parallel logit_softcap head_bias other_rope
-    ffn: activation=relu activation=relu2 activation=silu activation=gelu activation=gelu_tanh
-    ffn: gated bias sub_norm limit up_offset
-    moe: . router=sigmoid weighs=input expert_scale normalise_weights shared_experts shared_gate
+    attention: head_norm_of=all head_norm_place=after value_width value_scale value_norm sub_norm
+    attention: sinks sink_layers scale softcap clip growth growth_interval growth_offset
+    attention: growth_layers sliding_window window_kind=chunked window_layers kv_shared_layers
+    : residual=parallel layer_scale logit_softcap head_bias other_rope
+    ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
+    ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm
+    ffn: gate_sparsity slope limit up_offset
+    moe: . router=sigmoid router=mixer router=none router_input=layer router_input=stream
+    moe: input_scale weighs=input expert_scale normalise_weights shared_experts shared_gate
     moe: shared_factor shared_ffn router_bias choice_bias choice_bias_of=score groups
-    moe: active_groups group_score=best scaling dense_layers dense_ffn
+    moe: active_groups group_score=best scaling tolerance dense_layers dense_ffn latent
+    side_ffn: . norms
+    layer_embedding: . vocab factor projection_factor
     multipliers: embedding residual logits
     rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
-    rope: pairs=neighbours
+    rope: pairs=swapped pairs=neighbours
     operators: mtp
 """)
 """Options of models that there are kernels for."""
-APART = (("moe", "norm.outputs"), ("moe", "ffn.sub_norm"))
+APART = (("moe", "ffn.sub_norm"),)
 """Options that do not go together."""
 
 
@@ -85,18 +127,16 @@ def find_unknown(model: Model) -> list[str]:
     """Return what a model has that there are no kernels for, by the keys of its document; empty
     where all of it can be computed."""
     tensors, is_mixture = model.tensors, model.moe is not None
-    limited = {"ffn.slope"} if model.ffn.limit is not None else set()
     fused, order = tensors.fused_gate_up is not None, tensors.gate_up_order
     attention = model.attention
     heads = attention.head_norm and attention.head_norm_of == "head"
     lying = {
         "attention.clip (head_norm)": attention.clip is not None and heads,
         "tensors.experts_turned": is_mixture and tensors.experts_turned,
-        "tensors.fused_gate_up (moe)": is_mixture and fused,
         "tensors.fused_order": tensors.fused_qkv is not None and tensors.fused_order != "stacked",
         "tensors.gate_up_order": fused and order != "stacked",
     }
-    unknown = find_undeclared(model, COMPUTED | limited, APART)
+    unknown = find_undeclared(model, COMPUTED, APART)
     return unknown + [key for key, is_there in lying.items() if is_there]
 
 
@@ -105,10 +145,13 @@ _ROWS = (
     " rows scratch scratch_stride expert_of place_of x_of y_of expert_bytes pairs starts experts"
     " routes has_routes planes plane_stride"
 )
+_CACHES = (
+    " key_width value_width key_cache value_cache sequences positions key_sequence_stride"
+    " key_head_stride value_sequence_stride value_head_stride"
+)
 _ATTENTION = (
-    "queries query_stride heads group head_dim key_cache value_cache sequences positions"
-    " sequence_stride head_stride window scale cap sinks has_sinks y y_stride tokens tile parts"
-    " partials scratch scratch_stride"
+    f"queries query_stride heads group{_CACHES} value_stride window is_chunked scale cap sinks"
+    " has_sinks y y_stride tokens tile parts partials scratch scratch_stride"
 )
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -118,7 +161,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "multiply": _ROWS,
         "multiply_few": _ROWS,
         "multiply_many": _ROWS,
-        "take_rows": "weights grid numbers y y_stride blocks factor",
+        "take_rows": "weights grid numbers y y_stride blocks factor added",
         # Of all formats; items are tokens.
         "normalize": "x x_stride weights has_weights bias has_bias y y_stride length epsilon"
         " centred added factor",
@@ -127,10 +170,9 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "quantize_q8_0": "x x_stride y y_stride length rest has_rest rest_stride together rounds",
         # Heads of tokens.
         "turn": "x x_stride heads head_dim weights norm_place epsilon positions cos sin"
-        " table_stride rotated neighbours",
+        " table_stride rotated neighbours swapped",
         # Key heads of tokens.
-        "keep": "keys values x_stride heads head_dim key_cache value_cache sequences positions"
-        " sequence_stride head_stride",
+        "keep": f"keys values x_stride heads{_CACHES}",
         # Parts of heads of a token that share keys; heads of tokens; tiles of tokens of heads that
         # share keys.
         "attend": _ATTENTION,
@@ -138,20 +180,26 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "attend_many": _ATTENTION,
         # Tokens; one item; tokens.
         "route": "scores scores_stride experts active chosen weights choice_bias has_choice_bias"
-        " expert_scale has_expert_scale is_sigmoid bias_of_score groups active_groups best_two"
-        " normalise scaling scratch scratch_stride",
+        " expert_scale has_expert_scale kind bias_of_score groups active_groups best_two"
+        " normalise scaling tolerance scratch scratch_stride",
         "group": "chosen active tokens experts starts pairs",
         "weigh": "x x_stride length scores scores_stride",
         # Pieces of `PIECE` elements of tokens.
         "gate": "gates ups has_ups x_stride y y_stride length kind limit slope up_offset",
-        "cap": "x x_stride length limit factor",
+        "cap": "x x_stride y y_stride length limit factor",
+        # Tokens.
+        "grow": "x x_stride length positions factors",
+        "cut": "x x_stride length deviations",
     }.items()
 }
 """Names of each kernel's arguments, in the order of its table."""
 
 PIECE = 1024
 """Elements of an item of kernels that take every element for itself."""
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu")
-"""What becomes of gates, by number; ``swiglu`` cuts gates and ups, and has a slope (gpt-oss)."""
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "drelu", "fatrelu", "relu2", "swiglu")
+"""What becomes of gates, by number; ``swiglu`` cuts gates and ups, and has a slope (gpt-oss);
+``limit`` is the threshold of ``fatrelu``."""
+ROUTERS = ("softmax", "sigmoid", "mixer")
+"""What makes weights of experts of scores, by number."""
 NORM_PLACES = ("none", "before", "after")
 """Whether heads have a norm, and when, by number."""

@@ -247,16 +247,19 @@ def emit_gate(table: Table) -> None:
                     value = value * (up + v.splat(offset, lanes))
                     v.store(y, target + place, value, lanes)
                     return
-                cell = v.Cell(_activate(name, gate, lanes))
+                cell = v.Cell(_activate(name, gate, limit, lanes))
                 with T.If(has_ups != T.int64(0)), T.Then():
-                    cell.set(cell.get() * v.load(ups, source + place, lanes))
+                    up = v.load(ups, source + place, lanes)
+                    if name == "drelu":
+                        up = T.max(up, v.constant(0.0, "float32", lanes))
+                    cell.set(cell.get() * (up + v.splat(offset, lanes)))
                 v.store(y, target + place, cell.get(), lanes)
 
             with T.If(kind == T.int64(number)), T.Then():
                 walk(first, end, emit)
 
 
-def _activate(name: str, value: v.Expr, lanes: int) -> v.Expr:
+def _activate(name: str, value: v.Expr, threshold: v.Expr, lanes: int) -> v.Expr:
     def number(literal: float) -> v.Expr:
         return v.constant(literal, "float32", lanes)
 
@@ -268,19 +271,21 @@ def _activate(name: str, value: v.Expr, lanes: int) -> v.Expr:
     if name == "gelu":
         grown = v.take_error_function(value * number(0.70710678118), lanes)
         return number(0.5) * value * (number(1.0) + grown)
+    if name == "fatrelu":
+        return T.Select(value > v.splat(threshold, lanes), value, number(0.0))
     open_gate = v.let(T.max(value, number(0.0)))
-    return open_gate if name == "relu" else open_gate * open_gate
+    return open_gate * open_gate if name == "relu2" else open_gate
 
 
 def emit_cap(table: Table) -> None:
-    """x becomes limit tanh(x factor / limit), or x factor if the limit is 0. With a negative limit,
-    x is cut at the limit's magnitude and at the limit."""
-    x = table.take_array("x", "float32")
-    x_stride, length = table.take("x_stride"), table.take("length")
+    """``y`` = limit tanh(x factor / limit), or x factor if the limit is 0. With a negative limit, x
+    factor is cut at the limit's magnitude and at the limit."""
+    x, y = table.take_array("x", "float32"), table.take_array("y", "float32")
+    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
     limit, factor = table.take_float("limit"), table.take_float("factor")
     with T.serial(table.first, table.end) as item:
         token, first, end = _split_item(item, length)
-        source = v.let(token * x_stride)
+        source, target = v.let(token * x_stride), v.let(token * y_stride)
 
         def emit(place: v.Expr, lanes: int) -> None:
             value = v.Cell(v.load(x, source + place, lanes) * v.splat(factor, lanes))
@@ -290,9 +295,54 @@ def emit_cap(table: Table) -> None:
             with T.If(limit < T.float32(0.0)), T.Then():
                 most = v.splat(v.let(T.float32(0.0) - limit), lanes)
                 value.set(T.max(T.min(value.get(), most), v.splat(limit, lanes)))
-            v.store(x, source + place, value.get(), lanes)
+            v.store(y, target + place, value.get(), lanes)
 
         walk(first, end, emit)
+
+
+def emit_grow(table: Table) -> None:
+    """Multiply vectors with the factor of their position."""
+    x, factors = table.take_array("x", "float32"), table.take_array("factors", "float32")
+    stride, length = table.take("x_stride"), table.take("length")
+    positions = table.take_array("positions", "int32")
+    with T.serial(table.first, table.end) as token:
+        factor = v.let(factors[v.wide(positions[token])])
+        source = v.let(token * stride)
+
+        def emit(place: v.Expr, lanes: int) -> None:
+            value = v.load(x, source + place, lanes) * v.splat(factor, lanes)
+            v.store(x, source + place, value, lanes)
+
+        walk(T.int64(0), length, emit)
+
+
+def emit_cut(table: Table) -> None:
+    """x loses a cutoff, and is at least 0: the mean of a token's elements, and so many of
+    their standard deviations.  Items are tokens."""
+    x, stride, length = (
+        table.take_array("x", "float32"),
+        table.take("x_stride"),
+        table.take("length"),
+    )
+    deviations, zero = table.take_float("deviations"), T.int64(0)
+    with T.serial(table.first, table.end) as token:
+        source = v.let(token * stride)
+        count = v.let(T.cast(length, "float32"))
+        mean = v.let(add_up(zero, length, lambda p, n: v.load(x, source + p, n)) / count)
+
+        def square(place: v.Expr, lanes: int) -> v.Expr:
+            value = v.let(v.load(x, source + place, lanes) - v.splat(mean, lanes))
+            return value * value
+
+        variance = add_up(zero, length, square) / count
+        cutoff = v.let(mean + deviations * T.sqrt(variance))
+
+        def emit(place: v.Expr, lanes: int) -> None:
+            value = v.load(x, source + place, lanes) - v.splat(cutoff, lanes)
+            value = T.max(value, v.constant(0.0, "float32", lanes))
+            v.store(x, source + place, value, lanes)
+
+        walk(zero, length, emit)
 
 
 def emit_turn(table: Table) -> None:
@@ -304,7 +354,9 @@ def emit_turn(table: Table) -> None:
     cosines, sines = table.take_array("cos", "float32"), table.take_array("sin", "float32")
     table_stride, rotated = table.take("table_stride"), table.take("rotated")
     neighbours, zero = table.take("neighbours"), T.int64(0)
-    pairs = v.let(rotated // 2)
+    pairs, swapped = v.let(rotated // 2), table.take("swapped")
+    low = v.let(T.Select(swapped != zero, pairs, zero))
+    high = v.let(pairs - low)
     with T.serial(table.first, table.end) as item:
         token = v.let(item // heads)
         base = v.let(token * stride + (item - token * heads) * width)
@@ -328,10 +380,10 @@ def emit_turn(table: Table) -> None:
 
         def turn(pair: v.Expr, lanes: int) -> None:
             cos, sin = (v.let(v.load(t, turns + pair, lanes)) for t in (cosines, sines))
-            first = v.let(v.load(x, base + pair, lanes))
-            second = v.let(v.load(x, base + pairs + pair, lanes))
-            v.store(x, base + pair, first * cos - second * sin, lanes)
-            v.store(x, base + pairs + pair, second * cos + first * sin, lanes)
+            first = v.let(v.load(x, base + low + pair, lanes))
+            second = v.let(v.load(x, base + high + pair, lanes))
+            v.store(x, base + low + pair, first * cos - second * sin, lanes)
+            v.store(x, base + high + pair, second * cos + first * sin, lanes)
 
         normalize("before")
         with T.If(neighbours != zero):
@@ -349,25 +401,30 @@ def emit_turn(table: Table) -> None:
 
 def emit_keep(table: Table) -> None:
     """Append tokens to the KV cache as fp16: [sequences, heads, context, head_dim]."""
-    keys, values = table.take_array("keys", "float32"), table.take_array("values", "float32")
-    stride, heads, width = table.take("x_stride"), table.take("heads"), table.take("head_dim")
-    caches = [table.take_array(f"{kind}_cache", "float16") for kind in ("key", "value")]
-    sequences = table.take_array("sequences", "int32")
     positions = table.take_array("positions", "int32")
-    sequence_stride, head_stride = table.take("sequence_stride"), table.take("head_stride")
+    sequences = table.take_array("sequences", "int32")
+    stride, heads = table.take("x_stride"), table.take("heads")
     with T.serial(table.first, table.end) as item:
         token = v.let(item // heads)
         head = v.let(item - token * heads)
-        source = v.let(token * stride + head * width)
-        target = v.let(
-            v.wide(sequences[token]) * sequence_stride
-            + head * head_stride
-            + v.wide(positions[token]) * width
-        )
-        for array, cache in zip((keys, values), caches, strict=True):
+        for kind in ("key", "value"):
+            array = table.take_array(f"{kind}s", "float32")
+            cache = table.take_array(f"{kind}_cache", "float16")
+            width = table.take(f"{kind}_width")
+            source = v.let(token * stride + head * width)
+            target = v.let(
+                v.wide(sequences[token]) * table.take(f"{kind}_sequence_stride")
+                + head * table.take(f"{kind}_head_stride")
+                + v.wide(positions[token]) * width
+            )
 
             def emit(
-                place: v.Expr, lanes: int, array: v.Buffer = array, cache: v.Buffer = cache
+                place: v.Expr,
+                lanes: int,
+                array: v.Buffer = array,
+                cache: v.Buffer = cache,
+                source: v.Expr = source,
+                target: v.Expr = target,
             ) -> None:
                 value = v.cast(v.load(array, source + place, lanes), "float16", lanes)
                 v.store(cache, target + place, value, lanes)

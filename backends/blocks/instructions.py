@@ -227,7 +227,9 @@ class Program:
     def set_rows(self, number: int, first: int, end: int, lanes: int) -> None:
         """Let an instruction compute rows ``first``, a multiple of ``lanes``, to ``end``."""
         part = self._parts[int(number >= self._head)]
-        each = lanes if part.takes_panels else 1
+        _, few, many = self.instructions[number].ways
+        # Plain numbers are multiplied row by row, however many tokens there are.
+        each = lanes if part.takes_panels and many.address != few.address else 1
         assert first % each == 0, "pieces begin with a panel"
         self.set_items(number, first // each, -(-end // each))
 

@@ -4,270 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.blocks.building import Area, Builder, Matrix, Product, Routed
-from pi2.backends.blocks.instructions import FindWeight, Program, Threads, Weight
+from pi2.backends.blocks.building import Builder, Matrix
+from pi2.backends.blocks.instructions import FindWeight, Program, Threads
+from pi2.backends.blocks.layers import Layers
 from pi2.backends.blocks.room import KvCache, Libraries
 from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
 from pi2.backends.executor import CONTEXT_BLOCK
-from pi2.model.blocks import find_attention
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
-
-
-class Layers:
-    """Adds a model's embedding, layers and head to a program."""
-
-    def __init__(self, model: Model, builder: Builder, rows: int, predicts: bool) -> None:
-        """``rows``: most tokens whose logits are computed in a call; ``predicts``: the router of
-        the next layer chooses early, to prefetch its experts."""
-        self._model = model
-        self._predicts = predicts
-        self.predictions: dict[int, tuple[int, int]] = {}
-        """First and last of these instructions, which stand before a layer's own choice."""
-        self._builder = builder
-        self._hidden = model.shape.hidden
-        self.x = builder.take_area("x", self._hidden)
-        """The residual stream."""
-        self.u = builder.take_area("u", self._hidden)
-        self.logits = builder.take_area("logits", model.shape.vocab, tokens=rows)
-
-    def add_embedding(self) -> None:
-        weight = self._need("embedding", None)
-        self._builder.add_rows(weight, self.x, self._model.multipliers.embedding)
-        own = self._model.operators.get("mtp")
-        if own is not None:
-            self._add_join(own["in"], own["token_norm"], own["stream_norm"])
-
-    def _add_join(self, project: str, token_norm: str, stream_norm: str) -> None:
-        """Add what an MTP head reads: embeddings, and what `BlockModel.join` has."""
-        builder, hidden = self._builder, self._hidden
-        joined = builder.take_area("joined", 2 * hidden)
-        builder.add_norm(token_norm, self.x, joined, hidden)
-        stream = builder.take_area("stream", hidden)
-        builder.add_norm(stream_norm, stream, joined.skip(hidden), hidden)
-        own = Product(key=project, weight=self._need(project, None), y=self.x)
-        builder.add_products(joined, 2 * hidden, [own])
-
-    def add_layer(self, layer: int) -> None:
-        builder, model = self._builder, self._model
-        builder.layer = layer
-        read = self._normalize("attention_norm", self.u)
-        is_parallel = model.residual == "parallel"
-        if is_parallel:
-            # Both read the layer's input, and attention changes it.
-            other = read
-            if model.norm.inputs and self._find("ffn_norm", layer) is not None:
-                other = self._normalize("ffn_norm", builder.take_area("v", self._hidden))
-        self._add_attention(layer, read)
-        if not is_parallel:
-            other = self._normalize("ffn_norm", self.u)
-        self._add_ffn(layer, other)
-        builder.layer = None
-
-    def add_head(self) -> int:
-        """Add the last norm and the head; return the number of the first instruction."""
-        builder, model = self._builder, self._model
-        first = len(builder.instructions)
-        builder.add_norm("final_norm", self.x, self.u, self._hidden, has_weights=model.norm.weights)
-        weight = self._need("embedding" if model.tied_head else "head", None)
-        bias = builder.read_vector("head_bias", None) if model.head_bias else 0
-        head = Product(key="head", weight=weight, y=self.logits, bias=bias)
-        builder.add_products(self.u, self._hidden, [head])
-        limit, factor = model.logit_softcap or 0.0, model.multipliers.logits
-        if limit or factor != 1.0:
-            builder.add_cap(self.logits, model.shape.vocab, limit, factor)
-        return first
-
-    def _find(self, key: str, layer: int | None) -> Weight | None:
-        return self._builder.find(key, layer)
-
-    def _need(self, key: str, layer: int | None) -> Weight:
-        weight = self._find(key, layer)
-        assert weight is not None, f"the source has no tensor {key} of layer {layer}"
-        return weight
-
-    def _make(self, key: str, layer: int, y: Area, has_bias: bool = False, **more: Any) -> Product:
-        bias = self._builder.read_vector(f"{key}_bias", layer) if has_bias else 0
-        return Product(key=key, weight=self._need(key, layer), y=y, bias=bias, **more)
-
-    def _list_inputs(
-        self, fused: str, layer: int, parts: list[tuple[str, Area]], has_bias: bool
-    ) -> list[Product]:
-        """Return the matrices of ``parts``, or one that has all of them."""
-        is_fused = getattr(self._model.tensors, fused) is not None
-        if is_fused and self._find(fused, layer) is not None:
-            parts = [(fused, parts[0][1])]
-        return [self._make(key, layer, y, has_bias) for key, y in parts]
-
-    def _normalize(self, key: str, target: Area) -> Area:
-        norm = self._model.norm
-        if not norm.inputs:
-            return self.x
-        self._builder.add_norm(key, self.x, target, self._hidden, has_weights=norm.weights)
-        return target
-
-    def _add_output(
-        self,
-        key: str,
-        norm: str,
-        source: Area,
-        length: int,
-        layer: int,
-        has_bias: bool,
-        factor: float = 1.0,
-    ) -> None:
-        """Add what a matrix makes of ``source``, times ``factor``, to the residual stream."""
-        builder = self._builder
-        if not self._model.norm.outputs:
-            factor *= self._model.multipliers.residual
-            own = self._make(key, layer, self.x, has_bias, added=True, factor=factor)
-            builder.add_products(source, length, [own])
-            return
-        given = builder.take_area("given", self._hidden)
-        builder.add_products(source, length, [self._make(key, layer, given, has_bias)])
-        builder.add_norm(norm, given, self.x, self._hidden, added=True)
-
-    def _add_attention(self, layer: int, read: Area) -> None:
-        builder, model = self._builder, self._model
-        own, attention = find_attention(model, layer), model.attention
-        query, keys = own.query, own.keys
-        projected = builder.take_area("qkv", query + 2 * keys)
-        areas = {
-            "query": projected,
-            "key": projected.skip(query),
-            "value": projected.skip(query + keys),
-        }
-        parts = list(areas.items())[: None if own.has_keys else 1]
-        products = self._list_inputs("fused_qkv", layer, parts, attention.qkv_bias)
-        builder.add_products(read, self._hidden, products)
-        neighbours = products[0].weight.neighbours or own.rope.pairs == "neighbours"
-        norms = [("query", "query_norm", query, own.heads)]
-        if own.has_keys:
-            norms.append(("key", "key_norm", keys, own.kv_heads))
-        if own.head_norm and attention.head_norm_of == "all":
-            for kind, norm, width, _ in norms:
-                builder.add_norm(norm, areas[kind], areas[kind], width, is_rms=True)
-        if attention.clip is not None:
-            length = query + 2 * keys if own.has_keys else query
-            builder.add_cap(projected, length, -attention.clip, 1.0)
-        for place, (kind, norm, _, heads) in enumerate(norms):
-            builder.add_turn(
-                areas[kind], heads, own, norm, neighbours=neighbours, waits=place == len(norms) - 1
-            )
-        mixed = builder.take_area("mixed", query)
-        builder.add_attention(areas["query"], areas["key"], areas["value"], mixed, own, layer)
-        if attention.sub_norm:
-            builder.add_norm("attention_sub_norm", mixed, mixed, query, is_rms=True)
-        has_bias = attention.output_bias
-        self._add_output("output", "attention_output_norm", mixed, query, layer, has_bias)
-
-    def _add_ffn(self, layer: int, read: Area) -> None:
-        model = self._model
-        moe = model.moe
-        if moe is None:
-            self._add_dense(layer, read, ("gate", "up", "down"), "fused_gate_up", model.shape.ffn)
-        elif not model.blocks[layer].ffn.has_router:
-            kinds = ("dense_gate", "dense_up", "dense_down")
-            self._add_dense(layer, read, kinds, "fused_dense", model.blocks[layer].ffn.width)
-        else:
-            self._add_mixture(layer, read)
-
-    def _add_dense(
-        self,
-        layer: int,
-        read: Area,
-        kinds: tuple[str, str, str],
-        fused_kind: str,
-        width: int,
-        scores: Area | None = None,
-        factor: float = 1.0,
-    ) -> None:
-        """Add an FFN, times ``factor`` and the sigmoid of ``scores``."""
-        builder, ffn = self._builder, self._model.ffn
-        inner = builder.take_area("inner", 2 * width)
-        own = enumerate(kinds[:2] if ffn.gated else kinds[1:2])
-        parts = [(kind, inner.skip(width * place)) for place, kind in own]
-        products = self._list_inputs(fused_kind, layer, parts, ffn.bias)
-        builder.add_products(read, self._hidden, products)
-        active = builder.take_area("active", width)
-        builder.add_gate(inner, inner.skip(width) if ffn.gated else None, active, width)
-        if ffn.sub_norm:
-            builder.add_norm("ffn_sub_norm", active, active, width, is_rms=True)
-        if scores is not None:
-            builder.add_weighing(active, width, scores)
-        self._add_output(kinds[2], "ffn_output_norm", active, width, layer, ffn.bias, factor)
-
-    def _add_mixture(self, layer: int, read: Area) -> None:
-        builder, model, moe = self._builder, self._model, self._model.moe
-        ffn = model.ffn
-        assert moe is not None
-        width, active = model.shape.ffn, moe.active_experts
-        scores = builder.take_area("scores", moe.experts)
-        own = self._make("router", layer, scores, moe.router_bias)
-        builder.add_products(read, self._hidden, [own])
-        routed = builder.list_routed()
-        if self._predicts and layer + 1 < len(model.blocks):
-            self._add_prediction(layer + 1, routed)
-        builder.add_routing(scores, layer, routed)
-        if moe.shared_experts:
-            self._add_shared(layer, read)
-        inner = builder.take_area("pairs", 2 * width, active)
-        kinds = ("gate", "up") if ffn.gated else ("up",)
-        is_input = moe.weighs == "input"
-        products = [
-            self._make(
-                kind, layer, inner.skip(width * place), ffn.bias, routed=routed, is_weighed=is_input
-            )
-            for place, kind in enumerate(kinds)
-        ]
-        builder.add_products(read, self._hidden, products)
-        mixed = builder.take_area("active", width, active)
-        ups = inner.skip(width) if ffn.gated else None
-        builder.add_gate(inner, ups, mixed, width, each=active)
-        down = self._make(
-            "down",
-            layer,
-            self.x,
-            ffn.bias,
-            added=True,
-            factor=model.multipliers.residual,
-            routed=routed,
-            of_tokens=False,
-            is_weighed=not is_input,
-        )
-        builder.add_products(mixed, width, [down], each=active)
-
-    def _add_prediction(self, layer: int, routed: Routed) -> None:
-        """Let the router of ``layer``, the next one, choose by the residual stream as it is."""
-        builder, moe = self._builder, self._model.moe
-        if moe is None or not self._model.blocks[layer].ffn.has_router:
-            return
-        now, builder.layer, first = builder.layer, layer, len(builder.instructions)
-        read = self._normalize("ffn_norm", builder.take_area("ahead", self._hidden))
-        scores = builder.take_area("predicted scores", moe.experts)
-        own = self._make("router", layer, scores, moe.router_bias)
-        builder.add_products(read, self._hidden, [own])
-        builder.add_choice(scores, layer, routed.predicted, routed.predicted_weights)
-        builder.layer = now
-        self.predictions[layer - 1] = first, len(builder.instructions)
-
-    def _add_shared(self, layer: int, read: Area) -> None:
-        builder, moe, scores = self._builder, self._model.moe, None
-        assert moe is not None
-        if moe.shared_gate:
-            scores = builder.take_area("shared_score", 1)
-            own = self._make("shared_router", layer, scores)
-            builder.add_products(read, self._hidden, [own])
-        width = moe.shared_ffn or moe.shared_experts * self._model.shape.ffn
-        kinds = ("shared_gate", "shared_up", "shared_down")
-        self._add_dense(layer, read, kinds, "fused_shared", width, scores, moe.shared_factor)
-
 
 PANEL_ROWS = 16
 """Streamed pieces have whole multiples of so many rows, a panel's on any processor."""
@@ -341,6 +90,7 @@ class BlockModel:
         self.most_threads = threads
         """1: only the caller computes, which wakes no thread: quicker if it will wait anyway."""
         self._count = 0
+        self._given: dict[int, U8] = {}
         self._note: NoteKernel | None = None
         logits = layers.logits
         found = view_floats(logits.address, max(LOGIT_ROWS, sequences), logits.stride)
@@ -369,11 +119,17 @@ class BlockModel:
         self._program.set_rows(number, first, end, self._lanes)
         self.run(number, number + 1)
 
+    def list_rows(self, number: int) -> I32:
+        """Return the rows that the call's tokens look up in matrix ``number``."""
+        numbers = self.matrices[number].numbers
+        assert numbers is not None
+        return numbers[: self._count]
+
     def put_rows(self, number: int, rows: U8) -> None:
-        """Give the tokens' rows [T, bytes] of the embedding, matrix ``number``."""
-        self._given = rows  # compiled code reads it until the step ends
+        """Give the rows [T, bytes] of `list_rows`."""
+        self._given[number] = rows  # compiled code reads it until the step ends
         self.set_tensor(number, rows.ctypes.data)
-        self._builder.numbers[: len(rows)] = np.arange(len(rows))
+        self.list_rows(number)[:] = np.arange(len(rows))
 
     def count_row_bytes(self, number: int) -> int:
         """Bytes of a row of what instruction ``number`` multiplies with."""
@@ -404,6 +160,12 @@ class BlockModel:
         builder.numbers[:count] = tokens
         builder.sequences[:count] = sequences
         builder.positions[:count] = positions
+        model = self._model
+        if model.positions is not None:
+            builder.places[:count] = builder.positions[:count] + model.positions.offset
+        if model.layer_embedding is not None:
+            known = model.layer_embedding.vocab or model.shape.vocab
+            builder.known_numbers[:count] = np.where(tokens < known, tokens, 0)
         self._program.set_tokens(count, is_chunk=is_chunk)
         if self.pairs is not None:
             self.pairs.begin(count)
@@ -494,7 +256,10 @@ def list_formats(model: Model, find: FindWeight) -> list[str]:
     if model.moe is not None:
         keys += [f"{own}_{part}" for own in ("shared", "dense") for part in ("gate", "up", "down")]
         keys += ["fused_shared", "fused_dense", "router", "shared_router"]
+        keys += ["side_gate", "side_up", "side_down", "experts_in", "experts_out"]
+    keys += ["layer_input_gate", "layer_input_output"]
     places = [(key, layer) for layer in range(model.shape.layers) for key in keys]
-    places += [("embedding", 0), ("head", 0), *((own["in"], 0) for own in model.operators.values())]
+    whole = ("embedding", "head", "positions", "layer_embedding", "layer_projection")
+    places += [*((key, 0) for key in whole), *((own["in"], 0) for own in model.operators.values())]
     found = {weight.format for key, layer in places if (weight := find(key, layer)) is not None}
     return sorted(found)

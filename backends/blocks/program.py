@@ -11,7 +11,7 @@ import tvm
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks import attention, elements, panels, rows
-from pi2.backends.blocks.contract import ATTENTION, COMMON, ROUTING, STEPS, BlockSpec
+from pi2.backends.blocks.contract import ATTENTION, COMMON, ROUTERS, ROUTING, STEPS, BlockSpec
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
@@ -26,74 +26,168 @@ _LEAST = -3.0e38
 def emit_route(table: Table) -> None:
     """Choose each token's ``active`` best experts: ``chosen`` int32 and ``weights`` [T, active];
     the first of equal ones wins."""
-    scores, stride = table.take_array("scores", "float32"), table.take("scores_stride")
-    experts, active = table.take("experts"), table.take("active")
-    chosen, weights = table.take_array("chosen", "int32"), table.take_array("weights", "float32")
-    bias, has_bias = table.take_array("choice_bias", "float32"), table.take("has_choice_bias")
-    scales, has_scales = table.take_array("expert_scale", "float32"), table.take("has_expert_scale")
-    is_sigmoid, of_score = table.take("is_sigmoid"), table.take("bias_of_score")
-    groups, active_groups = table.take("groups"), table.take("active_groups")
-    best_two, normalise = table.take("best_two"), table.take("normalise")
-    scaling, zero = table.take_float("scaling"), T.int64(0)
-    scratch = table.take_array("scratch", "float32")
-    shares = v.let(table.thread * (table.take("scratch_stride") // 4))
-    wanted = v.let(shares + experts)
-    worths = v.let(wanted + experts)
+    own = _Routing(table)
     with T.serial(table.first, table.end) as token:
-        source = v.let(token * stride)
-        with T.If(is_sigmoid != zero):
+        with T.If(own.kind == T.int64(ROUTERS.index("mixer"))):
             with T.Then():
-
-                def take_sigmoid(place: v.Expr, lanes: int) -> None:
-                    value = v.take_sigmoid(v.load(scores, source + place, lanes), lanes)
-                    v.store(scratch, shares + place, value, lanes)
-
-                walk(zero, experts, take_sigmoid)
+                own.mix(token)
             with T.Else():
-                top = v.Cell(T.float32(_LEAST))
-                with T.serial(experts) as expert:
-                    top.set(T.max(top.get(), scores[source + expert]))
-                largest = v.let(top.get())
+                own.choose(token)
+        own.scale(token)
 
-                def exponentiate(place: v.Expr, lanes: int) -> v.Expr:
-                    value = v.load(scores, source + place, lanes) - v.splat(largest, lanes)
-                    share = v.let(v.take_exponential(value, lanes))
-                    v.store(scratch, shares + place, share, lanes)
-                    return share
 
-                inverse = v.let(T.float32(1.0) / add_up(zero, experts, exponentiate))
+class _Routing:
+    """Arguments of a router, and a thread's scratch: shares, what experts are chosen by, and worths
+    of groups."""
 
-                def divide(place: v.Expr, lanes: int) -> None:
-                    share = v.load(scratch, shares + place, lanes) * v.splat(inverse, lanes)
-                    v.store(scratch, shares + place, share, lanes)
+    def __init__(self, table: Table) -> None:
+        take, take_array = table.take, table.take_array
+        self._scores, self._stride = take_array("scores", "float32"), take("scores_stride")
+        self._experts, self._active = take("experts"), take("active")
+        self._chosen, self._weights = (
+            take_array("chosen", "int32"),
+            take_array("weights", "float32"),
+        )
+        self._bias, self._has_bias = take_array("choice_bias", "float32"), take("has_choice_bias")
+        self._scales, self._has_scales = (
+            take_array("expert_scale", "float32"),
+            take("has_expert_scale"),
+        )
+        self.kind, self._of_score = take("kind"), take("bias_of_score")
+        self._groups, self._active_groups = take("groups"), take("active_groups")
+        self._best_two, self._normalise = take("best_two"), take("normalise")
+        self._scaling, self._tolerance = (
+            table.take_float("scaling"),
+            table.take_float("tolerance"),
+        )
+        self._scratch = take_array("scratch", "float32")
+        self._shares = v.let(table.thread * (take("scratch_stride") // 4))
+        self._wanted = v.let(self._shares + self._experts)
+        self._worths = v.let(self._wanted + self._experts)
 
-                walk(zero, experts, divide)
+    def choose(self, token: v.Expr) -> None:
+        """Choose by shares of all experts, which are the weights."""
+        zero, scratch, experts = T.int64(0), self._scratch, self._experts
+        source, target = v.let(token * self._stride), v.let(token * self._active)
+        with T.If(self.kind == T.int64(ROUTERS.index("sigmoid"))):
+            with T.Then():
+                self._take_sigmoids(source)
+            with T.Else():
+                self._take_softmax(source)
         with T.serial(experts) as expert:
-            worth = v.Cell(scratch[shares + expert])
-            with T.If(of_score != zero), T.Then():
-                worth.set(scores[source + expert])
-            with T.If(has_bias != zero), T.Then():
-                worth.set(worth.get() + bias[expert])
-            T.buffer_store(scratch, worth.get(), [wanted + expert])
-        with T.If(groups > T.int64(1)), T.Then():
-            _leave_groups(scratch, wanted, worths, experts, groups, active_groups, best_two)
-        target = v.let(token * active)
+            worth = v.Cell(scratch[self._shares + expert])
+            with T.If(self._of_score != zero), T.Then():
+                worth.set(self._scores[source + expert])
+            with T.If(self._has_bias != zero), T.Then():
+                worth.set(worth.get() + self._bias[expert])
+            T.buffer_store(scratch, worth.get(), [self._wanted + expert])
+        with T.If(self._groups > T.int64(1)), T.Then():
+            self._leave_groups()
         total = v.Cell(T.float32(0.0))
-        with T.serial(active) as place:
-            best = _find_best(scratch, wanted, experts)
-            T.buffer_store(scratch, T.float32(_LEAST), [wanted + best])
-            share = v.let(scratch[shares + best])
-            T.buffer_store(chosen, T.cast(best, "int32"), [target + place])
-            T.buffer_store(weights, share, [target + place])
+        with T.serial(self._active) as place:
+            best = _find_best(scratch, self._wanted, experts)
+            T.buffer_store(scratch, T.float32(_LEAST), [self._wanted + best])
+            share = v.let(scratch[self._shares + best])
+            T.buffer_store(self._chosen, T.cast(best, "int32"), [target + place])
+            T.buffer_store(self._weights, share, [target + place])
             total.set(total.get() + share)
-        factor = v.Cell(scaling)
-        with T.If(normalise != zero), T.Then():
-            factor.set(scaling / T.max(total.get(), T.float32(1e-20)))
-        with T.serial(active) as place:
-            weight = v.Cell(weights[target + place] * factor.get())
-            with T.If(has_scales != zero), T.Then():
-                weight.set(weight.get() * scales[v.wide(chosen[target + place])])
-            T.buffer_store(weights, weight.get(), [target + place])
+        factor = v.let(T.float32(1.0) / T.max(total.get(), T.float32(1e-20)))
+        with T.If(self._normalise != zero), T.Then(), T.serial(self._active) as place:
+            T.buffer_store(self._weights, self._weights[target + place] * factor, [target + place])
+
+    def mix(self, token: v.Expr) -> None:
+        """Choose by scores; a weight is a share of the softmax of scores not far below."""
+        scratch, experts = self._scratch, self._experts
+        source, target = v.let(token * self._stride), v.let(token * self._active)
+
+        def copy(place: v.Expr, lanes: int) -> None:
+            score = v.load(self._scores, source + place, lanes)
+            v.store(scratch, self._wanted + place, score, lanes)
+
+        walk(T.int64(0), experts, copy)
+        with T.serial(self._active) as place:
+            best = _find_best(scratch, self._wanted, experts)
+            top = v.let(scratch[self._wanted + best])
+            total = v.Cell(T.float32(0.0))
+            with T.serial(experts) as expert:
+                score = v.let(self._scores[source + expert])
+                left = v.let(scratch[self._wanted + expert])
+                distance = (top - score) / T.max(T.abs(score), top)
+                is_near = T.bitwise_not(distance > self._tolerance * T.float32(2.0))
+                with T.If(T.bitwise_and(is_near, left > T.float32(_LEAST))), T.Then():
+                    total.set(total.get() + v.take_exponential(left - top, 1))
+            T.buffer_store(scratch, T.float32(_LEAST), [self._wanted + best])
+            T.buffer_store(self._chosen, T.cast(best, "int32"), [target + place])
+            T.buffer_store(self._weights, T.float32(1.0) / total.get(), [target + place])
+
+    def scale(self, token: v.Expr) -> None:
+        """Multiply weights with factors, of all experts and of each."""
+        target = v.let(token * self._active)
+        with T.serial(self._active) as place:
+            weight = v.Cell(self._weights[target + place] * self._scaling)
+            with T.If(self._has_scales != T.int64(0)), T.Then():
+                own = v.wide(self._chosen[target + place])
+                weight.set(weight.get() * self._scales[own])
+            T.buffer_store(self._weights, weight.get(), [target + place])
+
+    def _take_sigmoids(self, source: v.Expr) -> None:
+        def take(place: v.Expr, lanes: int) -> None:
+            value = v.take_sigmoid(v.load(self._scores, source + place, lanes), lanes)
+            v.store(self._scratch, self._shares + place, value, lanes)
+
+        walk(T.int64(0), self._experts, take)
+
+    def _take_softmax(self, source: v.Expr) -> None:
+        scores, shares, zero = self._scores, self._shares, T.int64(0)
+        top = v.Cell(T.float32(_LEAST))
+        with T.serial(self._experts) as expert:
+            top.set(T.max(top.get(), scores[source + expert]))
+        largest = v.let(top.get())
+
+        def exponentiate(place: v.Expr, lanes: int) -> v.Expr:
+            value = v.load(scores, source + place, lanes) - v.splat(largest, lanes)
+            share = v.let(v.take_exponential(value, lanes))
+            v.store(self._scratch, shares + place, share, lanes)
+            return share
+
+        inverse = v.let(T.float32(1.0) / add_up(zero, self._experts, exponentiate))
+
+        def divide(place: v.Expr, lanes: int) -> None:
+            share = v.load(self._scratch, shares + place, lanes) * v.splat(inverse, lanes)
+            v.store(self._scratch, shares + place, share, lanes)
+
+        walk(zero, self._experts, divide)
+
+    def _leave_groups(self) -> None:
+        """Leave only experts of the best groups, by their best expert or the sum of the best
+        two."""
+        scratch, wanted, worths, groups = self._scratch, self._wanted, self._worths, self._groups
+        size = v.let(self._experts // groups)
+        with T.serial(groups) as group:
+            first, second = v.Cell(T.float32(_LEAST)), v.Cell(T.float32(_LEAST))
+            with T.serial(size) as place:
+                value = v.let(scratch[wanted + group * size + place])
+                second.set(T.max(second.get(), T.min(first.get(), value)))
+                first.set(T.max(first.get(), value))
+            with T.If(self._best_two != T.int64(0)), T.Then():
+                first.set(first.get() + second.get())
+            T.buffer_store(scratch, first.get(), [worths + group])
+        # Groups that were found are marked with a value above every worth.
+        marked = T.float32(3.0e38)
+        with T.serial(self._active_groups):
+            best, worth = v.Cell(T.int64(-1)), v.Cell(T.float32(_LEAST))
+            with T.serial(groups) as group:
+                value = v.let(scratch[worths + group])
+                is_open = T.bitwise_and(
+                    value < marked, T.bitwise_or(value > worth.get(), best.get() < 0)
+                )
+                with T.If(is_open), T.Then():
+                    worth.set(value)
+                    best.set(group)
+            T.buffer_store(scratch, marked, [worths + best.get()])
+        with T.serial(groups) as group:
+            with T.If(scratch[worths + group] < marked), T.Then(), T.serial(size) as place:
+                T.buffer_store(scratch, T.float32(_LEAST), [wanted + group * size + place])
 
 
 def _find_best(values: v.Buffer, first: v.Expr, count: v.Expr) -> v.Expr:
@@ -104,44 +198,6 @@ def _find_best(values: v.Buffer, first: v.Expr, count: v.Expr) -> v.Expr:
             worth.set(value)
             best.set(place)
     return v.let(best.get())
-
-
-def _leave_groups(
-    scratch: v.Buffer,
-    wanted: v.Expr,
-    worths: v.Expr,
-    experts: v.Expr,
-    groups: v.Expr,
-    active_groups: v.Expr,
-    best_two: v.Expr,
-) -> None:
-    """Leave only experts of the best groups, by their best expert or the sum of the best two."""
-    size = v.let(experts // groups)
-    with T.serial(groups) as group:
-        first, second = v.Cell(T.float32(_LEAST)), v.Cell(T.float32(_LEAST))
-        with T.serial(size) as place:
-            value = v.let(scratch[wanted + group * size + place])
-            second.set(T.max(second.get(), T.min(first.get(), value)))
-            first.set(T.max(first.get(), value))
-        with T.If(best_two != T.int64(0)), T.Then():
-            first.set(first.get() + second.get())
-        T.buffer_store(scratch, first.get(), [worths + group])
-    # Groups that were found are marked with a value above every worth.
-    marked = T.float32(3.0e38)
-    with T.serial(active_groups):
-        best, worth = v.Cell(T.int64(-1)), v.Cell(T.float32(_LEAST))
-        with T.serial(groups) as group:
-            value = v.let(scratch[worths + group])
-            is_open = T.bitwise_and(
-                value < marked, T.bitwise_or(value > worth.get(), best.get() < 0)
-            )
-            with T.If(is_open), T.Then():
-                worth.set(value)
-                best.set(group)
-        T.buffer_store(scratch, marked, [worths + best.get()])
-    with T.serial(groups) as group:
-        with T.If(scratch[worths + group] < marked), T.Then(), T.serial(size) as place:
-            T.buffer_store(scratch, T.float32(_LEAST), [wanted + group * size + place])
 
 
 def emit_group(table: Table) -> None:
@@ -247,6 +303,8 @@ class Program:
                 "attend_many": partial(attention.emit_attend_many, isa),
                 "gate": elements.emit_gate,
                 "cap": elements.emit_cap,
+                "grow": elements.emit_grow,
+                "cut": elements.emit_cut,
             }
         unpacking = find_unpacking(find_format(library))
         many = partial(panels.emit_multiply_many, isa, unpacking)

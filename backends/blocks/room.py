@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F16, U8, Raw
-from pi2.backends.blocks.contract import FIELDS, PLANES, BlockSpec, list_libraries
+from pi2.backends.blocks.contract import FIELDS, PLANES, BlockSpec, describe_heads, list_libraries
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.executor import CONTEXT_BLOCK
@@ -55,16 +55,17 @@ def count_tile_tokens(group: int) -> int:
     return max(1, _TILE_QUERIES // group)
 
 
-def count_attention_bytes(group: int, head_dim: int, lanes: int) -> int:
+def count_attention_bytes(group: int, key: int, value: int, lanes: int) -> int:
+    """Return the bytes that a thread needs for heads of ``key`` and ``value`` elements."""
     queries = -(-count_tile_tokens(group) * group // QUERIES) * QUERIES
-    tile = queries * (SCORES + head_dim + 2) + head_dim * lanes
+    tile = queries * (SCORES + value + 2) + key * lanes
     return 4 * max(tile, 4 * SCORES_ROW) + _LINE
 
 
-def count_partial_bytes(heads: int, head_dim: int, sequences: int) -> int:
+def count_partial_bytes(heads: int, value: int, sequences: int) -> int:
     """Return the bytes of all parts of the contexts of some tokens, or of one part of each of as
     many as there are sequences."""
-    return 4 * max(SINGLE * PARTS, sequences) * heads * (head_dim + PARTIAL)
+    return 4 * max(SINGLE * PARTS, sequences) * heads * (value + PARTIAL)
 
 
 def count_panel_bytes(lanes: int) -> int:
@@ -90,8 +91,8 @@ def count_quantized_bytes(kind: Activations, length: int) -> int:
 
 
 def count_token_bytes(model: Model, planes: int = 1) -> int:
-    """Most bytes of a token's arrays: residual, norms, queries, KV, mix, gates, ups, and quantised
-    inputs in ``planes`` and up to three orders."""
+    """Most bytes of a token's arrays, from the residual stream to gates and ups. Quantised inputs
+    have ``planes`` and up to three orders."""
     hidden, ffn, moe = model.shape.hidden, model.shape.ffn, model.moe
     attention = [own for own, _ in list_attention(model)]
     query, keys = max(own.query for own in attention), max(own.keys for own in attention)
@@ -100,7 +101,12 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
         beside = max(moe.shared_ffn or moe.shared_experts * ffn, moe.dense_ffn or 0)
         floats += moe.experts + 4 * moe.active_experts
         ffn = moe.active_experts * ffn + beside
+        floats += 5 * hidden + 2 * (moe.latent or 0)
+        if model.side_ffn is not None:
+            floats += 3 * model.side_ffn.width
     floats += 3 * ffn
+    if model.layer_embedding is not None:
+        floats += (model.shape.layers + 3) * model.layer_embedding.width
     inputs = (hidden, query, ffn, 2 * hidden if model.is_mtp else 0)
     floats += 3 * hidden if model.is_mtp else 0
     if planes > 1:
@@ -262,10 +268,9 @@ _VECTORS = 4
 
 def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
     context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
+    found = [(describe_heads(own), layers) for own, layers in list_attention(model) if own.has_keys]
     return sum(
-        4 * sequences * context * own.keys * layers
-        for own, layers in list_attention(model)
-        if own.has_keys
+        2 * sequences * context * own.key_heads * sum(own.widths) * layers for own, layers in found
     )
 
 
@@ -277,23 +282,17 @@ def count_workspace_bytes(
     rows = max(LOGIT_ROWS, sequences)
     tokens = max(chunk, rows)
     turns = sum(4 * max(width, 2) for _, width in list_turns(model))
-    heads = model.shape.heads // model.shape.kv_heads
+    heads = [(own.heads, describe_heads(own)) for own, _ in list_attention(model)]
     scratch = max(
         count_scratch_bytes(_MOST_LANES),
-        *(
-            count_attention_bytes(heads, own.head_dim, _MOST_LANES)
-            for own, _ in list_attention(model)
-        ),
+        *(count_attention_bytes(own.group, own.key, own.value, _MOST_LANES) for _, own in heads),
     )
     return (
         tokens * count_token_bytes(model, planes)
         + rows * (4 * model.shape.vocab + 64)
         + (context + CONTEXT_BLOCK) * turns
         + threads * scratch
-        + max(
-            count_partial_bytes(own.heads, own.head_dim, sequences)
-            for own, _ in list_attention(model)
-        )
+        + max(count_partial_bytes(count, own.value, sequences) for count, own in heads)
         + _VECTORS * 4 * model.shape.layers * (model.shape.hidden + model.shape.query)
     )
 
@@ -310,40 +309,43 @@ _HUGE = 4 << 20
 
 
 class KvCache:
-    """KV cache of the layers, fp16 [sequences, heads, context, head_dim], keys and values each."""
+    """KV cache of the layers: fp16 [sequences, heads, context, width] of each kind of vectors."""
 
     def __init__(self, model: Model, context: int, sequences: int) -> None:
-        shapes = {
-            layer: (2, sequences, block.attention.kv_heads, context, block.attention.head_dim)
+        shapes = [
+            (layer, (sequences, own.key_heads, context, width))
             for layer, block in enumerate(model.blocks)
             if block.attention is not None and block.attention.has_keys
-        }
-        ends = list(accumulate(map(prod, shapes.values()), initial=0))
-        size, is_large = 2 * ends[-1], max(map(prod, shapes.values()), default=0) >= _HUGE
+            for own in (describe_heads(block.attention),)
+            for width in own.widths
+        ]
+        sizes = [prod(shape) for _, shape in shapes]
+        ends = list(accumulate(sizes, initial=0))
+        size, is_large = 2 * ends[-1], 2 * max(sizes, default=0) >= _HUGE
         raw = allocate(size) if is_large else np.frombuffer(mmap(-1, max(size, 1)), np.uint8)
         region = raw[:size].view(np.float16)
-        self._layers: dict[int, tuple[F16, F16]] = {}
-        for (layer, shape), (begin, end) in zip(shapes.items(), pairwise(ends), strict=True):
-            first, second = region[begin:end].reshape(shape)
-            self._layers[layer] = first, second
+        self._layers: dict[int, list[F16]] = {}
+        for (layer, shape), (begin, end) in zip(shapes, pairwise(ends), strict=True):
+            self._layers.setdefault(layer, []).append(region[begin:end].reshape(shape))
 
-    def find(self, layer: int) -> tuple[F16, F16]:
+    def find(self, layer: int) -> Sequence[F16]:
+        """Return the arrays of a layer: its keys, and its values unless vectors are latent."""
         return self._layers[layer]
 
     def read(self, sequence: int, first: int, end: int) -> U8:
         """Return a copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``."""
         parts = [
             np.ascontiguousarray(array[sequence, :, first:end]).view(np.uint8).reshape(-1)
-            for pair in self._layers.values()
-            for array in pair
+            for arrays in self._layers.values()
+            for array in arrays
         ]
         return np.concatenate(parts)
 
     def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `read` gave for these tokens."""
         done = 0
-        for pair in self._layers.values():
-            for array in pair:
+        for arrays in self._layers.values():
+            for array in arrays:
                 part: Raw = array[sequence, :, first:end]
                 size = part.size * 2
                 part[...] = kept[done : done + size].view(np.float16).reshape(part.shape)

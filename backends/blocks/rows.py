@@ -425,12 +425,20 @@ def _sum_group(
 
 
 def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
-    """``y[t]`` = row ``numbers[t]`` of the weights x factor, as float32."""
+    """``y[t]`` = row ``numbers[t]`` of the weights x factor, as float32, added to y if
+    ``added``."""
     machine = Machine(isa)
     weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
     numbers, y = table.take_array("numbers", "int32"), table.take_array("y", "float32")
     stride, blocks = table.take("y_stride"), table.take("blocks")
-    factor = table.take_float("factor")
+    factor, added = table.take_float("factor"), table.take("added")
+
+    def put(place: v.Expr, value: v.Expr, lanes: int) -> None:
+        cell = v.Cell(value * v.splat(factor, lanes))
+        with T.If(added != T.int64(0)), T.Then():
+            cell.set(cell.get() + v.load(y, place, lanes))
+        v.store(y, place, cell.get(), lanes)
+
     with T.serial(table.first, table.end) as token:
         start = v.let(v.wide(numbers[token]) * blocks * unpacking.size)
         target = v.let(token * stride)
@@ -438,11 +446,11 @@ def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
             base = v.let(start + number * unpacking.size)
             place = v.let(target + number * unpacking.whole)
             if unpacking.floats is not None:
-                T.buffer_store(y, unpacking.floats(weights, base, 1) * factor, [place])
+                put(place, unpacking.floats(weights, base, 1), 1)
             source = Source(machine, weights, base, grid)
             for piece, open_block in enumerate(unpacking.opens):
                 block = open_block(source)
                 read = block.open_numbers()
                 for chunk in (own for part in block.parts for own in part.chunks):
                     at = place + piece * unpacking.elements + 16 * chunk
-                    v.store(y, at, read(chunk) * v.splat(factor, 16), 16)
+                    put(at, read(chunk), 16)

@@ -67,8 +67,8 @@ def load_file(
             draft = load_file(*own, placed if resolved.draft.model.is_mtp else {})
             cleanup.enter_context(draft.release)
             check_draft(resolved.draft, resolved, tokenizer, draft.tokenizer)
-        looked_up = find_looked_up(resolved, weights)
-        whole = [own for name, own in placed.items() if name != looked_up]
+        looked_up = weights.list_looked_up()
+        whole = [own for name, own in placed.items() if name not in looked_up]
         loops = None
         if division.streamed or resolved.file.expert_bytes:
             from pi2.backends.host import load_host_loops
@@ -149,15 +149,9 @@ def divide(resolved: ResolvedPlan, weights: GgufWeights, tensors: list[FileTenso
     if resolved.file.expert_bytes:
         experts = {t.name for own in weights.list_experts().values() for t in own}
         tensors = [tensor for tensor in tensors if tensor.name not in experts]
-    name = find_looked_up(resolved, weights)
-    tensors = [tensor for tensor in tensors if tensor.name != name]
+    looked_up = weights.list_looked_up()
+    tensors = [tensor for tensor in tensors if tensor.name not in looked_up]
     return divide_matrices(tensors, hot, PIECE_BYTES, resolved.file.shared)
-
-
-def find_looked_up(resolved: ResolvedPlan, weights: GgufWeights) -> str | None:
-    """The tensor that a token reads one row of: the embedding, if the head is another."""
-    own = weights.find("embedding")
-    return None if own is None or resolved.model.tied_head else own.name
 
 
 def place_resident(

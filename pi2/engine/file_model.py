@@ -130,9 +130,9 @@ class FileModel:
         experts excepted, which go to ``slots``; ``make`` builds the program."""
         self._weights = weights
         self._model = model = make(partial(_find_weight, weights))
-        self._embedding: int | None = None
-        self._rows: FileTensor | None = None
-        self._row_reads = 0
+        self._rows: dict[int, FileTensor] = {}
+        """Matrices of which tokens' rows are read, by number."""
+        self._row_bytes = 0
         streamed: dict[int, tuple[tuple[int, Piece], ...]] = {}
         for number, matrix in enumerate(model.matrices):
             if matrix.weight.data is not None:
@@ -141,8 +141,8 @@ class FileModel:
             assert tensor is not None, matrix.key
             if tensor.name in addresses:
                 model.set_tensor(number, addresses[tensor.name])
-            elif matrix.key == "embedding":
-                self._embedding, self._rows = number, tensor
+            elif matrix.numbers is not None:
+                self._rows[number] = tensor
             elif matrix.weight.experts == 1:
                 streamed[matrix.instructions[0]] = division.streamed[tensor.name]
         layers = {n: pieces for n, pieces in streamed.items() if n < model.head}
@@ -166,7 +166,7 @@ class FileModel:
         self._head = _Course(model, ends[1:], head, [], lambda p: make_stream(p, ring[:part]))
         found = (slots, self._layers.stream, self._head.stream)
         self._readers = [own for own in found if own is not None]
-        self._is_resident = not self._readers and self._embedding is None
+        self._is_resident = not self._readers and not self._rows
 
     def _name_key(self, key: str) -> str:
         """Key of ``model.tensors`` that a matrix of the program is known by."""
@@ -177,7 +177,7 @@ class FileModel:
 
     def prefill(self, tokens: I32, sequence: int, position: int) -> None:
         self._model.begin_chunk(tokens, sequence, position)
-        self._put_rows(tokens)
+        self._put_rows()
         self._layers.run()
 
     def logits(self, first: int) -> F32:
@@ -196,7 +196,7 @@ class FileModel:
             return self._model.step(tokens, sequences, positions)
         start = perf_counter()
         self._model.begin_step(tokens, sequences, positions)
-        self._put_rows(tokens)
+        self._put_rows()
         self._layers.run()
         self._head.run()
         if self._experts is not None:
@@ -210,18 +210,16 @@ class FileModel:
         self._model.begin_step(zero, zero.tolist(), zero.tolist())
         return course.measure()
 
-    def _put_rows(self, tokens: I32) -> None:
-        """Read the rows of the embedding that ``tokens`` have, where it is not resident."""
-        if self._embedding is None:
-            return
-        assert self._rows is not None
-        self._row_reads += len(tokens)
-        self._model.put_rows(self._embedding, self._weights.read_rows(self._rows, tokens))
+    def _put_rows(self) -> None:
+        """Read the rows that the call's tokens look up in matrices that are not resident."""
+        for number, tensor in self._rows.items():
+            rows = self._weights.read_rows(tensor, self._model.list_rows(number))
+            self._row_bytes += rows.nbytes
+            self._model.put_rows(number, rows)
 
     @property
     def read_bytes(self) -> int:
-        rows = 0 if self._rows is None else self._row_reads * self._rows.row_bytes
-        return rows + sum(own.read_bytes for own in self._readers)
+        return self._row_bytes + sum(own.read_bytes for own in self._readers)
 
     @property
     def waited_s(self) -> float:

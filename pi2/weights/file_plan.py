@@ -299,7 +299,7 @@ def count_needs(
             count_file_runtime(model, has_table=weights.checkpoint.may_have_table), _MIB
         ),
         matrices=matrices,
-        looked_up=0 if model.tied_head else _count_embedding(weights),
+        looked_up=sum(weights.list_looked_up().values()),
         experts=sum(tensor.size_bytes for own in experts.values() for tensor in own),
         slots=_count_slots(model, experts),
     )
@@ -312,11 +312,6 @@ def count_vectors(model: Model) -> int:
     if model.moe is not None and model.ffn.bias:
         layer += model.moe.experts * (2 * shape.ffn + shape.hidden + 1)
     return 4 * (shape.layers * layer + 2 * shape.hidden + shape.head_dim)
-
-
-def _count_embedding(weights: GgufWeights) -> int:
-    found = weights.find("embedding")
-    return 0 if found is None or found.name in weights.shared else found.size_bytes
 
 
 def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> int:

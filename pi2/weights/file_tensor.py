@@ -18,6 +18,8 @@ from pi2.memory.expert_slots import ExpertMatrix
 from pi2.plan.documents.model import Model
 from pi2.reads import read_at, refuse_cut, refuse_weights
 
+EXPERTS = ("gate", "up", "fused_gate_up", "down")
+"""Keys of matrices that experts have each: inputs, then the output."""
 PIECE_BYTES = 1 << 20
 """Bytes of a streamed tensor that are read and computed together, in whole rows."""
 
@@ -75,7 +77,7 @@ class TensorFiles(ABC):
     def list_experts(self) -> dict[int, list[FileTensor]]:
         """The matrices of the experts that routers choose, by layer: inputs, then the output."""
         found: dict[int, list[FileTensor]] = {}
-        for key in ("gate", "up", "down"):
+        for key in EXPERTS:
             for layer in range(self.model.shape.layers):
                 tensor = self.find(key, layer)
                 if tensor is not None and tensor.experts > 1:

@@ -25,7 +25,7 @@ from pi2.plan.documents.model import Model
 from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.reads import read_weights
 from pi2.tokens.table_tokenizer import Coder
-from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, TensorFiles
+from pi2.weights.file_tensor import EXPERTS, PIECE_BYTES, FileTensor, TensorFiles
 
 
 class GgufWeights(TensorFiles):
@@ -103,6 +103,7 @@ class GgufWeights(TensorFiles):
         if not experts or tensor.size_bytes % rows:
             return None
         scales = [own.factors for own in experts]
+        is_stacked = key in EXPERTS and len(tensor.shape) == 3
         return FileTensor(
             name=tensor.name,
             file=self.files.index(tensor.file),
@@ -111,7 +112,7 @@ class GgufWeights(TensorFiles):
             rows=rows * len(experts),
             length=tensor.shape[-1],
             row_bytes=tensor.size_bytes // rows,
-            experts=len(experts),
+            experts=tensor.shape[0] if is_stacked else len(experts),
             scales=tuple(float(own[0]) for own in scales if own is not None),
             has_neighbours=tensor.order is not None,
         )
@@ -208,6 +209,13 @@ class GgufWeights(TensorFiles):
             found = None if key.endswith("_bias") else self.find(key, layer)
             if found is not None and found.rows > 1 and found.name not in self.shared:
                 yield key, layer, found
+
+    def list_looked_up(self) -> dict[str, int]:
+        """Bytes of the own matrices of which a token reads a row, by name: a tied head reads the
+        embedding whole."""
+        keys = ("layer_embedding", "positions", *(() if self.model.tied_head else ("embedding",)))
+        found = [own for key in keys if (own := self.find(key)) is not None]
+        return {own.name: own.size_bytes for own in found if own.name not in self.shared}
 
     def count_bytes(self) -> int:
         return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())

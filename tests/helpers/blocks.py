@@ -253,6 +253,7 @@ def take_rows(kernels: Kernels | ArmKernels, own: Format, raw: U8, numbers: Sequ
         y_stride=length,
         blocks=length // own.block,
         factor=1.0,
+        added=0,
     )
     return y
 

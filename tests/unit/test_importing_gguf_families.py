@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_decoders import Metadata
@@ -21,65 +19,10 @@ from pi2.model.blocks import find_attention
 from tests.helpers.gguf_files import make_sentence_piece
 from tests.helpers.gguf_gemma import write_gemma3n, write_gemma4
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
+from tests.helpers.gguf_llama4 import FIXED, write_llama4
 from tests.helpers.gguf_nemotron import write_nemotron
-from tests.helpers.gguf_tensors import read_checkpoint, write_all
+from tests.helpers.gguf_tensors import read_checkpoint
 from tests.helpers.goldens import EXACT, change_config, copy_checkpoint
-
-FIXED: dict[str, Any] = {
-    "no_rope_layers": None,
-    "layer_types": None,
-    "moe_layers": None,
-    "attention_chunk_size": 8192,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-}
-"""What files cannot say, as llama.cpp has it."""
-
-
-def write_llama4(
-    file: Path, config: dict[str, Any], weights: dict[str, F32], window: int | None = None
-) -> Path:
-    arch = gguf.MODEL_ARCH.LLAMA4
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_name("Tiny")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size_mlp"])
-    writer.add_expert_feed_forward_length(config["intermediate_size"])
-    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
-    writer.add_expert_count(config["num_local_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if window is not None:
-        writer.add_sliding_window(window)
-    for key in ("bos", "eos"):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
-    for original, values in weights.items():
-        for name, part in divide_experts(original, values):
-            found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            assert found is not None, name
-            writer.add_tensor(found, np.ascontiguousarray(part))
-    write_all(writer)
-    return file
-
-
-def divide_experts(name: str, values: F32) -> list[tuple[str, F32]]:
-    """The converter has gates and ups apart, and rows where checkpoints have columns."""
-    if name.endswith("experts.gate_up_proj"):
-        gate, up = np.split(values.swapaxes(1, 2), 2, axis=1)
-        start = name.removesuffix("gate_up_proj")
-        return [(f"{start}gate_proj.weight", gate), (f"{start}up_proj.weight", up)]
-    if name.endswith("experts.down_proj"):
-        return [(f"{name}.weight", values.swapaxes(1, 2))]
-    return [(name, values)]
 
 
 def write_file(name: str, checkpoint: Path) -> Path:

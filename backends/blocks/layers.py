@@ -1,0 +1,188 @@
+"""Embedding, layers and head of a model, as instructions of a program."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pi2.backends.blocks.building import Area, Builder, Product
+from pi2.backends.blocks.feed_forward import FeedForward
+from pi2.backends.blocks.residual import Residual
+from pi2.model.blocks import Attention
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import LayerEmbedding
+
+
+class Layers:
+    """Adds a model's embedding, layers and head to a program."""
+
+    def __init__(self, model: Model, builder: Builder, rows: int, predicts: bool) -> None:
+        """``rows``: most tokens whose logits are computed in a call; ``predicts``: the router of
+        the next layer chooses early, to prefetch its experts."""
+        self._model, self._builder = model, builder
+        self._hidden = model.shape.hidden
+        self._residual = Residual(model, builder)
+        self._ffn = FeedForward(model, builder, self._residual, predicts)
+        self.x = self._residual.x
+        self.u = builder.take_area("u", self._hidden)
+        """What operators and the head read."""
+        self.logits = builder.take_area("logits", model.shape.vocab, tokens=rows)
+        self.predictions = self._ffn.predictions
+
+    def add_embedding(self) -> None:
+        builder, model, hidden = self._builder, self._model, self._hidden
+        weight = builder.need("embedding", None)
+        builder.add_rows("embedding", weight, builder.numbers, self.x, model.multipliers.embedding)
+        if model.norm.embedding:
+            builder.add_norm("", self.x, self.x, hidden, is_rms=True)
+        own = model.operators.get("mtp")
+        if own is not None:
+            self._add_join(own["in"], own["token_norm"], own["stream_norm"])
+        if model.positions is not None:
+            table = builder.need("positions", None)
+            builder.add_rows("positions", table, builder.places, self.x, 1.0, added=True)
+        if model.layer_embedding is not None:
+            self._add_layer_embeddings(model.layer_embedding)
+
+    def _add_join(self, project: str, token_norm: str, stream_norm: str) -> None:
+        """Add what an MTP head reads: embeddings, and what `BlockModel.join` has."""
+        builder, hidden = self._builder, self._hidden
+        joined = builder.take_area("joined", 2 * hidden)
+        builder.add_norm(token_norm, self.x, joined, hidden)
+        stream = builder.take_area("stream", hidden)
+        builder.add_norm(stream_norm, stream, joined.skip(hidden), hidden)
+        own = Product(key=project, weight=builder.need(project, None), y=self.x)
+        builder.add_products(joined, 2 * hidden, [own])
+
+    def _add_layer_embeddings(self, own: LayerEmbedding) -> None:
+        """Add what each layer adds of its own: rows of a table, and a projection of the first
+        layer's input, both divided by sqrt(2)."""
+        builder, half = self._builder, math.sqrt(0.5)
+        layers, width = self._model.shape.layers, own.width
+        area = self._take_layer_inputs(own)
+        project = Product(
+            key="layer_projection",
+            weight=builder.need("layer_projection", None),
+            y=area,
+            factor=own.projection_factor,
+        )
+        builder.add_products(self.x, self._hidden, [project])
+        weights = builder.need("layer_projection_norm", None).read()
+        weights = builder.keep((weights + self._model.norm.weight_offset) * np.float32(half))
+        builder.add_parts_norm(area, layers, width, weights.ctypes.data)
+        table, numbers = builder.need("layer_embedding", None), builder.known_numbers
+        builder.add_rows("layer_embedding", table, numbers, area, own.factor * half, added=True)
+
+    def _take_layer_inputs(self, own: LayerEmbedding) -> Area:
+        """Return the array of what layers add; the gates of a layer lie behind it."""
+        return self._builder.take_area("layer inputs", (self._model.shape.layers + 1) * own.width)
+
+    def _add_layer_input(self, layer: int, own: LayerEmbedding) -> None:
+        """Add norm(output(act(gate x) * e)) to the residual stream."""
+        builder, width, area = self._builder, own.width, self._take_layer_inputs(own)
+        gates = area.skip(self._model.shape.layers * width)
+        project = builder.make_product("layer_input_gate", layer, gates)
+        builder.add_products(self.x, self._hidden, [project])
+        mixed = builder.take_area("active", width)
+        builder.add_gate(gates, area.skip(layer * width), mixed, width)
+        given = builder.take_area("given", self._hidden)
+        output = builder.make_product("layer_input_output", layer, given)
+        builder.add_products(mixed, width, [output])
+        builder.add_norm("layer_input_norm", given, self.x, self._hidden, added=True)
+
+    def add_layer(self, layer: int) -> None:
+        builder, model = self._builder, self._model
+        builder.layer = layer
+        self._ffn.begin_layer(layer)
+        read = self._residual.normalize("attention_norm", self.u)
+        is_parallel, other = model.residual == "parallel", read
+        if is_parallel and model.norm.inputs and builder.find("ffn_norm", layer) is not None:
+            # Both read the layer's input, and attention changes it.
+            other = self._residual.normalize("ffn_norm", builder.take_area("v", self._hidden))
+        for mixer in model.blocks[layer].mixers:
+            if isinstance(mixer, Attention):
+                self._add_attention(layer, mixer, read)
+        if model.blocks[layer].ffn.kind != "none":
+            if not is_parallel:
+                other = self._residual.normalize("ffn_norm", self.u)
+            self._ffn.add(layer, other)
+        if model.layer_embedding is not None:
+            self._add_layer_input(layer, model.layer_embedding)
+        if model.layer_scale:
+            scale = float(builder.need("layer_scale", layer).read()[0])
+            builder.add_cap(self.x, self._hidden, 0.0, scale)
+        builder.layer = None
+
+    def add_head(self) -> int:
+        """Add the last norm and the head; return the number of the first instruction."""
+        builder, model = self._builder, self._model
+        first = len(builder.instructions)
+        builder.add_norm("final_norm", self.x, self.u, self._hidden)
+        weight = builder.need("embedding" if model.tied_head else "head", None)
+        bias = builder.read_vector("head_bias", None) if model.head_bias else 0
+        head = Product(key="head", weight=weight, y=self.logits, bias=bias)
+        builder.add_products(self.u, self._hidden, [head])
+        limit, factor = model.logit_softcap or 0.0, model.multipliers.logits
+        if limit or factor != 1.0:
+            builder.add_cap(self.logits, model.shape.vocab, limit, factor)
+        return first
+
+    def _add_attention(self, layer: int, own: Attention, read: Area) -> None:
+        builder, attention = self._builder, own.options
+        query, keys, heads = own.query, own.keys, own.heads
+        width = attention.value_width or own.head_dim
+        values = own.kv_heads * width
+        projected = builder.take_area("qkv", query + keys + values)
+        areas = {
+            "query": projected,
+            "key": projected.skip(query),
+            "value": projected.skip(query + keys),
+        }
+        parts = list(areas.items())
+        parts = parts[: 1 if not own.has_keys else 2 if own.keys_are_values else 3]
+        products = builder.list_inputs("fused_qkv", layer, parts, attention.qkv_bias)
+        builder.add_products(read, self._hidden, products)
+        neighbours = products[0].weight.neighbours or own.rope.pairs == "neighbours"
+        norms = [("query", "query_norm", query, heads)]
+        if own.has_keys:
+            norms.append(("key", "key_norm", keys, own.kv_heads))
+            self._add_values(own, areas["key"], areas["value"])
+        if own.head_norm and attention.head_norm_of == "all":
+            for kind, norm, length, _ in norms:
+                builder.add_norm(norm, areas[kind], areas[kind], length, is_rms=True)
+        if attention.clip is not None:
+            length = query + keys + values if own.has_keys else query
+            builder.add_cap(projected, length, -attention.clip, 1.0)
+        for place, (kind, norm, _, count) in enumerate(norms):
+            builder.add_turn(
+                areas[kind], count, own, norm, neighbours=neighbours, waits=place == len(norms) - 1
+            )
+        builder.add_growth(areas["query"], query, layer)
+        if own.has_keys:
+            builder.add_keep(areas["key"], areas["value"], own, layer)
+        mixed = builder.take_area("mixed", heads * width)
+        builder.add_attention(areas["query"], mixed, own, layer)
+        self._add_mixed(layer, own, mixed, heads * width)
+
+    def _add_values(self, own: Attention, keys: Area, values: Area) -> None:
+        """Add copies and norms between the projection to values and the KV cache."""
+        builder, width = self._builder, own.options.value_width or own.head_dim
+        if own.keys_are_values:
+            builder.add_cap(keys, own.keys, 0.0, 1.0, values)
+        if own.options.value_norm:
+            builder.add_parts_norm(values, own.kv_heads, width)
+
+    def _add_mixed(self, layer: int, own: Attention, mixed: Area, length: int) -> None:
+        """Add the output projection of the heads' mix."""
+        builder, attention = self._builder, own.options
+        if attention.value_scale != 1.0:
+            builder.add_cap(mixed, length, 0.0, attention.value_scale)
+        if attention.sub_norm:
+            builder.add_norm("attention_sub_norm", mixed, mixed, length, is_rms=True)
+        total = self._residual.begin()
+        output = builder.make_product(
+            "output", layer, has_bias=attention.output_bias, **total.take()
+        )
+        builder.add_products(mixed, length, [output])
+        self._residual.end("attention_output_norm")

@@ -1,0 +1,64 @@
+"""A small GGUF file of each architecture runs as it is, and gives the reference's logits."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.weights.file_reading import FileFiller
+from tests.helpers.goldens import check_sequences_together
+from tests.helpers.whole_files import SETTINGS, WholeFile
+
+NAMES = ("gemma4", "gemma4-e2b", "gemma4-moe", "llama4", "opt", "phimoe")
+Open = Callable[[str], WholeFile]
+
+
+@pytest.fixture(scope="module")
+def open_file(tmp_path_factory: pytest.TempPathFactory) -> Open:
+    return cache(lambda name: WholeFile(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_and_its_tokens_one_by_one_give_the_logits_of_the_reference(
+    name: str, open_file: Open
+) -> None:
+    own = open_file(name)
+    assert FileFiller().runs_as_it_is(own.file)
+    with own.open() as model:
+        own.check(model.logits(own.prompt))
+        own.check(model.logits(own.prompt, mode="decode"))
+        whole: Any = model._parts.whole
+        assert whole._model.workspace_bytes <= model.plan.plan.memory.segments.workspace
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streamed_matrices_give_the_bits_of_resident_ones(name: str, open_file: Open) -> None:
+    own = open_file(name)
+    with own.open() as model:
+        whole = [model.logits(own.prompt, mode=mode).copy() for mode in ("prefill", "decode")]
+    with own.stream() as model:
+        streamed = [model.logits(own.prompt, mode=mode).copy() for mode in ("prefill", "decode")]
+        assert model.stats.flash_read_bytes > 0
+    for one, other in zip(whole, streamed, strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_sequences_together_compute_what_each_does(name: str, open_file: Open) -> None:
+    check_sequences_together(open_file(name).plan, SETTINGS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prefix_moves_to_another_sequence(name: str, open_file: Open) -> None:
+    own = open_file(name)
+    tokens = np.array(own.prompt, np.int32)
+    with own.open(**{"decode.batch": 2}) as model:
+        whole: Any = model._parts.whole
+        whole.prefill(tokens[:-1], 0, 0)
+        kept = whole.read_context(0, 0, len(tokens) - 1)
+        expected = whole.step(tokens[-1:], [0], [len(tokens) - 1]).copy()
+        whole.put_context(1, 0, len(tokens) - 1, kept)
+        found = whole.step(tokens[-1:], [1], [len(tokens) - 1])
+    assert np.array_equal(found, expected)

@@ -1,0 +1,118 @@
+"""GGUF files of golden models that run as they are, next to the reference backend."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from safetensors.numpy import save_file
+
+import pi2
+from pi2.arrays import F32
+from pi2.backends.reference.attention import KvCache
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_gemma import write_gemma3n, write_gemma4
+from tests.helpers.gguf_goldens import UNNAMED, UNSAID, convert
+from tests.helpers.gguf_llama4 import FIXED, write_llama4
+from tests.helpers.gguf_tensors import read_checkpoint, translate
+from tests.helpers.goldens import (
+    EXACT,
+    change_config,
+    copy_checkpoint,
+    measure_error,
+    read_golden,
+    write_plan,
+)
+
+SETTINGS = {"decode.activations": "fp32", "prefill.activations": "fp32", "kv.context": 64}
+NEAR = 5e-5
+"""Of the largest logit: what sums in another order change."""
+PIECE = 3 << 12
+"""Room for a piece of a streamed matrix."""
+FLIPPED = 0.1
+"""Of what rounding the KV cache to fp16 changes: some elements may be rounded the other way."""
+
+
+def write_file(name: str, folder: Path) -> Path:
+    """The checkpoint of a golden model as a file in ``folder``; what no file says becomes its usual
+    value."""
+    checkpoint, file = copy_checkpoint(name, folder / "checkpoint"), folder / "tiny.gguf"
+    if name.startswith("gemma3n"):
+        return write_gemma3n(file, checkpoint)
+    if name.startswith("gemma4"):
+        return write_gemma4(file, checkpoint)
+    if name == "llama4":
+        change_config(checkpoint, **FIXED)
+        return write_llama4(file, *read_checkpoint(checkpoint))
+    change_config(checkpoint, **UNSAID.get(name, {}))
+    config, weights = read_checkpoint(checkpoint)
+    if name in UNNAMED:
+        weights = {key: v for key, v in weights.items() if not key.endswith(UNNAMED[name])}
+        save_file(weights, checkpoint / "model.safetensors")
+    return write_gguf(file, config, translate(weights, config))
+
+
+class WholeFile:
+    """A golden model's file, with the logits of its prompt."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.file = write_file(name, folder)
+        self.plan = folder / "file.plan.toml"
+        tokenizer = "checkpoint/tokenizer.json"
+        self.plan.write_text(
+            f'schema_version = 3\nweights = "{self.file.name}"\ntokenizer = "{tokenizer}"\n'
+        )
+        self.prompt = read_golden(name).prompt
+        model = convert(self.file, folder / "store", folder / tokenizer, EXACT)
+        store = write_plan(folder, model, {})
+        with pi2.load(store) as loaded:
+            self.exact: F32 = loaded.logits(self.prompt)
+            """With a KV cache that is not rounded."""
+        with pi2.load(store) as loaded, round_kv():
+            self.expected: F32 = loaded.logits(self.prompt)
+            """With one of fp16."""
+        self.bound = max(NEAR, FLIPPED * measure_error(self.expected, self.exact))
+
+    def open(self, **settings: object) -> pi2.LoadedModel:
+        return pi2.load(self.plan, set={**SETTINGS, **settings})
+
+    @contextmanager
+    def stream(self, **settings: object) -> Iterator[pi2.LoadedModel]:
+        """Open the file with so little memory that about half of its matrices are read for every
+        step, in pieces of a few rows."""
+        with self.open(**settings) as whole:
+            own = whole.plan
+        assert own.file is not None
+        segments = own.plan.memory.segments
+        rest = segments.runtime + segments.attention + segments.kv + segments.workspace
+        ring, most = 6 * PIECE, own.file.matrix_bytes
+        patches = (
+            patch("pi2.weights.file_plan.LEAST_RING", ring),
+            patch("pi2.weights.file_plan.USUAL_RING", ring),
+            patch("pi2.engine.file_loading.PIECE_BYTES", 1024),
+        )
+        with patches[0], patches[1], patches[2]:
+            resident = max(0, min(most // 2, most - ring - 1))
+            budget = {"memory.budget": f"{rest + ring + resident} B"}
+            with self.open(**budget, **settings) as found:
+                yield found
+
+    def check(self, found: F32, first: int = 0) -> None:
+        """Compare the logits of the prompt's tokens from ``first`` on with the expected ones."""
+        expected = self.expected[first : first + len(found)]
+        assert np.abs(found - expected).max() <= self.bound * np.abs(self.expected).max()
+
+
+@contextmanager
+def round_kv() -> Iterator[None]:
+    """Let the reference backend keep the KV cache in fp16."""
+    keep = KvCache.keep
+
+    def round_and_keep(
+        own: KvCache, sequence: int, kind: int, layer: int, position: int, x: F32
+    ) -> None:
+        keep(own, sequence, kind, layer, position, x.astype(np.float16).astype(np.float32))
+
+    with patch.object(KvCache, "keep", round_and_keep):
+        yield
