@@ -72,6 +72,8 @@ def make_key(located: Located, kind: Kind) -> FileKey | None:
     return (kind, str(located.path), located.name, *state)
 
 
+_UNKNOWN, _MISSING = "P101", "P102"
+"""Codes of a key that is unknown, and of one that is missing."""
 _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
 """Findings in a device or model that mean that the plan names the wrong file."""
 
@@ -214,7 +216,7 @@ class Inspection:
         """Validate a document's values against its schema."""
         document, findings = check_schema(source, DOCUMENTS[kind])
         # What a document lacks may stand in a file that it extends and that was not found.
-        found = (item for item in findings if whole or item.code != "P102")
+        found = (item for item in findings if whole or item.code != _MISSING)
         self.diagnostics += (self.add_removal(item) for item in found)
         if document is not None and whole:
             self.documents[kind] = document
@@ -246,6 +248,10 @@ class Inspection:
     def complete(self, source: SourceFile, fill: FillPlan) -> SourceFile | None:
         """Derive what a plan that runs a GGUF file leaves out, and its model; None where that is
         not possible, with the reason among the findings."""
+        _, found = check_schema(source, DOCUMENTS["plan"])
+        if any(item.code not in (_UNKNOWN, _MISSING) for item in found):
+            self.diagnostics += (self.add_removal(i) for i in found if i.code != _MISSING)
+            return None
         try:
             filled = fill(source.values, source.path)
         except UserError as error:

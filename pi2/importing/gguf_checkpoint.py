@@ -456,7 +456,8 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
     """Factors of matrices, by the names of their tensors: ``attn_q.scale`` belongs to
     ``attn_q.weight``.
 
-    Raises `UserError` P534 for more numbers than one, or than one for each expert."""
+    Raises `UserError`: P534 for more numbers than one, or than one for each expert, P539 for one
+    that is not finite."""
     entries = {name: (file, entry) for file in files for name, entry in file.entries.items()}
     scales = {}
     for name, (file, entry) in entries.items():
@@ -473,6 +474,12 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
         if count not in (1, experts):
             raise refuse_shape(make_tensor(file, entry), (experts,))
         numbers = make_tensor(file, entry).read().reshape(-1)
+        if not np.isfinite(numbers).all():
+            raise UserError.of(
+                "P539",
+                f"tensor {name!r} in {file.path} has a scale that is not a finite number",
+                help="download or export the file again",
+            )
         scales[name] = numbers if count == experts else np.repeat(numbers, experts)
     return scales
 

@@ -67,6 +67,18 @@ def test_gguf_files(targets: dict[str, Target], random: Random) -> None:
     run(targets["gguf"], random)
 
 
+@settings(some, max_examples=25)
+@given(random=randoms)
+def test_plans_of_files(targets: dict[str, Target], random: Random) -> None:
+    run(targets["file-plan"], random)
+
+
+@settings(some, max_examples=40)
+@given(random=randoms)
+def test_companions_of_weights(targets: dict[str, Target], random: Random) -> None:
+    run(targets["companions"], random)
+
+
 @settings(some, max_examples=100)
 @given(random=randoms)
 def test_stores(targets: dict[str, Target], random: Random) -> None:

@@ -1,5 +1,6 @@
 """Whatever stands in a file, checking it ends with findings or a plan, never with an exception."""
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,16 @@ import tomli
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fuzzing.documents import write_document
+from fuzzing.files import list_keys, set_value
+from fuzzing.gguf import write_gguf
+from fuzzing.seeds import read_gguf_seed
 from pi2.diagnostics import UserError
 from pi2.diagnostics.texts import list_formats, render
 from pi2.fitting.check import Report, check_file, check_plan, load_plan
 from pi2.plan.toml.source import parse_source
-from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.toml.text import name_path, write_key, write_value
+from pi2.weights.file_reading import FileFiller, check_document
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "plans/demo.plan.toml").read_bytes()
@@ -189,3 +195,44 @@ def test_parsing_is_total(text: str) -> None:
     source = parse_source(Path("x.plan.toml"), "x.plan.toml", text)
     if not isinstance(source, list):
         assert source.spans.find_value(()).file == "x.plan.toml"
+
+
+@pytest.fixture(scope="module")
+def beside_a_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("file")
+    (folder / "m.gguf").write_bytes(write_gguf(*read_gguf_seed()))
+    return folder
+
+
+@pytest.mark.parametrize("value", [3, 1.5, True, "x", [], [{}], {"x": 1}, date(2026, 1, 1)])
+def test_any_type_at_any_key_of_a_plan_of_a_file(beside_a_file: Path, value: object) -> None:
+    """Each ends with findings that have a place and help, in the file as in an override."""
+    usual = {"schema_version": 3, "weights": "m.gguf"}
+    plain = beside_a_file / "plain.plan.toml"
+    plain.write_text(write_document(usual))
+    for key in list_keys():
+        values: dict[str, Any] = dict(usual)
+        set_value(values, key, value)
+        path = beside_a_file / "x.plan.toml"
+        path.write_text(write_document(values))
+        for report in (
+            check_document(path),
+            check_plan(plain, overrides={name_path(key): value}, fill=FileFiller()),
+        ):
+            assert report.is_sound or report.resolved is None
+            for item in report.diagnostics:
+                assert item.span is not None and item.span.line >= 1
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [("[[kv]]\ncontext = 64", "an array"), ("kv = 3", "3"), ("memory = true", "true")],
+)
+def test_a_table_that_is_none_is_named_in_a_plan_of_a_file(
+    beside_a_file: Path, line: str, found: str
+) -> None:
+    path = beside_a_file / "x.plan.toml"
+    path.write_text(f'schema_version = 3\nweights = "m.gguf"\n{line}\n')
+    (item,) = check_document(path).diagnostics
+    assert (item.code, item.message.partition(", ")[2]) == ("P103", f"got {found}")
+    assert item.span is not None and item.span.line == 3

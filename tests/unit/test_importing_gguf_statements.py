@@ -84,6 +84,8 @@ def test_a_scale_has_one_number_or_one_for_each_expert(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.tensors["blk.0.attn_q.scale"] = np.ones(3, np.float32)
     job.refuse("P534", "blk.0.attn_q.scale")
+    job.tensors["blk.0.attn_q.scale"] = np.full(1, np.nan, np.float32)
+    job.refuse("P539", "blk.0.attn_q.scale")
 
 
 def vector(count: int) -> F32:

@@ -21,6 +21,7 @@ import numpy as np
 import pi2
 from fuzzing.disks import DiskTarget
 from fuzzing.documents import DocumentTarget
+from fuzzing.files import CompanionTarget, FilePlanTarget
 from fuzzing.gguf import write_gguf
 from fuzzing.mutations import spoil_bytes, spoil_document, spoil_text
 from fuzzing.seeds import (
@@ -292,6 +293,8 @@ def make_targets(folder: Path) -> dict[str, Target]:
         DocumentTarget(folder / "document"),
         ConfigTarget(folder / "config"),
         GgufTarget(folder / "gguf"),
+        FilePlanTarget(folder / "file-plan"),
+        CompanionTarget(folder / "companions"),
         TokenizerTarget(),
         TemplateTarget(),
         store,

@@ -58,7 +58,7 @@ class Rope(Table):
         return 0 if self.kind == "none" else int(head_dim * self.share)
 
     def is_long(self, end: int) -> bool:
-        """Whether a sequence of ``end`` tokens has the frequencies of longer ones (``longrope``)."""
+        """Whether sequences of ``end`` tokens have frequencies of longer ones (``longrope``)."""
         return self.kind == "longrope" and end > self.original_context
 
 
