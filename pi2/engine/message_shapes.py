@@ -275,8 +275,8 @@ class ShapedTemplate:
     def _check_systems(
         self, messages: Sequence[Message], shape: Shape, text: str, render: Render
     ) -> str:
-        """The prompt, which must contain all system messages: some templates drop those that are
-        not the first."""
+        """The prompt, which must contain all system messages: some templates drop all but the
+        first."""
         places = [number for number, item in enumerate(messages) if item.get("role") == "system"]
         are_first = places == list(range(len(places)))
         kind = f"system {are_first} {len(places) > 1}"

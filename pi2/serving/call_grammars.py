@@ -136,7 +136,7 @@ class GrammarWriter:
         return " ".join(parts)
 
     def write_until(self, close: str, content: str | None = None) -> str:
-        """A text up to ``close``, which is part of it: any, or that of a terminal ``content``."""
+        """A text up to ``close``, which is part of it: any, or as a terminal ``content`` has it."""
         found = self._tokens.search(close.lstrip())
         space = len(close) - len(close.lstrip())
         if found is not None and found.start() == 0:

@@ -1,5 +1,5 @@
-"""Grammars of values of a JSON schema, in the notations in which families write arguments. Whatever
-a schema leaves open has a limit: an answer ends."""
+"""Grammars of values of a JSON schema, in the notations of the families.  What a schema leaves open
+has a limit: an answer ends."""
 
 import json
 import re
@@ -11,15 +11,15 @@ from pi2.serving.literals import Schema
 from pi2.serving.schemas import describe_value, list_alternatives
 
 DIGITS = 16
-"""Most digits before and after the point, where a schema does not bound a number."""
+"""Most digits before and after the point of a number without bounds."""
 CHARACTERS = 1 << 16
-"""Most characters of a text, where it does not say."""
+"""Most characters of a text without a stated limit."""
 ITEMS = 256
-"""Most items of a list, where it does not say."""
+"""Most items of a list without a stated limit."""
 KEYS, KEY_CHARACTERS = 64, 64
-"""Most keys of an object besides stated ones, and their length."""
+"""Most keys of an object in addition to stated ones, and their length."""
 _DEPTH, _FREE_DEPTH = 16, 6
-"""Values within values: of schemas that refer to themselves, and where anything may be."""
+"""Values within values: of schemas that refer to themselves, and of any value."""
 _MOST = 10**DIGITS - 1
 _PLACES = 1e-9
 """Steps of a number whose bounds are stated."""
@@ -38,11 +38,11 @@ _FORMATS = {
     "uri": r"[A-Za-z][A-Za-z0-9+.-]{0,15}:[^\s<>\"]{1,2000}",
 }
 _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
-"""Formats that are kept to; others only describe."""
+"""Formats that answers keep to; others only describe."""
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 WriteText = Callable[[str | None], str]
-"""Writes a text up to a mark: that of a terminal (`write_content`), or any."""
+"""Writes a text up to a mark: as a terminal (`write_content`) has it, or any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +196,8 @@ class SchemaWriter:
     def _write_free(
         self, plain: Schema, depth: int, stated: int
     ) -> Sequence[tuple[str, bool]] | None:
-        """Keys that are not stated, at most one item; objects that state their keys have none
-        unless they say so.  None if there must be some, and cannot."""
+        """Keys that are not stated, at most one item; objects that state their keys are
+        closed unless they allow others.  None if some are needed and cannot be."""
         patterns: Mapping[str, Any] = plain.get("patternProperties") or {}
         names = [*(plain.get("properties") or {}), *(plain.get("required") or ())]
         is_open = not (names or patterns or "properties" in plain)
