@@ -46,7 +46,7 @@ def migrate_command(files: tuple[str, ...], check: bool) -> int:
     replaced; comments, order and layout are kept.  Files that are up to date are not touched."""
     from pi2.authoring.difference import migrate_text
     from pi2.diagnostics import Diagnostic, Span
-    from pi2.plan.reading.references import list_documents
+    from pi2.plan.reading.references import FOREIGN, list_documents, read_document
     from pi2.plan.toml.source import CANNOT_READ, detect_kind, display_path, read_text
     from pi2.sharing.fetching import write_atomically
 
@@ -55,6 +55,10 @@ def migrate_command(files: tuple[str, ...], check: bool) -> int:
     for path in list_documents(files):
         name = display_path(path)
         kind = detect_kind(path.name)
+        source = read_document(path, name, f".{kind}.toml" if kind else "")
+        if isinstance(source, list) and source[0].code in FOREIGN:
+            findings += source
+            continue
         text = read_text(path, name)
         if isinstance(text, Diagnostic):
             findings.append(text)

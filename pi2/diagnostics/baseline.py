@@ -246,7 +246,7 @@ def read_baseline(file: Path) -> dict[str, str]:
     try:
         content = json.loads(file.read_text("utf-8"))
         if content["version"] != VERSION:
-            raise ValueError(f"this is version {content['version']}, not {VERSION}")
+            raise ValueError(f"its version is not {VERSION}")
         return {str(item[_KEY]): str(item["file"]) for item in content["findings"]}
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -21,17 +21,20 @@ from pi2.plan.reading.block_entries import spread_blocks
 from pi2.plan.reading.deprecations import modernise
 from pi2.plan.reading.references import (
     DOCUMENTS,
+    FOREIGN,
     Located,
     Resolver,
     UnknownName,
+    check_inside,
     check_suffix,
     guess_kind,
     locate_document,
+    read_document,
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_schema
 from pi2.plan.reading.thresholds import Thresholds
-from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, read_source
+from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source
 from pi2.plan.toml.text import KeyPath, name_path
 
 FileKey = tuple[Kind, str, str, int, int, int]
@@ -74,7 +77,7 @@ def make_key(located: Located, kind: Kind) -> FileKey | None:
 
 _UNKNOWN, _MISSING = "P101", "P102"
 """Codes of a key that is unknown, and of one that is missing."""
-_ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
+_ABOUT_REFERENCES = CANNOT_READ | FOREIGN | {"P009", "P014"}
 """Findings in a device or model that mean that the plan names the wrong file."""
 
 
@@ -151,7 +154,10 @@ class Inspection:
         if wrong is not None and os.path.exists(path):
             self.diagnostics.append(wrong)
             return None
-        source = read_source(path, name) if text is None else parse_source(path, name, text)
+        if text is not None:
+            source = parse_source(path, name, text)
+        else:
+            source = read_document(path, name, f".{kind}.toml")
         if isinstance(source, list):
             self.diagnostics += source
             return None
@@ -319,7 +325,7 @@ class Inspection:
                 self.own[("model",)] = "the store's model"
         if plan is None or not isinstance(reference, str) or not 0 < len(reference) <= 500:
             return
-        located = self.locate_named(reference, kind, (kind,))
+        located = self.locate_named(reference, kind, (kind,), is_given=(kind,) in self.own)
         if located is None:
             return
         before, name = len(self.diagnostics), located.name
@@ -344,13 +350,16 @@ class Inspection:
             return None
         from pi2.plan.reading.thresholds import read_thresholds
 
+        path, place = ("sparsity", "thresholds"), file.path.parent / plan.sparsity.thresholds
         try:
-            return read_thresholds(file.path.parent / plan.sparsity.thresholds)
+            if not self.is_replaced(path):
+                check_inside(place, file.path.parent)
+            return read_thresholds(place)
         except UserError as error:
             self.sources.update(error.sources)
             for item in error.diagnostics:
-                if item.code == "P028":
-                    self.note_at(("sparsity", "thresholds"), [item])
+                if item.code in ("P028", *FOREIGN):
+                    self.note_at(path, [item])
                 else:
                     self.diagnostics.append(item)
             return None
@@ -365,17 +374,30 @@ class Inspection:
             return None
         return self.locate_named(reference, "plan", ("decode", "speculation", "plan"))
 
-    def locate_named(self, reference: str, kind: Kind, path: KeyPath) -> Located | None:
-        """Find the document that the plan names at ``path``."""
+    def locate_named(
+        self, reference: str, kind: Kind, path: KeyPath, *, is_given: bool = False
+    ) -> Located | None:
+        """Find the document that the plan names at ``path``; ``is_given``: pi2 names it."""
         file, origin = self.files["plan"], self.references["plan"]
-        folder = file.path.parent
         try:
-            return locate_document(reference, kind, folder, resolver=self.resolver, origin=origin)
+            return locate_document(
+                reference,
+                kind,
+                file.path.parent,
+                resolver=self.resolver,
+                origin=origin,
+                is_given=is_given or self.is_replaced(path),
+            )
         except UserError as error:
             self.note_at(path, error.diagnostics)
         except UnknownName as error:
             self.note_at(path, [Diagnostic(code="P015", message=str(error), help=error.hint)])
         return None
+
+    def is_replaced(self, path: KeyPath) -> bool:
+        """Whether the user gives the value at ``path``, not the plan."""
+        replaced = self.files["plan"].replaced
+        return any(path[:end] in replaced for end in range(1, len(path) + 1))
 
     def note_at(self, path: KeyPath, found: Iterable[Diagnostic]) -> None:
         """Take notice of findings about what stands at ``path`` of the plan."""

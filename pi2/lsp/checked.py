@@ -16,8 +16,14 @@ from pi2.diagnostics.baseline import ProjectSettings, read_project, sift
 from pi2.fitting.check import Report
 from pi2.fitting.misfits import list_store_findings
 from pi2.plan.composing.compose import trace_value
-from pi2.plan.reading.references import WRITTEN, Located, UnknownName, locate_document
-from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
+from pi2.plan.reading.references import (
+    WRITTEN,
+    Located,
+    UnknownName,
+    locate_document,
+    read_document,
+)
+from pi2.plan.toml.source import Kind, SourceFile, detect_kind
 from pi2.plan.toml.spans import SpanIndex, index_spans
 from pi2.plan.toml.text import KeyPath, format_path, write_text
 from pi2.sharing.resolver import LockedReferences
@@ -175,7 +181,9 @@ class Checked:
         values = None if device is None else device.values
         if values is None:
             located = self.find_document(("device",), "device")
-            source = None if located is None else read_source(located.path, located.name)
+            source = None
+            if located is not None:
+                source = read_document(located.path, located.name, ".device.toml")
             values = source.values if isinstance(source, SourceFile) else {}
         units = values.get("units")
         return [str(name) for name in units] if isinstance(units, dict) else []

@@ -46,7 +46,7 @@ def read_document(reference: str, kind: Kind) -> Report:
             f"`pi2 model new {reference}` its model document",
         )
     try:
-        found = locate_document(reference, kind, folder, resolver=resolver)
+        found = locate_document(reference, kind, folder, resolver=resolver, is_given=True)
     except UnknownName as error:
         raise UserError.of("P015", str(error), help=error.hint) from None
     other = detect_kind(found.path.name) not in (None, kind)  # its own errors would not help

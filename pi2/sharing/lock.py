@@ -19,12 +19,12 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.documents.common import Table
-from pi2.plan.toml.source import SourceFile, display_path, read_source
+from pi2.plan.reading.references import LOCK, read_document
+from pi2.plan.toml.source import SourceFile, display_path
 from pi2.plan.toml.text import format_path, write_value
 from pi2.sharing.fetching import Cache, Settings, hash_bytes, write_atomically
 from pi2.sharing.references import Reference
 
-FILE_NAME = "pi2.lock"
 LOCK_VERSION = 1
 
 _HEADER = """\
@@ -111,8 +111,8 @@ class Lock:
 def find_lock(folder: Path) -> Path | None:
     """The nearest lock at or above ``folder``; the search ends at the repository's root."""
     for place in _list_folders(folder):
-        if os.path.isfile(place / FILE_NAME):
-            return place / FILE_NAME
+        if os.path.isfile(place / LOCK):
+            return place / LOCK
         if os.path.lexists(place / ".git"):
             return None
     return None
@@ -134,8 +134,8 @@ def choose_lock(folder: Path) -> Path:
         return found
     for place in _list_folders(folder):
         if os.path.lexists(place / ".git"):
-            return place / FILE_NAME
-    return folder / FILE_NAME
+            return place / LOCK
+    return folder / LOCK
 
 
 def read_lock(path: Path) -> Lock:
@@ -143,7 +143,7 @@ def read_lock(path: Path) -> Lock:
     if not os.path.lexists(path):
         return Lock(path=path)
     name = display_path(path)
-    source = read_source(path, name)
+    source = read_document(path, name, LOCK)
     if isinstance(source, list):
         raise UserError(source, exit_code=2)
     version = source.values.get("lock_version")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
-from pi2.plan.reading.references import Located, has_scheme
+from pi2.plan.reading.references import LOCK, Located, has_scheme
 from pi2.plan.toml.source import Kind, detect_kind, display_path
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class LockedReferences:
         """The locked file of ``reference``, None for a plain name; UserError P701-P715."""
         if not has_scheme(reference):
             return None
-        from pi2.sharing.lock import FILE_NAME, find_lock, read_lock
+        from pi2.sharing.lock import find_lock, read_lock
 
         if self._lock is None:
             found = find_lock(self._folder)
@@ -43,7 +43,7 @@ class LockedReferences:
         if self._lock is None:
             raise UserError.of(
                 "P710",
-                f"`{reference}` is not locked: there is no {FILE_NAME}",
+                f"`{reference}` is not locked: there is no {LOCK}",
                 help=f"`pi2 profile add {reference}` makes one; commit it",
             )
         return self._locate(reference, kind)

@@ -274,8 +274,13 @@ class FileFiller:
         """Bytes of the model that drafts; 0 without one, or where its plan has an error, which is
         found when it is checked."""
         from pi2.fitting.check import check_plan
+        from pi2.plan.reading.references import check_inside
 
-        if not isinstance(plan, str) or not (folder / plan).is_file():
+        try:
+            if not isinstance(plan, str) or not (folder / plan).is_file():
+                return 0
+            check_inside(folder / plan, folder)
+        except UserError:
             return 0
         found = check_plan(folder / plan, drafts=False, fill=self).resolved
         return 0 if found is None else found.beside_bytes

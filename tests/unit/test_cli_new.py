@@ -77,6 +77,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(
 
 
 def test_references_are_seen_from_the_new_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path(".git").mkdir()
     assert run(["new", "device", "box"]) == 0
     assert run(["new", "model", "tiny", *SHAPE, "--activation", "relu"]) == 0
     arguments = ["--device", "./box.device.toml", "--model", "tiny.model.toml"]

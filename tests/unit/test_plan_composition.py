@@ -122,6 +122,7 @@ def test_later_documents_are_stronger(base: Path) -> None:
 
 
 def test_paths_begin_where_they_are_written(base: Path, tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
     deep = write(tmp_path / "a/deep.plan.toml", 'extends = ["../common/base.plan.toml"]\n')
     mine = load_plan(write(tmp_path / "b/my.plan.toml", 'extends = ["../a/deep.plan.toml"]\n'))
     assert mine.plan.device == "../a/../common/phone.device.toml"

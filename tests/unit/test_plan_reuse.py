@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
-from pi2.fitting import inspection
 from pi2.fitting.check import check_file
 from pi2.fitting.inspection import Reuse
+from pi2.plan.reading import references
 from pi2.plan.reading.references import list_documents
 from pi2.plan.toml.source import read_source
 
@@ -48,7 +48,7 @@ def test_devices_and_models_are_read_once(folder: Path, monkeypatch: pytest.Monk
         read.append(path.name)
         return original(path, name)
 
-    monkeypatch.setattr(inspection, "read_source", count)
+    monkeypatch.setattr(references, "read_source", count)
     reuse = Reuse()
     for path in sorted(folder.glob("*.plan.toml")):
         assert check_file(path, reuse=reuse).is_sound

@@ -345,8 +345,9 @@ def test_a_broken_file_is_shown_where_it_is_broken(sparse: Path, tmp_path: Path,
     assert "P101" in shown and "broken.thresholds.toml:" in shown
 
 
-def test_thresholds_are_found_from_plan_that_extends_another(sparse: Path, tmp_path: Path) -> None:
-    other = tmp_path / "deep" / "other.plan.toml"
+def test_thresholds_are_found_from_plan_that_extends_another(sparse: Path) -> None:
+    (sparse.parent / ".git").mkdir()
+    other = sparse.parent / "deep" / "other.plan.toml"
     other.parent.mkdir()
     base = os.path.relpath(sparse, other.parent)
     other.write_text(f"schema_version = 3\nextends = ['{base}']\n")

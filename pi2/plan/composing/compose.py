@@ -48,10 +48,11 @@ from pi2.plan.reading.references import (
     has_scheme,
     is_path,
     locate_document,
+    read_document,
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_version
-from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
+from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind
 from pi2.plan.toml.text import KeyPath, format_path, write_value
 
 MAX_DEPTH = 8
@@ -242,7 +243,7 @@ class _Composer:
         """Read a file, once; its errors are reported at their places."""
         first = located.path not in self.read
         if first:
-            read = read_source(located.path, located.name)
+            read = read_document(located.path, located.name, f".{self.kind}.toml")
             if not isinstance(read, list):
                 read, warnings = modernise(read, self.kind)
                 self.result.warnings += warnings

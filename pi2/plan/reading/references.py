@@ -4,18 +4,25 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import pi2
-from pi2.diagnostics import Diagnostic, Span
+from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.plan import Plan
-from pi2.plan.toml.source import Kind, detect_kind, display_path
+from pi2.plan.toml.source import (
+    CANNOT_READ,
+    Kind,
+    SourceFile,
+    detect_kind,
+    display_path,
+    read_source,
+)
 
 
 def list_documents(paths: Iterable[str | Path]) -> list[Path]:
@@ -156,6 +163,71 @@ def list_shipped(kind: Kind) -> dict[str, Path]:
     return {path.name.removesuffix(suffix): path for path in sorted(folder.glob(f"*{suffix}"))}
 
 
+LOCK = "pi2.lock"
+"""The file that locks the references of a project's documents."""
+
+
+def find_project(folder: Path) -> Path:
+    """The folder whose documents may name each other: the repository's, else the nearest with a
+    ``pi2.lock``, else ``folder`` itself; without links."""
+    real = Path(os.path.realpath(folder))
+    above = [real, *real.parents]
+    for mark, exists in ((".git", os.path.lexists), (LOCK, os.path.isfile)):
+        for place in above:
+            if exists(place / mark):
+                return place
+    return real
+
+
+FOREIGN = frozenset({"P032", "P033"})
+"""Codes of files that documents may not name, or that are no documents."""
+
+
+def check_inside(file: Path, folder: Path) -> None:
+    """`UserError` P032 for a ``file`` that a document in ``folder`` may not name: it is outside of
+    the project, or a link leads there, and it does not come with pi2."""
+    if "\0" in str(file):
+        return  # reading it says so
+    real, project = Path(os.path.realpath(file)), find_project(folder)
+    if real.is_relative_to(project) or real.is_relative_to(find_shipped_folder()):
+        return
+    raise UserError.of(
+        "P032",
+        f"{display_path(file)} leads out of the project {display_path(project)}",
+        help=f"keep it there, run `git init` in the folder of both, or name it yourself: {real}",
+    )
+
+
+def read_document(file: Path, name: str, ending: str) -> SourceFile | list[Diagnostic]:
+    """Read a document whose name has the ``ending``; tell nothing of another program's file.
+
+    P032 for a link out of the file's own project.  P033 for a file whose real name has not the
+    ending, unless it states a schema version."""
+    try:
+        check_inside(file, file.parent)
+    except UserError as error:
+        return [replace(item, span=Span.of_file(name)) for item in error.diagnostics]
+    source = read_source(file, name)
+    if "\0" in str(file) or os.path.realpath(file).endswith(ending):
+        return source
+    if isinstance(source, SourceFile):
+        if "schema_version" in source.values:
+            return source
+        fault = "it states no `schema_version`"
+    elif source[0].code in CANNOT_READ:
+        return source
+    else:
+        fault = "it is no TOML"
+    return [
+        Diagnostic(
+            code="P033",
+            message=f"this is no document of pi2: {fault}",
+            help=f"findings show lines only of files that are called *{ending}",
+            span=Span.of_file(name),
+        )
+    ]
+
+
 def is_path(reference: str) -> bool:
     """Whether a reference is a path rather than a short name."""
     return "/" in reference or "\\" in reference or reference.endswith(".toml")
@@ -167,8 +239,8 @@ def has_scheme(reference: str) -> bool:
 
 
 def find_document(reference: str, kind: Kind, base: Path) -> Path:
-    """File that ``reference`` means; paths are relative to the folder ``base``."""
-    return locate_document(reference, kind, base).path
+    """File that a user's ``reference`` means; paths are relative to the folder ``base``."""
+    return locate_document(reference, kind, base, is_given=True).path
 
 
 def locate_document(
@@ -178,15 +250,19 @@ def locate_document(
     *,
     resolver: Resolver | None = None,
     origin: str | None = None,
+    is_given: bool = False,
 ) -> Located:
-    """File that ``reference`` means in ``base``; ``origin``: the document's own reference.
-    `UnknownName`, `UserError`."""
+    """File that ``reference`` means in ``base``; ``origin``: the document's own reference;
+    ``is_given``: the user names it, no document.  `UnknownName`; `UserError` P032, or as
+    ``resolver``."""
     path = is_path(reference)
     if kind == "plan" and not reference.endswith(".toml"):
         path = False  # plans lie in folders, and their short names have them
     if path and not has_scheme(reference):
         if origin is None or resolver is None:
             file = base / reference
+            if not is_given:
+                check_inside(file, base)
             return Located(path=file, file_name=file.name, name=display_path(file))
         reference = resolver.join(origin, reference)
     if has_scheme(reference):

@@ -95,11 +95,12 @@ GivenThresholds = Thresholds | Literal["none"] | None
 def read_thresholds(path: Path) -> Thresholds:
     """Read thresholds; UserError P028 if unreadable, P0xx and P1xx with places."""
     # A bundle has thresholds without their text.
+    from pi2.plan.reading.references import read_document
     from pi2.plan.reading.schema_check import check_schema
-    from pi2.plan.toml.source import display_path, read_source
+    from pi2.plan.toml.source import display_path
 
     name = display_path(path)
-    source = read_source(path, name)
+    source = read_document(path, name, ".thresholds.toml")
     if isinstance(source, list):
         raise UserError(tuple(_explain_unread(item, name) for item in source))
     found, findings = check_schema(source, Thresholds)

@@ -1,0 +1,238 @@
+"""A document of a pull request names a file that holds a secret: nothing of it is shown, in no
+format of the report, and files outside of the project are not even opened as documents."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.lsp.checked import Checked
+from tests.helpers.broken_plans import BROKEN
+
+PARTS = BROKEN / "parts"
+
+SECRET = "hunter2"
+SECRETS = {
+    "no TOML": f"token {SECRET}\n",
+    "a duplicate": f'token = "{SECRET}"\ntoken = "{SECRET}"\n',
+    "TOML": f'token = "{SECRET}"\n[{SECRET}]\n{SECRET} = 0,5\n',
+    "sound TOML": f'token = "{SECRET}"\n[{SECRET}]\n{SECRET} = 5\n',
+    "JSON": f'{{"model": {{"id": "{SECRET}"}}, "{SECRET}": 1}}\n',
+    "binary": f"{SECRET}\0{SECRET}\n",
+}
+FORMATS = ("full", "concise", "json", "github", "gitlab", "sarif", "junit")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository with a sound plan, below a folder with files of other programs."""
+    folder = tmp_path / "work" / "repository"
+    (folder / ".git").mkdir(parents=True)
+    (folder / "plans").mkdir()
+    for name in ("phone.device.toml", "small.model.toml", "base.plan.toml"):
+        shutil.copy(PARTS / name, folder / "plans")
+    return folder
+
+
+def link(project: Path, name: str, target: Path) -> Path:
+    place = project / "plans" / name
+    place.symlink_to(target)
+    return place
+
+
+def extend(project: Path, reference: str) -> int:
+    text = f'schema_version = 3\nextends = ["base.plan.toml", "{reference}"]\n'
+    return (project / "plans" / "p.plan.toml").write_text(text)
+
+
+def change(project: Path, line: str) -> int:
+    text = f'schema_version = 3\nextends = ["base.plan.toml"]\n{line}\n'
+    return (project / "plans" / "p.plan.toml").write_text(text)
+
+
+def replace_weights(project: Path, name: str, secret: Path) -> Path:
+    """A store of which one file is a link."""
+    change(project, 'weights = "store"')
+    store = project / "plans" / "store"
+    store.mkdir()
+    (store / name).symlink_to(secret)
+    return store
+
+
+ATTACKS: dict[str, Callable[[Path, Path], object]] = {
+    "a path that is extended": lambda project, secret: extend(project, f"../../{secret.name}"),
+    "an absolute path": lambda project, secret: extend(project, str(secret)),
+    "a link that is extended": lambda project, secret: (
+        link(project, "x.plan.toml", secret),
+        extend(project, "x.plan.toml"),
+    ),
+    "a link without the ending": lambda project, secret: (
+        link(project, "x.toml", secret),
+        extend(project, "x.toml"),
+    ),
+    "a folder that is a link": lambda project, secret: (
+        link(project, "x", secret.parent),
+        extend(project, f"x/{secret.name}"),
+    ),
+    "a device": lambda project, secret: (
+        link(project, "x.device.toml", secret),
+        change(project, 'device = "x.device.toml"'),
+    ),
+    "a model": lambda project, secret: (
+        link(project, "x.model.toml", secret),
+        change(project, 'model = "x.model.toml"'),
+    ),
+    "the path of a model": lambda project, secret: change(project, f'model = "{secret}"'),
+    "a device that extends": lambda project, secret: (
+        (project / "plans" / "y.device.toml").write_text(
+            f'schema_version = 2\nextends = ["../../{secret.name}"]\nid = "y"\n'
+        ),
+        change(project, 'device = "y.device.toml"'),
+    ),
+    "a draft's plan": lambda project, secret: (
+        link(project, "x.plan.toml", secret),
+        change(project, '[decode.speculation]\ndrafts = "plan"\nplan = "x.plan.toml"'),
+    ),
+    "thresholds": lambda project, secret: change(
+        project, f'[sparsity]\nmethod = "cats"\nthresholds = "../../{secret.name}"'
+    ),
+    "the plan itself": lambda project, secret: link(project, "p.plan.toml", secret),
+    "the lock": lambda project, secret: (
+        change(project, 'device = "gh:a/b//c.device.toml@v1"'),
+        link(project, "../pi2.lock", secret),
+    ),
+    "weights": lambda project, secret: change(project, f'weights = "{secret}"'),
+    "weights as a GGUF file": lambda project, secret: (
+        link(project, "w.gguf", secret),
+        change(project, 'weights = "w.gguf"'),
+    ),
+    "a tokenizer": lambda project, secret: change(project, f'tokenizer = "{secret}"'),
+    "a manifest": lambda project, secret: replace_weights(project, "manifest.json", secret),
+    "a store's model": lambda project, secret: (
+        replace_weights(project, "x.model.toml", secret),
+        change(project, 'weights = "store"\nremove = ["model"]'),
+    ),
+}
+"""What a pull request changes in a repository, by the secret's place."""
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_no_report_shows_a_secret(
+    attack: str, kind: str, place: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = project.parent / "secret.toml" if place == "outside" else project / ".git" / "config"
+    secret.write_text(SECRETS[kind])
+    if place == "inside":
+        (project.parent / "config").symlink_to(secret)
+    ATTACKS[attack](project, secret)
+    for form in FORMATS if kind == "TOML" else FORMATS[:1]:
+        run(["validate", str(project / "plans" / "p.plan.toml"), "--format", form])
+    run(["validate", str(project)])
+    run(["migrate", "--check", str(project)])
+    run(["show", "--origins", str(project / "plans" / "p.plan.toml")])
+    run(["explain", "kv.context", str(project / "plans" / "p.plan.toml")])
+    shown = capsys.readouterr()
+    assert SECRET not in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    "attack", [name for name in ATTACKS if "weights" not in name and "tokenizer" not in name]
+)
+def test_what_is_outside_is_named_and_refused(
+    attack: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if it is a sound document: a reference does not leave its project."""
+    secret = project.parent / "secret.toml"
+    shutil.copy(PARTS / "base.plan.toml", secret)
+    ATTACKS[attack](project, secret)
+    assert run(["validate", str(project / "plans" / "p.plan.toml"), "--format", "concise"]) != 0
+    found = capsys.readouterr().out
+    if attack not in ("a manifest", "the lock"):
+        assert "P032" in found
+    assert "GiB" not in found and "MiB" not in found
+
+
+def test_a_link_inside_the_project_is_as_good_as_its_file(project: Path) -> None:
+    (project / "devices").mkdir()
+    (project / "plans" / "phone.device.toml").rename(project / "devices" / "phone.device.toml")
+    link(project, "linked", project / "devices")
+    change(project, 'device = "linked/phone.device.toml"')
+    assert run(["validate", str(project / "plans" / "p.plan.toml")]) == 0
+    change(project, 'device = "../devices/phone.device.toml"')
+    assert run(["validate", str(project / "plans" / "p.plan.toml")]) == 0
+
+
+@pytest.mark.parametrize("mark", ["pi2.lock", ".git", None])
+def test_a_project_is_the_folder_of_the_repository_or_of_the_lock(
+    mark: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plans").mkdir()
+    for name in ("phone.device.toml", "small.model.toml"):
+        shutil.copy(PARTS / name, tmp_path)
+    text = (PARTS / "base.plan.toml").read_text()
+    for name in ("phone.device.toml", "small.model.toml"):
+        text = text.replace(f'"{name}"', f'"../{name}"')
+    (tmp_path / "plans" / "p.plan.toml").write_text(text)
+    if mark is not None:
+        (tmp_path / mark).write_text("lock_version = 1\n")
+    code = run(["validate", str(tmp_path / "plans" / "p.plan.toml")])
+    assert code == (0 if mark else 1)
+    assert ("P032" in capsys.readouterr().out) == (mark is None)
+
+
+def test_the_user_names_any_file(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--set`` names a device outside of the project; a plan from there is named itself."""
+    device = tmp_path / "elsewhere" / "phone.device.toml"
+    device.parent.mkdir()
+    (project / "plans" / "phone.device.toml").rename(device)
+    plan = project / "plans" / "base.plan.toml"
+    assert run(["validate", str(plan)]) == 1
+    assert run(["show", str(plan), "--set", f"device={device}"]) == 0, capsys.readouterr().err
+    link(project, "p.plan.toml", tmp_path / "elsewhere" / "own.plan.toml")
+    text = plan.read_text().replace('"phone.device.toml"', f'"{device.name}"')
+    text = text.replace('"small.model.toml"', '"small.model.toml"')
+    (device.parent / "own.plan.toml").write_text(text)
+    shutil.copy(project / "plans" / "small.model.toml", device.parent)
+    assert run(["validate", str(device.parent / "own.plan.toml")]) == 0
+    assert run(["validate", str(project / "plans" / "p.plan.toml")]) == 1
+
+
+def test_shipped_plans_are_extended_from_anywhere(tmp_path: Path) -> None:
+    plan = tmp_path / "p.plan.toml"
+    plan.write_text('schema_version = 3\nextends = ["oneplus-12/bamboo-7b"]\n')
+    assert run(["validate", str(plan)]) == 0
+
+
+def test_migrate_writes_through_no_link_out_of_the_project(project: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "old.plan.toml"
+    text = (project / "plans" / "base.plan.toml").read_text()
+    outside.write_text(text.replace("schema_version = 3", "schema_version = 2"))
+    before = outside.read_bytes()
+    link(project, "p.plan.toml", outside)
+    run(["migrate", str(project / "plans" / "p.plan.toml")])
+    assert outside.read_bytes() == before
+
+
+def test_a_part_of_a_plan_may_have_another_name(project: Path) -> None:
+    """A file that states a schema version is a document of ours by its contents."""
+    (project / "plans" / "part.toml").write_text("schema_version = 3\n[io]\nthreads = 2\n")
+    extend(project, "part.toml")
+    assert run(["validate", str(project / "plans" / "p.plan.toml")]) == 0
+
+
+def test_an_editor_shows_none_of_it(project: Path) -> None:
+    secret = project.parent / "secret.toml"
+    secret.write_text(SECRETS["TOML"])
+    link(project, "x.device.toml", secret)
+    plan = project / "plans" / "p.plan.toml"
+    text = 'schema_version = 3\nextends = ["base.plan.toml"]\ndevice = "x.device.toml"\n'
+    checked = Checked(plan, text)
+    found = [item for _, item in checked.list_findings()]
+    assert any(item.code == "P032" for item in found)
+    assert SECRET not in repr(found) + repr(checked.list_units())
