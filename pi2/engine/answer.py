@@ -39,6 +39,8 @@ class SamplingOptions:
     """Subtracted from the logits of tokens that were generated already."""
     frequency_penalty: float = 0.0
     """Subtracted from the logits of tokens, times how often each was generated already."""
+    penalty_window: int = -1
+    """The last tokens to which penalties look back; 0 turns them off, -1 is all."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of single tokens, by their ids."""
     seed: int | None = None
@@ -51,6 +53,7 @@ class SamplingOptions:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "penalty_window": (self.penalty_window >= -1, "-1 or more"),
             "seed": (self.seed is None or self.seed >= 0, "0 or more"),
         }
         for name, (fine, expected) in checks.items():
@@ -100,12 +103,14 @@ class Sampler:
         if self._takes_best and bias is None:
             return int(logits.argmax())
         scores = logits.astype(np.float64)
+        first = max(0, len(seen) - options.penalty_window) if options.penalty_window >= 0 else 0
+        own = seen[max(first, len(seen) if prompt is None else prompt) :]
+        seen = seen[first:]
         if options.repetition_penalty != 1.0 and len(seen):
             # An id that is seen twice gets the same score twice.  np.unique would import numpy.ma,
             # which is never freed: 1 MB.
             penalty, found = options.repetition_penalty, scores[seen]
             scores[seen] = np.where(found > 0, found / penalty, found * penalty)
-        own = seen[len(seen) if prompt is None else prompt :]
         if len(own) and (options.presence_penalty or options.frequency_penalty):
             ids, counts = np.unique(own, return_counts=True)
             scores[ids] -= options.presence_penalty + options.frequency_penalty * counts

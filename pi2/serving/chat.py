@@ -59,6 +59,8 @@ def read_conversation(body: ChatRequest) -> Conversation:
         variables.setdefault("enable_thinking", body.thinking.type != "disabled")
     other_effort = body.reasoning.effort if body.reasoning else None
     set_effort(variables, body.reasoning_effort or other_effort)
+    if body.verbosity is not None:
+        variables.setdefault("verbosity", body.verbosity)
     tools = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     found = Conversation(
         messages=[read_message(message) for message in body.messages],

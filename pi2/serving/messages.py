@@ -43,6 +43,8 @@ class Message(Tolerant):
 class Tool(Tolerant):
     """A tool of the client's."""
 
+    fields = find_fields("messages-tool")
+
     name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\w.:-]+$")]
     description: str | None = None
     input_schema: dict[str, Any]
@@ -59,11 +61,15 @@ class Choice(Tolerant):
 class Thinking(Tolerant):
     """Whether the model reasons."""
 
+    fields = find_fields("messages-thinking")
+
     type: str
 
 
 class OutputConfig(Tolerant):
     """The answer, and the amount of reasoning."""
+
+    fields = find_fields("messages-output")
 
     effort: str | None = None
     format: dict[str, Any] | None = None

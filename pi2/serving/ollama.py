@@ -194,6 +194,7 @@ class Options(Tolerant):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
         default=None, alias="repeat_penalty"
     )
+    penalty_window: Annotated[int, Field(ge=-1)] | None = Field(default=None, alias="repeat_last_n")
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     seed: Seed | None = None

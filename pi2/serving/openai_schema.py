@@ -68,6 +68,19 @@ class Tolerant(BaseModel):
         return cls.fields.leave_out(values, cls.place) if isinstance(values, dict) else values
 
 
+def list_fates(kind: type[Tolerant]) -> dict[str, str]:
+    """What becomes of each field of a body or of its part: ``honoured``, ``ignored`` (it changes no
+    answer), or ``refused`` unless it is harmless."""
+    found = dict.fromkeys(kind.fields.ignored, "ignored") | dict.fromkeys(
+        kind.fields.refused, "refused"
+    )
+    for name, own in kind.model_fields.items():
+        alias = own.validation_alias or own.alias
+        names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
+        found |= {str(choice): "honoured" for choice in names}
+    return found
+
+
 class Strict(Tolerant):
     """A body: keys that are not known are refused."""
 
@@ -110,6 +123,8 @@ class Body(Strict):
 class StreamOptions(Tolerant):
     """Additional parts of a stream."""
 
+    fields = find_fields("stream-options")
+
     include_usage: bool | None = None
 
 
@@ -126,6 +141,10 @@ class Sampled(Body):
         default=None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
     """Not OpenAI's."""
+    penalty_window: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None, validation_alias="repeat_last_n"
+    )
+    """Not OpenAI's: 0 turns all penalties off."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = None
@@ -138,6 +157,8 @@ class Sampled(Body):
 
 class FunctionTool(Tolerant):
     """A function that the model may call."""
+
+    fields = find_fields("function")
 
     name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\w.:-]+$")]
     description: str | None = None
@@ -183,6 +204,8 @@ class ChatMessage(BaseModel):
 class Reasoning(Tolerant):
     """How much the model reasons."""
 
+    fields = find_fields("reasoning")
+
     effort: str | None = None
 
 
@@ -207,6 +230,8 @@ class ChatRequest(Sampled):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
+    """For the template, as the effort is."""
     reasoning: Reasoning | None = None
     """Not OpenAI's, as are the five that follow."""
     thinking: Thinking | None = None

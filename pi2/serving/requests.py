@@ -154,7 +154,7 @@ def note_use(request: Request, **values: Any) -> None:
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "seed", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "penalty_window", "seed", "logit_bias"),
 )
 
 

@@ -44,6 +44,7 @@ class TextSettings(Tolerant):
     """What text is answered."""
 
     format: dict[str, Any] | None = None
+    verbosity: str | None = None
 
 
 class ResponsesRequest(Body):
@@ -118,6 +119,8 @@ def read_conversation(body: ResponsesRequest) -> Conversation:
         raise ApiError(400, message, param="include", code="unsupported_parameter")
     variables: dict[str, Any] = {}
     set_effort(variables, body.reasoning.effort if body.reasoning else None)
+    if body.text is not None and body.text.verbosity is not None:
+        variables["verbosity"] = body.text.verbosity
     tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()]
     return Conversation(
         messages=read_items(body),

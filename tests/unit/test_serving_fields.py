@@ -4,13 +4,13 @@ import typing
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from pi2.serving import messages, ollama, openai_schema, responses
+from pi2.serving import chat, messages, ollama, openai_schema, responses
 from pi2.serving.application import is_own_name, list_own_names
 from pi2.serving.errors import ApiError
 from pi2.serving.hosts import Replay
-from pi2.serving.openai_schema import Tolerant
+from pi2.serving.openai_schema import Tolerant, list_fates
 
 MESSAGE = {"role": "user", "content": "hi"}
 BODIES: dict[type[Tolerant], dict[str, Any]] = {
@@ -28,21 +28,36 @@ BODIES: dict[type[Tolerant], dict[str, Any]] = {
 
 def list_openai() -> list[tuple[type[Tolerant], Any]]:
     pytest.importorskip("openai", reason="needs OpenAI's client")
-    from openai.types import completion_create_params, embedding_create_params
-    from openai.types.chat import completion_create_params as chat
-    from openai.types.responses import response_create_params
+    from openai.types import completion_create_params, embedding_create_params, shared_params
+    from openai.types.chat import chat_completion_stream_options_param as streams
+    from openai.types.chat import completion_create_params as chats
+    from openai.types.responses import (
+        function_tool_param,
+        response_create_params,
+        response_text_config_param,
+    )
 
     return [
-        (openai_schema.ChatRequest, chat.CompletionCreateParamsBase),
+        (openai_schema.ChatRequest, chats.CompletionCreateParamsBase),
         (openai_schema.CompletionRequest, completion_create_params.CompletionCreateParamsBase),
         (openai_schema.EmbeddingRequest, embedding_create_params.EmbeddingCreateParams),
         (responses.ResponsesRequest, response_create_params.ResponseCreateParamsBase),
+        (openai_schema.StreamOptions, streams.ChatCompletionStreamOptionsParam),
+        (openai_schema.FunctionTool, shared_params.FunctionDefinition),
+        (openai_schema.Reasoning, shared_params.Reasoning),
+        (responses.ResponseTool, function_tool_param.FunctionToolParam),
+        (responses.TextSettings, response_text_config_param.ResponseTextConfigParam),
     ]
 
 
 def list_anthropic() -> list[tuple[type[Tolerant], Any]]:
     pytest.importorskip("anthropic", reason="needs Anthropic's client")
-    from anthropic.types import MessageCountTokensParams, beta, message_create_params
+    from anthropic.types import (
+        MessageCountTokensParams,
+        ToolChoiceToolParam,
+        beta,
+        message_create_params,
+    )
     from anthropic.types.beta import message_create_params as beta_create_params
 
     return [
@@ -50,6 +65,10 @@ def list_anthropic() -> list[tuple[type[Tolerant], Any]]:
         (messages.MessagesRequest, beta_create_params.MessageCreateParamsBase),
         (messages.CountRequest, MessageCountTokensParams),
         (messages.CountRequest, beta.MessageCountTokensParams),
+        (messages.Choice, ToolChoiceToolParam),
+        (messages.OutputConfig, beta.BetaOutputConfigParam),
+        (messages.Thinking, beta.BetaThinkingConfigEnabledParam),
+        (messages.Tool, beta.BetaToolParam),
     ]
 
 
@@ -59,29 +78,43 @@ def list_ollama() -> list[tuple[type[Tolerant], Any]]:
         (ollama.ChatRequest, kinds.ChatRequest),
         (ollama.GenerateRequest, kinds.GenerateRequest),
         (ollama.Options, kinds.Options),
+        (ollama.Message, kinds.Message),
+        (openai_schema.Tool, kinds.Tool),
     ]
 
 
-def list_names(kind: type[BaseModel]) -> set[str]:
-    names = set()
-    for name, field in kind.model_fields.items():
-        names |= {name, str(field.alias or name)}
-    return names
-
-
 @pytest.mark.parametrize("listed", [list_openai, list_anthropic, list_ollama])
-def test_every_field_of_a_client_is_used_ignored_or_refused(listed: Any) -> None:
+def test_every_field_of_a_client_is_honoured_ignored_or_refused(listed: Any) -> None:
     for own, theirs in listed():
-        known = list_names(own) | set(own.fields.ignored) | set(own.fields.refused)
-        missing = set(typing.get_type_hints(theirs)) - known
+        missing = set(typing.get_type_hints(theirs)) - set(list_fates(own))
         assert not missing, f"{own.__name__}: use, ignore or refuse {sorted(missing)}"
+
+
+DRAWING: set[str] = {
+    *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "repeat_penalty", "repeat_last_n", "top_k", "min_p", "typical_p", "tfs_z"),
+    *("mirostat", "n", "max_tokens", "max_completion_tokens", "num_predict", "stop_sequences"),
+    *("max_output_tokens", "response_format", "format", "output_format", "tools", "tool_choice"),
+    *("system", "instructions", "suffix", "verbosity", "reasoning_effort", "think", "thinking"),
+    *("penalize_nl", "penalize_newline", "reasoning_format", "t_max_predict_ms", "grammar"),
+    *("xtc_probability", "dry_multiplier", "dynatemp_range", "top_n_sigma", "min_tokens"),
+}
+"""Fields that change answers."""
+
+
+@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_no_field_that_changes_answers_is_ignored(kind: type[Tolerant]) -> None:
+    if kind is not messages.CountRequest:  # counts are of the conversation, for any answer
+        fates = list_fates(kind)
+        assert not [name for name in DRAWING if fates.get(name) == "ignored"]
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_what_would_change_the_answer_is_refused_by_its_name(kind: type[Tolerant]) -> None:
     body = BODIES[kind]
     assert not set(kind.fields.ignored) & set(kind.fields.refused)
-    assert not list_names(kind) & (set(kind.fields.ignored) | set(kind.fields.refused))
+    honoured = {name for name, fate in list_fates(kind).items() if fate == "honoured"}
+    assert not honoured & (set(kind.fields.ignored) | set(kind.fields.refused))
     kind.model_validate({**body, **{key: {"any": "thing"} for key in kind.fields.ignored}})
     for name, harmless in kind.fields.refused.items():
         for value in (None, *harmless):
@@ -95,6 +128,14 @@ def test_what_would_change_the_answer_is_refused_by_its_name(kind: type[Tolerant
 def test_what_nobody_knows_is_refused(kind: type[Tolerant]) -> None:
     with pytest.raises(ValidationError, match="surprise"):
         kind.model_validate({**BODIES[kind], "surprise": 1})
+
+
+def test_how_much_is_said_is_told_to_the_template() -> None:
+    body = {**BODIES[openai_schema.ChatRequest], "verbosity": "low"}
+    asked = chat.read_conversation(openai_schema.ChatRequest.model_validate(body))
+    other = {**BODIES[responses.ResponsesRequest], "text": {"verbosity": "low"}}
+    responded = responses.read_conversation(responses.ResponsesRequest.model_validate(other))
+    assert asked.variables["verbosity"] == responded.variables["verbosity"] == "low"
 
 
 def test_tools_that_run_elsewhere_are_left_out() -> None:

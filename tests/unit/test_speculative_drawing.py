@@ -158,8 +158,23 @@ def test_a_repeated_token_becomes_less_likely() -> None:
     assert Sampler(SamplingOptions(repetition_penalty=2.0)).sample(LOGITS, np.array([1, 1])) == 2
 
 
+@pytest.mark.parametrize(("window", "expected"), [(-1, 2), (0, 1), (1, 1), (2, 2), (9, 2)])
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.5}, {"top_k": -1}, {"seed": -1}]
+    "penalty",
+    [{"repetition_penalty": 2.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}],
+    ids=lambda penalty: next(iter(penalty)),
+)
+def test_penalties_look_back_as_far_as_their_window(
+    penalty: dict[str, float], window: int, expected: int
+) -> None:
+    sampler = Sampler(SamplingOptions(**penalty, penalty_window=window))  # type: ignore[arg-type]
+    assert sampler.sample(LOGITS, np.array([0, 1, 3]), prompt=1) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.5}, {"top_k": -1}, {"seed": -1}]
+    + [{"penalty_window": -2}],
 )
 def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):

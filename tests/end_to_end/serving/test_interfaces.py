@@ -198,6 +198,21 @@ def test_clients_of_ollama_can_chat(address: str) -> None:
     assert whole["eval_count"] == 4
 
 
+def test_penalties_without_a_window_are_off(address: str) -> None:
+    def say(path: str, **more: Any) -> Any:
+        options = {"temperature": 0, "repeat_penalty": 1.9, **more}
+        body: dict[str, Any] = {"model": "tiny", "messages": HELLO}
+        if path == "/api/chat":
+            body |= {"stream": False, "options": {**options, "num_predict": 24}}
+            return post(f"{address}{path}", json=body).json()["message"]["content"]
+        found = post(f"{address}{path}", json={**body, **options, "max_tokens": 24}).json()
+        return found["choices"][0]["message"]["content"]
+
+    for path in ("/api/chat", "/v1/chat/completions"):
+        plain, whole = say(path, repeat_penalty=1.0), say(path)
+        assert say(path, repeat_last_n=0) == plain != whole == say(path, repeat_last_n=-1)
+
+
 def test_texts_become_tokens_and_tokens_texts(address: str) -> None:
     found = post(f"{address}/tokenize", json={"prompt": "häh"}).json()
     assert found["count"] == len(found["tokens"]) == 5
