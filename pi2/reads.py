@@ -41,8 +41,8 @@ def is_direct(descriptor: int) -> bool:
 
 
 def leave_direct(descriptor: int) -> bool:
-    """Let reads of ``descriptor`` go through the page cache, also those that io_uring is given;
-    whether they did not before."""
+    """Let reads of ``descriptor``, by any engine, go through the page cache; whether they did not
+    before."""
     if not is_direct(descriptor):
         return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -63,7 +63,6 @@ def refuse_weights(path: Path, offset: int, error: OSError) -> UserError:
         "P546",
         describe_failure(path, offset, error),
         help="look at the disk's own messages (`dmesg`), and copy the file to another disk",
-        file=str(path),
     )
 
 
@@ -91,7 +90,6 @@ def refuse_cut(path: Path) -> UserError:
         "P532",
         f"cannot read {path}: it was cut while it was in use",
         help="restore the file, and load the model again",
-        file=str(path),
     )
 
 

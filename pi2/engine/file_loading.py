@@ -28,6 +28,7 @@ from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import FileTexts, GgufWeights
+from pi2.weights.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops
@@ -59,6 +60,8 @@ def load_file(
         plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
         division = divide(resolved, weights, tensors)
         placed, ranges = place_resident(tensors, division, weights, budget, is_mapped)
+        watched = WatchedFiles(weights.files, weights.list_maps())
+        cleanup.callback(watched.close)
         loaded, draft = sum(piece.size for piece, _ in ranges), None
         if resolved.draft is not None:
             from pi2.engine.opened_model import check_draft
@@ -101,6 +104,7 @@ def load_file(
             make_stream,
             partial(_make_program, resolved, machine, progress, predicts),
             slots,
+            watched.check,
         )
         cleanup.callback(model.close)
         # Kernels that had to be compiled had the memory until now.
@@ -135,6 +139,7 @@ def load_file(
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,
             resident=whole,
+            check=watched.check,
             compute_threads=count_threads(resolved, machine),
             release=cleanup.pop_all(),
         )

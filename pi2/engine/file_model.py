@@ -125,10 +125,12 @@ class FileModel:
         make_stream: Callable[[Sequence[Piece], U8], WeightStream],
         make: Callable[[FindWeight], BlockModel],
         slots: ExpertSlots | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """``addresses`` of resident matrices, by name; ``ring``: what the others pass through,
-        experts excepted, which go to ``slots``; ``make`` builds the program."""
-        self._weights = weights
+        experts excepted, which go to ``slots``; ``make`` builds the program; ``check`` raises where
+        a file is not as it was."""
+        self._weights, self._check = weights, check
         self._model = model = make(partial(_find_weight, weights))
         self._rows: dict[int, FileTensor] = {}
         """Matrices of which tokens' rows are read, by number."""
@@ -176,13 +178,16 @@ class FileModel:
         self._model.expect(end)
 
     def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+        self._check()
         self._model.begin_chunk(tokens, sequence, position)
         self._put_rows()
         self._layers.run()
+        self._check()
 
     def logits(self, first: int) -> F32:
         self._model.choose_logits(first)
         self._head.run()
+        self._check()
         return self._model.read_logits()
 
     def read_head_input(self, first: int) -> F32:
@@ -192,8 +197,11 @@ class FileModel:
         self._model.join(given)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
+        self._check()
         if self._is_resident:
-            return self._model.step(tokens, sequences, positions)
+            logits = self._model.step(tokens, sequences, positions)
+            self._check()
+            return logits
         start = perf_counter()
         self._model.begin_step(tokens, sequences, positions)
         self._put_rows()
@@ -201,6 +209,7 @@ class FileModel:
         self._head.run()
         if self._experts is not None:
             self._experts.pays.end_token(perf_counter() - start)
+        self._check()
         return self._model.read_logits()
 
     def measure(self) -> Rates | None:

@@ -199,6 +199,15 @@ class LoadedModel:
         """Units that the run goes on without, and why each was lost."""
         return {unit.name: unit.lost for unit in self.units if unit.lost is not None}
 
+    def find_change(self) -> UserError | None:
+        """Why the model cannot go on: a file that it reads was cut or changed, or its disk failed;
+        None if it can."""
+        try:
+            self._parts.check()
+        except UserError as error:
+            return error
+        return None
+
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""

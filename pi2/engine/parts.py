@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,6 +60,8 @@ class Parts:
     compute_threads: int
     resident: Sequence[U8] = ()
     """Resident weights that steps read, in one array or several."""
+    check: Callable[[], None] = lambda: None
+    """Raises `UserError` where a file that steps read is not as it was loaded."""
     lock_fallback: str | None = None
     """Why memory is not locked, if the plan wants it."""
     draft: Parts | None = None

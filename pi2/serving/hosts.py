@@ -152,6 +152,11 @@ class Host:
         return self._model is not None
 
     @property
+    def is_spoilt(self) -> bool:
+        """Whether its files have changed since it was loaded: it has to be loaded anew."""
+        return self._model is not None and self._model.find_change() is not None
+
+    @property
     def model(self) -> LoadedModel:
         assert self._model is not None, "it is not loaded"
         return self._model
@@ -296,7 +301,7 @@ class Hosts:
         if self._memory_bytes is not None and host.plan.budget_bytes > self._memory_bytes:
             raise ApiError(503, f"there is no memory for '{name}'")
         turn = Turn(host)
-        if host.is_loaded and host not in self._leaving:
+        if host.is_loaded and host not in self._leaving and not host.is_spoilt:
             self._admit(turn)
             return turn
         idle_bytes = sum(other.plan.budget_bytes for other in self._list_loaded(idle=True))
@@ -367,7 +372,7 @@ class Hosts:
 
     def _admit_all(self) -> None:
         for turn in list(self._line):
-            if turn.host.is_loaded and turn.host not in self._leaving:
+            if turn.host.is_loaded and turn.host not in self._leaving and not turn.host.is_spoilt:
                 self._remove(turn)
                 if not turn.ready.done():
                     self._admit(turn)
@@ -379,7 +384,7 @@ class Hosts:
                 has_room = await self._make_room(host)
                 self._leaving = ()
                 self._admit_all()  # some may have been told to leave and need not
-                if has_room:
+                if has_room and not host.is_loaded:
                     await self._load(host)
                     self._admit_all()
         finally:
@@ -395,6 +400,12 @@ class Hosts:
 
     async def _make_room(self, host: Host) -> bool:
         """Unload models until ``host`` fits; False if no request waits for it any more."""
+        while host.is_spoilt:
+            if not host.users:
+                await host.stop()
+                break
+            self._changed.clear()
+            await self._changed.wait()
         # Chosen once: it would not end if the choice followed what is used at the moment.
         self._leaving = self._choose_leaving(host)
         while (missing := self._count_missing_bytes(host)) > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -92,6 +92,10 @@ class TensorFiles(ABC):
             self._maps[tensor.file] = np.frombuffer(mapped, np.uint8)
         flat = self._maps[tensor.file][tensor.offset : tensor.offset + tensor.size_bytes]
         return flat.reshape(tensor.rows, tensor.row_bytes)
+
+    def list_maps(self) -> Mapping[int, U8]:
+        """The files that are mapped, by number."""
+        return self._maps
 
     def read_rows(self, tensor: FileTensor, rows: Iterable[int]) -> U8:
         """Single rows uint8 [n, row_bytes], read one by one; `UserError` P532, P546."""

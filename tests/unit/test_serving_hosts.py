@@ -9,12 +9,22 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from pi2.cli.serve import list_plans
+from pi2.diagnostics import UserError
 from pi2.serving.errors import ApiError
 from pi2.serving.hosts import Host, Hosts, ServedPlan, Turn
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.patience import PATIENCE_S
 
 GIB = 1 << 30
+
+
+class Model:
+    """Stands for a loaded model."""
+
+    change: UserError | None = None
+
+    def find_change(self) -> UserError | None:
+        return self.change
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +37,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         await asyncio.sleep(0)
         if self.plan.name == "broken":
             raise ApiError(500, "it cannot be loaded")
-        self._model = object()  # type: ignore[assignment]
+        self._model = Model()  # type: ignore[assignment]
 
     async def stop(self: Host) -> None:
         if self.is_loaded:
@@ -199,6 +209,25 @@ def test_who_waits_when_the_server_closes_is_told() -> None:
             join(hosts, "a")
 
     run("a b", 1, work)
+
+
+def test_a_model_whose_file_has_changed_is_loaded_anew_when_nobody_uses_it(
+    moves: list[str],
+) -> None:
+    async def work(hosts: Hosts) -> None:
+        first = join(hosts, "a")
+        assert first.ready.done()
+        first.host.model.change = UserError.of("P532", "it was cut", help="")  # type: ignore[attr-defined]
+        late, other = join(hosts, "a"), join(hosts, "b")
+        await settle()
+        assert other.ready.done() and not late.ready.done()
+        hosts.leave(first)
+        await settle()
+        assert late.ready.done() and moves == ["+a", "+b", "-a", "+a"]
+        hosts.leave(late)
+        hosts.leave(other)
+
+    run("a b", 2, work)
 
 
 def test_a_gguf_file_is_described_before_it_is_loaded(tmp_path: Path) -> None:

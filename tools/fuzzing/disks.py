@@ -71,7 +71,7 @@ class FailingDisk:
         return size
 
     def wait(self, engine: UringEngine, batch: ReadBatch, part: int, count: int = 1) -> None:
-        """Wait as io_uring does, and spoil results, which are those of a system call."""
+        """Wait as io_uring does, and spoil the results of its system calls."""
         _wait(engine, batch, part, count)
         fd = engine._files[batch.file]
         if not self._has(os.readlink(f"/proc/self/fd/{fd}")):

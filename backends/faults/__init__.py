@@ -1,0 +1,1 @@
+"""Faults of mapped files, which end a process where nobody handles them."""
