@@ -17,7 +17,7 @@ class WatchedFiles:
     """A model's files, from the time on when their headers had been read."""
 
     def __init__(self, paths: Sequence[Path], maps: Mapping[int, U8]) -> None:
-        """``maps``: the bytes of those that are mapped, by number."""
+        """``maps``: the bytes of mapped ones, by number."""
         self._paths = paths
         self._descriptors = [open_regular(path) for path in paths]
         self._states = [_read_state(own) for own in self._descriptors]
