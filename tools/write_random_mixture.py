@@ -29,6 +29,9 @@ POOL_BLOCKS = 1 << 17
 def draw_blocks(name: str, length: int, generator: np.random.Generator) -> U8:
     """Random blocks [n, bytes], whose numbers deviate by ``1 / sqrt(length)`` from 0."""
     own, wanted = find_format(name), 1 / math.sqrt(length)
+    if own.is_plain:
+        values = generator.standard_normal((POOL_BLOCKS, own.block), np.float32) * wanted
+        return own.encode(values).reshape(POOL_BLOCKS, own.block_bytes)
     raw = generator.integers(0, 256, (POOL_BLOCKS, own.block_bytes), np.uint8)
     if name == "mxfp4":
         raw[:, 0] = 127 + round(math.log2(wanted / 2.9))
