@@ -37,6 +37,7 @@ from pi2.backends.blocks.room import (
 from pi2.model.blocks import Attention, list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
+from pi2.plan.documents.model_parts import Norm as NormOptions
 
 A = TypeVar("A", bound=Raw)
 _GRAIN_BYTES = 1 << 16
@@ -83,7 +84,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A tensor that instructions read, which may be streamed."""
+    """A tensor that instructions read, equal parts one after the other; it may be streamed."""
 
     key: str
     layer: int | None
@@ -91,6 +92,8 @@ class Matrix:
     instructions: tuple[int, ...]
     numbers: I32 | None = None
     """Rows that the call's tokens look up; None of a matrix that all of a token reads."""
+    skip: int = 0
+    """Bytes of each part that are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,8 @@ class Builder:
         self.matrices: list[Matrix] = []
         self.layer: int | None = None
         """Layer of the addition."""
+        self.rms = model.norm.model_copy(update={"kind": "rmsnorm", "bias": False})
+        """The norm of heads, routers and latent vectors."""
         self.numbers: I32 = self.keep(np.zeros(tokens, np.int32))
         """Tokens of a call."""
         self.sequences: I32 = self.keep(np.zeros(tokens, np.int32))
@@ -184,11 +189,20 @@ class Builder:
     def find(self, key: str, layer: int | None = None) -> Weight | None:
         return self._find(key, layer or 0)
 
-    def take_area(self, name: str, width: int, each: int = 1, tokens: int | None = None) -> Area:
-        """Return the array of a name, for all tokens or some, ``each`` of one."""
+    def take_area(
+        self,
+        name: str,
+        width: int,
+        each: int = 1,
+        tokens: int | None = None,
+        *,
+        is_tight: bool = False,
+    ) -> Area:
+        """Return the array of a name, for all tokens or some, ``each`` of one; nothing is between
+        the vectors of a tight one."""
         key = name, width * each
         if key not in self._areas:
-            stride = -(-width // 16) * 16
+            stride = width if is_tight else -(-width // 16) * 16
             array = self.keep(allocate(4 * stride * each * (tokens or self._tokens)))
             self._areas[key] = Area(array.ctypes.data, stride)
         return self._areas[key]
@@ -243,14 +257,15 @@ class Builder:
         length: int,
         *,
         added: bool = False,
-        is_rms: bool = False,
+        norm: NormOptions | None = None,
         factor: float = 1.0,
     ) -> None:
-        """Normalise vectors, times ``factor``; ``added``: to what y holds."""
-        norm = self._model.norm
+        """Normalise vectors with ``norm`` or the model's, times ``factor``; ``added``: to what y
+        holds."""
+        norm = norm or self._model.norm
         offset = norm.weight_offset
         weights = self.read_vector(key, self.layer, offset)
-        bias = self.read_vector(f"{key}_bias", self.layer) if norm.bias and not is_rms else 0
+        bias = self.read_vector(f"{key}_bias", self.layer) if norm.bias else 0
         self.add(
             "normalize",
             {
@@ -260,7 +275,7 @@ class Builder:
                 **y.put("y"),
                 "length": length,
                 "epsilon": put_float(norm.epsilon),
-                "centred": int(norm.kind == "layernorm" and not is_rms),
+                "centred": int(norm.kind == "layernorm"),
                 "added": int(added),
                 "factor": put_float(factor),
             },
@@ -302,7 +317,62 @@ class Builder:
         for product in products:
             self._quantize(x, length, product.weight, inputs, each)
         for place, product in enumerate(products):
-            self._multiply(product, inputs, waits=place == len(products) - 1)
+            codes = inputs[self._name_form(product.weight)]
+            number = self._multiply(product, codes, waits=place == len(products) - 1)
+            self.matrices.append(Matrix(product.key, self.layer, product.weight, (number,)))
+
+    def add_heads(self, x: Area, length: int, product: Product, heads: int, first: int = 0) -> None:
+        """Add a matrix of each head, from its row ``first`` on, times a vector of each: strides are
+        between heads, which follow each other without gaps."""
+        weight, y, inputs = product.weight, product.y, dict[str, _Codes]()
+        each = weight.rows // heads
+        self._quantize(x, length, weight, inputs, heads)
+        codes, numbers = inputs[self._name_form(weight)], []
+        for head in range(heads):
+            skip = (head * each + first) * weight.row_bytes
+            data = None if weight.data is None else weight.data[skip:]
+            own = replace(
+                product,
+                weight=replace(weight, rows=each - first, data=data),
+                y=Area(y.skip(head * y.stride).address, heads * y.stride),
+            )
+            place = replace(
+                codes, address=codes.address + head * codes.stride, stride=heads * codes.stride
+            )
+            numbers.append(self._multiply(own, place, waits=head == heads - 1))
+        skip = first * weight.row_bytes
+        self.matrices.append(Matrix(product.key, self.layer, weight, tuple(numbers), skip=skip))
+
+    def add_turned_heads(self, x: Area, rows: int, product: Product, heads: int) -> None:
+        """Add the first rows of each head's matrix, turned, times a vector of each; strides are
+        between heads, which follow each other without gaps."""
+        weight, y = product.weight, product.y
+        scale = weight.scales[0] if weight.scales else 1.0
+        way = Way(address=self._libraries.find("multiply_turned", weight.format), items=heads)
+        number = self._append(
+            Instruction(
+                kernel="multiply_turned",
+                values={
+                    "weights": find_address(weight),
+                    "grid": self._find_grid(weight.format),
+                    "x": x.address,
+                    "x_stride": heads * x.stride,
+                    "x_each": x.stride,
+                    "y": y.address,
+                    "y_stride": heads * y.stride,
+                    "y_each": y.stride,
+                    "blocks": weight.length // weight.kind.block,
+                    "tokens": 0,
+                    "rows": rows,
+                    "each": weight.rows // heads,
+                    "factor": put_float(scale),
+                },
+                ways=(way, way, way),
+                layer=self.layer,
+                label=product.key,
+            )
+        )
+        self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
 
     def _quantize(
         self, x: Area, length: int, weight: Weight, inputs: dict[str, _Codes], each: int
@@ -374,12 +444,11 @@ class Builder:
             self._grids[name] = self.keep(make_tables(name))
         return self._grids[name].ctypes.data
 
-    def _multiply(self, product: Product, inputs: dict[str, _Codes], *, waits: bool) -> None:
+    def _multiply(self, product: Product, codes: _Codes, *, waits: bool) -> int:
         weight, y = product.weight, product.y
-        codes = inputs[self._name_form(weight)]
         size = count_scratch_bytes(self._libraries.isa.lanes)
         self._scratch_size = max(self._scratch_size, size)
-        number = self._append(
+        return self._append(
             Instruction(
                 kernel="multiply",
                 values={
@@ -407,7 +476,6 @@ class Builder:
                 label=product.key,
             )
         )
-        self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
 
     def _place_scales(self, weight: Weight) -> int:
         """Return the address of a number for each of a matrix's experts."""
@@ -492,10 +560,17 @@ class Builder:
         self.matrices.append(Matrix(key, None, weight, (number,), numbers))
 
     def add_cap(
-        self, x: Area, length: int, limit: float, factor: float, y: Area | None = None
+        self,
+        x: Area,
+        length: int,
+        limit: float,
+        factor: float,
+        y: Area | None = None,
+        *,
+        each: int = 1,
     ) -> None:
-        """Multiply vectors, and cap them with tanh or cut them at a negative limit: into ``y``, or
-        in place."""
+        """Multiply vectors, ``each`` of a token, and cap them with tanh or cut them at a negative
+        limit: into ``y``, or in place."""
         self.add(
             "cap",
             {
@@ -505,7 +580,7 @@ class Builder:
                 "limit": put_float(limit),
                 "factor": put_float(factor),
             },
-            each=-(-length // PIECE),
+            each=each * -(-length // PIECE),
             label="cap" if limit else "scale",
         )
 
@@ -637,22 +712,30 @@ class Builder:
         """Return the address of numbers of 32 bits."""
         return self.keep(allocate(4 * count)).ctypes.data
 
-    def add_weighing(self, x: Area, length: int, scores: Area) -> None:
-        self.add("weigh", {**x.put("x"), "length": length, **scores.put("scores")}, each=1)
+    def add_weighing(self, x: Area, length: int, scores: Area, *, each: int = 1) -> None:
+        self.add("weigh", {**x.put("x"), "length": length, **scores.put("scores")}, each=each)
 
     def add_turn(
-        self, x: Area, heads: int, own: Attention, key: str, *, neighbours: bool, waits: bool
+        self,
+        x: Area,
+        heads: int,
+        own: Attention,
+        key: str,
+        *,
+        neighbours: bool,
+        waits: bool,
+        width: int | None = None,
     ) -> None:
-        """Turn queries or keys, with their norm."""
+        """Turn queries or keys, with their norm; ``width``: elements from one head to the next."""
         attention = own.options
         weights, place = 0, "none"
         if own.head_norm and attention.head_norm_of == "head":
             weights, place = self._read_head_norm(key, own), attention.head_norm_place
-        tables, width = self.ropes[own.turn], own.head_dim
+        tables = self.ropes[own.turn]
         self._add_turn(
             x,
             heads,
-            width,
+            width or own.head_dim,
             Norm(weights, place),
             {
                 "cos": tables.arrays[0].ctypes.data,

@@ -103,6 +103,8 @@ COMPUTED = read_options("""
     attention: head_norm_of=all head_norm_place=after value_width value_scale value_norm sub_norm
     attention: sinks sink_layers scale softcap clip growth growth_interval growth_offset
     attention: growth_layers sliding_window window_kind=chunked window_layers kv_shared_layers
+    attention: latent
+    attention.latent: query_rank bias
     : residual=parallel layer_scale logit_softcap head_bias other_rope
     ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
     ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm
@@ -161,6 +163,9 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "multiply": _ROWS,
         "multiply_few": _ROWS,
         "multiply_many": _ROWS,
+        # Of a format; items are heads.
+        "multiply_turned": "weights grid x x_stride x_each y y_stride y_each blocks tokens rows"
+        " each factor",
         "take_rows": "weights grid numbers y y_stride blocks factor added",
         # Of all formats; items are tokens.
         "normalize": "x x_stride weights has_weights bias has_bias y y_stride length epsilon"

@@ -66,7 +66,7 @@ class FeedForward:
         active = builder.take_area("active", width)
         builder.add_gate(inner, inner.skip(width) if ffn.gated else None, active, width)
         if ffn.sub_norm:
-            builder.add_norm("ffn_sub_norm", active, active, width, is_rms=True)
+            builder.add_norm("ffn_sub_norm", active, active, width, norm=builder.rms)
         return active
 
     def _add_down(
@@ -139,7 +139,7 @@ class FeedForward:
                 self._residual.x,
                 own,
                 self._hidden,
-                is_rms=True,
+                norm=builder.rms,
                 factor=moe.input_scale,
             )
             read = own

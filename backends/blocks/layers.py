@@ -8,6 +8,7 @@ import numpy as np
 
 from pi2.backends.blocks.building import Area, Builder, Product
 from pi2.backends.blocks.feed_forward import FeedForward
+from pi2.backends.blocks.latent import LatentAttention
 from pi2.backends.blocks.residual import Residual
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
@@ -23,6 +24,8 @@ class Layers:
         self._model, self._builder = model, builder
         self._hidden = model.shape.hidden
         self._residual = Residual(model, builder)
+        latent = model.attention.latent
+        self._latent = None if latent is None else LatentAttention(model, builder, latent)
         self._ffn = FeedForward(model, builder, self._residual, predicts)
         self.x = self._residual.x
         self.u = builder.take_area("u", self._hidden)
@@ -35,7 +38,7 @@ class Layers:
         weight = builder.need("embedding", None)
         builder.add_rows("embedding", weight, builder.numbers, self.x, model.multipliers.embedding)
         if model.norm.embedding:
-            builder.add_norm("", self.x, self.x, hidden, is_rms=True)
+            builder.add_norm("", self.x, self.x, hidden, norm=builder.rms)
         own = model.operators.get("mtp")
         if own is not None:
             self._add_join(own["in"], own["token_norm"], own["stream_norm"])
@@ -101,7 +104,10 @@ class Layers:
             # Both read the layer's input, and attention changes it.
             other = self._residual.normalize("ffn_norm", builder.take_area("v", self._hidden))
         for mixer in model.blocks[layer].mixers:
-            if isinstance(mixer, Attention):
+            if isinstance(mixer, Attention) and self._latent is not None:
+                values = self._latent.add(layer, mixer, read)
+                self._add_mixed(layer, mixer, values, mixer.query)
+            elif isinstance(mixer, Attention):
                 self._add_attention(layer, mixer, read)
         if model.blocks[layer].ffn.kind != "none":
             if not is_parallel:
@@ -150,7 +156,7 @@ class Layers:
             self._add_values(own, areas["key"], areas["value"])
         if own.head_norm and attention.head_norm_of == "all":
             for kind, norm, length, _ in norms:
-                builder.add_norm(norm, areas[kind], areas[kind], length, is_rms=True)
+                builder.add_norm(norm, areas[kind], areas[kind], length, norm=builder.rms)
         if attention.clip is not None:
             length = query + keys + values if own.has_keys else query
             builder.add_cap(projected, length, -attention.clip, 1.0)
@@ -179,7 +185,7 @@ class Layers:
         if attention.value_scale != 1.0:
             builder.add_cap(mixed, length, 0.0, attention.value_scale)
         if attention.sub_norm:
-            builder.add_norm("attention_sub_norm", mixed, mixed, length, is_rms=True)
+            builder.add_norm("attention_sub_norm", mixed, mixed, length, norm=builder.rms)
         total = self._residual.begin()
         output = builder.make_product(
             "output", layer, has_bias=attention.output_bias, **total.take()

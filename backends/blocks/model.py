@@ -78,6 +78,7 @@ class BlockModel:
         builder.finish()
         self._program = Program(builder.instructions, self.head, planes)
         self.matrices: list[Matrix] = builder.matrices
+        self._firsts = {matrix.instructions[0]: matrix for matrix in self.matrices}
         self._threads = Threads(libraries.steps, threads, cores)
         groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
         self.routed = list_routed(self.matrices, groups, layers.predictions)
@@ -114,10 +115,21 @@ class BlockModel:
         return len(self._program.instructions)
 
     def run_rows(self, number: int, first: int, end: int, address: int) -> None:
-        """Compute rows ``first`` to ``end`` of a product; row 0 would be at ``address``."""
-        self._program.set_value(number, "weights", address)
-        self._program.set_rows(number, first, end, self._lanes)
-        self.run(number, number + 1)
+        """Compute rows ``first`` to ``end`` of a matrix, all of a part in several; row 0 would be
+        at ``address``."""
+        matrix = self.find_matrix(number)
+        count, weight = len(matrix.instructions), matrix.weight
+        if count == 1:
+            self._program.set_value(number, "weights", address)
+            self._program.set_rows(number, first, end, self._lanes)
+            self.run(number, number + 1)
+            return
+        rows = weight.rows // count
+        parts = range(first // rows, end // rows)
+        for part in parts:
+            place = address + part * rows * weight.row_bytes
+            self._program.set_value(number + part, "weights", place)
+        self.run(number + parts.start, number + parts.stop)
 
     def list_rows(self, number: int) -> I32:
         """Return the rows that the call's tokens look up in matrix ``number``."""
@@ -131,10 +143,9 @@ class BlockModel:
         self.set_tensor(number, rows.ctypes.data)
         self.list_rows(number)[:] = np.arange(len(rows))
 
-    def count_row_bytes(self, number: int) -> int:
-        """Bytes of a row of what instruction ``number`` multiplies with."""
-        found = (own for own in self.matrices if number in own.instructions)
-        return next(found).weight.row_bytes
+    def find_matrix(self, number: int) -> Matrix:
+        """Return the matrix whose first instruction is ``number``."""
+        return self._firsts[number]
 
     def choose_logits(self, first: int) -> None:
         """Let the head compute the chunk's tokens from ``first`` on, `LOGIT_ROWS` at most."""
@@ -215,8 +226,11 @@ class BlockModel:
 
     def set_tensor(self, number: int, address: int) -> None:
         """Say where the bytes of matrix ``number`` are from now on."""
-        for instruction in self.matrices[number].instructions:
-            self._program.set_value(instruction, "weights", address)
+        matrix = self.matrices[number]
+        part = matrix.weight.size_bytes // len(matrix.instructions)
+        for place, instruction in enumerate(matrix.instructions):
+            own = address + place * part + matrix.skip
+            self._program.set_value(instruction, "weights", own)
 
     def place_experts(self, number: int, address: int, places: I32, unit: int) -> None:
         """Say where experts of matrix ``number`` are from now on: ``places`` [experts], which the
@@ -257,7 +271,8 @@ def list_formats(model: Model, find: FindWeight) -> list[str]:
         keys += [f"{own}_{part}" for own in ("shared", "dense") for part in ("gate", "up", "down")]
         keys += ["fused_shared", "fused_dense", "router", "shared_router"]
         keys += ["side_gate", "side_up", "side_down", "experts_in", "experts_out"]
-    keys += ["layer_input_gate", "layer_input_output"]
+    keys += ["layer_input_gate", "layer_input_output", "query_gate", "latent", "latent_query"]
+    keys += ["latent_query_out", "latent_keys", "latent_values", "latent_out"]
     places = [(key, layer) for layer in range(model.shape.layers) for key in keys]
     whole = ("embedding", "head", "positions", "layer_embedding", "layer_projection")
     places += [*((key, 0) for key in whole), *((own["in"], 0) for own in model.operators.values())]

@@ -10,7 +10,7 @@ from pathlib import Path
 import tvm
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks import attention, elements, panels, rows
+from pi2.backends.blocks import attention, elements, numbers, panels, rows
 from pi2.backends.blocks.contract import ATTENTION, COMMON, ROUTERS, ROUTING, STEPS, BlockSpec
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, make_tabled_function
@@ -312,7 +312,8 @@ class Program:
             **({} if unpacking.floats is not None else {"multiply_many": many}),
             "multiply": partial(rows.emit_multiply, isa, unpacking),
             "multiply_few": partial(rows.emit_multiply_few, isa, unpacking),
-            "take_rows": partial(rows.emit_take_rows, isa, unpacking),
+            "take_rows": partial(numbers.emit_take_rows, isa, unpacking),
+            "multiply_turned": partial(numbers.emit_multiply_turned, isa, unpacking),
         }
 
     def list_texts(self) -> dict[str, str]:

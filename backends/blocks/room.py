@@ -96,7 +96,10 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
     hidden, ffn, moe = model.shape.hidden, model.shape.ffn, model.moe
     attention = [own for own, _ in list_attention(model)]
     query, keys = max(own.query for own in attention), max(own.keys for own in attention)
-    floats = 4 * hidden + 2 * query + 2 * keys
+    floats, latent = 4 * hidden + 2 * query + 2 * keys, model.attention.latent
+    if latent is not None:
+        kept = latent.kept + latent.rank + latent.key + 1
+        floats += model.shape.heads * kept + (latent.query_rank or 0) + latent.kept
     if moe is not None:
         beside = max(moe.shared_ffn or moe.shared_experts * ffn, moe.dense_ffn or 0)
         floats += moe.experts + 4 * moe.active_experts
@@ -107,7 +110,10 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
     floats += 3 * ffn
     if model.layer_embedding is not None:
         floats += (model.shape.layers + 3) * model.layer_embedding.width
-    inputs = (hidden, query, ffn, 2 * hidden if model.is_mtp else 0)
+    inputs = [hidden, query, ffn, 2 * hidden if model.is_mtp else 0]
+    if latent is not None:
+        heads = model.shape.heads
+        inputs += [heads * latent.plain, heads * latent.rank, latent.query_rank or 0]
     floats += 3 * hidden if model.is_mtp else 0
     if planes > 1:
         floats += sum(inputs)

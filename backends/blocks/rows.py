@@ -422,35 +422,3 @@ def _sum_group(
             sums.append((v.let(join(scales, 1)), total))
             total = start
     return sums or [(v.splat(block.scale, lanes), total)]
-
-
-def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
-    """``y[t]`` = row ``numbers[t]`` of the weights x factor, as float32, added to y if
-    ``added``."""
-    machine = Machine(isa)
-    weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
-    numbers, y = table.take_array("numbers", "int32"), table.take_array("y", "float32")
-    stride, blocks = table.take("y_stride"), table.take("blocks")
-    factor, added = table.take_float("factor"), table.take("added")
-
-    def put(place: v.Expr, value: v.Expr, lanes: int) -> None:
-        cell = v.Cell(value * v.splat(factor, lanes))
-        with T.If(added != T.int64(0)), T.Then():
-            cell.set(cell.get() + v.load(y, place, lanes))
-        v.store(y, place, cell.get(), lanes)
-
-    with T.serial(table.first, table.end) as token:
-        start = v.let(v.wide(numbers[token]) * blocks * unpacking.size)
-        target = v.let(token * stride)
-        with T.serial(blocks) as number:
-            base = v.let(start + number * unpacking.size)
-            place = v.let(target + number * unpacking.whole)
-            if unpacking.floats is not None:
-                put(place, unpacking.floats(weights, base, 1), 1)
-            source = Source(machine, weights, base, grid)
-            for piece, open_block in enumerate(unpacking.opens):
-                block = open_block(source)
-                read = block.open_numbers()
-                for chunk in (own for part in block.parts for own in part.chunks):
-                    at = place + piece * unpacking.elements + 16 * chunk
-                    put(at, read(chunk), 16)

@@ -87,7 +87,9 @@ def divide_matrices(
 def cut_rows(
     tensor: FileTensor, piece_bytes: int, multiple: int = PANEL_ROWS
 ) -> list[tuple[int, Piece]]:
-    """Pieces of whole rows, a multiple of ``multiple`` except the last, of about as many bytes."""
+    """Pieces of whole rows, a multiple of ``multiple`` except the last, of about as many bytes;
+    rows that belong together stay together."""
+    multiple = max(multiple, tensor.together)
     rows = max(multiple, piece_bytes // tensor.row_bytes // multiple * multiple)
     return [
         (
@@ -105,12 +107,14 @@ def cut_rows(
 @dataclass(frozen=True, slots=True)
 class _Work:
     """A detour at instruction ``begin``: an ``action``, which is given the first instruction that
-    was not run and returns the next such; else one instruction in ``pieces``, computed as
-    they come: each with its first and last row, and how far its rows would begin before it."""
+    was not run and returns the next such; else a matrix in ``pieces``, computed as they
+    come: each with its first and last row, and how far its rows would begin before it."""
 
     begin: int
     pieces: tuple[tuple[int, int, int], ...] = ()
     action: Callable[[int], int] | None = None
+    count: int = 1
+    """Instructions of the matrix, each of which computes a part of it."""
 
 
 class FileModel:
@@ -291,11 +295,12 @@ class _Course:
         self._model, self._threads = model, model.most_threads
         special = list(work)
         for number, own in streamed.items():
-            size = model.count_row_bytes(number)
+            matrix = model.find_matrix(number)
+            size = matrix.weight.row_bytes
             pieces = tuple(
                 (first, first + piece.size // size, first * size) for first, piece in own
             )
-            special.append(_Work(number, pieces))
+            special.append(_Work(number, pieces, count=len(matrix.instructions)))
         self._begin, self._end = part
         self._work = sorted(special, key=lambda item: item.begin)
         cycle = [piece for number in sorted(streamed) for _, piece in streamed[number]]
@@ -318,7 +323,7 @@ class _Course:
                 if at < work.begin:
                     self._model.run(at, work.begin)
                 self._run_pieces(work)
-                at = work.begin + 1
+                at = work.begin + work.count
             self._choose_threads()
             self._model.run(at, self._end)
         except BaseException:

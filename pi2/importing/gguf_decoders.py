@@ -201,7 +201,7 @@ def read_score_factor(metadata: Metadata) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _JoinedHeads(DecodedTensor):
+class JoinedHeads(DecodedTensor):
     """The KV matrix [heads (plain + value), rank]."""
 
     keys: SourceTensor
@@ -235,7 +235,7 @@ def join_heads(tensors: dict[str, SourceTensor]) -> None:
             raise refuse_shape(values, (heads, value, rank))
         del tensors[name], tensors[name.replace(_KEYS, _VALUES)]
         joined = name.replace(_KEYS, _JOINED)
-        tensors[joined] = _JoinedHeads(
+        tensors[joined] = JoinedHeads(
             **describe_decoded(joined, (heads * (plain + value), rank), keys, values),
             keys=replace(keys, shape=(heads * rank, plain)),
             values=replace(values, shape=(heads * value, rank)),

@@ -58,7 +58,7 @@ class FileNeeds:
     draft: int = 0
     """What the model that drafts takes."""
     shared: int = 0
-    """Dense matrices that an MTP head reads as well: they are resident."""
+    """Dense matrices that are read more than once for a token: they are resident."""
 
     @property
     def fixed(self) -> int:
@@ -187,7 +187,7 @@ def derive_plan(
         ),
         source=weights,
         draft=None if wanted is None else _derive_head(filled, wanted, needs.draft),
-        shared={} if wanted is None else find_shared(wanted),
+        shared=weights.list_resident() | ({} if wanted is None else find_shared(wanted)),
     )
     reasons = {
         path: reason.format(budget=approximate_bytes(budget), streamed=approximate_bytes(streamed))
@@ -238,7 +238,8 @@ def _count_both(
         return needs
     own = count_needs(head, *parts)
     least = own.least - own.runtime
-    needs = replace(needs, draft=least, shared=sum(find_shared(head).values()))
+    shared = needs.shared + sum(find_shared(head).values())
+    needs = replace(needs, draft=least, shared=shared)
     rest, more = needs.matrices - needs.least_weights, own.matrices - own.least_weights
     if budget is not None:
         more = more * max(0, min(budget - needs.least, rest + more)) // max(1, rest + more)
@@ -302,6 +303,7 @@ def count_needs(
         looked_up=sum(weights.list_looked_up().values()),
         experts=sum(tensor.size_bytes for own in experts.values() for tensor in own),
         slots=_count_slots(model, experts),
+        shared=sum(weights.list_resident().values()),
     )
 
 

@@ -41,6 +41,8 @@ class FileTensor:
     length: int
     """Numbers of a row."""
     row_bytes: int
+    together: int = 1
+    """Rows that are computed together: all of a head that has a matrix of its own."""
     experts: int = 1
     """Matrices that lie one after the other."""
     scales: tuple[float, ...] = ()

@@ -18,6 +18,7 @@ from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
+from pi2.importing.gguf_decoders import JoinedHeads
 from pi2.importing.new_model import describe_checkpoint, describe_mtp
 from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
@@ -26,6 +27,9 @@ from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.reads import read_weights
 from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import EXPERTS, PIECE_BYTES, FileTensor, TensorFiles
+
+HEADS = ("latent_keys", "latent_values")
+"""Keys of the parts of ``latent_out`` that files have apart: matrices of each head."""
 
 
 class GgufWeights(TensorFiles):
@@ -88,10 +92,16 @@ class GgufWeights(TensorFiles):
         return self._found[place]
 
     def _find(self, key: str, layer: int) -> FileTensor | None:
-        pattern = getattr(self.model.tensors, key, key)
+        name = "latent_out" if key in HEADS else key
+        pattern = getattr(self.model.tensors, name, name)
         if pattern is None:
             return None
-        tensor = self.checkpoint.tensors.get(fill_name(pattern, layer, 0))
+        heads, tensor = 1, self.checkpoint.tensors.get(fill_name(pattern, layer, 0))
+        if isinstance(tensor, JoinedHeads) and key in HEADS:
+            heads = self.model.shape.heads
+            tensor = tensor.keys if key == HEADS[0] else tensor.values
+        elif key in HEADS:
+            return None
         if not isinstance(tensor, GgufTensor):
             return None
         if tensor.is_turned or (tensor.factors is not None and len(tensor.factors) > 1):
@@ -112,6 +122,7 @@ class GgufWeights(TensorFiles):
             rows=rows * len(experts),
             length=tensor.shape[-1],
             row_bytes=tensor.size_bytes // rows,
+            together=rows // heads if heads > 1 else 1,
             experts=tensor.shape[0] if is_stacked else len(experts),
             scales=tuple(float(own[0]) for own in scales if own is not None),
             has_neighbours=tensor.order is not None,
@@ -189,7 +200,8 @@ class GgufWeights(TensorFiles):
         if self.model.predictor is not None:
             found.append("predictor")
         for name, tensor in self.checkpoint.tensors.items():
-            if not isinstance(tensor, GgufTensor) or tensor.is_turned:
+            is_known = isinstance(tensor, GgufTensor | JoinedHeads)
+            if not is_known or (isinstance(tensor, GgufTensor) and tensor.is_turned):
                 found.append(name)
         formats = {tensor.format for _, _, tensor in self.list_matrices()}
         for name in sorted(formats):
@@ -201,7 +213,9 @@ class GgufWeights(TensorFiles):
 
     @cached_property
     def _places(self) -> list[tuple[str, int]]:
-        return list(dict.fromkeys((own.key, own.layer) for own in list_sources(self.model)))
+        places = dict.fromkeys((own.key, own.layer) for own in list_sources(self.model))
+        split = {"latent_out": ("latent_out", *HEADS)}
+        return [(own, layer) for key, layer in places for own in split.get(key, (key,))]
 
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
         """Every own matrix by the key of ``model.tensors`` that names it and its layer."""
@@ -216,6 +230,12 @@ class GgufWeights(TensorFiles):
         keys = ("layer_embedding", "positions", *(() if self.model.tied_head else ("embedding",)))
         found = [own for key in keys if (own := self.find(key)) is not None]
         return {own.name: own.size_bytes for own in found if own.name not in self.shared}
+
+    def list_resident(self) -> dict[str, int]:
+        """Bytes of the matrices that must be resident, by name: they are read twice for a token,
+        keys of heads and then values."""
+        found = [self.find("latent_out", layer) for layer in range(self.model.shape.layers)]
+        return {own.name: own.size_bytes for own in found if own is not None}
 
     def count_bytes(self) -> int:
         return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())

@@ -11,7 +11,10 @@ from pi2.weights.file_reading import FileFiller
 from tests.helpers.goldens import check_sequences_together
 from tests.helpers.whole_files import SETTINGS, WholeFile
 
-NAMES = ("gemma4", "gemma4-e2b", "gemma4-moe", "llama4", "opt", "phimoe")
+NAMES = (
+    *("deepseek-v2", "deepseek-v3", "deepseek-v3-older", "gemma4", "gemma4-e2b", "gemma4-moe"),
+    *("llama4", "opt", "phimoe"),
+)
 Open = Callable[[str], WholeFile]
 
 

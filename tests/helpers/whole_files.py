@@ -1,6 +1,6 @@
 """GGUF files of golden models that run as they are, next to the reference backend."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -28,6 +28,8 @@ from tests.helpers.goldens import (
 SETTINGS = {"decode.activations": "fp32", "prefill.activations": "fp32", "kv.context": 64}
 NEAR = 5e-5
 """Of the largest logit: what sums in another order change."""
+OLDER = "-older"
+"""End of names of files with keys and values of heads in one matrix."""
 PIECE = 3 << 12
 """Room for a piece of a streamed matrix."""
 FLIPPED = 0.1
@@ -37,6 +39,7 @@ FLIPPED = 0.1
 def write_file(name: str, folder: Path) -> Path:
     """The checkpoint of a golden model as a file in ``folder``; what no file says becomes its usual
     value."""
+    name, is_older = name.removesuffix(OLDER), name.endswith(OLDER)
     checkpoint, file = copy_checkpoint(name, folder / "checkpoint"), folder / "tiny.gguf"
     if name.startswith("gemma3n"):
         return write_gemma3n(file, checkpoint)
@@ -50,7 +53,21 @@ def write_file(name: str, folder: Path) -> Path:
     if name in UNNAMED:
         weights = {key: v for key, v in weights.items() if not key.endswith(UNNAMED[name])}
         save_file(weights, checkpoint / "model.safetensors")
-    return write_gguf(file, config, translate(weights, config))
+    tensors = translate(weights, config)
+    if is_older:
+        config |= {"has_whole_keys": True}
+        join_keys(tensors, weights)
+    return write_gguf(file, config, tensors)
+
+
+def join_keys(tensors: dict[str, F32], weights: Mapping[str, F32]) -> None:
+    """Put keys and values of latent attention into one matrix, as files of before May 2025 have
+    them, which state the lengths of whole keys."""
+    for name, values in weights.items():
+        if name.endswith("kv_b_proj.weight"):
+            block = f"blk.{name.split('.')[2]}.attn"
+            del tensors[f"{block}_k_b.weight"], tensors[f"{block}_v_b.weight"]
+            tensors[f"{block}_kv_b.weight"] = values
 
 
 class WholeFile:
@@ -63,7 +80,7 @@ class WholeFile:
         self.plan.write_text(
             f'schema_version = 3\nweights = "{self.file.name}"\ntokenizer = "{tokenizer}"\n'
         )
-        self.prompt = read_golden(name).prompt
+        self.prompt = read_golden(name.removesuffix(OLDER)).prompt
         model = convert(self.file, folder / "store", folder / tokenizer, EXACT)
         store = write_plan(folder, model, {})
         with pi2.load(store) as loaded:

@@ -35,6 +35,7 @@ from tests.helpers.gguf_goldens import (
 from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import EXACT, change_config, copy_checkpoint, write_plan
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.whole_files import join_keys
 
 
 def expect_same_stores(tmp_path: Path, checkpoint: Path, *sources: Path) -> None:
@@ -69,11 +70,7 @@ def test_keys_and_values_of_latent_attention_may_be_in_one_matrix(tmp_path: Path
     config, weights = read_checkpoint(checkpoint)
     tensors = translate(weights, config)
     newer = write_gguf(tmp_path / "newer.gguf", config, tensors)
-    for layer in range(config["num_hidden_layers"]):
-        block = f"blk.{layer}.attn"
-        del tensors[f"{block}_k_b.weight"], tensors[f"{block}_v_b.weight"]
-        joined = weights[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
-        tensors[f"{block}_kv_b.weight"] = joined
+    join_keys(tensors, weights)
     older = write_gguf(tmp_path / "older.gguf", config | {"has_whole_keys": True}, tensors)
     expect_same_stores(tmp_path, checkpoint, newer, older)
 
