@@ -47,8 +47,8 @@ def list_command() -> None:
 @dataclass(frozen=True, kw_only=True)
 class PullOptions:
     quantization: str | None = option(type=click.Choice(name_packings("tables")))
-    """Weight precision of a neuron store.  [default: a GGUF file in q4_k_m if it runs as it is;
-    else int4]"""
+    """Weight precision of a neuron store.  [default: a GGUF file as it is, or in q4_k_m of other
+    checkpoints, if it runs; else int4]"""
     file: str | None = option(metavar="FILE")
     """Which of several GGUF models of the repository."""
     name: str | None = option(metavar="NAME")
@@ -59,11 +59,12 @@ class PullOptions:
 
 @in_help("Run", "Fetch a model from the hub and convert it.")
 @click.command("pull")
-@click.argument("model", metavar="[hf:]ORG/NAME[@REV]|PLAN")
+@click.argument("model", metavar="[hf:]ORG/NAME[@REV][/FILE.gguf]|PLAN")
 @take_options(PullOptions)
 def pull_command(model: str, given: PullOptions) -> None:
     """Fetch a model from the hub, convert it, and write a plan for this machine.
 
+    A GGUF file that runs as it is stays as it is; of several, name one by FILE.gguf or --file.
     A safetensors file is fetched when the conversion needs it, and deleted once it is converted. A
     checkpoint in many files is never whole on the disk. After Ctrl-C or a failure the same command
     goes on with the first incomplete file. HF_ENDPOINT, HF_TOKEN (or `hf auth login`) and
@@ -115,8 +116,13 @@ def fetch_model(
     from pi2.cli.named_plans import describe_titled, make_model
     from pi2.importing.hub import find_repository, hold_folder, open_repository, parse_reference
     from pi2.pulled_models import NAME, find_model, find_models_folder
+    from pi2.weights.file_reading import HubFile
 
-    reference = parse_reference(model if ":" in model else f"hf:{model}")
+    text = model if ":" in model else f"hf:{model}"
+    if text.endswith(".gguf") and text.count("/") > 1:
+        wanted = HubFile.parse(text)
+        text, file = f"{wanted.repository}{wanted.revision}", wanted.file
+    reference = parse_reference(text)
     chosen = reference.repository.partition("/")[2] if name is None else name
     if not NAME.fullmatch(chosen):
         raise click.UsageError("--name takes letters, digits, '.', '_' and '-'")

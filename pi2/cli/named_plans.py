@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -77,8 +78,11 @@ def convert_once(path: Path, tokenizer: Path | None = None) -> Path:
 
 FILE = "model.gguf"
 """The weights of a model that runs as a GGUF file."""
-FILE_PLAN = f'schema_version = {SCHEMA_VERSION}\nweights = "{FILE}"\n'
-"""Its plan, which derives the rest whenever it runs."""
+
+
+def write_file_plan(file: str) -> bytes:
+    """The plan of a GGUF file, which derives the rest whenever it runs."""
+    return f'schema_version = {SCHEMA_VERSION}\nweights = "{file}"\n'.encode()
 
 
 def write_plan(folder: Path) -> None:
@@ -88,8 +92,8 @@ def write_plan(folder: Path) -> None:
     from pi2.sharing.fetching import write_atomically
     from pi2.store.manifest import read_manifest
 
-    if (folder / FILE).exists():
-        write_atomically(folder / PLAN, FILE_PLAN.encode())
+    if files := sorted(folder.glob("*.gguf")):
+        write_atomically(folder / PLAN, write_file_plan(files[0].name))
         return
     document = next(iter(sorted(folder.glob("*.model.toml"))))
     scales = read_manifest(folder).bundle.scales
@@ -186,8 +190,9 @@ def make_model(
     origin: str,
     replace: bool,
 ) -> Path:
-    """Make the folder ``output`` with a plan and weights: a GGUF file if it runs as it is and no
-    precision is asked for, else a store. Return the plan's path, if there is one."""
+    """Make the folder ``output`` with a plan and weights.  Without a precision that is asked for
+    they are the GGUF files of the checkpoint, or a new one, if these run as they are; else a store.
+    Return the plan's path, if there is one."""
     from pi2.cli.convert import BEST, choose_precision, runs_as_it_is, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
@@ -195,9 +200,11 @@ def make_model(
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts
 
-    is_file = source.quantization is None and runs_as_it_is(checkpoint, document)
+    own = list_own_files(checkpoint, document) if source.quantization is None else {}
+    is_file = bool(own) or (source.quantization is None and runs_as_it_is(checkpoint, document))
     if is_file:
-        kept, notes, refusal = f"{BEST}, runs as it is", {PLAN: FILE_PLAN.encode()}, ""
+        kept = "the file as it is" if own else f"{BEST}, runs as it is"
+        notes, refusal = {PLAN: write_file_plan(next(iter(own), FILE))}, ""
     else:
         document = choose_precision(document, source.quantization, checkpoint)
         kept = describe_kept(document)
@@ -211,7 +218,9 @@ def make_model(
             f"cannot make {output.parent}: {error.strerror}",
             help=f"set {VARIABLE} to a folder that you may write to",
         ) from None
-    if is_file:
+    if own:
+        size_bytes = keep_files(own, output, notes, replace)
+    elif is_file:
         size_bytes = make_file(checkpoint, document, output, notes, replace, progress)
     else:
         manifest = convert_checkpoint(
@@ -263,6 +272,57 @@ def make_file(
         raise
     room.publish()
     return made.size_bytes
+
+
+def list_own_files(checkpoint: Checkpoint, document: Model) -> dict[str, Path]:
+    """The GGUF files of a checkpoint that runs as it is, by their names in a model's folder; none
+    if it does not."""
+    from pi2.importing.gguf_checkpoint import GgufCheckpoint
+    from pi2.weights.gguf_weights import GgufWeights
+
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return {}
+    if GgufWeights(checkpoint, document).find_obstacles():
+        return {}
+    count = len(checkpoint.files)
+    if count == 1:
+        return {FILE: checkpoint.files[0]}
+    numbered = enumerate(checkpoint.files, 1)
+    return {f"model-{number:05d}-of-{count:05d}.gguf": file for number, file in numbered}
+
+
+def keep_files(
+    files: Mapping[str, Path], output: Path, notes: Mapping[str, bytes], replace: bool
+) -> int:
+    """Make the folder ``output`` of ``files`` by their names in it and of ``notes``; return the
+    files' bytes.  They are linked, or copied to another disk, and stay where they are.  Raises
+    `UserError` P521 to P523."""
+    from pi2.importing.conversion_job import keep_old_notes
+    from pi2.store.verification import UnfinishedStore, explain_os_error
+
+    room = UnfinishedStore(output, job="", replace=replace)
+    try:
+        for name, file in files.items():
+            link_or_copy(file.resolve(), room.folder / name)
+        for path, content in keep_old_notes(output, notes).items():
+            (room.folder / path).write_bytes(content)
+    except BaseException as error:
+        room.abandon(keep=False)
+        if isinstance(error, OSError):
+            raise explain_os_error(error, output) from None
+        raise
+    room.publish()
+    return sum(file.stat().st_size for file in files.values())
+
+
+def link_or_copy(file: Path, place: Path) -> None:
+    try:
+        os.link(file, place)
+    except OSError:  # another disk, or one without links
+        with file.open("rb") as source, place.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 24)
+            target.flush()
+            os.fsync(target.fileno())
 
 
 MANIFEST = "manifest.json"
@@ -324,7 +384,7 @@ def list_names() -> list[str]:
 
 def _find_plan(path: Path) -> Path | None:
     """The plan that a name or a model's folder means; None for another path."""
-    if any((path / name).is_file() for name in (MANIFEST, FILE)):
+    if any((path / name).is_file() for name in (MANIFEST, FILE, RECORD)):
         return path / PLAN
     if path.exists() and not path.is_dir():
         return None

@@ -102,11 +102,13 @@ def choose_files(
     }
     weights: dict[str, int] = {}
     for ending in _WEIGHTS:
+        if ending == ".gguf" and (models := _find_only_gguf(reference, files)):
+            return models
         weights = {name: size for name, size in top.items() if name.endswith(ending)}
         # Mistral's repositories have all weights twice.
         whole = {name: n for name, n in weights.items() if not name.startswith("consolidated")}
         weights = whole or weights
-        if weights and (ending == ".gguf" or "config.json" in top):
+        if weights and "config.json" in top:
             break
         weights = {}
     if not weights:
@@ -115,16 +117,29 @@ def choose_files(
             f"{reference.repository} has no weights that pi2 reads at {reference.revision}",
             help="name a repository with config.json and safetensors files, or with a GGUF model",
         )
-    names = list(weights)
-    if names[0].endswith(".gguf"):
-        if len(names) > 1 and not all(re.search(r"-of-\d{5}\.gguf$", name) for name in names):
-            raise UserError.of(
-                "P767",
-                f"{reference.repository} has {len(names)} GGUF files",
-                help="choose one of them with --file: " + ", ".join(sorted(names)[:12]),
-            )
-        return weights
     return {**small, **weights}
+
+
+_SIDE_FILE = re.compile(r"(^|[/.-])(mmproj|imatrix)([.-]|$)", re.IGNORECASE)
+"""GGUF files that are no models: encoders of pictures, and importance matrices."""
+_NUMBER = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
+
+
+def _find_only_gguf(reference: HubReference, files: Mapping[str, int]) -> dict[str, int]:
+    """The GGUF model of a repository with all its parts; `UserError` P767 if it has several."""
+    names = [name for name in files if name.endswith(".gguf") and not _SIDE_FILE.search(name)]
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        models.setdefault(_NUMBER.sub(r"\1", name), []).append(name)
+    if len(models) > 1:
+        firsts = [parts[0] for parts in models.values()]
+        raise UserError.of(
+            "P767",
+            f"{reference.repository} has {len(models)} GGUF models",
+            help=f"choose one: `pi2 pull hf:{reference.repository}/{firsts[0]}`, or of "
+            + ", ".join(firsts[1:12]),
+        )
+    return {name: files[name] for name in names}
 
 
 def _choose_gguf(reference: HubReference, files: Mapping[str, int], file: str) -> dict[str, int]:

@@ -55,6 +55,12 @@ def test_documents(targets: dict[str, Target], random: Random) -> None:
     run(targets["document"], random)
 
 
+@settings(some, max_examples=25)
+@given(random=randoms)
+def test_references(targets: dict[str, Target], random: Random) -> None:
+    run(targets["references"], random)
+
+
 @settings(some, max_examples=150)
 @given(random=randoms)
 def test_configurations(targets: dict[str, Target], random: Random) -> None:

@@ -46,8 +46,9 @@ def write_model(
     kind: str = "Q8_0",
     seed: int = 0,
     changes: Mapping[str, Any] | None = None,
+    part_tensors: int = 0,
 ) -> Path:
-    """A GGUF file whose answers begin anywhere."""
+    """A GGUF file whose answers begin anywhere; split into parts of some tensors if asked for."""
     metadata = make_sentence_piece()
     size = len(metadata["tokenizer.ggml.tokens"])
     model = make_model({"shape": {"vocab": size}, "predictor": None})
@@ -60,7 +61,14 @@ def write_model(
     }
     said |= {"general.sampling.temp": 0.25, **(changes or {})}
     file = folder / f"{name}.gguf"
-    return write_gguf(file, config, translate(weights, config), kind=kind, changes=said)
+    return write_gguf(
+        file,
+        config,
+        translate(weights, config),
+        kind=kind,
+        changes=said,
+        split_max_tensors=part_tensors,
+    )
 
 
 def write_folder(folder: Path, name: str, seed: int = 0, activation: str = "silu") -> Path:

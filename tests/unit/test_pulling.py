@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,50 @@ def test_a_pulled_model_is_listed_run_and_removed(
     assert "P766" in ask(["remove", "tiny"], 2).err
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_gguf_file_of_the_hub_stays_as_it_is(
+    parts: int, is_cached: bool, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Linked from where it was fetched to, with all its parts; its text is the file's own."""
+    pytest.importorskip("gguf")
+    from tests.unit.test_checkpoint_models import write_model
+
+    (tmp_path / "there").mkdir()
+    write_model(tmp_path / "there", "tiny", "Q8_0", part_tensors=0 if parts == 1 else 8)
+    files = sorted((tmp_path / "there").glob("*.gguf"))
+    assert len(files) == parts
+    (tmp_path / "there" / "mmproj-tiny.gguf").write_bytes(b"an encoder of pictures")
+    models = tmp_path / "cache" / "models"
+    with serve_repository(tmp_path / "there", "org/tiny") as hub:
+        environment |= {"HF_ENDPOINT": hub.address}
+        if is_cached:
+            for file in files:
+                get = "from huggingface_hub import hf_hub_download as get; get(%r, %r)"
+                fetch = [sys.executable, "-c", get % ("org/tiny", file.name)]
+                subprocess.run(fetch, check=True, env=environment)
+        code, said = pull(environment, hub, "hf:org/tiny")
+        assert code == 0, said
+        made = sorted((models / "tiny").glob("*.gguf"))
+        assert [file.read_bytes() for file in made] == [file.read_bytes() for file in files]
+        assert [file.stat().st_nlink for file in made] == [1 + is_cached] * parts
+        assert hub.list_ranges("mmproj") == []
+        code, said = pull(environment, hub, f"hf:org/tiny/{files[-1].name}", "--name", "named")
+        assert code == 0, said
+        assert len(list((models / "named").glob("*.gguf"))) == parts
+    texts = []
+    for model in ("tiny", str(models / "tiny"), str(files[0])):
+        code, said = run_command(
+            environment, "run", model, "--prompt", "ab", "--max-tokens", "6", "--temperature", "0"
+        )
+        assert code == 0, said
+        texts.append(said.splitlines()[0])
+    assert len(set(texts)) == 1
+    assert "org/tiny@" in run_command(environment, "list")[1]
+    assert run_command(environment, "remove", "tiny")[0] == 0
+    assert not (models / "tiny").exists() and all(file.exists() for file in files)
+
+
 def test_a_pulled_model_is_run_by_its_name(hub: Hub, environment: dict[str, str], ask: Ask) -> None:
     own = {name: value for name, value in environment.items() if name != "PI2_CACHE_DIR"}
     code, said = pull(own, hub, "hf:org/tiny", "--name", "mine", XDG_CACHE_HOME=own["HF_HOME"])
@@ -266,6 +312,13 @@ def test_weights_are_taken_in_one_format() -> None:
     assert len(choose_files(model, several, "q/b-Q8-00002-of-00002.gguf")) == 2
     with pytest.raises(UserError, match="P767"):
         choose_files(model, several, "b.gguf")
+    # Encoders of pictures and importance matrices are no models.
+    sides = ["q/a.gguf", "mmproj-a-f16.gguf", "a.imatrix.gguf"]
+    assert set(choose_files(model, dict.fromkeys(sides, 1))) == {"q/a.gguf"}
+    split = [f"a-{kind}-0000{part}-of-00002.gguf" for kind in ("Q4", "Q8") for part in (1, 2)]
+    assert set(choose_files(model, dict.fromkeys(split[:2], 1))) == set(split[:2])
+    with pytest.raises(UserError, match=r"2 GGUF models.*\n?.*pull hf:a/b/a-Q4-00001"):
+        choose_files(model, dict.fromkeys(split, 1))
     for names in (["config.json"], ["a-Q4.gguf", "a-Q8.gguf"], ["x/model.safetensors"]):
         with pytest.raises(UserError, match="P767"):
             choose_files(model, dict.fromkeys(names, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -119,6 +120,66 @@ class DocumentTarget:
         return "sound" if code == 0 else "refused"
 
 
+SECRET = "hunter2"
+_TEXTS = (
+    f"token {SECRET}",
+    f'token = "{SECRET}"\n[{SECRET}]\n',
+    f"\0{SECRET}",
+    f'{{"{SECRET}": 1}}',
+)
+_NAMES = ("x.plan.toml", "x.device.toml", "x.model.toml", "x.toml", "x", "x.gguf", "pi2.lock")
+_PLACES = (
+    *("../secret.toml", ".git/config", "..", ".", "x", "x.toml", "missing", "/dev/zero", "/etc"),
+    *("x/../../secret.toml", "x/secret.toml", "./x.plan.toml", "p.plan.toml", "..\\secret.toml"),
+    *("~/secret.toml", "%2e%2e/secret.toml", "a\0b", "file:../secret.toml", "/proc/self/environ"),
+    *("x.plan.toml", "x.device.toml", "x.model.toml", "x.gguf", "//", "../" * 200 + "etc/passwd"),
+)
+_KEYS = ("extends", "device", "model", "weights", "tokenizer", "thresholds", "draft")
+
+
+@dataclass
+class ReferenceTarget:
+    """A repository with links, whose plan names files anywhere: none shows a secret."""
+
+    folder: Path
+    name: str = "references"
+
+    def make(self, random: Random) -> bytes:
+        """The secret, links by name with their targets, and references by key."""
+        names = random.sample(_NAMES, random.randint(0, 4))
+        keys = random.sample(_KEYS, random.randint(1, 3))
+        links = {name: random.choice(_PLACES) for name in names}
+        references = {key: random.choice((*_PLACES, *names)) for key in keys}
+        return json.dumps([random.choice(_TEXTS), links, references]).encode()
+
+    def run(self, case: bytes) -> str:
+        text, links, references = json.loads(case)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        place = self.folder / "repository"
+        (place / ".git").mkdir(parents=True)
+        for secret in (self.folder / "secret.toml", place / ".git/config"):
+            secret.write_text(text)
+        for link, target in links.items():
+            if "\0" not in target:
+                (place / link).symlink_to(target)
+        values: dict[str, object] = {"schema_version": 3, "extends": ["demo"]}
+        for key, reference in references.items():
+            tables: dict[str, dict[str, object]] = {
+                "extends": {"extends": ["demo", reference]},
+                "thresholds": {"sparsity": {"method": "cats", "thresholds": reference}},
+                "draft": {"decode": {"speculation": {"drafts": "plan", "plan": reference}}},
+            }
+            values |= tables.get(key, {key: reference})
+        (place / "p.plan.toml").write_text(write_document(values))
+        plan, codes, shown = str(place / "p.plan.toml"), [], StringIO()
+        for words in (["validate"], ["validate", "--format", "sarif"], ["show", "--origins"]):
+            codes.append(run_command(*words, plan, output=shown))
+        run_command("validate", str(place), output=shown)
+        run_command("migrate", "--check", str(place), output=shown)
+        assert SECRET not in shown.getvalue(), "a report shows a secret"
+        return "sound" if codes[0] == 0 else "refused"
+
+
 def change_numbers(random: Random, text: str) -> str:
     """``text`` in which one to three numbers are others, their units as they were."""
     for _ in range(random.randint(1, 3)):
@@ -148,11 +209,13 @@ def write_document(values: Mapping[str, object]) -> str:
     return "".join(f"{write_key(key)} = {write_value(item)}\n" for key, item in values.items())
 
 
-def run_command(*arguments: str) -> int:
-    """The exit code of a command; what pi2 calls a bug of its own is raised."""
+def run_command(*arguments: str, output: StringIO | None = None) -> int:
+    """The exit code of a command, which writes to ``output``; what pi2 calls a bug of its own is
+    raised."""
+    output = output or StringIO()
     with (
-        redirect_stdout(StringIO()),
-        redirect_stderr(StringIO()),
+        redirect_stdout(output),
+        redirect_stderr(output),
         warnings.catch_warnings(),
         np.errstate(all="raise", under="ignore"),
         patch("pi2.cli.main.report_crash", side_effect=_raise),

@@ -20,7 +20,7 @@ import numpy as np
 
 import pi2
 from fuzzing.disks import DiskTarget
-from fuzzing.documents import DocumentTarget
+from fuzzing.documents import DocumentTarget, ReferenceTarget
 from fuzzing.files import CompanionTarget, FilePlanTarget
 from fuzzing.gguf import write_gguf
 from fuzzing.mutations import spoil_bytes, spoil_document, spoil_text
@@ -291,6 +291,7 @@ def make_targets(folder: Path) -> dict[str, Target]:
     store = StoreTarget(folder / "store")
     targets: list[Target] = [
         DocumentTarget(folder / "document"),
+        ReferenceTarget(folder / "references"),
         ConfigTarget(folder / "config"),
         GgufTarget(folder / "gguf"),
         FilePlanTarget(folder / "file-plan"),

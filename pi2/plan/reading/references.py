@@ -193,7 +193,7 @@ def check_inside(file: Path, folder: Path) -> None:
         return
     raise UserError.of(
         "P032",
-        f"{display_path(file)} leads out of the project {display_path(project)}",
+        f"{display_path(file)} leads out of the project {project}",
         help=f"keep it there, run `git init` in the folder of both, or name it yourself: {real}",
     )
 
