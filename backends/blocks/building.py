@@ -144,8 +144,8 @@ class Builder:
         self._context = context
         self._threads = threads
         self._kept: list[Raw] = []
-        self._areas: dict[tuple[str, int], Area] = {}
-        self._codes: dict[tuple[str, int], int] = {}
+        self._areas: dict[tuple[str, int, int], Area] = {}
+        self._codes: dict[tuple[str, int, int], int] = {}
         self._grids: dict[str, U8] = {}
         self._orders: dict[tuple[int, ...], I64] = {}
         self._growths: dict[bytes, F32] = {}
@@ -200,7 +200,7 @@ class Builder:
     ) -> Area:
         """Return the array of a name, for all tokens or some, ``each`` of one; nothing is between
         the vectors of a tight one."""
-        key = name, width * each
+        key = name, width, each
         if key not in self._areas:
             stride = width if is_tight else -(-width // 16) * 16
             array = self.keep(allocate(4 * stride * each * (tokens or self._tokens)))
@@ -388,7 +388,7 @@ class Builder:
             return
         stride = count_quantized_bytes(kind, length)
         plane = stride * each * self._tokens
-        key = form, length * each
+        key = form, length, each
         if key not in self._codes:
             self._codes[key] = self.keep(allocate(plane * self._planes)).ctypes.data
         target = self._codes[key]

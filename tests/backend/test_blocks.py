@@ -183,6 +183,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "shape": {"ffn": 64},
         "attention": {"head_norm": True},
     },
+    "dense as experts": {
+        # As many neurons as the experts of a token have.
+        "moe": {"experts": 8, "active_experts": 2, "dense_layers": (1,), "dense_ffn": 128},
+        "shape": {"ffn": 64},
+    },
     "llama4": {
         "moe": {"experts": 4, "active_experts": 1, "router": "sigmoid", "weighs": "input"},
         "multipliers": {"residual": 0.5},
