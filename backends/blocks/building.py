@@ -13,6 +13,7 @@ from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.arithmetic import RopeTables, compute_growth
 from pi2.backends.blocks.contract import (
     ACTIVATIONS,
+    GATES,
     NORM_PLACES,
     PIECE,
     ROUTERS,
@@ -57,7 +58,8 @@ _SCRATCH = {"scratch": 0, "scratch_stride": 0}
 """Arguments that `Builder.finish` sets."""
 
 
-def _put_optional(name: str, address: int) -> dict[str, int]:
+def put_optional(name: str, address: int) -> dict[str, int]:
+    """Return the argument ``name``, and the flag of its presence."""
     return {name: address, f"has_{name}": int(address != 0)}
 
 
@@ -120,6 +122,30 @@ class _Codes:
     plane_stride: int
 
 
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What multiplies heads."""
+
+    area: Area
+    places: Sequence[int]
+    """First element of each head's gates in a token."""
+    kind: str
+    """One of `GATES`."""
+    each: int = 1
+    """0 where all elements of a head have one gate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorm:
+    """A norm of heads, before or after their gates."""
+
+    weights: int
+    """Address of the first head's weights; the next head's begin ``step`` elements later."""
+    step: int
+    place: str
+    """One of `NORM_PLACES`."""
+
+
 class Builder:
     """Adds instructions, and allocates their arrays."""
 
@@ -155,7 +181,8 @@ class Builder:
         self.instructions: list[Instruction] = []
         self.matrices: list[Matrix] = []
         self.layer: int | None = None
-        """Layer of the addition."""
+        """Layer of the addition, and number of the mixer in it."""
+        self.mixer = 0
         self.rms = model.norm.model_copy(update={"kind": "rmsnorm", "bias": False})
         """The norm of heads, routers and latent vectors."""
         self.numbers: I32 = self.keep(np.zeros(tokens, np.int32))
@@ -187,7 +214,22 @@ class Builder:
         return sum(array.nbytes for array in self._kept)
 
     def find(self, key: str, layer: int | None = None) -> Weight | None:
-        return self._find(key, layer or 0)
+        return self._find(key, layer or 0, self.mixer)
+
+    def need(self, key: str, layer: int | None = None) -> Weight:
+        """Return a matrix that must be there, by default of the addition's layer."""
+        layer = self.layer if layer is None else layer
+        weight = self.find(key, layer)
+        assert weight is not None, f"the source has no tensor {key} of layer {layer}"
+        return weight
+
+    def read_values(self, key: str) -> F32:
+        """Return a vector of the addition's layer."""
+        return self.need(key).read()
+
+    def put_tokens(self) -> dict[str, int]:
+        """Return the arguments that say to what sequences tokens belong, and where they stand."""
+        return {"sequences": self.sequences.ctypes.data, "positions": self.positions.ctypes.data}
 
     def take_area(
         self,
@@ -270,8 +312,8 @@ class Builder:
             "normalize",
             {
                 **x.put("x"),
-                **_put_optional("weights", weights),
-                **_put_optional("bias", bias),
+                **put_optional("weights", weights),
+                **put_optional("bias", bias),
                 **y.put("y"),
                 "length": length,
                 "epsilon": put_float(norm.epsilon),
@@ -282,11 +324,6 @@ class Builder:
             each=1,
             label=key or "norm",
         )
-
-    def need(self, key: str, layer: int | None) -> Weight:
-        weight = self.find(key, layer)
-        assert weight is not None, f"the source has no tensor {key} of layer {layer}"
-        return weight
 
     def make_product(
         self, key: str, layer: int, y: Area, has_bias: bool = False, **more: Any
@@ -461,7 +498,7 @@ class Builder:
                     **y.put("y"),
                     "blocks": weight.length // weight.kind.block,
                     "tokens": 0,
-                    **_put_optional("bias", product.bias),
+                    **put_optional("bias", product.bias),
                     "added": int(product.added),
                     "factor": put_float(product.factor),
                     "scales": self._place_scales(weight),
@@ -692,8 +729,8 @@ class Builder:
                 "active": moe.active_experts,
                 "chosen": chosen,
                 "weights": weights,
-                **_put_optional("choice_bias", choice),
-                **_put_optional("expert_scale", scales),
+                **put_optional("choice_bias", choice),
+                **put_optional("expert_scale", scales),
                 "kind": ROUTERS.index(moe.router),
                 "bias_of_score": int(moe.choice_bias_of == "score"),
                 "groups": moe.groups,
@@ -783,6 +820,42 @@ class Builder:
             return self.keep(np.ones(own.head_dim, np.float32)).ctypes.data
         return self.read_vector(key, self.layer, self._model.norm.weight_offset)
 
+    def add_gates(
+        self,
+        x: Area,
+        y: Area,
+        x_of: Sequence[int],
+        width: int,
+        gates: Gates | None = None,
+        norm: HeadNorm | None = None,
+        y_of: Sequence[int] | None = None,
+    ) -> None:
+        """Add gates of heads of ``width`` elements, which begin at elements ``x_of`` of tokens, and
+        go one after the other or to ``y_of``; without ``gates`` heads are moved."""
+        starts = range(0, width * len(x_of), width)
+        gate_of = starts if gates is None else gates.places
+        tables = {"x_of": x_of, "gate_of": gate_of, "y_of": starts if y_of is None else y_of}
+        kept: list[I32] = [self.keep(np.array(own, np.int32)) for own in tables.values()]
+        self.add(
+            "gate_heads",
+            {
+                **x.put("x"),
+                **(x if gates is None else gates.area).put("gates"),
+                **{name: own.ctypes.data for name, own in zip(tables, kept, strict=True)},
+                "gate_each": 1 if gates is None else gates.each,
+                "kind": -1 if gates is None else GATES.index(gates.kind),
+                **y.put("y"),
+                "heads": len(x_of),
+                "width": width,
+                "weights": 0 if norm is None else norm.weights,
+                "weights_step": 0 if norm is None else norm.step,
+                "norm_place": NORM_PLACES.index("none" if norm is None else norm.place),
+                "epsilon": put_float(self._model.norm.epsilon),
+            },
+            each=len(x_of),
+            grain=4,
+        )
+
     def add_keep(self, keys: Area, values: Area | None, shape: Attention, layer: int) -> None:
         """Append a token's vectors to the KV cache; latent ones have no values."""
         heads = describe_heads(shape)
@@ -805,7 +878,7 @@ class Builder:
         arrays = self._cache.find(layer)
         # All heads read the same latent vectors, which are their values too.
         is_latent = len(arrays) == 1
-        found = {"sequences": self.sequences.ctypes.data, "positions": self.positions.ctypes.data}
+        found = self.put_tokens()
         for kind, array, width in (
             ("key", arrays[0], heads.key),
             ("value", arrays[-1], heads.value),
@@ -842,7 +915,7 @@ class Builder:
             "is_chunked": int(attention.window_kind == "chunked"),
             "scale": put_float(attention.scale or 1 / math.sqrt(width)),
             "cap": put_float(attention.softcap or 0.0),
-            **_put_optional("sinks", sinks),
+            **put_optional("sinks", sinks),
             **y.put("y"),
             "tokens": 0,
             "tile": count_tile_tokens(group),

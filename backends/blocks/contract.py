@@ -20,7 +20,7 @@ from pi2.plan.documents.model import Model
 
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 """Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""
-STEPS, COMMON, ROUTING, ATTENTION = "steps", "common", "routing", "attention"
+STEPS, COMMON, ROUTING, ATTENTION, STATES = "steps", "common", "routing", "attention", "states"
 """Libraries that belong to no format: attention has one for each choice of `TOGETHER`."""
 TOGETHER = (4, 3, 2, 1)
 """Heads that read the KV cache together; each takes as long to compile as a format."""
@@ -92,7 +92,13 @@ def list_libraries(model: Model) -> list[str]:
     counts = {TOGETHER[0] for group in groups if group >= TOGETHER[0]}
     counts |= {group % TOGETHER[0] for group in groups} - {0}
     attention = "_".join([ATTENTION, *map(str, sorted(counts, reverse=True))])
-    return [STEPS, COMMON, attention, *([] if model.moe is None else [ROUTING])]
+    more = {ROUTING: model.moe is not None, STATES: _needs_states(model)}
+    return [STEPS, COMMON, attention, *(name for name, is_needed in more.items() if is_needed)]
+
+
+def _needs_states(model: Model) -> bool:
+    """Whether the kernels of layers with a state compute something of it."""
+    return bool(model.states) or model.attention.output_gate
 
 
 COMPUTED = read_options("""
@@ -103,8 +109,13 @@ COMPUTED = read_options("""
     attention: head_norm_of=all head_norm_place=after value_width value_scale value_norm sub_norm
     attention: sinks sink_layers scale softcap clip growth growth_interval growth_offset
     attention: growth_layers sliding_window window_kind=chunked window_layers kv_shared_layers
+    attention: output_gate output_gate_of=head output_gate_function=softplus
     attention: latent
     attention.latent: query_rank bias
+    recurrence: . kernel convolution_bias projection_bias decay_of=key decay_rank decay_floor
+    recurrence: gate=sigmoid gate_rank norm_groups shortest_step longest_step
+    convolution: . kernel bias
+    layers: kinds=delta kinds=mamba kinds=convolution kinds=+
     : residual=parallel layer_scale logit_softcap head_bias other_rope
     ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
     ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm
@@ -121,7 +132,7 @@ COMPUTED = read_options("""
     operators: mtp
 """)
 """Options of models that there are kernels for."""
-APART = (("moe", "ffn.sub_norm"),)
+APART = (("moe", "ffn.sub_norm"), ("attention.clip", "attention.output_gate"))
 """Options that do not go together."""
 
 
@@ -195,6 +206,18 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         # Tokens.
         "grow": "x x_stride length positions factors",
         "cut": "x x_stride length deviations",
+        # Of `STATES`; items are blocks of channels, value heads of tokens, blocks of columns of
+        # heads, and heads of tokens.
+        "convolve": "x x_stride before after has_gates y y_stride weights bias has_bias places"
+        " has_places tails sequence_stride channels kernel is_silu tokens sequences positions",
+        "prepare": "queries keys x_stride key_heads key_dim heads is_delta of_keys entries"
+        " entries_stride entry_of steps steps_stride step_of bias rates floor has_floor shortest"
+        " longest y y_stride",
+        "recur": "queries keys values x_stride heads group key_dim value_dim value_of factors"
+        " factors_stride of_keys is_delta skip has_skip memory sequence_stride y y_stride tokens"
+        " sequences positions",
+        "gate_heads": "x x_stride x_of gates gates_stride gate_of gate_each kind y y_stride y_of"
+        " heads width weights weights_step norm_place epsilon",
     }.items()
 }
 """Names of each kernel's arguments, in the order of its table."""
@@ -208,3 +231,7 @@ ROUTERS = ("softmax", "sigmoid", "mixer")
 """What makes weights of experts of scores, by number."""
 NORM_PLACES = ("none", "before", "after")
 """Whether heads have a norm, and when, by number."""
+STATE_BLOCK = 16
+"""Channels, or columns of a state, that go through all tokens together."""
+GATES = ("silu", "sigmoid", "softplus")
+"""What becomes of gates of heads, by number."""

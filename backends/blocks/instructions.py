@@ -9,7 +9,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -99,6 +99,12 @@ class Weight:
     neighbours: bool = False
     """Whether neighbouring elements of a head rotate together, whatever the model document states
     about the checkpoint."""
+    name: str = ""
+    """What its file calls it: the same for several keys whose rows are in one matrix."""
+    order: I64 | None = field(default=None, compare=False)
+    """The row at every row of the model's tensor, and the column at every column; None if they are
+    in the same order."""
+    columns: I64 | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> Format:
@@ -123,8 +129,9 @@ class FindWeight(Protocol):
 
     In an MoE model, tensors of experts have all of them (`Weight.experts`)."""
 
-    def __call__(self, key: str, layer: int, /) -> Weight | None:
-        """Return the tensor ``key`` of a layer (0 for the model's own); None if there is none."""
+    def __call__(self, key: str, layer: int, mixer: int = 0, /) -> Weight | None:
+        """Return the tensor ``key`` of a mixer of a layer (0 for the model's own); None if there is
+        none."""
 
 
 _ORDERS = ("order", "together", "parts")

@@ -6,10 +6,12 @@ import math
 
 import numpy as np
 
-from pi2.backends.blocks.building import Area, Builder, Product
+from pi2.backends.blocks.building import Area, Builder, Gates, Product
 from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.latent import LatentAttention
+from pi2.backends.blocks.recurrent import StateBuilder
 from pi2.backends.blocks.residual import Residual
+from pi2.backends.blocks.room import StateMemory
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import LayerEmbedding
@@ -18,7 +20,9 @@ from pi2.plan.documents.model_mixing import LayerEmbedding
 class Layers:
     """Adds a model's embedding, layers and head to a program."""
 
-    def __init__(self, model: Model, builder: Builder, rows: int, predicts: bool) -> None:
+    def __init__(
+        self, model: Model, builder: Builder, memory: StateMemory, rows: int, predicts: bool
+    ) -> None:
         """``rows``: most tokens whose logits are computed in a call; ``predicts``: the router of
         the next layer chooses early, to prefetch its experts."""
         self._model, self._builder = model, builder
@@ -26,6 +30,7 @@ class Layers:
         self._residual = Residual(model, builder)
         latent = model.attention.latent
         self._latent = None if latent is None else LatentAttention(model, builder, latent)
+        self._states = StateBuilder(model, builder, memory)
         self._ffn = FeedForward(model, builder, self._residual, predicts)
         self.x = self._residual.x
         self.u = builder.take_area("u", self._hidden)
@@ -98,17 +103,23 @@ class Layers:
         builder, model = self._builder, self._model
         builder.layer = layer
         self._ffn.begin_layer(layer)
-        read = self._residual.normalize("attention_norm", self.u)
-        is_parallel, other = model.residual == "parallel", read
-        if is_parallel and model.norm.inputs and builder.find("ffn_norm", layer) is not None:
-            # Both read the layer's input, and attention changes it.
-            other = self._residual.normalize("ffn_norm", builder.take_area("v", self._hidden))
-        for mixer in model.blocks[layer].mixers:
+        is_parallel, other = model.residual == "parallel", self.u
+        for builder.mixer, mixer in enumerate(model.blocks[layer].mixers):
+            norm = "inner_norm" if builder.mixer else "attention_norm"
+            other = read = self._residual.normalize(norm, self.u)
+            if is_parallel and model.norm.inputs and builder.find("ffn_norm", layer) is not None:
+                # Both read the layer's input, and attention changes it.
+                other = self._residual.normalize("ffn_norm", builder.take_area("v", self._hidden))
             if isinstance(mixer, Attention) and self._latent is not None:
                 values = self._latent.add(layer, mixer, read)
                 self._add_mixed(layer, mixer, values, mixer.query)
             elif isinstance(mixer, Attention):
                 self._add_attention(layer, mixer, read)
+            elif mixer.shape is not None:
+                mixed = self._states.add(layer, builder.mixer, mixer.shape, read)
+                has_bias = mixer.shape.projection_bias
+                self._add_output("state_output", layer, mixed, mixer.shape.width, has_bias)
+        builder.mixer = 0
         if model.blocks[layer].ffn.kind != "none":
             if not is_parallel:
                 other = self._residual.normalize("ffn_norm", self.u)
@@ -139,16 +150,25 @@ class Layers:
         query, keys, heads = own.query, own.keys, own.heads
         width = attention.value_width or own.head_dim
         values = own.kv_heads * width
-        projected = builder.take_area("qkv", query + keys + values)
+        is_together = attention.output_gate and self._model.tensors.query_gate is None
+        first = query * (1 + is_together)
+        projected = builder.take_area("qkv", first + keys + values)
         areas = {
             "query": projected,
-            "key": projected.skip(query),
-            "value": projected.skip(query + keys),
+            "key": projected.skip(first),
+            "value": projected.skip(first + keys),
         }
         parts = list(areas.items())
         parts = parts[: 1 if not own.has_keys else 2 if own.keys_are_values else 3]
         products = builder.list_inputs("fused_qkv", layer, parts, attention.qkv_bias)
+        gates = self._make_gates(layer, own, projected) if attention.output_gate else None
+        if gates is not None and not is_together:
+            products.append(builder.make_product("query_gate", layer, gates.area))
         builder.add_products(read, self._hidden, products)
+        if is_together:
+            areas["query"] = builder.take_area("queries", query)
+            places = range(0, first, 2 * own.head_dim)
+            builder.add_gates(projected, areas["query"], places, own.head_dim)
         neighbours = products[0].weight.neighbours or own.rope.pairs == "neighbours"
         norms = [("query", "query_norm", query, heads)]
         if own.has_keys:
@@ -169,7 +189,20 @@ class Layers:
             builder.add_keep(areas["key"], areas["value"], own, layer)
         mixed = builder.take_area("mixed", heads * width)
         builder.add_attention(areas["query"], mixed, own, layer)
+        if gates is not None:
+            builder.add_gates(mixed, mixed, range(0, heads * width, width), width, gates)
         self._add_mixed(layer, own, mixed, heads * width)
+
+    def _make_gates(self, layer: int, own: Attention, projected: Area) -> Gates:
+        """Return the gates of what heads mix: each head's follow its query in ``projected``, or
+        they have a matrix."""
+        kind, size = own.options.output_gate_function, own.head_dim
+        if self._model.tensors.query_gate is None:
+            return Gates(projected.skip(size), range(0, 2 * own.query, 2 * size), kind)
+        each = int(own.options.output_gate_of == "element")
+        rows = self._builder.need("query_gate", layer).rows
+        area, step = self._builder.take_area("query gates", rows), size if each else 1
+        return Gates(area, range(0, step * own.heads, step), kind, each)
 
     def _add_values(self, own: Attention, keys: Area, values: Area) -> None:
         """Add copies and norms between the projection to values and the KV cache."""
@@ -186,9 +219,10 @@ class Layers:
             builder.add_cap(mixed, length, 0.0, attention.value_scale)
         if attention.sub_norm:
             builder.add_norm("attention_sub_norm", mixed, mixed, length, norm=builder.rms)
-        total = self._residual.begin()
-        output = builder.make_product(
-            "output", layer, has_bias=attention.output_bias, **total.take()
-        )
+        self._add_output("output", layer, mixed, length, attention.output_bias)
+
+    def _add_output(self, key: str, layer: int, mixed: Area, length: int, has_bias: bool) -> None:
+        builder, total = self._builder, self._residual.begin()
+        output = builder.make_product(key, layer, has_bias=has_bias, **total.take())
         builder.add_products(mixed, length, [output])
         self._residual.end("attention_output_norm")

@@ -11,7 +11,8 @@ from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.building import Builder, Matrix
 from pi2.backends.blocks.instructions import FindWeight, Program, Threads
 from pi2.backends.blocks.layers import Layers
-from pi2.backends.blocks.room import KvCache, Libraries
+from pi2.backends.blocks.recurrent import STATE_MATRICES
+from pi2.backends.blocks.room import KvCache, Libraries, StateMemory
 from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
@@ -58,6 +59,7 @@ class BlockModel:
         context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
         self._lanes = libraries.isa.lanes
         self._cache = KvCache(model, context, sequences)
+        self._states = StateMemory(model, sequences)
         tokens = max(chunk, sequences, LOGIT_ROWS)
         self._builder = builder = Builder(
             model,
@@ -69,7 +71,8 @@ class BlockModel:
             threads=threads,
             planes=max(planes),
         )
-        self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences), predicts)
+        rows = max(LOGIT_ROWS, sequences)
+        self._layers = layers = Layers(model, builder, self._states, rows, predicts)
         layers.add_embedding()
         for layer in range(model.shape.layers):
             layers.add_layer(layer)
@@ -94,7 +97,7 @@ class BlockModel:
         self._given: dict[int, U8] = {}
         self._note: NoteKernel | None = None
         logits = layers.logits
-        found = view_floats(logits.address, max(LOGIT_ROWS, sequences), logits.stride)
+        found = view_floats(logits.address, rows, logits.stride)
         self._logits = found[:, : model.shape.vocab]
         self._hidden = view_floats(layers.u.address, tokens, layers.u.stride)
 
@@ -255,6 +258,13 @@ class BlockModel:
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
         self._cache.put(sequence, first, end, kept)
 
+    def read_state(self, sequence: int) -> F32:
+        """See `pi2.backends.executor.StateKeeper`."""
+        return self._states.read(sequence)
+
+    def put_state(self, sequence: int, state: F32) -> None:
+        self._states.put(sequence, state)
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes of its allocations, without the KV cache."""
@@ -273,8 +283,10 @@ def list_formats(model: Model, find: FindWeight) -> list[str]:
         keys += ["side_gate", "side_up", "side_down", "experts_in", "experts_out"]
     keys += ["layer_input_gate", "layer_input_output", "query_gate", "latent", "latent_query"]
     keys += ["latent_query_out", "latent_keys", "latent_values", "latent_out"]
-    places = [(key, layer) for layer in range(model.shape.layers) for key in keys]
-    whole = ("embedding", "head", "positions", "layer_embedding", "layer_projection")
-    places += [*((key, 0) for key in whole), *((own["in"], 0) for own in model.operators.values())]
-    found = {weight.format for key, layer in places if (weight := find(key, layer)) is not None}
+    places = [(key, layer, 0) for layer in range(model.shape.layers) for key in keys]
+    places += [(key, *place) for place in model.states for key in STATE_MATRICES]
+    whole = ["embedding", "head", "positions", "layer_embedding", "layer_projection"]
+    whole += [own["in"] for own in model.operators.values()]
+    places += [(key, 0, 0) for key in whole]
+    found = {weight.format for place in places if (weight := find(*place)) is not None}
     return sorted(found)

@@ -10,8 +10,16 @@ from pathlib import Path
 import tvm
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks import attention, elements, numbers, panels, rows
-from pi2.backends.blocks.contract import ATTENTION, COMMON, ROUTERS, ROUTING, STEPS, BlockSpec
+from pi2.backends.blocks import attention, elements, numbers, panels, rows, states
+from pi2.backends.blocks.contract import (
+    ATTENTION,
+    COMMON,
+    ROUTERS,
+    ROUTING,
+    STATES,
+    STEPS,
+    BlockSpec,
+)
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
@@ -289,6 +297,13 @@ class Program:
             return {}
         if library == ROUTING:
             return {"route": emit_route, "group": emit_group, "weigh": emit_weigh}
+        if library == STATES:
+            return {
+                "convolve": states.emit_convolve,
+                "prepare": states.emit_prepare,
+                "recur": states.emit_recur,
+                "gate_heads": states.emit_gate_heads,
+            }
         if library.startswith(ATTENTION):
             counts = [int(count) for count in library.split("_")[1:]]
             return {"attend": partial(attention.emit_attend, isa, counts)}

@@ -13,14 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F16, U8, Raw
+from pi2.arrays import F16, F32, U8, Raw
 from pi2.backends.blocks.contract import FIELDS, PLANES, BlockSpec, describe_heads, list_libraries
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.formats import Activations
+from pi2.formats.packing import align_bytes
 from pi2.model.blocks import list_attention, list_turns
+from pi2.model.states import describe_state
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.arithmetic.units import count_state_bytes
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
 
@@ -110,7 +113,16 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
     floats += 3 * ffn
     if model.layer_embedding is not None:
         floats += (model.shape.layers + 3) * model.layer_embedding.width
-    inputs = [hidden, query, ffn, 2 * hidden if model.is_mtp else 0]
+    state = describe_state(model)
+    if model.attention.output_gate:
+        floats += 2 * query
+    width = 0 if state is None else state.width
+    if state is not None:
+        # Products, what is convolved, factors, mixed and gated values, and what latents give.
+        floats += state.rows + state.gates + state.channels + state.factors + 2 * width
+        floats += state.decays * (state.decay_rank > 0) + width * (state.gate_rank > 0)
+    ranks = 0 if state is None else max(state.decay_rank, state.gate_rank)
+    inputs = [hidden, query, ffn, width, ranks, 2 * hidden if model.is_mtp else 0]
     if latent is not None:
         heads = model.shape.heads
         inputs += [heads * latent.plain, heads * latent.rank, latent.query_rank or 0]
@@ -280,6 +292,11 @@ def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
     )
 
 
+def count_sequence_states(model: Model, sequences: int) -> int:
+    """Return the bytes of the states of so many sequences."""
+    return sequences * len(model.states) * count_state_bytes(model)
+
+
 def count_workspace_bytes(
     model: Model, chunk: int, sequences: int, planes: int = 1, *, context: int = 0, threads: int = 1
 ) -> int:
@@ -312,6 +329,37 @@ def allocate(size: int) -> U8:
 
 _HUGE = 4 << 20
 """Bytes of an array from which on numpy asks for pages of 2 MiB: short contexts fill few."""
+
+
+class StateMemory:
+    """States of layers that have one: float32 [sequences, n], of every sequence what convolutions
+    read of earlier tokens and the recurrent states."""
+
+    def __init__(self, model: Model, sequences: int) -> None:
+        shape, places = describe_state(model), model.states
+        each = 0 if shape is None else count_state_bytes(model) // 4
+        self.stride = each * len(places)
+        """Elements of a sequence."""
+        raw = allocate(4 * self.stride * sequences)
+        self._values: F32 = raw.view(np.float32).reshape(sequences, self.stride)
+        kept = 0 if shape is None else align_bytes(4 * shape.kept)
+        self._places = {
+            place: (begin, begin + kept)
+            for number, place in enumerate(places)
+            for begin in (raw.ctypes.data + 4 * each * number,)
+        }
+
+    def find(self, layer: int, mixer: int) -> tuple[int, int]:
+        """Return the addresses of the first sequence's earlier tokens and recurrent state."""
+        return self._places[layer, mixer]
+
+    def read(self, sequence: int) -> F32:
+        state: F32 = self._values[sequence].copy()
+        return state
+
+    def put(self, sequence: int, state: F32) -> None:
+        """Put back what `read` gave."""
+        self._values[sequence] = state
 
 
 class KvCache:

@@ -114,6 +114,7 @@ def load_file(
         if rates is not None:
             expected = rates.expect(facts.streamed_bytes, facts.token_bytes)
         budget.charge("kv", plan.memory.segments.kv)
+        budget.charge("state", plan.memory.segments.state)
         budget.charge("workspace", plan.memory.segments.workspace)
         get_logger(plan_digest=resolved.digest[:12]).info(
             "model loaded",

@@ -143,14 +143,15 @@ class FileModel:
         for number, matrix in enumerate(model.matrices):
             if matrix.weight.data is not None:
                 continue
-            tensor = weights.find(self._name_key(matrix.key), matrix.layer or 0)
-            assert tensor is not None, matrix.key
-            if tensor.name in addresses:
-                model.set_tensor(number, addresses[tensor.name])
+            name = matrix.weight.name
+            if name in addresses:
+                model.set_tensor(number, addresses[name])
             elif matrix.numbers is not None:
+                tensor = weights.find(matrix.key)
+                assert tensor is not None, matrix.key
                 self._rows[number] = tensor
             elif matrix.weight.experts == 1:
-                streamed[matrix.instructions[0]] = division.streamed[tensor.name]
+                streamed[matrix.instructions[0]] = division.streamed[name]
         layers = {n: pieces for n, pieces in streamed.items() if n < model.head}
         head = {n: pieces for n, pieces in streamed.items() if n >= model.head}
         part = 0
@@ -173,10 +174,6 @@ class FileModel:
         found = (slots, self._layers.stream, self._head.stream)
         self._readers = [own for own in found if own is not None]
         self._is_resident = not self._readers and not self._rows
-
-    def _name_key(self, key: str) -> str:
-        """Key of ``model.tensors`` that a matrix of the program is known by."""
-        return "embedding" if key == "head" and self._weights.model.tied_head else key
 
     def expect(self, end: int) -> None:
         self._model.expect(end)
@@ -255,6 +252,12 @@ class FileModel:
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
         self._model.put_context(sequence, first, end, kept)
 
+    def read_state(self, sequence: int) -> F32:
+        return self._model.read_state(sequence)
+
+    def put_state(self, sequence: int, state: F32) -> None:
+        self._model.put_state(sequence, state)
+
     def close(self) -> None:
         self._layers.close()
         self._head.close()
@@ -263,8 +266,8 @@ class FileModel:
         self._model.close()
 
 
-def _find_weight(weights: GgufWeights, key: str, layer: int) -> Weight | None:
-    tensor = None if key.endswith("_bias") else weights.find(key, layer)
+def _find_weight(weights: GgufWeights, key: str, layer: int, mixer: int = 0) -> Weight | None:
+    tensor = None if key in weights.vectors else weights.find(key, layer, mixer)
     if tensor is not None and tensor.rows > 1:
         return Weight(
             format=tensor.format,
@@ -273,8 +276,11 @@ def _find_weight(weights: GgufWeights, key: str, layer: int) -> Weight | None:
             experts=tensor.experts,
             scales=tensor.scales,
             neighbours=tensor.has_neighbours,
+            name=tensor.name,
+            order=tensor.order,
+            columns=tensor.columns,
         )
-    vector = weights.read_vector(key, layer)
+    vector = weights.read_vector(key, layer, mixer)
     if vector is None:
         return None
     return Weight(format="f32", rows=1, length=vector.size, data=vector.view(np.uint8))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.executor import StateKeeper
 from pi2.engine.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -18,15 +16,6 @@ if TYPE_CHECKING:
     from pi2.engine.feed_forward import FeedForward
     from pi2.memory.arena import ContextLoan
     from pi2.store.file_read import EmbeddingRows
-
-
-@dataclass(slots=True)
-class _Mark:
-    position: int
-    state: F32
-    """Copy of the states of its layers."""
-    tokens: list[int] = field(default_factory=list)
-    """Tokens read since."""
 
 
 class Forward(Sequences):
@@ -73,42 +62,10 @@ class Forward(Sequences):
         self._layer_embedding = layer_embedding
         self._is_single = max(sequences, step_tokens) == 1
         """Whether every step is a token of the only sequence."""
-        self._marks: dict[int, _Mark] = {}
-        """Positions to which sequences with states may be taken back."""
 
     def abandon(self) -> None:
         """Forget work in progress; the neuron cache keeps its content."""
         self._feed_forward.abandon()
-
-    def reset(self, sequence: int = 0) -> None:
-        super().reset(sequence)
-        self._marks.pop(sequence, None)
-
-    def go_on_from(self, sequence: int, position: int) -> None:
-        self._marks.pop(sequence, None)
-        super().go_on_from(sequence, position)
-
-    def mark(self, sequence: int) -> None:
-        super().mark(sequence)
-        if self._has_states:
-            assert isinstance(self._executor, StateKeeper), "states cannot be taken back"
-            state = self._executor.read_state(sequence)
-            self._marks[sequence] = _Mark(self.positions[sequence], state)
-
-    def take_back(self, sequence: int, position: int) -> None:
-        """See `pi2.engine.sequences.Sequences`; states go on from the mark once more."""
-        if position == self.positions[sequence]:
-            return
-        super().take_back(sequence, position)
-        if not self._has_states:
-            return
-        assert isinstance(self._executor, StateKeeper)
-        mark = self._marks[sequence]
-        self._executor.put_state(sequence, mark.state)
-        self.positions[sequence] = mark.position
-        kept, mark.tokens = mark.tokens[: position - mark.position], []
-        if kept:
-            self._run_step(np.array(kept, np.int32), [sequence] * len(kept))
 
     def run_piece(
         self, tokens: I32, sequence: int, progress: Callable[[float], None]
@@ -130,7 +87,7 @@ class Forward(Sequences):
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         for sequence in set(sequences):
             self._check_room(sequence, sequences.count(sequence))
-        self._run_step(np.array(tokens, np.int32), sequences)
+        self._read(np.array(tokens, np.int32), sequences)
         logits = self._rows.compute_logits(0)
         if len(logits) == len(sequences):
             return logits
@@ -178,8 +135,7 @@ class Forward(Sequences):
             self._layer_embedding.load(tokens)
         return tokens if self._embedding is None else self._embedding.load(tokens)
 
-    def _run_step(self, tokens: I32, sequences: Sequence[int]) -> None:
-        """Take the next ``tokens`` of ``sequences`` through every layer."""
+    def _read(self, tokens: I32, sequences: Sequence[int]) -> None:
         executor, feed_forward = self._executor, self._feed_forward
         positions = self._find_positions(sequences)
         self.expect(max(positions) + 1)
@@ -212,9 +168,4 @@ class Forward(Sequences):
         except BaseException:
             self._interrupt(sequences)
             raise
-        self.steps += 1
-        self.attended_tokens += sum(positions) + len(positions)
-        for token, sequence in zip(tokens.tolist(), sequences, strict=True):
-            self.positions[sequence] += 1
-            if sequence in self._marks:
-                self._marks[sequence].tokens.append(token)
+        self._note_step(tokens, sequences, positions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 
 COPIED_TOKENS = 16 * CONTEXT_BLOCK
 """Tokens of the KV cache that are copied at once."""
+
+
+@dataclass(slots=True)
+class _Mark:
+    position: int
+    state: F32
+    """Copy of the states of its layers."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens read since."""
 
 
 class Sequences(ABC):
@@ -58,6 +68,8 @@ class Sequences(ABC):
         self._touched = [0] * sequences
         """Most tokens that each has had since all of them were empty."""
         self._has_states = has_states
+        self._marks: dict[int, _Mark] = {}
+        """Positions to which sequences with states may be taken back."""
         self._interrupted: set[int] = set()
         """Sequences whose states some layers have taken further than others."""
         self.watch: Callable[[int, int, I32, F32], None] | None = None
@@ -78,6 +90,7 @@ class Sequences(ABC):
         """Begin a new sequence in the place of another."""
         self.abandon()
         self.positions[sequence] = 0
+        self._marks.pop(sequence, None)
         self._interrupted.discard(sequence)
         if self._loan is not None and not any(self.positions):
             self._touched = [0] * len(self.positions)
@@ -90,6 +103,7 @@ class Sequences(ABC):
             return
         self.abandon()
         self.positions[sequence] = 0
+        self._marks.pop(sequence, None)
         self._interrupted.discard(sequence)
         self._check_room(sequence, position)
         self.positions[sequence] = position
@@ -231,10 +245,39 @@ class Sequences(ABC):
     def mark(self, sequence: int) -> None:
         """Let steps of a sequence that follow be taken back."""
         assert self.positions[sequence] > 0, "a prompt cannot be taken back"
+        if self._has_states:
+            assert isinstance(self._computer, StateKeeper), "states cannot be taken back"
+            state = self._computer.read_state(sequence)
+            self._marks[sequence] = _Mark(self.positions[sequence], state)
 
     def take_back(self, sequence: int, position: int) -> None:
-        """Forget the tokens of a sequence from ``position`` on, which came since `mark`."""
+        """Forget the tokens of a sequence from ``position`` on, which came since `mark`; states go
+        on from the mark once more."""
+        if position == self.positions[sequence]:
+            return
         self.positions[sequence] = position
+        if not self._has_states:
+            return
+        assert isinstance(self._computer, StateKeeper)
+        mark = self._marks[sequence]
+        self._computer.put_state(sequence, mark.state)
+        self.positions[sequence] = mark.position
+        kept, mark.tokens = mark.tokens[: position - mark.position], []
+        if kept:
+            self._read(np.array(kept, np.int32), [sequence] * len(kept))
+
+    def _read(self, tokens: I32, sequences: Sequence[int]) -> object:
+        """Take the next ``tokens`` of ``sequences`` through every layer."""
+        return self.step(tokens.tolist(), sequences)
+
+    def _note_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
+        """Take notice that tokens have been read, which stand at ``positions``."""
+        self.steps += 1
+        self.attended_tokens += sum(positions) + len(positions)
+        for token, sequence in zip(tokens.tolist(), sequences, strict=True):
+            self.positions[sequence] += 1
+            if sequence in self._marks:
+                self._marks[sequence].tokens.append(token)
 
     def _find_positions(self, sequences: Sequence[int]) -> list[int]:
         if len(sequences) == 1:
@@ -338,23 +381,23 @@ class WholeForward(Sequences):
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         for sequence in set(sequences):
             self._check_room(sequence, sequences.count(sequence))
-        positions = self._find_positions(sequences)
-        self.expect(max(positions) + 1)
-        read = np.array(tokens, np.int32)
-        try:
-            self._join(len(tokens))
-            logits = self._model.step(read, sequences, positions)
-            self._show_step(sequences, positions, read)
-        except BaseException:
-            self._interrupt(sequences)
-            raise
-        self.steps += 1
-        self.attended_tokens += sum(positions) + len(positions)
-        for sequence in sequences:
-            self.positions[sequence] += 1
+        logits = self._read(np.array(tokens, np.int32), sequences)
         if self._step_neurons is not None:
             self.counters.predicted += self._model.count_named()
             self.counters.possible += self._step_neurons * len(tokens)
+        return logits
+
+    def _read(self, tokens: I32, sequences: Sequence[int]) -> F32:
+        positions = self._find_positions(sequences)
+        self.expect(max(positions) + 1)
+        try:
+            self._join(len(tokens))
+            logits = self._model.step(tokens, sequences, positions)
+            self._show_step(sequences, positions, tokens)
+        except BaseException:
+            self._interrupt(sequences)
+            raise
+        self._note_step(tokens, sequences, positions)
         return logits
 
 

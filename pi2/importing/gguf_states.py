@@ -245,9 +245,12 @@ class RateLogarithms(DecodedTensor):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OrderedColumns(DecodedTensor):
-    source: SourceTensor
+class OrderedColumns(DecodedTensor):
+    """A matrix of which a file has the columns in another order."""
+
+    source: PackedTensor
     columns: I64
+    """The stored column at every column."""
 
     def decode(self, start: int, stop: int) -> F32:
         return np.ascontiguousarray(self.source.read(start, stop)[:, self.columns])
@@ -300,7 +303,7 @@ def restore_state(
         return {name: ordered}
     if part == "out_proj.weight" and tensor.shape[1:] == (len(own),):
         described = describe_decoded(tensor.name, tensor.shape, tensor)
-        return {name: _OrderedColumns(**described, source=tensor, columns=own)}
+        return {name: OrderedColumns(**described, source=tensor, columns=own)}
     if part == "in_proj_ba.weight" and count == 2 * heads.values:
         shape = (heads.values, *tensor.shape[1:])
         return {

@@ -45,6 +45,7 @@ class FileNeeds:
     vectors: int
     """Norms, biases and tables."""
     kv: int
+    state: int
     workspace: int
     runtime: int
     matrices: int
@@ -63,7 +64,7 @@ class FileNeeds:
     @property
     def fixed(self) -> int:
         """Bytes that no choice makes smaller."""
-        return self.vectors + self.kv + self.workspace + self.runtime + self.draft
+        return self.vectors + self.kv + self.state + self.workspace + self.runtime + self.draft
 
     @property
     def least(self) -> int:
@@ -142,6 +143,7 @@ def derive_plan(
         "runtime": needs.runtime,
         "attention": needs.vectors,
         "kv": needs.kv,
+        "state": needs.state,
         "hot": hot,
         "cold": ring + slots,
         "workspace": needs.workspace,
@@ -179,7 +181,7 @@ def derive_plan(
         needs=Needs(
             attention=Need(needs.vectors, "norms, biases and tables"),
             kv=Need(needs.kv, f"{kv['context']} tokens"),
-            state=nothing,
+            state=Need(needs.state, "states of sequences"),
             predictor=nothing,
             hot=nothing,
             cold=Need(min(ring, LEAST_RING) + min(slots, needs.slots), "buffers of reads"),
@@ -284,7 +286,11 @@ def count_needs(
     decode: Mapping[str, Any],
 ) -> FileNeeds:
     from pi2.backends.blocks.contract import PLANES
-    from pi2.backends.blocks.room import count_kv_bytes, count_workspace_bytes
+    from pi2.backends.blocks.room import (
+        count_kv_bytes,
+        count_sequence_states,
+        count_workspace_bytes,
+    )
 
     model, context = weights.model, _read_count(kv["context"])
     sequences = _read_count(decode.get("batch", 1))
@@ -295,6 +301,7 @@ def count_needs(
     return FileNeeds(
         vectors=count_vectors(model),
         kv=count_kv_bytes(model, context, sequences),
+        state=count_sequence_states(model, sequences),
         workspace=count_workspace_bytes(model, chunk, sequences, planes, context=context),
         runtime=round_up(
             count_file_runtime(model, has_table=weights.checkpoint.may_have_table), _MIB
@@ -332,6 +339,7 @@ def _refuse(budget: int, needs: FileNeeds) -> UserError:
     parts = {
         "Python, libraries and tokenizer": needs.runtime,
         "KV cache": needs.kv,
+        "states": needs.state,
         "activations and logits": needs.workspace,
         "norms and biases": needs.vectors,
         "experts of a token": needs.slots,

@@ -6,13 +6,13 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from pi2.arrays import U8
+from pi2.arrays import I64, U8
 from pi2.caches import open_regular, open_stream
 from pi2.memory.expert_slots import ExpertMatrix
 from pi2.plan.documents.model import Model
@@ -49,6 +49,11 @@ class FileTensor:
     """What each expert's numbers are multiplied with; empty for 1."""
     has_neighbours: bool = False
     """Whether rows that rotate together follow each other (Llama's queries and keys)."""
+    order: I64 | None = field(default=None, compare=False)
+    """The stored row at every row of the model's tensor; None if they are in the same order, or
+    pairs only are not."""
+    columns: I64 | None = field(default=None, compare=False)
+    """The same of columns."""
 
     @property
     def size_bytes(self) -> int:

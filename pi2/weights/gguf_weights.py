@@ -17,10 +17,14 @@ from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import use_tokenizer
+from pi2.importing.dense_rows import read_state_vector
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.gguf_decoders import JoinedHeads
+from pi2.importing.gguf_states import OrderedColumns, RateLogarithms
 from pi2.importing.new_model import describe_checkpoint, describe_mtp
-from pi2.model.tensor import fill_name
+from pi2.model.blocks import State
+from pi2.model.states import list_state_tensors
+from pi2.model.tensor import DenseTensor, Place, fill_name, name_state_tensor
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
 from pi2.progress import ByteProgress, Progress, ignore_progress
@@ -41,7 +45,7 @@ class GgufWeights(TensorFiles):
         self.checkpoint = checkpoint
         self.shared: Mapping[str, int] = {}
         """Bytes of each matrix that belongs to the model for which this MTP head drafts."""
-        self._found: dict[tuple[str, int], FileTensor | None] = {}
+        self._found: dict[tuple[str, int, int], FileTensor | None] = {}
 
     @classmethod
     @pause_collection()
@@ -85,31 +89,38 @@ class GgufWeights(TensorFiles):
         stats = [(file.name, file.stat()) for file in self.files]
         return tuple((name, found.st_size, found.st_mtime_ns) for name, found in stats)
 
-    def find(self, key: str, layer: int = 0) -> FileTensor | None:
-        place = key, layer
+    def find(self, key: str, layer: int = 0, mixer: int = 0) -> FileTensor | None:
+        place = key, layer, mixer
         if place not in self._found:
             self._found[place] = self._find(*place)
         return self._found[place]
 
-    def _find(self, key: str, layer: int) -> FileTensor | None:
+    def _find(self, key: str, layer: int, mixer: int) -> FileTensor | None:
         name = "latent_out" if key in HEADS else key
         pattern = getattr(self.model.tensors, name, name)
         if pattern is None:
             return None
-        heads, tensor = 1, self.checkpoint.tensors.get(fill_name(pattern, layer, 0))
+        heads = 1
+        tensor = self.checkpoint.tensors.get(fill_name(pattern, layer, mixer=mixer))
         if isinstance(tensor, JoinedHeads) and key in HEADS:
             heads = self.model.shape.heads
             tensor = tensor.keys if key == HEADS[0] else tensor.values
         elif key in HEADS:
             return None
+        columns = tensor.columns if isinstance(tensor, OrderedColumns) else None
+        tensor = tensor.source if isinstance(tensor, OrderedColumns) else tensor
         if not isinstance(tensor, GgufTensor):
             return None
         if tensor.is_turned or (tensor.factors is not None and len(tensor.factors) > 1):
             return None
-        if tensor.order is not None and key not in ("query", "key"):
+        has_pairs, has_order = key in ("query", "key"), key.startswith("state_")
+        if tensor.order is not None and not (has_pairs or has_order):
             return None
         experts = self._list_experts(pattern, layer, tensor)
         rows = math.prod(tensor.shape[:-1])
+        if has_order and rows and tensor.shape[-1] % tensor.block.block == 0:
+            # The file may have other rows in the same matrix.
+            rows = tensor.size_bytes // tensor.block.count_bytes(tensor.shape[-1])
         if not experts or tensor.size_bytes % rows:
             return None
         scales = [own.factors for own in experts]
@@ -125,7 +136,9 @@ class GgufWeights(TensorFiles):
             together=rows // heads if heads > 1 else 1,
             experts=tensor.shape[0] if is_stacked else len(experts),
             scales=tuple(float(own[0]) for own in scales if own is not None),
-            has_neighbours=tensor.order is not None,
+            has_neighbours=has_pairs and tensor.order is not None,
+            order=tensor.order if has_order else None,
+            columns=columns,
         )
 
     def _list_experts(self, pattern: str, layer: int, first: GgufTensor) -> list[GgufTensor]:
@@ -143,17 +156,21 @@ class GgufWeights(TensorFiles):
             experts.append(found)
         return experts
 
-    def read_vector(self, key: str, layer: int = 0) -> F32 | None:
+    def read_vector(self, key: str, layer: int = 0, mixer: int = 0) -> F32 | None:
         """The numbers of a small tensor, as in the model's original, all experts one after the
-        other; None if there is none.
+        other; of a layer with a state, as `list_state_tensors` has them; None if there is none.
 
         Raises `UserError` P532 or P535 as `SourceTensor.read`."""
+        if (layer, mixer) in self._vectors:
+            own = self._vectors[layer, mixer].get(name_state_tensor(layer, mixer, key))
+            if own is not None:
+                return read_state_vector(self.checkpoint.tensors, self.model, own)[0].reshape(-1)
         pattern = getattr(self.model.tensors, key, key)
         if pattern is None:
             return None
         count = self.model.expert_count if "{expert}" in pattern else 1
         found = [
-            self.checkpoint.tensors.get(fill_name(pattern, layer, expert))
+            self.checkpoint.tensors.get(fill_name(pattern, layer, expert, mixer=mixer))
             for expert in range(count)
         ]
         read = [tensor.read().reshape(-1) for tensor in found if tensor is not None]
@@ -200,8 +217,9 @@ class GgufWeights(TensorFiles):
         if self.model.predictor is not None:
             found.append("predictor")
         for name, tensor in self.checkpoint.tensors.items():
-            is_known = isinstance(tensor, GgufTensor | JoinedHeads)
-            if not is_known or (isinstance(tensor, GgufTensor) and tensor.is_turned):
+            own = tensor.source if isinstance(tensor, OrderedColumns | RateLogarithms) else tensor
+            is_known = isinstance(own, GgufTensor | JoinedHeads)
+            if not is_known or (isinstance(own, GgufTensor) and own.is_turned):
                 found.append(name)
         formats = {tensor.format for _, _, tensor in self.list_matrices()}
         for name in sorted(formats):
@@ -212,16 +230,42 @@ class GgufWeights(TensorFiles):
         return found
 
     @cached_property
-    def _places(self) -> list[tuple[str, int]]:
-        places = dict.fromkeys((own.key, own.layer) for own in list_sources(self.model))
+    def _vectors(self) -> Mapping[tuple[int, int], Mapping[str, DenseTensor]]:
+        """By layer and mixer, small tensors of layers with a state, by their names in stores."""
+        found = {}
+        for layer, number in self.model.states:
+            mixer, at = self.model.blocks[layer].mixers[number], Place(self.model, layer, number)
+            assert isinstance(mixer, State) and mixer.shape is not None
+            own = [t for t in list_state_tensors(at, mixer.shape) if t.transform == "state"]
+            found[layer, number] = {tensor.name: tensor for tensor in own}
+        return found
+
+    @cached_property
+    def vectors(self) -> frozenset[str]:
+        """Keys of ``model.tensors`` that name vectors, or small tensors of any shape."""
+        states = (tensor for own in self._vectors.values() for tensor in own.values())
+        found = {source.key for tensor in states for source in tensor.sources}
+        keys = {own.key for own in list_sources(self.model)}
+        return frozenset(found | {key for key in keys if key.endswith("_bias")})
+
+    @cached_property
+    def _places(self) -> list[tuple[str, int, int]]:
+        places = ((own.key, own.layer, own.mixer) for own in list_sources(self.model))
         split = {"latent_out": ("latent_out", *HEADS)}
-        return [(own, layer) for key, layer in places for own in split.get(key, (key,))]
+        return [
+            (own, layer, mixer)
+            for key, layer, mixer in dict.fromkeys(places)
+            if key not in self.vectors
+            for own in split.get(key, (key,))
+        ]
 
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
-        """Every own matrix by the key of ``model.tensors`` that names it and its layer."""
-        for key, layer in self._places:
-            found = None if key.endswith("_bias") else self.find(key, layer)
-            if found is not None and found.rows > 1 and found.name not in self.shared:
+        """Every own matrix once, by a key of ``model.tensors`` that names it and its layer."""
+        names = set(self.shared)
+        for key, layer, mixer in self._places:
+            found = self.find(key, layer, mixer)
+            if found is not None and found.rows > 1 and found.name not in names:
+                names.add(found.name)
                 yield key, layer, found
 
     def list_looked_up(self) -> dict[str, int]:

@@ -11,9 +11,14 @@ from pi2.weights.file_reading import FileFiller
 from tests.helpers.goldens import check_sequences_together
 from tests.helpers.whole_files import SETTINGS, WholeFile
 
+STATES = (
+    *("granite-hybrid", "granite-hybrid-dense", "lfm2-moe", "lfm2-plain", "nemotron-h"),
+    *("nemotron-h-latent", "nemotron-h-moe", "qwen3-5", "qwen3-5-moe", "qwen3-next"),
+)
 NAMES = (
     *("deepseek-v2", "deepseek-v3", "deepseek-v3-older", "gemma4", "gemma4-e2b", "gemma4-moe"),
     *("llama4", "opt", "phimoe"),
+    *STATES,
 )
 Open = Callable[[str], WholeFile]
 
@@ -60,8 +65,10 @@ def test_a_prefix_moves_to_another_sequence(name: str, open_file: Open) -> None:
     with own.open(**{"decode.batch": 2}) as model:
         whole: Any = model._parts.whole
         whole.prefill(tokens[:-1], 0, 0)
-        kept = whole.read_context(0, 0, len(tokens) - 1)
+        kept, state = whole.read_context(0, 0, len(tokens) - 1), whole.read_state(0)
         expected = whole.step(tokens[-1:], [0], [len(tokens) - 1]).copy()
         whole.put_context(1, 0, len(tokens) - 1, kept)
+        if name in STATES:
+            whole.put_state(1, state)
         found = whole.step(tokens[-1:], [1], [len(tokens) - 1])
     assert np.array_equal(found, expected)

@@ -268,7 +268,7 @@ class RandomWeights:
         self._made: dict[tuple[str, int], Weight | None] = {}
         self.neighbours = False
 
-    def __call__(self, key: str, layer: int) -> Weight | None:
+    def __call__(self, key: str, layer: int, mixer: int = 0) -> Weight | None:
         """See `pi2.backends.blocks.instructions.FindWeight`."""
         if (key, layer) not in self._made:
             self._made[key, layer] = self._make(key, layer)

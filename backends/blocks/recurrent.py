@@ -1,0 +1,272 @@
+"""Instructions of layers with a state: short convolution, delta rule, Mamba-2.
+
+Files have rows of the projections in orders of their own.  Products are as the file has its rows;
+tables say where the kernels find what `pi2.model.states` calls the rows of ``state_in`` and
+``state_gates``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F32, I32, I64
+from pi2.backends.blocks.building import Area, Builder, Gates, HeadNorm, Product, put_optional
+from pi2.backends.blocks.contract import STATE_BLOCK
+from pi2.backends.blocks.instructions import Weight, put_float
+from pi2.backends.blocks.room import StateMemory
+from pi2.model.states import StateShape, list_state_tensors
+from pi2.model.tensor import DenseTensor, Place, split_mixer_kind, split_name
+from pi2.plan.documents.model import Model
+
+STATE_MATRICES = (
+    *("state_in", "state_key", "state_value", "state_gate", "state_beta", "state_alpha"),
+    *("state_decays", "state_output_gates", "state_output"),
+)
+"""Keys of the matrices of mixers with a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Products of a token that matrices of the file give, and where rows of a tensor are."""
+
+    area: Area
+    places: I64
+
+
+class StateBuilder:
+    """Adds the mixers that keep a state."""
+
+    def __init__(self, model: Model, builder: Builder, memory: StateMemory) -> None:
+        self._model = model
+        self._builder = builder
+        self._memory = memory
+
+    def add(self, layer: int, mixer: int, shape: StateShape, read: Area) -> Area:
+        """Add a mixer that reads ``read``; what its output projection reads."""
+        listed = list_state_tensors(Place(self._model, layer, mixer), shape)
+        tensors = {split_mixer_kind(split_name(own.name)[1])[0]: own for own in listed}
+        inputs = [own for kind in ("state_in", "state_gates") if (own := tensors.get(kind))]
+        projected = self._project(inputs, read, shape)
+        place = layer, mixer
+        if shape.kind == "convolution":
+            # b, c and x.
+            parts = [projected.area.skip(int(n)) for n in projected.places[:: shape.width]]
+            mixed = self._builder.take_area("state mixed", shape.width)
+            self._convolve(place, shape, parts[2], parts[:2], None, mixed)
+            return mixed
+        made = self._builder.take_area("state convolved", shape.channels)
+        channels = projected.places[: shape.channels]
+        first = int(channels.min())
+        is_whole = np.array_equal(np.sort(channels), np.arange(first, first + len(channels)))
+        if is_whole:
+            source, order = projected.area.skip(first), channels - first
+            self._convolve(place, shape, source, [], None, made, order)
+        else:
+            order = np.arange(shape.channels)
+            self._convolve(place, shape, projected.area, [], channels, made)
+        return self._recur(place, shape, projected, made, order, tensors)
+
+    def _project(self, tensors: Sequence[DenseTensor], read: Area, shape: StateShape) -> _Rows:
+        """Add the products with all matrices of ``tensors``, each once."""
+        builder, found = self._builder, dict[str, tuple[int, str, Weight]]()
+        places, total = [], 0
+        for tensor in tensors:
+            for source in tensor.sources:
+                weight = builder.need(source.key)
+                name = weight.name or source.key
+                if name not in found:
+                    found[name] = total, source.key, weight
+                    total += weight.rows
+                rows = np.arange(source.shape[0])
+                rows = rows if source.rows is None else np.array(source.rows())
+                rows = rows if weight.order is None else weight.order[rows]
+                places.append(found[name][0] + rows)
+        area = builder.take_area("state projected", total)
+        joined = np.concatenate(places)
+        bias = 0
+        if shape.projection_bias:
+            values: F32 = builder.keep(np.zeros(total, np.float32))
+            values[joined[: shape.rows]] = builder.read_values("state_in_bias")
+            bias = values.ctypes.data
+        products = [
+            Product(key=key, weight=weight, y=area.skip(first), bias=bias and bias + 4 * first)
+            for first, key, weight in found.values()
+        ]
+        builder.add_products(read, self._model.shape.hidden, products)
+        return _Rows(area, joined)
+
+    def _convolve(
+        self,
+        place: tuple[int, int],
+        shape: StateShape,
+        x: Area,
+        gates: Sequence[Area],
+        places: I64 | None,
+        y: Area,
+        order: I64 | None = None,
+    ) -> None:
+        """Add the convolution of ``x``, or of its elements ``places``; channel i is element
+        ``order[i]`` of ``y``."""
+        builder, channels = self._builder, shape.channels
+        weights = builder.read_values("state_convolution").reshape(-1, channels)
+        bias = None
+        if shape.convolution_bias:
+            bias = builder.read_values("state_convolution_bias")
+        if order is not None:
+            weights = _put(weights, order)
+            bias = None if bias is None else _put(bias, order)
+        before, after = (own.address for own in gates) if gates else (0, 0)
+        tails, _ = self._memory.find(*place)
+        builder.add(
+            "convolve",
+            {
+                **x.put("x"),
+                "before": before,
+                "after": after,
+                "has_gates": int(bool(gates)),
+                **y.put("y"),
+                "weights": builder.keep(np.ascontiguousarray(weights)).ctypes.data,
+                **put_optional("bias", 0 if bias is None else builder.keep(bias).ctypes.data),
+                **put_optional("places", self._keep_numbers(places)),
+                "tails": tails,
+                "sequence_stride": self._memory.stride,
+                "channels": channels,
+                "kernel": shape.kernel,
+                "is_silu": int(shape.kind != "convolution"),
+                "tokens": 0,
+                **builder.put_tokens(),
+            },
+            items=-(-channels // STATE_BLOCK),
+            grain=8,
+        )
+
+    def _keep_numbers(self, places: I64 | None) -> int:
+        if places is None:
+            return 0
+        kept: I32 = self._builder.keep(np.ascontiguousarray(places, np.int32))
+        return kept.ctypes.data
+
+    def _recur(
+        self,
+        place: tuple[int, int],
+        shape: StateShape,
+        projected: _Rows,
+        made: Area,
+        order: I64,
+        tensors: dict[str, DenseTensor],
+    ) -> Area:
+        """Add what follows the convolution, channel i of which is element ``order[i]``."""
+        builder, heads = self._builder, shape.value_heads
+        is_delta, of_keys = shape.kind == "delta", shape.decay_of == "key"
+        keys = shape.key_heads * shape.key_dim
+        gates = projected.places[shape.rows : shape.rows + shape.gates]
+        steps, step_of = projected.area, gates[heads:] if is_delta else gates
+        if shape.decay_rank:
+            steps = self._expand("state_decays", projected, gates[heads:], shape.decay_rank)
+            step_of = np.arange(shape.decays)
+        if of_keys:
+            step_of = step_of[:: shape.key_dim]
+        factors = builder.take_area("state factors", heads + shape.decays)
+        query, key = (made.skip(int(order[n])) for n in (0, keys))
+        inside = {
+            "queries": query.address,
+            "keys": key.address,
+            "x_stride": made.stride,
+            "key_dim": shape.key_dim,
+            "heads": heads,
+            "is_delta": int(is_delta),
+            "of_keys": int(of_keys),
+        }
+        builder.add(
+            "prepare",
+            inside
+            | {
+                "key_heads": shape.key_heads,
+                **projected.area.put("entries"),
+                "entry_of": self._keep_numbers(gates[:heads]),
+                **steps.put("steps"),
+                "step_of": self._keep_numbers(step_of),
+                "bias": builder.read_vector("state_step", place[0]),
+                "rates": builder.read_vector("state_decay", place[0]),
+                "floor": put_float(shape.decay_floor or 0.0),
+                "has_floor": int(shape.decay_floor is not None),
+                "shortest": put_float(shape.shortest_step),
+                "longest": put_float(
+                    math.inf if shape.longest_step is None else shape.longest_step
+                ),
+                **factors.put("y"),
+            },
+            each=heads,
+            grain=4,
+        )
+        skip = builder.read_vector("state_skip", place[0]) if shape.kind == "mamba" else 0
+        mixed = builder.take_area("state mixed", shape.width)
+        builder.add(
+            "recur",
+            inside
+            | {
+                "values": made.address,
+                "value_of": self._keep_numbers(order[2 * keys :: shape.value_dim]),
+                "group": heads // shape.key_heads,
+                "value_dim": shape.value_dim,
+                **factors.put("factors"),
+                **put_optional("skip", skip),
+                "memory": self._memory.find(*place)[1],
+                "sequence_stride": self._memory.stride,
+                **mixed.put("y"),
+                "tokens": 0,
+                **builder.put_tokens(),
+            },
+            items=heads * -(-shape.value_dim // STATE_BLOCK),
+            grain=4,
+        )
+        return self._finish(place, shape, projected, gates, mixed)
+
+    def _finish(
+        self, place: tuple[int, int], shape: StateShape, projected: _Rows, factors: I64, mixed: Area
+    ) -> Area:
+        """Add the norm and the gates of what heads have mixed."""
+        builder, is_delta = self._builder, shape.kind == "delta"
+        parts = shape.value_heads if is_delta else shape.norm_groups
+        width = shape.width // parts
+        area, gates = projected.area, projected.places[shape.channels : shape.rows]
+        if shape.gate_rank:
+            latents = factors[len(factors) - shape.gate_rank :]
+            area = self._expand("state_output_gates", projected, latents, shape.gate_rank)
+            gates = np.arange(shape.width)
+        given = builder.take_area("state gated", shape.width)
+        columns = builder.need("state_output").columns
+        targets = np.arange(shape.width) if columns is None else columns
+        builder.add_gates(
+            mixed,
+            given,
+            range(0, shape.width, width),
+            width,
+            Gates(area, gates[::width].tolist(), shape.gate if is_delta else "silu"),
+            HeadNorm(
+                weights=builder.read_vector("state_norm", place[0]),
+                step=0 if is_delta else width,
+                place="before" if is_delta else "after",
+            ),
+            targets[::width].tolist(),
+        )
+        return given
+
+    def _expand(self, key: str, projected: _Rows, latents: I64, rank: int) -> Area:
+        """Add the product with a matrix that reads latents, which are neighbours."""
+        builder = self._builder
+        weight, first = builder.need(key), int(latents[0])
+        area = builder.take_area(key, weight.rows)
+        own = Product(key=key, weight=weight, y=area)
+        builder.add_products(projected.area.skip(first), rank, [own])
+        return area
+
+
+def _put(values: F32, order: I64) -> F32:
+    """``values`` [..., n] with element i in place ``order[i]``."""
+    moved = np.empty_like(values)
+    moved[..., order] = values
+    return moved
