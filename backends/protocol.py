@@ -157,6 +157,9 @@ class Backend(Protocol):
     """Kinds of units that plans give to it by default; none for replacements."""
     ONLY_EMULATED: bool
     """Whether its devices have been emulated so far, wherever it ran."""
+    FIXED: Mapping[str, tuple[object, ...]]
+    """Keys of a plan that change nothing in a model that it computes alone or next to other units:
+    what they may say, what it computes first; None for nothing."""
 
     def find_obstacles(self, features: frozenset[str], architecture: str) -> list[str]:
         """What keeps this backend from running here; empty if nothing does."""

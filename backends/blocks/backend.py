@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pi2.backends.cpu.backend import find_obstacles
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import UnitKind
 
-__all__ = ["COMPUTES", "KINDS", "NATIVE", "ONLY_EMULATED", "find_limits", "find_obstacles"]
+__all__ = ["COMPUTES", "FIXED", "KINDS", "NATIVE", "ONLY_EMULATED", "find_limits", "find_obstacles"]
 
 COMPUTES = True
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
+FIXED: Mapping[str, tuple[object, ...]] = {
+    "backends": ({"cpu": "blocks"},),
+    "bundle.scales": ("inline",),
+    "bundle.stride": (None,),
+    "cache.fill": (True,),
+    "decode.batch_activations": (None,),
+    "decode.leave_out": (None,),
+    "decode.look_ahead": ("none",),
+    "decode.missing_threshold": (None,),
+    "decode.passes": (None,),
+    "decode.predictor": ("none",),
+    "decode.threshold": (0.0,),
+    "experts.keep_best": (1,),
+    "experts.layers": ((),),
+    "experts.least_weight": (0.0,),
+    "experts.most_reads": (None,),
+    "experts.prefer_cached": (0.0,),
+    "experts.read_best": (None,),
+    "experts.renormalise": (True,),
+    "io.merge_gap": (0,),
+    "io.mode": ("direct",),
+    "io.request": (None,),
+    "io.verify": ("first-read",),
+    "kv.lend": (False,),
+    "kv.type": ("fp16",),
+    "layers.batches": ((),),
+    "layers.hot": (None,),
+    "layers.overrides": ((),),
+    "layers.split": ({"cpu": 1.0},),
+    "memory.embedding": ("resident",),
+    "memory.lock": ("none",),
+    "memory.units": ({},),
+    "model": (None,),
+    "pipeline.cluster": (64,),
+    "pipeline.phases": (1,),
+    "pipeline.prefill": ("chunks-first",),
+    "prefill.unit": (None,),
+    "projections.attention": (None,),
+    "projections.head": (None,),
+    "sparsity": (None,),
+    "units": ({},),
+}
 
 
 def find_limits(facts: UnitFacts) -> list[str]:

@@ -45,6 +45,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
 
 __all__ = [
     "COMPUTES",
+    "FIXED",
     "KINDS",
     "NATIVE",
     "build",
@@ -59,6 +60,7 @@ COMPUTES = True
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ("cpu",)
 ONLY_EMULATED = False
+FIXED: Mapping[str, tuple[object, ...]] = {"memory.weights": ("loaded",)}
 COMPUTED = read_options("""
     norm: kind=layernorm bias inputs embedding outputs
     other_heads: . heads keys_are_values

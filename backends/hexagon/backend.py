@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
@@ -17,6 +18,7 @@ COMPUTES = True
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ("npu",)
 ONLY_EMULATED = True
+FIXED: Mapping[str, tuple[object, ...]] = {}
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # A plan that is tried dry is meant for kernels: it has to have the room that they need.
 __all__ = [
     "COMPUTES",
+    "FIXED",
     "KINDS",
     "NATIVE",
     "build",
@@ -31,6 +33,7 @@ COMPUTES = False
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
+FIXED: Mapping[str, tuple[object, ...]] = {}
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
@@ -34,6 +35,7 @@ PAGE_BYTES = 4096
 # It stands in for the cpu backend, to compare with: a plan has the same room for both.
 __all__ = [
     "COMPUTES",
+    "FIXED",
     "KINDS",
     "NATIVE",
     "ONLY_EMULATED",
@@ -51,6 +53,7 @@ COMPUTES = True
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
+FIXED: Mapping[str, tuple[object, ...]] = {"memory.weights": ("loaded",)}
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

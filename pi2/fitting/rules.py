@@ -19,7 +19,7 @@ from pi2.plan.documents.quantities import (
     format_bytes,
     write_least,
 )
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.text import KeyPath, write_value
 
 
 @cache
@@ -285,6 +285,43 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
                 f"backend `{name}` of `{unit}` {limit}",
                 f"name another backend for `{unit}`, or give its share to another unit",
             )
+
+
+@rule("P269", "error", "resolved")
+def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
+    """Setting that the backend does not follow.
+
+    Why: backends differ in what they can choose. A setting that changes nothing would say something
+    untrue about the run, its memory and its speed.
+
+    Example: ``kv.type = "int8"`` for a GGUF file, whose keys and values have 16 bits.
+
+    Fix: write the value that the finding names, leave the key out, or name another backend."""
+    resolved = facts.resolved
+    unit = resolved.sparse_unit
+    name = "blocks" if resolved.file is not None else resolved.name_backend(unit)
+    for key, values in find_backend(name).FIXED.items():
+        path: KeyPath = tuple(key.split("."))
+        stated = _read_setting(resolved, path)
+        if stated in values or path in resolved.derived:
+            continue
+        yield Finding(
+            path,
+            f"backend `{name}` of `{unit}` does not follow `{key}{_show(stated)}`",
+            "leave it out" if values[0] is None else f"write {path[-1]} = {write_value(values[0])}",
+        )
+
+
+def _show(stated: object) -> str:
+    return f" = {write_value(stated)}" if isinstance(stated, str | int | float) else ""
+
+
+def _read_setting(resolved: ResolvedPlan, path: KeyPath) -> object:
+    """The value of a key as a document states it."""
+    found: object = resolved.plan
+    for part in path:
+        found = getattr(found, str(part))
+    return found
 
 
 def _find_path(facts: Facts, unit: str) -> KeyPath:

@@ -203,6 +203,7 @@ REASONS: Mapping[KeyPath, str] = {
     ("device",): "this machine",
     ("model",): "what the file's metadata say",
     ("backends",): "the backend that computes files as they are",
+    ("bundle", "stride"): "a neuron's bytes, which lie apart in a file",
     ("memory", "budget"): "the whole file, or the free memory",
     ("memory", "weights"): "mapped if all of the file fits",
     ("layers", "hot"): "share of the weights that fits into {budget}",

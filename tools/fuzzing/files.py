@@ -37,15 +37,15 @@ def _walk(table: type[BaseModel], base: KeyPath) -> Iterator[KeyPath]:
     for name, own in table.model_fields.items():
         key = (*base, own.alias or name)
         yield key
-        for inner in _find_tables(own.annotation):
+        for inner in find_tables(own.annotation):
             yield from _walk(inner, key)
 
 
-def _find_tables(kind: Any) -> Iterator[type[BaseModel]]:
+def find_tables(kind: Any) -> Iterator[type[BaseModel]]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         yield kind
     for inner in get_args(kind):
-        yield from _find_tables(inner)
+        yield from find_tables(inner)
 
 
 def set_value(values: dict[str, Any], path: KeyPath, value: object) -> None:
