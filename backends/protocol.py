@@ -158,8 +158,8 @@ class Backend(Protocol):
     ONLY_EMULATED: bool
     """Whether its devices have been emulated so far, wherever it ran."""
     FIXED: Mapping[str, tuple[object, ...]]
-    """Keys of a plan that change nothing in a model that it computes alone or next to other units:
-    what they may say, what it computes first; None for nothing."""
+    """Keys of a plan that change nothing in a model that it computes, with the values that they may
+    have, the computed one first; None stands for an absent key."""
 
     def find_obstacles(self, features: frozenset[str], architecture: str) -> list[str]:
         """What keeps this backend from running here; empty if nothing does."""

@@ -384,8 +384,8 @@ def _count_common(first: list[int], second: list[int]) -> int:
 
 
 def _list_long(model: Model, end: int) -> bytes:
-    """Whether a prompt of ``end`` tokens is long, for each LongRoPE: its keys differ from those of
-    a shorter one that it begins with."""
+    """Whether a prompt of ``end`` tokens is long, for each LongRoPE: all keys of a long prompt turn
+    in another way."""
     return bytes(rope.is_long(end) for rope, _ in list_turns(model) if rope.kind == "longrope")
 
 

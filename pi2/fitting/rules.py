@@ -291,14 +291,16 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
 def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
     """Setting that the backend does not follow.
 
-    Why: backends differ in what they can choose. A setting that changes nothing would say something
-    untrue about the run, its memory and its speed.
+    Why: backends have different choices. A setting that changes nothing would state something untrue
+    about the run, its memory and its speed.
 
     Example: ``kv.type = "int8"`` for a GGUF file, whose keys and values have 16 bits.
 
     Fix: write the value that the finding names, leave the key out, or name another backend."""
     resolved = facts.resolved
     unit = resolved.sparse_unit
+    if resolved.file is None and not resolved.has_backend(unit):  # another rule names it
+        return
     name = "blocks" if resolved.file is not None else resolved.name_backend(unit)
     for key, values in find_backend(name).FIXED.items():
         path: KeyPath = tuple(key.split("."))
