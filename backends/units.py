@@ -50,7 +50,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pi2.arrays import F32, U8
 from pi2.plan.documents.common import Sampling
@@ -117,8 +117,6 @@ class UnitRequest(_Request):
     """Most jobs under way at the same time."""
     stretch: int
     """Most neurons in a call of ``add``."""
-    process: Literal["same", "own"] = "same"
-    """Whether a unit that the processor emulates works in a process of its own."""
     allocate: Callable[[int], U8]
     """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
     adopt: Callable[[U8], U8]

@@ -7,12 +7,6 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.formats import find_packing
-from pi2.plan.arithmetic.sizes import (
-    LOGIT_ROWS,
-    STAGED_NEURONS,
-    STAGING_BUFFERS,
-    count_chunk_tokens,
-)
 from pi2.plan.arithmetic.units import (
     Need,
     UnitFacts,
@@ -81,39 +75,16 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return the bytes of the neurons with their scales; in a process of its own also of inputs,
-    sums and two ranges of neurons."""
+    """Return the bytes of the neurons with their scales."""
     resolved = facts.resolved
-    settings, model = resolved.plan.units.get(facts.unit), resolved.model
-    matrices = {} if facts.rows is None else list_matrices(model, facts.rows)
+    matrices = {} if facts.rows is None else list_matrices(resolved.model, facts.rows)
     rows = sum(_count_matrix(*sizes) for sizes in matrices.values())
     besides = f", {len(matrices)} matrices of {approximate_bytes(rows)}" if rows else ""
     counts = facts.neurons or ()
-    if settings is None or settings.process == "same":
-        stride = resolved.bundle.stride
-        kept = sum(round_up(count * stride, PAGE_BYTES) for count in counts)
-        return Need(
-            kept + rows,
-            f"{sum(counts)} neurons of {stride} bytes, by layers in whole pages{besides}",
-        )
     stride = resolved.bundle.stride
-    if resolved.bundle.scales == "resident":
-        stride = resolved.bundle.inline.stride
-    tokens = count_chunk_tokens(resolved.plan)
-    inputs = results = tokens * model.stored_neuron_width
-    for name, (count, length, _) in matrices.items():
-        together = tokens if name.startswith("layers.") else min(tokens, LOGIT_ROWS)
-        inputs, results = max(inputs, together * length), max(results, together * count)
-    job = round_up(4 * inputs, ALIGNMENT) + round_up(4 * results, ALIGNMENT)
-    job += round_up(4 * tokens * max(1, model.expert_count), ALIGNMENT)
-    jobs = facts.chunks
-    neurons = min(model.layer_neurons, STAGED_NEURONS)
-    total = sum(round_up(count * stride, PAGE_BYTES) for count in counts) + jobs * job + rows
-    total += STAGING_BUFFERS * round_up(neurons * stride, ALIGNMENT)
+    kept = sum(round_up(count * stride, PAGE_BYTES) for count in counts)
     return Need(
-        total,
-        f"{sum(counts)} neurons of {stride} bytes, {jobs} x inputs and sums of {tokens} tokens, "
-        f"{STAGING_BUFFERS} x {neurons} neurons that are sent to it{besides}",
+        kept + rows, f"{sum(counts)} neurons of {stride} bytes, by layers in whole pages{besides}"
     )
 
 
@@ -131,8 +102,7 @@ def build(request: BuildRequest) -> Executor:
 
 
 def build_unit(request: UnitRequest) -> DenseUnit:
-    """Make a unit that works in a thread, or in a process of its own."""
+    """Make a unit that works in a thread."""
     from pi2.backends.reference.dense_unit import ThreadUnit
-    from pi2.backends.reference.process_unit import ProcessUnit
 
-    return ThreadUnit(request) if request.process == "same" else ProcessUnit(request)
+    return ThreadUnit(request)

@@ -154,7 +154,6 @@ def _build_unit(
         chunk=count_chunk_tokens(plan),
         jobs=count_chunks(resolved),
         stretch=min(model.layer_neurons, STAGED_NEURONS),
-        process="same" if settings is None else settings.process,
         allocate=partial(budget.allocate, resolved.name_segment(name)),
         adopt=partial(budget.adopt, resolved.name_segment(name)),
         count=partial(budget.charge, resolved.name_segment(name)),

@@ -1,7 +1,5 @@
 """What every dense unit does, whatever plays it: the contract of `pi2.backends.units`."""
 
-import os
-import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 from pi2.arrays import F32
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import widen
-from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
@@ -40,7 +37,7 @@ def pair(values: Iterable[str], few: tuple[str, ...]) -> list[Any]:
     return [
         pytest.param(kind, value, id=f"{kind.name}-{value}")
         for kind, value in pairs
-        if value in few or (kind.api is None and kind.name != "process")
+        if value in few or kind.api is None
     ]
 
 
@@ -250,19 +247,6 @@ def test_what_it_keeps_is_counted(kind: UnitKind, units: list[DenseUnit]) -> Non
     assert sum(neurons.allocated) >= 37 * neurons.layout.used_bytes
 
 
-def test_a_process_that_is_killed_is_a_failure(units: list[DenseUnit]) -> None:
-    neurons = make_neurons()
-    unit = ProcessUnit(neurons.request((30, 30)))
-    units.append(unit)
-    neurons.fill(unit, (30, 30))
-    inputs = draw_inputs(neurons, 2)
-    unit.finish(unit.start(0, inputs))
-    os.kill(unit._worker.process.pid, signal.SIGKILL)
-    unit._worker.process.wait()
-    with pytest.raises(UnitFailed, match="process has ended"):
-        unit.finish(unit.start(0, inputs))
-
-
 def test_a_unit_without_memory_is_a_failure(
     units: list[DenseUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,44 +279,6 @@ def test_it_can_be_used_again_when_jobs_are_given_up(
     check(kind, unit.finish(job), neurons.compute(1, inputs, None, range(37)))
 
 
-def test_a_process_goes_on_after_an_interrupt_in_the_midst_of_a_message(
-    units: list[DenseUnit], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    neurons = make_neurons()
-    unit = ProcessUnit(neurons.request((30, 30)))
-    units.append(unit)
-    neurons.fill(unit, (30, 30))
-    inputs, write = draw_inputs(neurons, 2), unit._worker.write
-
-    def write_and_stop(data: bytes) -> None:
-        write(data)
-        raise KeyboardInterrupt
-
-    def stop(data: bytes) -> None:
-        raise KeyboardInterrupt
-
-    for broken in (write_and_stop, stop):
-        with monkeypatch.context() as patch:
-            patch.setattr(unit._worker, "write", broken)
-            with pytest.raises(KeyboardInterrupt):
-                unit.start(0, inputs)
-        unit.give_up()
-        expected = neurons.compute(1, inputs, None, range(30))
-        np.testing.assert_allclose(unit.finish(unit.start(1, inputs)), expected, atol=1e-5)
-
-
-def test_a_process_that_is_closed_says_nothing(
-    units: list[DenseUnit], capfd: pytest.CaptureFixture[str]
-) -> None:
-    neurons = make_neurons()
-    unit = ProcessUnit(neurons.request((30, 30)))
-    units.append(unit)
-    for _ in range(3):
-        unit.start(0, draw_inputs(neurons, 9))
-    unit.close()
-    assert capfd.readouterr() == ("", "")
-
-
 def test_jobs_that_are_given_up_leave_nothing_behind(
     kind: UnitKind, units: list[DenseUnit]
 ) -> None:
@@ -341,5 +287,3 @@ def test_jobs_that_are_given_up_leave_nothing_behind(
     for _ in range(3):
         unit.start(0, draw_inputs(neurons, 9))
     unit.close()
-    if isinstance(unit, ProcessUnit):
-        assert unit._worker.process.returncode is not None

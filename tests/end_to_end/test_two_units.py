@@ -1,16 +1,11 @@
-"""The demo plan on two units as a user runs it: one unit's text, also when the other is lost."""
+"""The demo plan on two units as a user runs it: one unit's text."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).parents[2]
@@ -61,34 +56,3 @@ def test_two_units_write_what_one_writes(alone: dict[str, Any], prompts: str) ->
     assert min(shares) > 0 and sum(shares) == pytest.approx(1.0, abs=1e-3)
     assert units["second"]["busy_s"] > 0 and units["second"]["lost"] is None
     assert alone["units"] == {}
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
-def test_a_run_goes_on_when_a_unit_s_process_is_killed(alone: dict[str, Any]) -> None:
-    command = [sys.executable, "-m", "pi2", *list_arguments(TWO)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
-    assert process.stdout is not None
-    first = process.stdout.read(1)
-    assert first, process.communicate()[1].decode()
-    (worker,) = find_workers(process.pid)
-    os.kill(worker, signal.SIGKILL)
-    rest, errors = process.communicate(timeout=PATIENCE_S)
-    said = errors.decode()
-    assert process.returncode == 0, said
-    assert (first + rest).decode() == alone["text"] + "\n"
-    assert "the run goes on without a unit" in said
-    assert "note: the unit second was lost, the run went on without it: its process has" in said
-
-
-def find_workers(parent: int) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            status = (folder / "stat").read_text("utf-8", errors="replace")
-            command = (folder / "cmdline").read_text("utf-8", errors="replace")
-        except OSError:  # it has ended meanwhile
-            continue
-        own = int(status.rpartition(")")[2].split()[1])
-        if own == parent and "pi2.backends.reference.worker" in command:
-            found.append(int(folder.name))
-    return found

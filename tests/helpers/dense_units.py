@@ -12,7 +12,6 @@ from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.hexagon.dense_unit import HexagonUnit
 from pi2.backends.hexagon.machines import find_unit_obstacles
 from pi2.backends.reference.dense_unit import ThreadUnit
-from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.backends.units import DenseUnit, UnitRequest
 from pi2.formats import find_packing
 from pi2.plan.documents.device import Unit
@@ -56,7 +55,6 @@ def _make_npu(request: UnitRequest) -> HexagonUnit:
 
 KINDS = (
     UnitKind(name="thread", make=ThreadUnit, tolerance=1e-5),
-    UnitKind(name="process", make=ProcessUnit, tolerance=1e-5),
     _describe_gpu("opencl", "opencl"),
     _describe_gpu("webgpu", "vulkan"),
     _describe_gpu("cuda", "cuda"),

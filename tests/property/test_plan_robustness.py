@@ -217,7 +217,7 @@ def test_any_type_at_any_key_of_a_plan_of_a_file(beside_a_file: Path, value: obj
         path.write_text(write_document(values))
         for report in (
             check_document(path),
-            check_plan(plain, overrides={name_path(key): value}, fill=FileFiller()),
+            check_plan(plain, overrides={str(name_path(key)): value}, fill=FileFiller()),
         ):
             assert report.is_sound or report.resolved is None
             for item in report.diagnostics:

@@ -72,15 +72,13 @@ def alone(plan: Path) -> tuple[F32, F32]:
 
 
 @pytest.mark.parametrize("prompts", ["cpu", "second"])
-@pytest.mark.parametrize("process", ["same", "own"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.4])
 def test_any_share_of_the_hot_neurons_gives_the_same_logits(
-    plan: Path, alone: tuple[F32, F32], share: float, process: str, prompts: str
+    plan: Path, alone: tuple[F32, F32], share: float, prompts: str
 ) -> None:
     settings = {
         **TWO,
         "layers.split": {"second": share, "cpu": round(1 - share, 6)},
-        "units": {"second": {"process": process}},
         "prefill.unit": prompts,
         "decode.predictor": "gate",
     }
@@ -109,10 +107,9 @@ def test_every_way_of_decoding_goes_with_two_units(
     check(run(plan, {**TWO, **settings}), alone)
 
 
-def test_several_chunks_go_with_a_unit_in_a_process(plan: Path, alone: tuple[F32, F32]) -> None:
+def test_several_chunks_go_with_a_unit(plan: Path, alone: tuple[F32, F32]) -> None:
     settings = {
         **TWO,
-        "units": {"second": {"process": "own"}},
         "prefill.unit": "second",
         "pipeline.prefill": "layers-first",
         "decode.predictor": "gate",
@@ -129,7 +126,6 @@ def test_what_changes_a_run_changes_the_digest(plan: Path) -> None:
         {"layers.batches": BATCHES},
         {"layers.batches": [{**BATCHES[0], "sequences": 3}]},
         {"prefill.unit": "second"},
-        {"units": {"second": {"process": "own"}}},
         {"units": {"second": {"on_failure": "cpu"}}},
     ]
     digests = [load_plan(plan, overrides={**base, **change}).digest for change in changes]
@@ -142,7 +138,7 @@ def test_what_changes_a_run_changes_the_digest(plan: Path) -> None:
 def test_the_context_lends_no_more_than_can_be_used(hot: float) -> None:
     settings = {
         "backends": {"cpu": "null", "npu": "null"},
-        "units": {"second": {"process": "same", "on_failure": "stop"}},
+        "units": {"second": {"on_failure": "stop"}},
         "kv.lend": True,
         "layers.hot": hot,
         "memory.segments.cold": "150 KiB",
@@ -181,8 +177,7 @@ def test_scales_may_be_resident(tiny: TinyModel, plan: Path, alone: tuple[F32, F
         "bundle": {"stride": f"{read_manifest(apart).bundle.stride} B", "scales": "resident"},
         "decode.predictor": "gate",
     }
-    for process in ("same", "own"):
-        check(run(plan, {**settings, "units": {"second": {"process": process}}}), alone)
+    check(run(plan, settings), alone)
 
 
 @pytest.mark.parametrize("predictor", ["none", "gate"])
@@ -229,7 +224,6 @@ def test_several_sequences_are_computed_as_each_alone(
     check(found[1], found[0])
 
 
-@pytest.mark.parametrize("process", ["same", "own"])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -241,9 +235,9 @@ def test_several_sequences_are_computed_as_each_alone(
     ids=["both", "head", "no neurons", "nearly all"],
 )
 def test_rows_of_projections_and_head_may_be_another_units(
-    plan: Path, alone: tuple[F32, F32], rows: dict[str, Any], process: str
+    plan: Path, alone: tuple[F32, F32], rows: dict[str, Any]
 ) -> None:
-    settings = {**TWO, "decode.predictor": "gate", "units": {"second": {"process": process}}}
+    settings = {**TWO, "decode.predictor": "gate"}
     check(run(plan, {**settings, **rows}), alone)
 
 
@@ -354,17 +348,11 @@ def test_executor_that_is_observed_computes_everything(plan: Path, alone: tuple[
         check(compute(model), alone)
 
 
-@pytest.mark.parametrize("process", ["same", "own"])
 @pytest.mark.parametrize("method", ["start", "finish", "add"])
 def test_a_run_may_be_interrupted_in_any_call_of_a_unit(
-    plan: Path, alone: tuple[F32, F32], method: str, process: str
+    plan: Path, alone: tuple[F32, F32], method: str
 ) -> None:
-    settings = {
-        **TWO,
-        "units": {"second": {"process": process}},
-        "prefill.unit": "second",
-        "decode.predictor": "gate",
-    }
+    settings = {**TWO, "prefill.unit": "second", "decode.predictor": "gate"}
     with pi2.load(plan, set=settings) as model:
         unit: Any = model._parts.feed_forward.shares.units["second"].unit
         call = getattr(unit, method)

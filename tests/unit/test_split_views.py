@@ -112,7 +112,7 @@ def test_waiting_for_rows_of_projections_is_no_python(plan: Path) -> None:
 def test_explain_says_what_a_split_costs(
     plan: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
-    settings = {"units": {"second": {"process": "own"}}, "prefill.unit": "second"}
+    settings = {"prefill.unit": "second"}
     path = extend(plan, "apart", TWO, APART, settings)
     found = " ".join(" ".join(print_lines(capsys, "explain", key, path)).split())
     assert "costs: second: needs " in found

@@ -164,9 +164,6 @@ class UnitSettings(Table):
 
     backend: Annotated[BackendName, Field(examples=["reference"])] | None = None
     """Backend of this unit; default: its kind's in ``backends``."""
-    process: Literal["same", "own"] = "same"
-    """Whether an emulated unit (backend ``reference``) works in pi2's process, or in a separate one
-    like an NPU's driver."""
     graphs: Annotated[Graphs, Field(examples=[{"tokens": [1, 4, 64]}])] | None = None
     """Shapes of an NPU's programs (backend ``hexagon``); absent means defaults."""
     on_failure: Literal["stop", "cpu"] = "stop"

@@ -113,6 +113,11 @@ RENAMES = (
         path=("memory", "segments", "twin"),
         reason="there are no low-bit copies of neurons; give the bytes to `cold`",
     ),
+    Rename(
+        kind="plan",
+        path=("units", ANY, "process"),
+        reason="units that the processor emulates work in pi2's own process",
+    ),
 )
 """All renames; one that is listed here is never taken away before the next schema version."""
 
