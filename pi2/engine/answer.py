@@ -84,11 +84,11 @@ class Sampler:
 
     def __init__(self, options: SamplingOptions) -> None:
         self._options = options
-        self._takes_best = (
-            options.temperature == 0.0
-            and options.repetition_penalty == 1.0
-            and not (options.presence_penalty or options.frequency_penalty or options.logit_bias)
+        has_penalties = options.penalty_window != 0 and (
+            options.repetition_penalty != 1.0
+            or bool(options.presence_penalty or options.frequency_penalty)
         )
+        self._takes_best = not (options.temperature or has_penalties or options.logit_bias)
 
     @cached_property
     def _random(self) -> np.random.Generator:

@@ -274,7 +274,7 @@ def _compile(write: Callable[[], str], param: str) -> str:
     try:
         grammar: str = LLMatcher.grammar_from_lark(write())
         problem = LLMatcher.validate_grammar(grammar)
-    except ValueError as error:
+    except (ValueError, re.error, RecursionError) as error:
         problem = str(error)
     if problem:
         what = "JSON schema" if param == "response_format" else "parameters of the tools"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pi2.serving.literals import Schema
-from pi2.serving.schemas import describe_value, list_alternatives
+from pi2.serving.schemas import list_alternatives, list_properties
 
 DIGITS = 16
 """Most digits before and after the point of a number without bounds."""
@@ -39,6 +39,8 @@ _FORMATS = {
 }
 _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 """Formats that answers keep to; others only describe."""
+_BARE = re.compile(r"[A-Za-z_][\w.-]*")
+"""Names that need no quotes."""
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 WriteText = Callable[[str | None], str]
@@ -100,8 +102,7 @@ class SchemaWriter:
         """The body of one of `list_alternatives`; None if it nests too deeply."""
         words = self._notation.words
         if "enum" in plain:
-            values = [self._write_constant(value, depth) for value in plain["enum"]]
-            return " | ".join(value for value in values if value is not None) or None
+            return " | ".join(map(self._write_constant, plain["enum"]))
         match plain["type"]:
             case "null":
                 return quote(words["null"])
@@ -118,9 +119,7 @@ class SchemaWriter:
                 return self._write_array(plain, depth)
         return self._write_object(plain, depth)
 
-    def _write_constant(self, value: Any, depth: int) -> str | None:
-        if isinstance(value, (list, dict)):
-            return self.find(describe_value(value), depth - 1)
+    def _write_constant(self, value: Any) -> str:
         if isinstance(value, str):
             mark = self._notation.mark
             return f"{mark} {quote(value)} {mark}" if mark else quote(quote(value))
@@ -175,12 +174,15 @@ class SchemaWriter:
         return f'"[" " "? {inner} " "? "]"'
 
     def _repeat(self, item: str, least: int, most: int) -> str:
+        if most == 1:
+            return item
         between = f"({self._notation.comma} {item})"
         return self._add(f"{item} {between}{{{least - 1},{most - 1}}}")
 
     def _write_object(self, plain: Schema, depth: int) -> str | None:
         def write_pair(name: str, schema: Any) -> str | None:
-            key = quote(name if self._notation.mark else quote(name))
+            is_bare = self._notation.mark and _BARE.fullmatch(name)
+            key = quote(name if is_bare else quote(name))
             value = self.find(schema, depth - 1)
             return None if value is None else self._add(f"{key} {self._notation.colon} {value}")
 
@@ -222,10 +224,10 @@ class SchemaWriter:
 
     def _write_key(self, pattern: str, taken: Sequence[str]) -> str:
         if self._notation.mark:
-            sign, mark = "[A-Za-z0-9_.-]", ""
+            signs, mark = f"[A-Za-z_][A-Za-z0-9_.-]{{0,{KEY_CHARACTERS - 1}}}", ""
         else:
-            sign, mark = r'[^"\\\x00-\x1f\x7f]', '"'
-        body = f"/{mark}{sign}{{1,{KEY_CHARACTERS}}}{mark}/"
+            signs, mark = rf'[^"\\\x00-\x1f\x7f]{{1,{KEY_CHARACTERS}}}', '"'
+        body = f"/{mark}{signs}{mark}/"
         body += f" & /{mark}({pattern}){mark}/" if pattern else ""
         body += "".join(f" & ~/{mark}({known}){mark}/" for known in taken if known)
         return self._add(body, is_terminal=True)
@@ -236,15 +238,12 @@ def list_members(
 ) -> list[tuple[str, bool]] | None:
     """The stated properties of an object, and whether each is needed; ``write`` writes one of a
     name and a schema, or gives None if it can have no value.  None if such a one is needed."""
-    properties, required = dict(plain.get("properties") or {}), plain.get("required") or ()
-    for name in required:
-        properties.setdefault(name, plain.get("additionalProperties", True))
     found = []
-    for name, schema in properties.items():
+    for name, schema, is_needed in list_properties(plain):
         member = write(name, schema)
         if member is not None:
-            found.append((member, name in required))
-        elif name in required:
+            found.append((member, is_needed))
+        elif is_needed:
             return None
     return found
 

@@ -23,6 +23,13 @@ _NAMED_BY: Mapping[str, Sequence[str]] = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 """What says of a schema without a type which one is meant."""
+_KINDS: Mapping[type, Sequence[str]] = {
+    dict: ("properties", "patternProperties"),
+    list: ("required", "enum", "prefixItems", *_JOINED[1:]),
+    str: ("$ref", "pattern", "format"),
+    int: ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+}
+"""What keys of a schema must have."""
 _PARTS = frozenset({"type", "enum", *(key for keys in _NAMED_BY.values() for key in keys)})
 _MOST_ALTERNATIVES = 256
 _MOST_REFERENCES = 32
@@ -37,6 +44,11 @@ def list_alternatives(root: Schema, schema: Any) -> list[dict[str, Any]]:
         if "enum" in node:
             values = [value for value in node["enum"] if _fits(node, types, value)]
             plains: list[dict[str, Any]] = [{"enum": values}] if values else []
+            rest = {key: part for key, part in node.items() if key != "enum"}
+            for value in node["enum"]:
+                if isinstance(value, (list, dict)):
+                    both = {"allOf": [rest, _describe_value(value)]}
+                    plains += list_alternatives(root, both)
         else:
             plains = [{**node, "type": kind} for kind in types]
         found += [plain for plain in plains if plain not in found]
@@ -66,11 +78,18 @@ def _expand(root: Schema, schema: Any, depth: int) -> list[dict[str, Any]]:
             raise ValueError(f"'{key}' is not supported")
     if depth < 0:
         raise ValueError("references go round in a circle")
+    for kind, keys in _KINDS.items():
+        for key in schema.keys() & keys:
+            if not isinstance(schema[key], kind) or schema[key] is True:
+                raise ValueError(f"'{key}' cannot be {schema[key]!r}")
+    for key in schema.keys() & _NAMED_BY["number"]:
+        if isinstance(schema[key], bool) or not isinstance(schema[key], (int, float)):
+            raise ValueError(f"'{key}' cannot be {schema[key]!r}")
     own = {key: value for key, value in schema.items() if key in _PARTS}
     if own.pop("uniqueItems", False) is not False:
         raise ValueError("'uniqueItems' is not supported")
     if "const" in schema:
-        own["enum"] = [schema["const"]]
+        own["enum"] = _list_common([schema["const"]], own.get("enum", [schema["const"]]))
     if schema.get("unevaluatedProperties") is False:
         own.setdefault("additionalProperties", False)
     if "patternProperties" in own and not own["patternProperties"]:
@@ -102,7 +121,7 @@ def _intersect(one: Schema, other: Schema) -> dict[str, Any] | None:
     found = {**one, **other}
     join: dict[str, Callable[[Any, Any], Any]] = {
         "type": _join_types,
-        "enum": lambda mine, theirs: [value for value in mine if value in theirs],
+        "enum": _list_common,
         "required": lambda mine, theirs: [*mine, *(name for name in theirs if name not in mine)],
         "patternProperties": lambda mine, theirs: {
             key: _join_schemas(mine.get(key), theirs.get(key)) for key in {**mine, **theirs}
@@ -119,6 +138,11 @@ def _intersect(one: Schema, other: Schema) -> dict[str, Any] | None:
         found[key] = join[key](one[key], other[key])
     if found.get("type") == [] or found.get("enum") == []:
         return None
+    for closed in (one, other):
+        if closed.get("additionalProperties") is False and "patternProperties" in found:
+            kept = closed.get("patternProperties") or {}
+            patterns = found["patternProperties"].items()
+            found["patternProperties"] = {key: part for key, part in patterns if key in kept}
     mine, theirs = one.get("properties") or {}, other.get("properties") or {}
     if mine or theirs:
         found["properties"] = {
@@ -129,6 +153,12 @@ def _intersect(one: Schema, other: Schema) -> dict[str, Any] | None:
             for key in {**mine, **theirs}
         }
     return found
+
+
+def _list_common(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """The values of both lists; 1 is not ``true``."""
+    kinds = [(isinstance(value, bool), value) for value in other]
+    return [value for value in one if (isinstance(value, bool), value) in kinds]
 
 
 def _join_types(one: Any, other: Any) -> list[str]:
@@ -149,6 +179,8 @@ def _join_schemas(one: Any, other: Any) -> Any:
 def _fits(node: Schema, types: Sequence[str], value: Any) -> bool:
     """Whether a value that is listed is one of the types, and within stated limits."""
     kind = name_type(value)
+    if kind in ("array", "object"):
+        return False  # they are described
     if kind not in types and not (kind == "integer" and "number" in types):
         return False
     if kind in ("integer", "number"):
@@ -164,11 +196,25 @@ def _fits(node: Schema, types: Sequence[str], value: Any) -> bool:
     return True
 
 
-def describe_value(value: Any) -> dict[str, Any]:
+def _describe_value(value: Any) -> dict[str, Any]:
     """The schema of one list or object."""
     if isinstance(value, list):
         count = len(value)
         items = [{"const": item} for item in value]
         return {"type": "array", "prefixItems": items, "minItems": count, "maxItems": count}
     properties = {key: {"const": item} for key, item in value.items()}
-    return {"type": "object", "properties": properties, "required": list(value)}
+    closed = {"additionalProperties": False, "required": list(value)}
+    return {"type": "object", "properties": properties, **closed}
+
+
+def list_properties(plain: Schema) -> list[tuple[str, Any, bool]]:
+    """The properties that an object states: names, schemas, and whether each is needed."""
+    stated, required = plain.get("properties") or {}, plain.get("required") or ()
+    found = []
+    for name in dict.fromkeys([*stated, *required]):
+        patterns = (plain.get("patternProperties") or {}).items()
+        parts = [part for pattern, part in patterns if re.search(pattern, name) is not None]
+        if name in stated or not parts:
+            parts.append(stated.get(name, plain.get("additionalProperties", True)))
+        found.append((name, {"allOf": parts} if len(parts) > 1 else parts[0], name in required))
+    return found

@@ -154,6 +154,8 @@ ENDLESS: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "string", "pattern": "^a*$"}, '"aaa"', '"' + "a" * 300 + '"'),
     ({"type": "array"}, '[1, "x", [null]]', "[" + "1," * 400 + "1]"),
     ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", "[" + "1," * 400 + "1]"),
+    ({"type": "array", "items": {"type": "integer"}, "maxItems": 1}, "[1]", "[1, 2]"),
+    ({"type": "object", "maxProperties": 1}, '{"a": 1}', '{"a": 1, "b": 2}'),
     ({"type": "array"}, "[[[[1]]]]", "[" * 40 + "1" + "]" * 40),
     (FREE, '{"k": {"l": [1]}}', '{"' + "k" * 100 + '": 1}'),
     (FREE, "{}", "{" + ", ".join(f'"k{n}": 1' for n in range(100)) + "}"),
