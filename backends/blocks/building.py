@@ -23,9 +23,9 @@ from pi2.backends.blocks.contract import (
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
 from pi2.backends.blocks.room import (
     PARTS,
+    Allocate,
     KvCache,
     Libraries,
-    allocate,
     count_attention_bytes,
     count_partial_bytes,
     count_quantized_bytes,
@@ -157,11 +157,15 @@ class Builder:
         cache: KvCache,
         *,
         tokens: int,
+        step_tokens: int,
         context: int,
         threads: int,
         planes: int,
+        allocate: Allocate,
     ) -> None:
+        """``tokens``: most of a call; ``step_tokens``: most that may be of different sequences."""
         self._model = model
+        self._step_tokens, self._allocate = step_tokens, allocate
         self._planes = planes
         self._find = find
         self._libraries = libraries
@@ -169,10 +173,13 @@ class Builder:
         self._tokens = tokens
         self._context = context
         self._threads = threads
-        self._kept: list[Raw] = []
+        self._kept: list[U8] = []
+        """Everything that instructions know by its address."""
         self._areas: dict[tuple[str, int, int], Area] = {}
         self._codes: dict[tuple[str, int, int], int] = {}
         self._grids: dict[str, U8] = {}
+        self._vectors: dict[tuple[str, int | None, int, float], F32] = {}
+        """By key, layer, mixer and offset, or by length and value."""
         self._orders: dict[tuple[int, ...], I64] = {}
         self._growths: dict[bytes, F32] = {}
         self._scratch_size = self._partial_size = 0
@@ -185,33 +192,44 @@ class Builder:
         self.mixer = 0
         self.rms = model.norm.model_copy(update={"kind": "rmsnorm", "bias": False})
         """The norm of heads, routers and latent vectors."""
-        self.numbers: I32 = self.keep(np.zeros(tokens, np.int32))
+        self.numbers: I32 = self._take(4 * tokens).view(np.int32)
         """Tokens of a call."""
-        self.sequences: I32 = self.keep(np.zeros(tokens, np.int32))
-        self.positions: I32 = self.keep(np.zeros(tokens, np.int32))
-        self.places: I32 = self.keep(np.zeros(tokens, np.int32))
+        self.sequences: I32 = self._take(4 * tokens).view(np.int32)
+        self.positions: I32 = self._take(4 * tokens).view(np.int32)
+        self.places: I32 = self._take(4 * tokens).view(np.int32)
         """Rows of the learned positions."""
-        self.known_numbers: I32 = self.keep(np.zeros(tokens, np.int32))
+        self.known_numbers: I32 = self._take(4 * tokens).view(np.int32)
         """Rows of a table that has some tokens: others have the first one."""
         self.ropes: dict[tuple[Rope, int], RopeTables] = {}
         for turn in list_turns(model):
-            arrays: F32 = self.keep(np.zeros((2, context, max(turn[1] // 2, 1)), np.float32))
+            shape = 2, context, max(turn[1] // 2, 1)
+            arrays: F32 = self._take(4 * math.prod(shape)).view(np.float32).reshape(shape)
             self.ropes[turn] = RopeTables(*turn, (arrays[0], arrays[1]))
         experts, active = (
             (1, 1) if model.moe is None else (model.moe.experts, model.moe.active_experts)
         )
         pairs = tokens * active
         self._ones: F32 = self.keep(np.ones(experts, np.float32))
-        self._zeros: I32 = self.keep(np.zeros(pairs, np.int32))
+        self._zeros: I32 = self._take(4 * pairs).view(np.int32)
         self._steps: I32 = self.keep(np.arange(pairs, dtype=np.int32))
 
-    def keep(self, array: A) -> A:
-        self._kept.append(array)
-        return array
+    def _take(self, size: int, segment: str = "workspace") -> U8:
+        self._kept.append(self._allocate(segment, size))
+        return self._kept[-1]
 
-    @property
-    def kept_bytes(self) -> int:
-        return sum(array.nbytes for array in self._kept)
+    def keep(self, array: A, segment: str = "workspace") -> A:
+        """Return a copy in memory of the budget."""
+        kept: Any = self._take(array.nbytes, segment).view(array.dtype).reshape(array.shape)
+        kept[...] = array
+        own: A = kept
+        return own
+
+    def fill(self, value: float, length: int) -> int:
+        """Return the address of so many numbers that are all the same."""
+        place = "constant", length, 0, value
+        if place not in self._vectors:
+            self._vectors[place] = self.keep(np.full(length, value, np.float32))
+        return self._vectors[place].ctypes.data
 
     def find(self, key: str, layer: int | None = None) -> Weight | None:
         return self._find(key, layer or 0, self.mixer)
@@ -245,17 +263,19 @@ class Builder:
         key = name, width, each
         if key not in self._areas:
             stride = width if is_tight else -(-width // 16) * 16
-            array = self.keep(allocate(4 * stride * each * (tokens or self._tokens)))
+            array = self._take(4 * stride * each * (tokens or self._tokens))
             self._areas[key] = Area(array.ctypes.data, stride)
         return self._areas[key]
 
     def read_vector(self, key: str, layer: int | None, offset: float = 0.0) -> int:
         """Return the address of a vector as float32; 0 where the model has none."""
-        weight = self.find(key, layer)
-        if weight is None:
-            return 0
-        array: F32 = self.keep(np.ascontiguousarray(weight.read() + np.float32(offset)))
-        return array.ctypes.data
+        place = key, layer, self.mixer, offset
+        if place not in self._vectors:
+            weight = self.find(key, layer)
+            if weight is None:
+                return 0
+            self._vectors[place] = self.keep(weight.read() + np.float32(offset), "attention")
+        return self._vectors[place].ctypes.data
 
     def add(
         self,
@@ -342,8 +362,7 @@ class Builder:
         return [self.make_product(key, layer, y, has_bias, **more) for key, y in parts]
 
     def add_zeros(self, y: Area, length: int) -> None:
-        zeros: F32 = self.keep(np.zeros(length, np.float32))
-        self.add_cap(Area(zeros.ctypes.data, 0), length, 0.0, 1.0, y)
+        self.add_cap(Area(self.fill(0.0, length), 0), length, 0.0, 1.0, y)
 
     def add_products(
         self, x: Area, length: int, products: Sequence[Product], *, each: int = 1
@@ -427,7 +446,7 @@ class Builder:
         plane = stride * each * self._tokens
         key = form, length, each
         if key not in self._codes:
-            self._codes[key] = self.keep(allocate(plane * self._planes)).ctypes.data
+            self._codes[key] = self._take(plane * self._planes).ctypes.data
         target = self._codes[key]
         inputs[form] = _Codes(target, stride, self._planes, plane)
         if kind == "q8_k":
@@ -567,8 +586,8 @@ class Builder:
     def finish(self) -> None:
         """Allocate what instructions share that were added so far."""
         size = -(-self._scratch_size // 64) * 64
-        scratch = self.keep(allocate(size * self._threads))
-        partials = self.keep(allocate(self._partial_size))
+        scratch = self._take(size * self._threads)
+        partials = self._take(self._partial_size)
         for instruction in self.instructions:
             if "partials" in instruction.values:
                 instruction.values["partials"] = partials.ctypes.data
@@ -747,7 +766,7 @@ class Builder:
 
     def _take_numbers(self, count: int) -> int:
         """Return the address of numbers of 32 bits."""
-        return self.keep(allocate(4 * count)).ctypes.data
+        return self._take(4 * count).ctypes.data
 
     def add_weighing(self, x: Area, length: int, scores: Area, *, each: int = 1) -> None:
         self.add("weigh", {**x.put("x"), "length": length, **scores.put("scores")}, each=each)
@@ -790,7 +809,7 @@ class Builder:
     ) -> None:
         """Normalise so many parts of vectors; the address of no weights stands for ones."""
         if weights == 0:
-            weights = self.keep(np.ones(width, np.float32)).ctypes.data
+            weights = self.fill(1.0, width)
         names = ("cos", "sin", "table_stride", "rotated", "neighbours", "swapped")
         still = dict.fromkeys(names, 0)
         self._add_turn(x, parts, width, Norm(weights, "before"), still, waits=waits)
@@ -817,7 +836,7 @@ class Builder:
 
     def _read_head_norm(self, key: str, own: Attention) -> int:
         if not self._model.attention.head_norm_weights:
-            return self.keep(np.ones(own.head_dim, np.float32)).ctypes.data
+            return self.fill(1.0, own.head_dim)
         return self.read_vector(key, self.layer, self._model.norm.weight_offset)
 
     def add_gates(
@@ -901,7 +920,7 @@ class Builder:
         group, lanes = heads.group, self._libraries.isa.lanes
         size = count_attention_bytes(group, heads.key, heads.value, lanes)
         self._scratch_size = max(self._scratch_size, size)
-        size = count_partial_bytes(shape.heads, heads.value, len(values))
+        size = count_partial_bytes(shape.heads, heads.value, self._step_tokens)
         self._partial_size = max(self._partial_size, size)
         width = shape.head_dim if shape.latent is None else shape.latent.key
         arguments = {

@@ -77,7 +77,8 @@ class Layers:
         )
         builder.add_products(self.x, self._hidden, [project])
         weights = builder.need("layer_projection_norm", None).read()
-        weights = builder.keep((weights + self._model.norm.weight_offset) * np.float32(half))
+        weights = (weights + self._model.norm.weight_offset) * np.float32(half)
+        weights = builder.keep(weights, "attention")
         builder.add_parts_norm(area, layers, width, weights.ctypes.data)
         table, numbers = builder.need("layer_embedding", None), builder.known_numbers
         builder.add_rows("layer_embedding", table, numbers, area, own.factor * half, added=True)

@@ -12,7 +12,7 @@ from pi2.backends.blocks.building import Builder, Matrix
 from pi2.backends.blocks.instructions import FindWeight, Program, Threads
 from pi2.backends.blocks.layers import Layers
 from pi2.backends.blocks.recurrent import STATE_MATRICES
-from pi2.backends.blocks.room import KvCache, Libraries, StateMemory
+from pi2.backends.blocks.room import Allocate, KvCache, Libraries, StateMemory
 from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
@@ -26,8 +26,8 @@ NoteKernel = Callable[[str, int | None, float, float], None]
 
 
 class BlockModel:
-    """Computes chunks of a sequence (`prefill`, then `logits`) and steps of several (`step`).  One
-    calling thread.
+    """Computes chunks of a sequence (`prefill`, then `logits`) and steps of ``step_tokens`` at most
+    (`step`), each the next one of one of ``sequences``.  One calling thread.
 
     ``find(key, layer)`` gives tensors: vectors with their bytes, and matrices without, if they are
     streamed: `set_tensor` then says where they are before `run` computes instructions that read
@@ -43,7 +43,9 @@ class BlockModel:
         threads: int,
         context: int,
         sequences: int,
+        step_tokens: int,
         chunk: int,
+        allocate: Allocate,
         architecture: str,
         features: Iterable[str],
         cores: Sequence[int] = (),
@@ -58,20 +60,22 @@ class BlockModel:
         )
         context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
         self._lanes = libraries.isa.lanes
-        self._cache = KvCache(model, context, sequences)
-        self._states = StateMemory(model, sequences)
-        tokens = max(chunk, sequences, LOGIT_ROWS)
+        self._cache = KvCache(model, context, sequences, allocate)
+        self._states = StateMemory(model, sequences, allocate)
+        rows = max(LOGIT_ROWS, step_tokens)
+        tokens = max(chunk, rows)
         self._builder = builder = Builder(
             model,
             find,
             libraries,
             self._cache,
             tokens=tokens,
+            step_tokens=step_tokens,
             context=context,
             threads=threads,
             planes=max(planes),
+            allocate=allocate,
         )
-        rows = max(LOGIT_ROWS, sequences)
         self._layers = layers = Layers(model, builder, self._states, rows, predicts)
         layers.add_embedding()
         for layer in range(model.shape.layers):
@@ -264,11 +268,6 @@ class BlockModel:
 
     def put_state(self, sequence: int, state: F32) -> None:
         self._states.put(sequence, state)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of its allocations, without the KV cache."""
-        return self._builder.kept_bytes
 
     def close(self) -> None:
         """End the threads.  Never fails, and may be called twice."""

@@ -6,9 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
 from math import prod
-from mmap import mmap
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +63,10 @@ def count_attention_bytes(group: int, key: int, value: int, lanes: int) -> int:
     return 4 * max(tile, 4 * SCORES_ROW) + _LINE
 
 
-def count_partial_bytes(heads: int, value: int, sequences: int) -> int:
-    """Return the bytes of all parts of the contexts of some tokens, or of one part of each of as
-    many as there are sequences."""
-    return 4 * max(SINGLE * PARTS, sequences) * heads * (value + PARTIAL)
+def count_partial_bytes(heads: int, value: int, tokens: int) -> int:
+    """Return the bytes of all parts of the contexts of some tokens, or of one part of each token of
+    a step."""
+    return 4 * max(SINGLE * PARTS, tokens) * heads * (value + PARTIAL)
 
 
 def count_panel_bytes(lanes: int) -> int:
@@ -93,6 +91,10 @@ def count_quantized_bytes(kind: Activations, length: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
+_PAIR_NUMBERS = 18
+"""Numbers of each pair of a token and an expert, in lists by token and by expert."""
+
+
 def count_token_bytes(model: Model, planes: int = 1) -> int:
     """Most bytes of a token's arrays, from the residual stream to gates and ups. Quantised inputs
     have ``planes`` and up to three orders."""
@@ -105,7 +107,7 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
         floats += model.shape.heads * kept + (latent.query_rank or 0) + latent.kept
     if moe is not None:
         beside = max(moe.shared_ffn or moe.shared_experts * ffn, moe.dense_ffn or 0)
-        floats += moe.experts + 4 * moe.active_experts
+        floats += moe.experts + _PAIR_NUMBERS * moe.active_experts
         ffn = moe.active_experts * ffn + beside
         floats += 5 * hidden + 2 * (moe.latent or 0)
         if model.side_ffn is not None:
@@ -280,8 +282,12 @@ def open_library(path: Path) -> ctypes.CDLL:
 ALIGNMENT = 64
 _MOST_LANES = 16
 """Lanes of the widest registers."""
+
+
 _VECTORS = 4
-"""Norms and biases of a layer, in vectors as long as what attention reads and mixes."""
+"""Tables of a layer, in vectors as long as what attention reads and mixes."""
+_TABLES_BYTES = 64 << 10
+"""Tables of formats, and the ends of arrays that begin at cache lines."""
 
 
 def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
@@ -297,12 +303,29 @@ def count_sequence_states(model: Model, sequences: int) -> int:
     return sequences * len(model.states) * count_state_bytes(model)
 
 
+def _count_tables(model: Model, context: int) -> int:
+    """Most bytes of what layers look up: places of heads, experts and channels, factors."""
+    shape, own = model.shape, describe_state(model)
+    size = _VECTORS * 4 * shape.layers * (shape.hidden + shape.query)
+    size += 16 * shape.layers * model.expert_count
+    size += 4 * context * sum(item.growth != 0.0 for item, _ in list_attention(model))
+    if own is not None:
+        size += len(model.states) * 4 * (own.channels * (own.kernel + 3) + 2 * own.rows)
+    return size + _TABLES_BYTES
+
+
 def count_workspace_bytes(
-    model: Model, chunk: int, sequences: int, planes: int = 1, *, context: int = 0, threads: int = 1
+    model: Model,
+    chunk: int,
+    step_tokens: int,
+    planes: int = 1,
+    *,
+    context: int = 0,
+    threads: int = 1,
 ) -> int:
-    """Return the most bytes that computing ``chunk`` tokens, or steps of ``sequences``, takes
+    """Return the most bytes that computing ``chunk`` tokens, or steps of ``step_tokens``, takes
     without weights and KV cache."""
-    rows = max(LOGIT_ROWS, sequences)
+    rows = max(LOGIT_ROWS, step_tokens)
     tokens = max(chunk, rows)
     turns = sum(4 * max(width, 2) for _, width in list_turns(model))
     heads = [(own.heads, describe_heads(own)) for own, _ in list_attention(model)]
@@ -315,32 +338,25 @@ def count_workspace_bytes(
         + rows * (4 * model.shape.vocab + 64)
         + (context + CONTEXT_BLOCK) * turns
         + threads * scratch
-        + max(count_partial_bytes(count, own.value, sequences) for count, own in heads)
-        + _VECTORS * 4 * model.shape.layers * (model.shape.hidden + model.shape.query)
+        + max(count_partial_bytes(count, own.value, step_tokens) for count, own in heads)
+        + _count_tables(model, context)
     )
 
 
-def allocate(size: int) -> U8:
-    """Return zeros that begin at a cache line; pages come when they are written."""
-    raw: U8 = np.zeros(size + ALIGNMENT, np.uint8)
-    skip = -raw.ctypes.data % ALIGNMENT
-    return raw[skip : skip + size]
-
-
-_HUGE = 4 << 20
-"""Bytes of an array from which on numpy asks for pages of 2 MiB: short contexts fill few."""
+Allocate = Callable[[str, int], U8]
+"""Gives zeroed bytes of a segment, which begin at a cache line; pages come when written."""
 
 
 class StateMemory:
     """States of layers that have one: float32 [sequences, n], of every sequence what convolutions
     read of earlier tokens and the recurrent states."""
 
-    def __init__(self, model: Model, sequences: int) -> None:
+    def __init__(self, model: Model, sequences: int, allocate: Allocate) -> None:
         shape, places = describe_state(model), model.states
         each = 0 if shape is None else count_state_bytes(model) // 4
         self.stride = each * len(places)
         """Elements of a sequence."""
-        raw = allocate(4 * self.stride * sequences)
+        raw = allocate("state", 4 * self.stride * sequences)
         self._values: F32 = raw.view(np.float32).reshape(sequences, self.stride)
         kept = 0 if shape is None else align_bytes(4 * shape.kept)
         self._places = {
@@ -365,22 +381,16 @@ class StateMemory:
 class KvCache:
     """KV cache of the layers: fp16 [sequences, heads, context, width] of each kind of vectors."""
 
-    def __init__(self, model: Model, context: int, sequences: int) -> None:
-        shapes = [
-            (layer, (sequences, own.key_heads, context, width))
-            for layer, block in enumerate(model.blocks)
-            if block.attention is not None and block.attention.has_keys
-            for own in (describe_heads(block.attention),)
-            for width in own.widths
-        ]
-        sizes = [prod(shape) for _, shape in shapes]
-        ends = list(accumulate(sizes, initial=0))
-        size, is_large = 2 * ends[-1], 2 * max(sizes, default=0) >= _HUGE
-        raw = allocate(size) if is_large else np.frombuffer(mmap(-1, max(size, 1)), np.uint8)
-        region = raw[:size].view(np.float16)
+    def __init__(self, model: Model, context: int, sequences: int, allocate: Allocate) -> None:
         self._layers: dict[int, list[F16]] = {}
-        for (layer, shape), (begin, end) in zip(shapes, pairwise(ends), strict=True):
-            self._layers.setdefault(layer, []).append(region[begin:end].reshape(shape))
+        for layer, block in enumerate(model.blocks):
+            if block.attention is None or not block.attention.has_keys:
+                continue
+            own = describe_heads(block.attention)
+            for width in own.widths:
+                shape = sequences, own.key_heads, context, width
+                array = allocate("kv", 2 * prod(shape)).view(np.float16).reshape(shape)
+                self._layers.setdefault(layer, []).append(array)
 
     def find(self, layer: int) -> Sequence[F16]:
         """Return the arrays of a layer: its keys, and its values unless vectors are latent."""

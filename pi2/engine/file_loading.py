@@ -90,7 +90,7 @@ def load_file(
             slots = open_slots(resolved, weights, files, region, loops)
         ring = np.zeros(0, np.uint8)
         if ring_bytes:
-            ring = budget.allocate("cold", ring_bytes // BLOCK * BLOCK)
+            ring = budget.allocate("cold", ring_bytes // BLOCK * BLOCK, is_filled=True)
 
         def make_stream(pieces: Sequence[Piece], region: U8) -> WeightStream:
             engine = files.open_engine(plan.io, loops, has_one_caller=False)
@@ -102,7 +102,7 @@ def load_file(
             {name: rows.ctypes.data for name, rows in {**shared, **placed}.items()},
             ring,
             make_stream,
-            partial(_make_program, resolved, machine, progress, predicts),
+            partial(_make_program, resolved, machine, progress, predicts, budget),
             slots,
             watched.check,
         )
@@ -113,9 +113,6 @@ def load_file(
         expected = None
         if rates is not None:
             expected = rates.expect(facts.streamed_bytes, facts.token_bytes)
-        budget.charge("kv", plan.memory.segments.kv)
-        budget.charge("state", plan.memory.segments.state)
-        budget.charge("workspace", plan.memory.segments.workspace)
         get_logger(plan_digest=resolved.digest[:12]).info(
             "model loaded",
             plan=str(resolved.path),
@@ -171,9 +168,8 @@ def place_resident(
     names = set(division.resident)
     chosen = [tensor for tensor in tensors if tensor.name in names]
     if is_mapped:
-        budget.charge("hot", sum(tensor.size_bytes for tensor in chosen))
-        return {t.name: weights.map_rows(t).reshape(-1) for t in chosen}, []
-    region = budget.allocate("hot", sum(tensor.size_bytes for tensor in chosen))
+        return {t.name: budget.adopt("hot", weights.map_rows(t).reshape(-1)) for t in chosen}, []
+    region = budget.allocate("hot", sum(tensor.size_bytes for tensor in chosen), is_filled=True)
     ranges: list[tuple[Piece, U8]] = []
     placed, place = {}, 0
     for tensor in chosen:
@@ -206,11 +202,18 @@ def open_slots(
 
 
 def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
-    return resolved.plan.threads.compute or machine.cores
+    """Those that the workspace has room for, at most."""
+    assert resolved.file is not None
+    return resolved.plan.threads.compute or min(machine.cores, resolved.file.threads)
 
 
 def _make_program(
-    resolved: ResolvedPlan, machine: Machine, progress: Progress, predicts: bool, find: object
+    resolved: ResolvedPlan,
+    machine: Machine,
+    progress: Progress,
+    predicts: bool,
+    budget: Budget,
+    find: object,
 ) -> BlockModel:
     plan, unit = resolved.plan, resolved.device.units[resolved.sparse_unit]
     features = machine.features if unit.features is None else frozenset(unit.features)
@@ -219,8 +222,10 @@ def _make_program(
         find,  # type: ignore[arg-type]
         threads=count_threads(resolved, machine),
         context=plan.kv.context,
-        sequences=plan.decode.step_tokens,
+        sequences=plan.decode.batch,
+        step_tokens=plan.decode.step_tokens,
         chunk=plan.prefill.chunk,
+        allocate=budget.allocate,
         architecture=unit.architecture or machine.architecture,
         features=features,
         predicts=predicts,

@@ -50,7 +50,7 @@ from pi2.engine.text import (
 )
 from pi2.fitting.sizes import count_chunks
 from pi2.machine.memory import measure_reads
-from pi2.memory.budget import Pressure, read_pressure
+from pi2.memory.budget import Pressure, SegmentUse, read_pressure
 from pi2.memory.weight_stream import Expected
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.sandbox.child import StayingChild
@@ -188,6 +188,10 @@ class LoadedModel:
         if now.major_faults is not None and before.major_faults is not None:
             faults = now.major_faults - before.major_faults
         return replace(now, major_faults=faults)
+
+    def measure_segments(self) -> Mapping[str, SegmentUse]:
+        """What each segment of memory states, and what it has taken."""
+        return self._parts.measure_segments()
 
     @property
     def units(self) -> tuple[UnitUse, ...]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pi2.diagnostics import UserError
+from pi2.engine.statistics import read_peak_rss_bytes
+from pi2.memory.budget import SegmentUse
 from pi2.model.tensor import EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.units import count_kv_token_bytes
@@ -68,6 +70,21 @@ class Parts:
     """The draft model's, if there is one."""
     release: ExitStack
     """Gives back threads, files and memory, the last that was taken first."""
+
+    def measure_segments(self) -> dict[str, SegmentUse]:
+        """What each segment states, and what it has taken; ``draft.NAME`` are those of the model
+        that drafts, and ``runtime`` has what is left of the process's peak."""
+        found = self.budget.measure()
+        if self.draft is not None:
+            own = self.draft.budget.measure().items()
+            found |= {f"draft.{name}": use for name, use in own if name != "runtime"}
+        parts = [use.taken_bytes for name, use in found.items() if name != "runtime"]
+        taken = None
+        if None not in parts:
+            taken = max(0, read_peak_rss_bytes() - sum(part for part in parts if part is not None))
+        stated = self.resolved.plan.memory.segments.runtime
+        found["runtime"] = SegmentUse(stated_bytes=stated, allocated_bytes=None, taken_bytes=taken)
+        return found
 
     @property
     def executor(self) -> Executor:

@@ -233,6 +233,7 @@ def _describe_model(model: LoadedModel, statistics: RunStatistics, tokens: int) 
         "io_engine_refused": model.engine_fallback,
         "direct_reads_refused": model.fallback,
         "peak_rss_bytes": read_peak_rss_bytes(),
+        "segments": {name: asdict(use) for name, use in model.measure_segments().items()},
         "major_faults": pressure.major_faults,
         "swapped_bytes": pressure.swapped_bytes,
         "locked_bytes": pressure.locked_bytes,
@@ -325,6 +326,7 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
     if (bound := run["bound_by"]) is not None:
         lines.append(f"bound by: {_describe_shares(model, run, bound)}")
     if whole:
+        lines.append(f"segments: {_describe_segments(run['segments'])}")
         lines.append(
             f"neurons: {_describe_neurons(model, run)}"
             if model.plan.file is None
@@ -357,6 +359,15 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
     if run["direct_reads_refused"]:
         lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
     return "\n".join(lines)
+
+
+def _describe_segments(segments: Mapping[str, Mapping[str, Any]]) -> str:
+    parts = []
+    for name, use in segments.items():
+        taken = use["taken_bytes"]
+        shown = "unknown" if taken is None else approximate_bytes(taken)
+        parts.append(f"{name} {shown} of {approximate_bytes(use['stated_bytes'])}")
+    return " · ".join(parts)
 
 
 def _describe_shares(model: LoadedModel, run: dict[str, Any], bound: str) -> str:

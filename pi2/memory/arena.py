@@ -209,7 +209,6 @@ def make_loan(resolved: ResolvedPlan, cache: NeuronCache, budget: Budget) -> Con
     cold_slots, most_slots = count_cold_slots(resolved, cache.granule)
     if most_slots == cold_slots:
         return None
-    budget.use_small_pages("kv")
     return ContextLoan(
         cache,
         describe_context(resolved),

@@ -8,6 +8,7 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import numpy as np
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.quantities import compare_bytes
+from pi2.plan.weights.layout import round_up
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -121,18 +123,52 @@ def _read_sizes(path: Path) -> dict[str, int]:
 PAGE = 4096
 HUGE_BYTES: Mapping[str, int] = {"cold": 64 << 20, "attention": 4 << 20, "predictor": 4 << 20}
 """Least size of regions in pages of 2 MiB: smaller arenas would waste memory."""
+_FILLED_BYTES = 4 << 20
+"""The same of regions that are filled to their end."""
+_POOL_BYTES = 256 << 10
+"""Regions that arrays of less than a page share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentUse:
+    """What a segment has of memory."""
+
+    stated_bytes: int
+    allocated_bytes: int | None
+    """Given out; None for the segment ``runtime``, of which nothing is given out."""
+    taken_bytes: int | None
+    """In memory now, in pages as the system counts them; None where it does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    memory: mmap.mmap
+    segments: tuple[tuple[str, int], ...]
+    """Segments that are charged, and the bytes of each, one after the other."""
+
+    @property
+    def address(self) -> int:
+        return int(np.frombuffer(self.memory, np.uint8, count=1).ctypes.data)
+
+    def __len__(self) -> int:
+        return len(self.memory)
 
 
 class Budget:
-    """Gives out zeroed, page-aligned memory by segment; pages cost nothing until written."""
+    """Gives out zeroed memory by segment; pages cost nothing until written.
+
+    Weights, slots and rings lie in pages of 2 MiB, which are quicker to find.  All else lies in
+    small ones, whatever the system's setting: of arrays that are filled here and there, such as a
+    KV cache, each touch of a large page would take 2 MiB."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self._limits = dict(limits)
         self._used = dict.fromkeys(self._limits, 0)
-        self._maps: list[mmap.mmap] = []
+        self._regions: list[_Region] = []
+        self._pools: dict[str, U8] = {}
+        """What is left of the last pool of each segment."""
+        self._adopted: list[tuple[str, U8]] = []
         self._is_locked = False
-        self._segments: list[frozenset[str]] = []
-        """Segments that each of them is charged to."""
 
     @property
     def used_bytes(self) -> Mapping[str, int]:
@@ -144,79 +180,111 @@ class Budget:
         return self._limits[segment] - self._used[segment]
 
     def charge(self, segment: str, size: int) -> None:
-        """Count ``size`` bytes; UserError P610 if the segment cannot hold them."""
-        if size > self.remaining(segment):
-            need = self._used[segment] + size
-            unit = segment.removeprefix("units.")
-            is_unit = unit != segment
-            key = f"memory.{segment}.budget" if is_unit else f"memory.segments.{segment}"
-            needs, allowed = compare_bytes(need, self._limits[segment])
+        """Count ``size`` bytes.  Needs of a plan's segments are known before anything is given
+        out: more is a programmer's fault.  UserError P610 where a unit's own memory is short."""
+        assert size >= 0
+        stated, taken = self._limits.get(segment, 0), self._used.get(segment, 0)
+        if taken + size > stated and segment.startswith("units."):
+            needs, allowed = compare_bytes(taken + size, stated)
             raise UserError.of(
                 "P610",
-                f"{'unit' if is_unit else 'segment'} {unit!r} needs at least {needs} "
-                f"({need} bytes), the plan allows {allowed}",
-                help=f"raise {key}, and memory.budget if it is exceeded then",
+                f"unit {segment.removeprefix('units.')!r} needs at least {needs} "
+                f"({taken + size} bytes), the plan allows {allowed}",
+                help=f"raise memory.{segment}.budget, and memory.budget if it is exceeded then",
             )
-        self._used[segment] += size
+        assert taken + size <= stated, (
+            f"segment {segment!r}: {stated} bytes are stated, {taken} taken, {size} more wanted"
+        )
+        self._used[segment] = taken + size
 
-    def allocate(self, segment: str, size: int) -> U8:
-        """Return ``size`` zeroed bytes, page-aligned; UserError P610 as for ``charge``."""
-        return self.allocate_spanning({segment: size})
+    def allocate(self, segment: str, size: int, *, is_filled: bool = False) -> U8:
+        """Return ``size`` zeroed bytes that begin at a page, or at a cache line where they are less
+        than one; ``is_filled``: all of them will be written."""
+        if size >= PAGE:
+            return self.allocate_spanning({segment: size}, is_filled=is_filled)
+        self.charge(segment, size)
+        if len(pool := self._pools.get(segment, _NOTHING)) < size:
+            pool = self._map(((segment, _POOL_BYTES),), _POOL_BYTES, is_huge=False)
+        self._pools[segment] = pool[round_up(size, 64) :]
+        return pool[:size]
 
-    def allocate_spanning(self, sizes: Mapping[str, int], *, reserved_bytes: int = 0) -> U8:
+    def allocate_spanning(
+        self, sizes: Mapping[str, int], *, reserved_bytes: int = 0, is_filled: bool = False
+    ) -> U8:
         """One region charged to several segments, ``reserved_bytes`` longer than charged."""
         for segment, size in sizes.items():
-            assert size >= 0
             self.charge(segment, size)
-        size = sum(sizes.values()) + reserved_bytes
-        length = max(size, 1)
+        length = max(sum(sizes.values()) + reserved_bytes, 1)
+        least = min((HUGE_BYTES[name] for name in sizes if name in HUGE_BYTES), default=length + 1)
+        is_huge = length >= (_FILLED_BYTES if is_filled else least)
+        return self._map(tuple(sizes.items()), length, is_huge=is_huge)[
+            : sum(sizes.values()) + reserved_bytes
+        ]
+
+    def _map(self, segments: tuple[tuple[str, int], ...], length: int, *, is_huge: bool) -> U8:
         if sys.platform == "win32":
             region = mmap.mmap(-1, length)
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
             region = mmap.mmap(-1, length, flags=flags)
-        least = min((HUGE_BYTES[name] for name in sizes if name in HUGE_BYTES), default=None)
-        if sys.platform == "linux" and least is not None and length >= least:
+        if sys.platform == "linux":
             # With small pages, finding them takes the processor a fifth of the time that reading
             # neurons does, which lie all over the arena, and a twentieth with a matrix.
-            region.madvise(mmap.MADV_HUGEPAGE)
-        self._maps.append(region)
-        self._segments.append(frozenset(sizes))
-        return np.frombuffer(region, np.uint8, count=size)
+            with suppress(OSError):  # a system without large pages
+                region.madvise(mmap.MADV_HUGEPAGE if is_huge else mmap.MADV_NOHUGEPAGE)
+        self._regions.append(_Region(region, segments))
+        return np.frombuffer(region, np.uint8)
 
     def adopt(self, segment: str, region: U8) -> U8:
-        """Count ``region``, memory from elsewhere, and return it; UserError P610."""
+        """Count ``region``, memory from elsewhere, and return it."""
         self.charge(segment, region.nbytes)
+        self._adopted.append((segment, region))
         return region
+
+    def measure(self) -> dict[str, SegmentUse]:
+        """What the segments have now, those without anything left out."""
+        taken: dict[str, int | None] = dict.fromkeys(self._limits, 0)
+
+        def add(segment: str, address: int, size: int) -> None:
+            found, before = _count_pages(address, size), taken[segment]
+            taken[segment] = None if found is None or before is None else before + found
+
+        for region in self._regions:
+            place, end = region.address, region.address + len(region)
+            for number, (segment, size) in enumerate(region.segments, 1):
+                last = number == len(region.segments)
+                add(segment, place, end - place if last else size)
+                place += size
+        for segment, array in self._adopted:
+            add(segment, array.ctypes.data, array.nbytes)
+        return {
+            name: SegmentUse(
+                stated_bytes=stated, allocated_bytes=self._used[name], taken_bytes=taken[name]
+            )
+            for name, stated in self._limits.items()
+            if stated or self._used[name]
+        }
 
     def lock(self) -> str | None:
         """Keep all regions in memory once they are touched; return why that cannot be."""
-        regions = [(_find_address(region), len(region)) for region in self._maps]
+        regions = [(region.address, len(region)) for region in self._regions]
         problem = lock_regions(regions)
         self._is_locked = problem is None
         return problem
 
-    def _unlock(self, region: mmap.mmap, first: int, size: int) -> None:
+    def _unlock(self, region: _Region, first: int, size: int) -> None:
         if self._is_locked:
-            unlock_region(_find_address(region) + first, size)
+            unlock_region(region.address + first, size)
 
     def release(self, segment: str) -> None:
         """Return the regions of ``segment`` to the system, unless other segments share them; they
         are zeros then."""
-        self._advise(segment, "MADV_DONTNEED")
-
-    def use_small_pages(self, segment: str) -> None:
-        """Let memory of ``segment`` come page by page, as it is touched, even if the system gives
-        every process 2 MiB at once."""
-        self._advise(segment, "MADV_NOHUGEPAGE")
-
-    def _advise(self, segment: str, name: str) -> None:
-        advice: int | None = getattr(mmap, name, None)
-        if advice is not None:
-            for region, segments in zip(self._maps, self._segments, strict=True):
-                if segments == {segment}:
-                    self._unlock(region, 0, len(region))
-                    region.madvise(advice)
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        for region in self._regions:
+            if {name for name, _ in region.segments} == {segment}:
+                self._unlock(region, 0, len(region))
+                region.memory.madvise(mmap.MADV_DONTNEED)
 
     def give_back(self, unused: U8) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that
@@ -224,20 +292,40 @@ class Budget:
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         address, length = unused.ctypes.data, unused.nbytes
-        for region in self._maps:
-            start = address - _find_address(region)
+        for region in self._regions:
+            start = address - region.address
             if 0 <= start < len(region):
                 first = -(-start // PAGE) * PAGE
                 last = (start + length) // PAGE * PAGE
                 if last > first:
                     self._unlock(region, first, last - first)
-                    region.madvise(mmap.MADV_DONTNEED, first, last - first)
+                    region.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
                 return
         raise AssertionError("not a region of this budget")
 
 
-def _find_address(region: mmap.mmap) -> int:
-    return int(np.frombuffer(region, np.uint8, count=1).ctypes.data)
+_NOTHING: U8 = np.zeros(0, np.uint8)
+_PRESENT = np.uint64(63)
+"""Bit of an entry of the page map: a page is in memory."""
+
+
+def _count_pages(address: int, size: int) -> int | None:
+    """Bytes of the pages that begin in this range and that this process has in memory; None where
+    the system does not tell."""
+    first, end = (-(-place // mmap.PAGESIZE) for place in (address, address + size))
+    found = 0
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(8 * first)
+            while first < end:
+                entries = np.frombuffer(file.read(8 * min(end - first, 8192)), np.uint64)
+                if not len(entries):
+                    return None
+                found += int(np.count_nonzero(entries >> _PRESENT))
+                first += len(entries)
+    except (OSError, ValueError):
+        return None
+    return found * mmap.PAGESIZE
 
 
 def make_budget(resolved: ResolvedPlan) -> Budget:

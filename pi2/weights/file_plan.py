@@ -22,6 +22,9 @@ from pi2.plan.weights.layout import round_up
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import GgufWeights
 
+LEAST_THREADS = 4
+"""Compute threads that the workspace has room for at least: another machine may have more cores
+than the one on which a plan was derived."""
 CONTEXTS = (USUAL_CONTEXT, 2048, 1024, 512)
 """Tokens of a context that no plan states: the most for which there is room."""
 CHUNKS = (256, 128, 64, 32)
@@ -36,6 +39,16 @@ WORKSPACE_SHARE = 0.02
 LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
 """Bytes of a streaming run's ring: room for so many pieces, at least and usually."""
 _MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Tables of a plan on which its needs depend, and compute threads."""
+
+    kv: dict[str, Any]
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+    threads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +101,12 @@ def derive_plan(
     available_bytes: int,
     draft_bytes: int = 0,
     head: GgufWeights | None = None,
+    cores: int = 1,
 ) -> FilledPlan:
-    """Complete the values of a plan for open ``weights`` on a machine with so much memory, and so
-    much of it free; the model that drafts takes ``draft_bytes`` of the budget.  ``head``: the MTP
-    head that the plan wants, or that drafts where it says nothing of drafts and weights stream.
+    """Complete the values of a plan for open ``weights`` on a machine of so many ``cores`` with so
+    much memory, and so much of it free; the model that drafts takes ``draft_bytes`` of the budget.
+    ``head``: the MTP head that the plan wants, or that drafts where it says nothing of drafts and
+    weights stream.
 
     Raises `UserError` P026 where the budget is not enough."""
     model = weights.model
@@ -111,18 +126,22 @@ def derive_plan(
     budget = stated if isinstance(stated, int) else read_size(stated)
     larger = MIXTURE_CHUNKS if model.moe is not None else ()
     chunks = (prefill["chunk"],) if "chunk" in prefill else (*larger, *CHUNKS)
-    wanted, parts = head if "speculation" in decode else None, (kv, prefill, decode)
+    wanted = head if "speculation" in decode else None
+    parts = Parts(kv, prefill, decode, _count_threads(values, cores))
+    limit = budget
+    if limit is None and available_bytes:
+        limit = int(available_bytes * MEMORY_SHARE)
     for kv["context"], chunk in itertools.product(contexts, chunks):
         prefill["chunk"] = min(chunk, _read_count(kv["context"]))
-        needs = _count_both(weights, wanted, parts, budget, draft_bytes)
-        most = WORKSPACE_SHARE * min(needs.matrices, budget or needs.matrices)
+        needs = _count_both(weights, wanted, parts, limit, draft_bytes)
+        most = WORKSPACE_SHARE * min(needs.matrices, limit or needs.matrices)
         if chunk in larger and len(chunks) > 1 and needs.workspace > most:
             continue
-        if budget is None or needs.least <= budget:
+        if limit is None or needs.least <= limit:
             break
     if budget is None:
         whole = round_up(needs.fixed + needs.matrices, _MIB)
-        budget = min(whole, int(available_bytes * MEMORY_SHARE))
+        budget = whole if limit is None else min(whole, limit)
         needs = _count_both(weights, wanted, parts, budget, draft_bytes)
     if budget < needs.least:
         raise _refuse(budget, needs)
@@ -187,8 +206,9 @@ def derive_plan(
             cold=Need(min(ring, LEAST_RING) + min(slots, needs.slots), "buffers of reads"),
             workspace=Need(needs.workspace, f"{prefill['chunk']} tokens of a prompt, and logits"),
         ),
+        threads=parts.threads,
         source=weights,
-        draft=None if wanted is None else _derive_head(filled, wanted, needs.draft),
+        draft=None if wanted is None else _derive_head(filled, wanted, needs.draft, cores),
         shared=weights.list_resident() | ({} if wanted is None else find_shared(wanted)),
     )
     reasons = {
@@ -230,16 +250,16 @@ def _is_left_out(values: Mapping[str, Any], path: KeyPath) -> bool:
 def _count_both(
     weights: GgufWeights,
     head: GgufWeights | None,
-    parts: tuple[dict[str, Any], dict[str, Any], dict[str, Any]],
+    parts: Parts,
     budget: int | None,
     draft_bytes: int,
 ) -> FileNeeds:
     """Needs of a model with the other one that drafts.  With a ``head`` of its own it shares the
     room that streaming leaves, by their sizes."""
-    needs = replace(count_needs(weights, *parts), draft=draft_bytes)
+    needs = replace(count_needs(weights, parts), draft=draft_bytes)
     if head is None:
         return needs
-    own = count_needs(head, *parts)
+    own = count_needs(head, parts)
     least = own.least - own.runtime
     shared = needs.shared + sum(find_shared(head).values())
     needs = replace(needs, draft=least, shared=shared)
@@ -255,16 +275,18 @@ def find_shared(head: GgufWeights) -> dict[str, int]:
     return {key: own for key, own in head.shared.items() if table is None or key != table.name}
 
 
-def _derive_head(values: Mapping[str, Any], head: GgufWeights, size: int) -> FilledPlan:
+def _derive_head(values: Mapping[str, Any], head: GgufWeights, size: int, cores: int) -> FilledPlan:
     """The plan by which an MTP head drafts within ``size`` bytes for the plan of ``values``."""
     memory, decode = dict(values["memory"]), dict(values["decode"])
     decode.pop("speculation")
     for key in ("segments", "weights"):
         memory.pop(key)
-    needs = count_needs(head, values["kv"], values["prefill"], decode)
+    needs = count_needs(
+        head, Parts(values["kv"], values["prefill"], decode, _count_threads(values, cores))
+    )
     memory["budget"] = f"{size + needs.runtime} B"
     left = {key: own for key, own in values.items() if key not in ("layers", "model", "bundle")}
-    return derive_plan({**left, "memory": memory, "decode": decode}, head, 0, 0)
+    return derive_plan({**left, "memory": memory, "decode": decode}, head, 0, 0, cores=cores)
 
 
 def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:
@@ -280,12 +302,7 @@ def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:
     return max(0, min(room - ring, needs.streamable)), ring, needs.slots
 
 
-def count_needs(
-    weights: GgufWeights,
-    kv: Mapping[str, Any],
-    prefill: Mapping[str, Any],
-    decode: Mapping[str, Any],
-) -> FileNeeds:
+def count_needs(weights: GgufWeights, parts: Parts) -> FileNeeds:
     from pi2.backends.blocks.contract import PLANES
     from pi2.backends.blocks.room import (
         count_kv_bytes,
@@ -293,17 +310,21 @@ def count_needs(
         count_workspace_bytes,
     )
 
-    model, context = weights.model, _read_count(kv["context"])
-    sequences = _read_count(decode.get("batch", 1))
+    model, context = weights.model, _read_count(parts.kv["context"])
+    sequences = _read_count(parts.decode.get("batch", 1))
     matrices = weights.count_bytes()
-    chunk = _read_count(prefill["chunk"])
-    planes = max(PLANES.get(part["activations"], 1) for part in (prefill, decode))
+    chunk = _read_count(parts.prefill["chunk"])
+    planes = max(PLANES.get(part["activations"], 1) for part in (parts.prefill, parts.decode))
+    step_tokens = max(sequences, 1 + _read_drafts(parts.decode))
+    workspace = count_workspace_bytes(
+        model, chunk, step_tokens, planes, context=context, threads=parts.threads
+    )
     experts = weights.list_experts()
     return FileNeeds(
-        vectors=count_vectors(model),
+        vectors=weights.count_vector_bytes(),
         kv=count_kv_bytes(model, context, sequences),
         state=count_sequence_states(model, sequences),
-        workspace=count_workspace_bytes(model, chunk, sequences, planes, context=context),
+        workspace=workspace,
         runtime=round_up(
             count_file_runtime(model, has_table=weights.checkpoint.may_have_table), _MIB
         ),
@@ -313,15 +334,6 @@ def count_needs(
         slots=_count_slots(model, experts),
         shared=sum(weights.list_resident().values()),
     )
-
-
-def count_vectors(model: Model) -> int:
-    """Bytes of norms and biases, in float32."""
-    shape = model.shape
-    layer = 8 * shape.hidden + 4 * (shape.query + 2 * shape.kv_heads * shape.head_dim)
-    if model.moe is not None and model.ffn.bias:
-        layer += model.moe.experts * (2 * shape.ffn + shape.hidden + 1)
-    return 4 * (shape.layers * layer + 2 * shape.hidden + shape.head_dim)
 
 
 def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> int:
@@ -334,6 +346,20 @@ def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> i
 def _read_count(value: object) -> int:
     """A number of tokens or sequences; 1 for what the schema will refuse."""
     return value if type(value) is int and value > 0 else 1
+
+
+def _count_threads(values: Mapping[str, Any], cores: int) -> int:
+    stated = values.get("threads")
+    compute = stated.get("compute") if isinstance(stated, Mapping) else None
+    return max(cores, LEAST_THREADS) if compute is None else _read_count(compute)
+
+
+def _read_drafts(decode: Mapping[str, Any]) -> int:
+    """Tokens that are drafted at once; the usual number where the plan may come to draft."""
+    stated = decode.get("speculation")
+    if isinstance(stated, Mapping) and "tokens" in stated:
+        return _read_count(stated["tokens"])
+    return max(DRAFT_TOKENS.values())
 
 
 def _refuse(budget: int, needs: FileNeeds) -> UserError:

@@ -247,6 +247,7 @@ class FileFiller:
     def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
         """Complete a plan's values; raises `UserError` as `GgufWeights.open` and
         `pi2.weights.file_plan.derive_plan` do."""
+        from pi2.machine.cpu import detect_cpu
         from pi2.weights.file_plan import derive_plan
 
         given = values.get("tokenizer")
@@ -268,7 +269,8 @@ class FileFiller:
         elif speculation is None and weights.checkpoint.config.get("num_nextn_predict_layers"):
             with suppress(UserError):  # it is left out
                 head = weights.open_head()
-        return derive_plan(values, weights, *self.find_memory(), draft_bytes, head)
+        memory, cores = self.find_memory(), detect_cpu().cores
+        return derive_plan(values, weights, *memory, draft_bytes, head, cores)
 
     def _count_draft(self, plan: object, folder: Path) -> int:
         """Bytes of the model that drafts; 0 without one, or where its plan has an error, which is

@@ -284,6 +284,24 @@ class GgufWeights(TensorFiles):
     def count_bytes(self) -> int:
         return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())
 
+    def count_vector_bytes(self) -> int:
+        """Bytes as float32 of norms, biases and other small tensors of the blocks."""
+        matrices = {tensor.name for _, _, tensor in self.list_matrices()} | self.shared.keys()
+        blocks = {_name_block(name) for name in matrices}
+        return sum(
+            4 * math.prod(tensor.shape)
+            for tensor in self.checkpoint.tensors.values()
+            if isinstance(tensor, GgufTensor)
+            and tensor.name not in matrices
+            and _name_block(tensor.name) in blocks
+        )
+
+
+def _name_block(name: str) -> str:
+    """The part of a tensor's name that is the same for all of a layer; empty outside of layers."""
+    kind, _, rest = name.partition(".")
+    return rest.partition(".")[0] if kind == "blk" else ""
+
 
 class FileTexts:
     """What a file's metadata say of chats, as a folder that its template is read from."""

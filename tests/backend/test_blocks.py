@@ -8,10 +8,11 @@ import pytest
 
 from pi2.backends.blocks.contract import find_unknown
 from pi2.backends.blocks.model import BlockModel
-from pi2.backends.blocks.room import count_workspace_bytes
+from pi2.backends.blocks.room import count_kv_bytes, count_workspace_bytes
 from pi2.backends.blocks.unpacking import list_unpackings
 from pi2.formats import find_format
 from pi2.machine.cpu import detect_cpu
+from pi2.memory.budget import Budget
 from pi2.plan.documents.model import Model
 from tests.helpers.aarch64 import needs_emulator
 from tests.helpers.block_model import PlainBlockModel, round_activations
@@ -25,7 +26,7 @@ from tests.helpers.blocks import (
     quantize,
     take_rows,
 )
-from tests.helpers.kernels import list_runnable_isas
+from tests.helpers.kernels import allocate_segment, list_runnable_isas
 
 ISAS = [name for name in list_runnable_isas() if name in ("avx2", "avx512bw", "avx512vnni")]
 FORMATS = sorted(list_unpackings())
@@ -202,7 +203,9 @@ def open_model(model: Model, weights: RandomWeights, **changes: Any) -> BlockMod
         "threads": 2,
         "context": 64,
         "sequences": 2,
+        "step_tokens": 2,
         "chunk": 32,
+        "allocate": allocate_segment,
         "architecture": cpu.architecture,
         "features": cpu.features,
     }
@@ -262,12 +265,23 @@ def test_models_in_several_formats_round_activations(name: str) -> None:
 def test_the_workspace_is_known_before(name: str, planes: int) -> None:
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, ("q4_k", "q6_k", "q8_0"))
-    own = open_model(model, weights, planes=(1, planes), chunk=100, context=1000)
-    try:
-        expected = count_workspace_bytes(model, 100, 2, planes, context=1000, threads=2)
-        assert own.workspace_bytes <= expected < 2 * own.workspace_bytes
-    finally:
-        own.close()
+    expected = count_workspace_bytes(model, 100, 9, planes, context=1000, threads=2)
+    kv = count_kv_bytes(model, 1000, 2)
+    # More than is planned would be refused.
+    budget = Budget({"workspace": expected, "kv": kv, "attention": 1 << 20})
+    own = open_model(
+        model,
+        weights,
+        planes=(1, planes),
+        chunk=100,
+        context=1000,
+        step_tokens=9,
+        allocate=budget.allocate,
+    )
+    own.close()
+    used = budget.used_bytes
+    assert expected < 2 * used["workspace"]
+    assert used["kv"] == kv, "tokens that are verified together have no KV cache of their own"
 
 
 def test_contexts_move_between_sequences() -> None:

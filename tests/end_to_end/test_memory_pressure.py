@@ -8,7 +8,7 @@ import pytest
 import pi2
 from pi2.engine.loaded_model import LoadedModel
 from pi2.memory import budget as locking
-from pi2.memory.budget import Budget, _find_address, read_pressure
+from pi2.memory.budget import Budget, read_pressure
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"
 PAGEOUT = 21
@@ -18,7 +18,7 @@ PAGEOUT = 21
 def take_memory(model: LoadedModel) -> None:
     """Take from the process what it has mapped and what its budget gave out."""
     library = ctypes.CDLL(None, use_errno=True)
-    places = [(_find_address(region), len(region)) for region in model._parts.budget._maps]
+    places = [(region.address, len(region)) for region in model._parts.budget._regions]
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(".arrow"):
             first, last = (int(text, 16) for text in line.split()[0].split("-"))

@@ -13,7 +13,6 @@ from pi2.arrays import F32, I64, U8
 from pi2.backends.blocks.contract import FIELDS, BlockSpec
 from pi2.backends.blocks.instructions import Weight, put_float
 from pi2.backends.blocks.room import (
-    allocate,
     count_quantized_bytes,
     count_scratch_bytes,
     count_together,
@@ -24,7 +23,7 @@ from pi2.formats import Format, find_format
 from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
 from tests.helpers.aarch64 import ARM_FEATURES, COMPILER, EMULATOR
-from tests.helpers.kernels import X86_FEATURES
+from tests.helpers.kernels import X86_FEATURES, allocate
 
 
 def make_blocks(
@@ -169,7 +168,7 @@ def quantize(
     stride = count_quantized_bytes(kind, length)
     if kind == "float":
         return np.ascontiguousarray(x).view(np.uint8).reshape(-1), 4 * length
-    codes = allocate(stride * count)
+    codes = allocate("uint8", stride * count)
     values: dict[str, Any] = {
         "x": x,
         "x_stride": length,
@@ -204,7 +203,7 @@ def multiply(
     rows = len(raw)
     y: F32 = np.full((tokens, rows), np.nan, np.float32)
     lanes, steps = kernels.isa.lanes, np.arange(tokens, dtype=np.int32)
-    scratch = allocate(count_scratch_bytes(lanes))
+    scratch = allocate("uint8", count_scratch_bytes(lanes))
     kernels.call(
         kernel,
         -(-rows // lanes) if kernel == "multiply_many" else rows,

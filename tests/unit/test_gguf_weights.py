@@ -86,7 +86,7 @@ def test_another_file_that_is_resident_drafts_and_the_text_stays(file: Path) -> 
         'decode.speculation = {drafts = "plan", plan = "draft.plan.toml", when = "always"}\n'
     )
     ids = []
-    for path, memory in ((file, None), (plan, None), (plan, "125 MiB")):
+    for path, memory in ((file, None), (plan, None), (plan, "127 MiB")):
         with pi2.load(path, memory=memory) as model:
             result = model.generate("hello world", max_tokens=24, temperature=0.0).result
             ids.append(result.token_ids)

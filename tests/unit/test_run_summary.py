@@ -33,7 +33,7 @@ def summarise(ask: Ask, *arguments: str) -> dict[str, str]:
 
 def test_every_line_has_a_label(ask: Ask) -> None:
     order = ["speed", "memory", "reads", "exact", "bound by"]
-    assert list(summarise(ask, "demo", "-v"))[:7] == [*order, "neurons", "plan"]
+    assert list(summarise(ask, "demo", "-v"))[:8] == [*order, "segments", "neurons", "plan"]
     found = summarise(ask, "demo")
     assert [label for label in found if label not in ("expected", "hint")] == order
     assert re.search(r"load ([\d.,]+) s", found["speed"])

@@ -97,6 +97,8 @@ class FileFacts:
     """Bytes of these slots."""
     needs: Needs
     """Bytes that the segments need at least."""
+    threads: int
+    """Compute threads that the workspace has room for."""
     source: object = field(default=None, compare=False, repr=False)
     """The open file, for what runs the plan."""
     draft: FilledPlan | None = field(default=None, compare=False, repr=False)
