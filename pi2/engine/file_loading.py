@@ -202,7 +202,7 @@ def open_slots(
 
 
 def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
-    """Those that the workspace has room for, at most."""
+    """Return the threads that compute: no more than the workspace has room for."""
     assert resolved.file is not None
     return resolved.plan.threads.compute or min(machine.cores, resolved.file.threads)
 

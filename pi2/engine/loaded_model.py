@@ -190,7 +190,7 @@ class LoadedModel:
         return replace(now, major_faults=faults)
 
     def measure_segments(self) -> Mapping[str, SegmentUse]:
-        """What each segment of memory states, and what it has taken."""
+        """Stated and taken bytes of each segment of memory."""
         return self._parts.measure_segments()
 
     @property

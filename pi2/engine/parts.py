@@ -72,8 +72,8 @@ class Parts:
     """Gives back threads, files and memory, the last that was taken first."""
 
     def measure_segments(self) -> dict[str, SegmentUse]:
-        """What each segment states, and what it has taken; ``draft.NAME`` are those of the model
-        that drafts, and ``runtime`` has what is left of the process's peak."""
+        """Stated and taken bytes by segment; ``draft.NAME`` belongs to the model that drafts, and
+        ``runtime`` has the rest of the process's peak."""
         found = self.budget.measure()
         if self.draft is not None:
             own = self.draft.budget.measure().items()

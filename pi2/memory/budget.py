@@ -131,7 +131,7 @@ _POOL_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentUse:
-    """What a segment has of memory."""
+    """Memory of a segment."""
 
     stated_bytes: int
     allocated_bytes: int | None
@@ -157,16 +157,16 @@ class _Region:
 class Budget:
     """Gives out zeroed memory by segment; pages cost nothing until written.
 
-    Weights, slots and rings lie in pages of 2 MiB, which are quicker to find.  All else lies in
-    small ones, whatever the system's setting: of arrays that are filled here and there, such as a
-    KV cache, each touch of a large page would take 2 MiB."""
+    Weights, slots and rings get pages of 2 MiB, which are quicker to find.  Everything else gets
+    small ones, also where the system's setting is ``always``: a KV cache is filled here and there,
+    and each touch of a large page would take 2 MiB."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self._limits = dict(limits)
         self._used = dict.fromkeys(self._limits, 0)
         self._regions: list[_Region] = []
         self._pools: dict[str, U8] = {}
-        """What is left of the last pool of each segment."""
+        """The rest of the last pool of each segment."""
         self._adopted: list[tuple[str, U8]] = []
         self._is_locked = False
 
@@ -242,7 +242,7 @@ class Budget:
         return region
 
     def measure(self) -> dict[str, SegmentUse]:
-        """What the segments have now, those without anything left out."""
+        """Return the memory that each segment has now; empty ones are left out."""
         taken: dict[str, int | None] = dict.fromkeys(self._limits, 0)
 
         def add(segment: str, address: int, size: int) -> None:

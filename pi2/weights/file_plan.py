@@ -103,10 +103,11 @@ def derive_plan(
     head: GgufWeights | None = None,
     cores: int = 1,
 ) -> FilledPlan:
-    """Complete the values of a plan for open ``weights`` on a machine of so many ``cores`` with so
-    much memory, and so much of it free; the model that drafts takes ``draft_bytes`` of the budget.
-    ``head``: the MTP head that the plan wants, or that drafts where it says nothing of drafts and
-    weights stream.
+    """Complete the values of a plan for open ``weights``.
+
+    The machine has so many ``cores`` and so much memory, of which so much is free.  The model that
+    drafts takes ``draft_bytes`` of the budget.  ``head`` is the MTP head that the plan wants, or
+    that drafts where it says nothing of drafts and weights stream.
 
     Raises `UserError` P026 where the budget is not enough."""
     model = weights.model

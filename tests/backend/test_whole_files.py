@@ -37,8 +37,10 @@ def test_a_prompt_and_its_tokens_one_by_one_give_the_logits_of_the_reference(
     with own.open() as model:
         own.check(model.logits(own.prompt))
         own.check(model.logits(own.prompt, mode="decode"))
-        whole: Any = model._parts.whole
-        assert whole._model.workspace_bytes <= model.plan.plan.memory.segments.workspace
+        # More than is stated would have been refused.
+        uses = model.measure_segments()
+        assert {"runtime", "attention", "kv", "workspace"} <= uses.keys()
+        assert all(use.taken_bytes is not None for use in uses.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
