@@ -291,8 +291,8 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
 def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
     """Setting that the backend does not follow.
 
-    Why: backends have different choices. A setting that changes nothing would state something untrue
-    about the run, its memory and its speed.
+    Why: backends have different choices. A setting that changes nothing would state something
+    untrue about the run, its memory and its speed.
 
     Example: ``kv.type = "int8"`` for a GGUF file, whose keys and values have 16 bits.
 

@@ -31,6 +31,8 @@ def read_logits(file: Path, prompt: list[int]) -> F32:
         ("llama", "Q8_0", ["blk.0.attn_output", "blk.1.ffn_gate"]),
         ("qwen2", "F32", ["blk.0.attn_k", "blk.1.attn_v"]),
         ("qwen3-moe", "F32", ["blk.0.ffn_gate_exps", "blk.1.ffn_down_exps"]),
+        ("qwen3-5", "F32", ["blk.0.attn_gate", "blk.0.ssm_out", "blk.1.attn_q"]),
+        ("granite-hybrid", "F32", ["blk.0.ssm_in", "blk.0.ssm_out"]),
         ("qwen2-moe", "BF16", ["blk.0.ffn_up_exps", "blk.1.ffn_down_shexp"]),
     ],
 )
