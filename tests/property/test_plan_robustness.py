@@ -17,7 +17,7 @@ from pi2.diagnostics import UserError
 from pi2.diagnostics.texts import list_formats, render
 from pi2.fitting.check import Report, check_file, check_plan, load_plan
 from pi2.plan.toml.source import parse_source
-from pi2.plan.toml.text import name_path, write_key, write_value
+from pi2.plan.toml.text import format_path, write_key, write_value
 from pi2.weights.file_reading import FileFiller, check_document
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +217,7 @@ def test_any_type_at_any_key_of_a_plan_of_a_file(beside_a_file: Path, value: obj
         path.write_text(write_document(values))
         for report in (
             check_document(path),
-            check_plan(plain, overrides={str(name_path(key)): value}, fill=FileFiller()),
+            check_plan(plain, overrides={format_path(key): value}, fill=FileFiller()),
         ):
             assert report.is_sound or report.resolved is None
             for item in report.diagnostics:
