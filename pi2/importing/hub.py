@@ -205,6 +205,8 @@ def fetch_file(
     with explain_errors(HubReference(repository.name, repository.commit)):
         for left in folder.rglob("*.incomplete"):
             left.unlink()  # the library does not go on with what a call before has left
+        if is_weight_file(name):
+            _fetch_weights(repository, name, folder, report, endpoint)
         hf_hub_download(
             repository.name,
             name,
@@ -218,6 +220,40 @@ def fetch_file(
             found = file.stat().st_size
             file.unlink()  # the next call would take it for the file
             raise _NotTheHub(f"{name} has {found} bytes there, {size} were announced")
+
+
+def _fetch_weights(
+    repository: Repository,
+    name: str,
+    folder: Path,
+    report: Callable[[int], None],
+    endpoint: str | None,
+) -> None:
+    """Fetch a large file as the library does, and go on with what calls before have left of it.
+    The library then compares its SHA-256."""
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    size, commit = repository.sizes[name], repository.commit
+    cached = try_to_load_from_cache(repository.name, name, revision=commit)
+    if (folder / name).exists() or isinstance(cached, str):
+        return
+    if not 0 < size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+        return
+    part = folder / f"{name}.part"
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with part.open("ab") as file:
+        http_get(
+            hf_hub_url(repository.name, name, revision=commit, endpoint=endpoint),
+            file,
+            resume_size=file.tell(),
+            headers=build_hf_headers(),
+            expected_size=size,
+            displayed_filename=name,
+            tqdm_class=_make_bar(report),
+        )
+    part.rename(folder / name)
 
 
 def fetch_into_cache(

@@ -206,12 +206,17 @@ def test_a_download_that_was_cut_off_goes_on(hub: Hub, tmp_path: Path) -> None:
     # Within the command the file goes on where it was, the library tries again and again.
     assert hub.list_ranges(second)[:3] == [None, *[f"bytes={10 << 20}-"] * 2]
     hub.cut = None
+    # So does a call after it, which may be another process.
+    left = (tmp_path / "work" / f"{second}.part").stat().st_size
+    assert left >= 10 << 20
+    before = len(hub.list_ranges(second))
     shares: list[float] = []
     folder = fetch_files(
         repository, tmp_path / "work", lambda _, share: shares.append(share), endpoint=hub.address
     )
     for name in sizes:
         assert (folder / name).read_bytes() == (hub.folder / name).read_bytes()
+    assert hub.list_ranges(second)[before:] == [f"bytes={left}-"]
     # What was whole is not fetched again.
     assert len(hub.list_ranges(first)) == 1
     assert shares == sorted(shares) and shares[-1] == 1.0
