@@ -19,7 +19,7 @@ TEXT = """\
 <!-- Written by tools/list_models.py. -->
 # Models
 
-`pi2 convert` and `pi2 pull` read Hugging Face folders, GGUF files and MLC-LLM folders. For every
+`pi2 convert` and `pi2 pull` read Hugging Face folders and GGUF files. For every
 family a tiny random model agrees with transformers, and most GGUF architectures with llama.cpp.
 
 | trained models that ran | how |

@@ -84,10 +84,10 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     """Convert CHECKPOINT into the neuron store STORE.
 
     CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights as safetensors or,
-    with torch, PyTorch files), a GGUF file (any part of a split one; PowerInfer's too), or an
-    MLC-LLM folder (mlc-chat-config.json).  The store also gets the model document and a plan for
-    this machine, so the model runs at once.  A failed conversion leaves nothing behind; after
-    Ctrl-C the same command resumes.  With a type such as q4_k_m a GGUF file is written instead.
+    with torch, PyTorch files), or a GGUF file (any part of a split one; PowerInfer's too).  The
+    store also gets the model document and a plan for this machine, so the model runs at once.  A
+    failed conversion leaves nothing behind; after Ctrl-C the same command resumes.  With a type
+    such as q4_k_m a GGUF file is written instead.
 
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
     two operations per weight and token each time, with one layer in memory."""

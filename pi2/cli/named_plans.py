@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pi2.progress import Progress
 
 
-_CONFIGS = ("config.json", "mlc-chat-config.json")
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -47,7 +46,7 @@ def is_checkpoint(path: Path) -> bool:
     """Whether a name means a checkpoint: a GGUF file, or a folder with a configuration."""
     try:
         if path.is_dir():
-            return any((path / name).is_file() for name in _CONFIGS)
+            return (path / "config.json").is_file()
     except (OSError, ValueError):  # a name that no file can have
         return False
     return is_gguf(path)

@@ -57,7 +57,7 @@ def model_command() -> None:
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @take_options(OutputOptions)
 def new(checkpoint: Path, given: OutputOptions) -> None:
-    """Write the model document of CHECKPOINT: a Hugging Face folder, GGUF file or MLC-LLM folder.
+    """Write the model document of CHECKPOINT: a Hugging Face folder or GGUF file.
 
     It is derived from the checkpoint's configuration or metadata, and every number is checked
     against the tensors."""

@@ -59,8 +59,8 @@ def read_place(folder: Path, file: Path) -> bytes:
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 """Weight files that are a whole checkpoint; safetensors files are preferred."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-MLC_CONFIG = "mlc-chat-config.json"
-"""What MLC-LLM calls the configuration."""
+_MLC_CONFIG = "mlc-chat-config.json"
+"""Configuration of a folder that only MLC-LLM computes."""
 SENTENCE_PIECE = "tokenizer.model"
 """The SentencePiece library's file."""
 _MODELOPT = "hf_quant_config.json"
@@ -223,11 +223,10 @@ def use_tokenizer(checkpoint: Opened, path: Path | None) -> Opened:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file, or a folder of MLC-LLM or of Hugging Face.
+    """Open a GGUF file, or a folder of Hugging Face.
 
     A folder that has nothing but one GGUF model in it stands for that.  Raises `UserError` as
-    `open_folder`, `pi2.importing.gguf_checkpoint.open_gguf` and
-    `pi2.importing.mlc_checkpoint.open_mlc` do."""
+    `open_folder` and `pi2.importing.gguf_checkpoint.open_gguf` do."""
     if path.suffix == ".toml":
         raise UserError.of(
             "P532",
@@ -239,10 +238,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
         return open_gguf(path)
     if not (path / "config.json").exists():
-        if (path / MLC_CONFIG).exists():
-            from pi2.importing.mlc_checkpoint import open_mlc
-
-            return open_mlc(path)
+        if (path / _MLC_CONFIG).exists():
+            raise UserError.of(
+                "P532",
+                f"{path} has weights of MLC-LLM, which are not converted",
+                help="give the checkpoint that they were made from, or run a plan with "
+                f"`--mlc {path}`",
+            )
         files = sorted(filter(has_gguf_suffix, path.glob("*")))
         if files:
             return _open_only_gguf(path, files)
@@ -432,8 +434,8 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UserError.of(
             "P530",
             f"there is no {file}",
-            help="give a Hugging Face folder (config.json, safetensors files, tokenizer.json), a "
-            "folder of MLC-LLM, or a GGUF file",
+            help="give a Hugging Face folder (config.json, safetensors files, tokenizer.json), or "
+            "a GGUF file",
         ) from None
     except OSError as error:
         raise UserError.of("P532", f"cannot read {file}: {error.strerror}") from None

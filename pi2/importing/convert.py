@@ -68,8 +68,8 @@ def convert_checkpoint(
     replace: bool = False,
     progress: Progress = ignore_progress,
 ) -> Manifest:
-    """Make the neuron store ``output`` from ``checkpoint``: a Hugging Face folder, a folder of
-    MLC-LLM, or a GGUF file; or from an open one, whose files may arrive meanwhile.
+    """Make the neuron store ``output`` from ``checkpoint``: a Hugging Face folder, or a GGUF
+    file; or from an open one, whose files may arrive meanwhile.
 
     ``tokenizer``: another one instead of the checkpoint's, as in `use_tokenizer`. ``predictors``:
     safetensors file of the predictors, or a folder of PowerInfer's, if they are not in the

@@ -15,7 +15,7 @@ from pi2.authoring.drafting import Wish, draft_plan
 from pi2.caches import show_path
 from pi2.diagnostics import UserError
 from pi2.fitting.completion import USUAL_CONTEXT
-from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
+from pi2.importing.checkpoint import Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config, read_sampling
 from pi2.importing.families import describe_family, list_heads
 from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings, repeats
@@ -240,10 +240,8 @@ def _name_matrices(model: Model) -> Iterator[str]:
 
 def name_origin(path: Path) -> str:
     """What a document that was made from the checkpoint at ``path`` says of where it is from."""
-    known = (path / name for name in ("config.json", MLC_CONFIG))
-    found = next((file for file in known if file.exists()), None)
     name = show_path(Path(path.name))
-    return name if found is None else f"{name}/{found.name}"
+    return f"{name}/config.json" if (path / "config.json").exists() else name
 
 
 def make_id(name: str) -> str:
