@@ -103,9 +103,11 @@ class ScaledTensor(DecodedTensor):
             return own
         index = np.arange(self.shape[1]) // columns
         if self.groups is not None:
-            index = read_array(self.groups).astype(np.int64)
-            if index.min() < 0 or index.max() >= own.shape[1]:
+            found = read_array(self.groups).astype(np.int64)
+            if found.min() < -1 or found.max() >= own.shape[1]:
                 raise refuse_shape(self.groups, (self.shape[1],))
+            # -1 fills numbers that the quantiser has left out: groups follow each other.
+            index = index if found.min() < 0 else found
         return own[:, index]
 
 
@@ -266,7 +268,7 @@ def decode_four_bits(
     types = ("F8_E4M3",) if is_nv else _EXPONENTS
     scales = take_part(tensors, scales_name, (rows, columns // group), types)
     factor, parts = 1.0, [codes, scales]
-    if is_nv and global_name in tensors:
+    if is_nv:
         whole = take_part(tensors, global_name, dtypes=FLOATS)
         value = float(read_array(whole).reshape(-1)[0])
         factor = 1.0 / value if divides and value else value

@@ -40,7 +40,12 @@ def draw_scales(*shape: int) -> F32:
 
 
 def pack_whole(
-    bits: int, groups: int, *, has_zeros: bool = False, has_order: bool = False
+    bits: int,
+    groups: int,
+    *,
+    has_zeros: bool = False,
+    has_order: bool = False,
+    is_unordered: bool = False,
 ) -> Write:
     """Integers in words, without gaps between them."""
 
@@ -58,6 +63,8 @@ def pack_whole(
             zeros = draw_codes(2 * middle, rows, groups, seed=3)
             packed = pack_words(np.ascontiguousarray(zeros.T), bits).T
             stored[f"{name}.weight_zero_point"] = ("I32", packed)
+        if is_unordered:
+            stored[f"{name}.weight_g_idx"] = ("I32", np.full(columns, -1, np.int32))
         if has_order:
             index = np.random.default_rng(4).permutation(index)
             stored[f"{name}.weight_g_idx"] = ("I32", index.astype(np.int32))
@@ -190,6 +197,7 @@ LAYOUTS = {
     "packed, zero points": Layout(CT, pack_whole(4, 2, has_zeros=True)),
     "packed 3 bits, zero points": Layout(CT, pack_whole(3, 2, has_zeros=True), group(num_bits=3)),
     "packed, any order": Layout(CT, pack_whole(4, 2, has_order=True)),
+    "packed, order left out": Layout(CT, pack_whole(4, 2, is_unordered=True)),
     "packed, channels": Layout(CT, pack_whole(8, 1, has_zeros=True), group(num_bits=8)),
     "int8 channels": Layout(
         CT, write_eight_bits("I8", "channel"), {"format": "int-quantized"}, companions=INPUTS
@@ -319,6 +327,22 @@ def test_a_scale_that_no_matrix_has_is_refused(tmp_path: Path) -> None:
     write_tensors(quantised / "model.safetensors", tensors)
     with pytest.raises(UserError, match=r"P537.*mlp\.weight_scale"):
         describe_checkpoint(quantised)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt nvfp4", "fp8 channels", "modelopt fp8"])
+def test_a_matrix_without_a_scale_is_refused(name: str, tmp_path: Path) -> None:
+    """Codes are never taken for numbers, and no scale counts as 1."""
+    layout = LAYOUTS[name]
+    place = tmp_path / "model"
+    place.mkdir()
+    settings = {"quant_method": layout.method, **layout.settings}
+    config = {"model_type": "llama", "quantization_config": settings}
+    (place / "config.json").write_text(json.dumps(config))
+    stored, _ = layout.write("a", 24, 96)
+    left = [key for key in stored if "scale" in key][-1]
+    write_tensors(place / "model.safetensors", {k: v for k, v in stored.items() if k != left})
+    with pytest.raises(UserError, match=r"P53[35]"):
+        open_checkpoint(place).tensors["a.weight"].read()
 
 
 ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "input"}]}}}
