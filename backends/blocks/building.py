@@ -640,6 +640,11 @@ class Builder:
             label="cap" if limit else "scale",
         )
 
+    def add_term(self, x: Area, y: Area, length: int, weights: int = 0) -> None:
+        """Add vectors to others; with the address of weights, give their products instead."""
+        values = {**x.put("x"), **y.put("y"), "length": length}
+        self.add("term", values | put_optional("weights", weights), each=1)
+
     def add_growth(self, x: Area, length: int, layer: int) -> None:
         """Multiply queries with the factors of their positions, if the layer has them."""
         factors = compute_growth(self._model, layer, 0, self._context)

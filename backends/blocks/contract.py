@@ -126,6 +126,7 @@ COMPUTED = read_options("""
     moe: active_groups group_score=best scaling tolerance dense_layers dense_ffn latent
     side_ffn: . norms
     layer_embedding: . vocab factor projection_factor
+    altup: . scaled
     multipliers: embedding residual logits
     rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
     rope: pairs=swapped pairs=neighbours
@@ -167,6 +168,8 @@ _ATTENTION = (
     " has_sinks y y_stride tokens tile parts partials scratch scratch_stride"
 )
 
+_STREAMS = "x y stride length count factors factors_stride"
+
 FIELDS: Mapping[str, tuple[str, ...]] = {
     name: tuple(fields.split())
     for name, fields in {
@@ -206,6 +209,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         # Tokens.
         "grow": "x x_stride length positions factors",
         "cut": "x x_stride length deviations",
+        "term": "x x_stride y y_stride length weights has_weights",
+        "predict": _STREAMS,
+        "correct": _STREAMS,
+        "match": f"{_STREAMS} x_stride",
         # Of `STATES`; items are blocks of channels, value heads of tokens, blocks of columns of
         # heads, and heads of tokens.
         "convolve": "x x_stride before after has_gates y y_stride weights bias has_bias places"

@@ -316,6 +316,27 @@ def emit_grow(table: Table) -> None:
         walk(T.int64(0), length, emit)
 
 
+def emit_term(table: Table) -> None:
+    """Add x to y; with weights, y = x times these.  Items are tokens."""
+    x, y = table.take_array("x", "float32"), table.take_array("y", "float32")
+    weights, has_weights = table.take_array("weights", "float32"), table.take("has_weights")
+    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
+    with T.serial(table.first, table.end) as token:
+        source, target = v.let(token * x_stride), v.let(token * y_stride)
+
+        def emit(place: v.Expr, lanes: int) -> None:
+            value = v.let(v.load(x, source + place, lanes))
+            cell = v.Cell(value)
+            with T.If(has_weights != T.int64(0)):
+                with T.Then():
+                    cell.set(value * v.load(weights, place, lanes))
+                with T.Else():
+                    cell.set(value + v.load(y, target + place, lanes))
+            v.store(y, target + place, cell.get(), lanes)
+
+        walk(T.int64(0), length, emit)
+
+
 def emit_cut(table: Table) -> None:
     """x loses a cutoff, and is at least 0: the mean of a token's elements, and so many of
     their standard deviations.  Items are tokens."""

@@ -52,6 +52,8 @@ class Layers:
             builder.add_rows("positions", table, builder.places, self.x, 1.0, added=True)
         if model.layer_embedding is not None:
             self._add_layer_embeddings(model.layer_embedding)
+        if self._residual.streams is not None:
+            self._residual.streams.add_embedding()
 
     def _add_join(self, project: str, token_norm: str, stream_norm: str) -> None:
         """Add what an MTP head reads: embeddings, and what `BlockModel.join` has."""
@@ -91,18 +93,24 @@ class Layers:
         """Add norm(output(act(gate x) * e)) to the residual stream."""
         builder, width, area = self._builder, own.width, self._take_layer_inputs(own)
         gates = area.skip(self._model.shape.layers * width)
+        streams = self._residual.streams
+        read = self.x if streams is None else streams.scale_first(layer)
         project = builder.make_product("layer_input_gate", layer, gates)
-        builder.add_products(self.x, self._hidden, [project])
+        builder.add_products(read, self._hidden, [project])
         mixed = builder.take_area("active", width)
         builder.add_gate(gates, area.skip(layer * width), mixed, width)
         given = builder.take_area("given", self._hidden)
         output = builder.make_product("layer_input_output", layer, given)
         builder.add_products(mixed, width, [output])
-        builder.add_norm("layer_input_norm", given, self.x, self._hidden, added=True)
+        for target in [self.x] if streams is None else streams.others:
+            builder.add_norm("layer_input_norm", given, target, self._hidden, added=True)
 
     def add_layer(self, layer: int) -> None:
         builder, model = self._builder, self._model
         builder.layer = layer
+        streams = self._residual.streams
+        if streams is not None:
+            streams.begin_layer(layer)
         self._ffn.begin_layer(layer)
         is_parallel, other = model.residual == "parallel", self.u
         for builder.mixer, mixer in enumerate(model.blocks[layer].mixers):
@@ -121,10 +129,14 @@ class Layers:
                 has_bias = mixer.shape.projection_bias
                 self._add_output("state_output", layer, mixed, mixer.shape.width, has_bias)
         builder.mixer = 0
+        if streams is not None:
+            streams.add_laurel(layer, read)
         if model.blocks[layer].ffn.kind != "none":
             if not is_parallel:
                 other = self._residual.normalize("ffn_norm", self.u)
             self._ffn.add(layer, other)
+        if streams is not None:
+            streams.end_layer(layer)
         if model.layer_embedding is not None:
             self._add_layer_input(layer, model.layer_embedding)
         if model.layer_scale:
@@ -135,6 +147,8 @@ class Layers:
     def add_head(self) -> int:
         """Add the last norm and the head; return the number of the first instruction."""
         builder, model = self._builder, self._model
+        if self._residual.streams is not None:
+            self._residual.streams.join()
         first = len(builder.instructions)
         builder.add_norm("final_norm", self.x, self.u, self._hidden)
         weight = builder.need("embedding" if model.tied_head else "head", None)

@@ -10,7 +10,7 @@ from pathlib import Path
 import tvm
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks import attention, elements, numbers, panels, rows, states
+from pi2.backends.blocks import attention, elements, numbers, panels, rows, states, stream_kernels
 from pi2.backends.blocks.contract import (
     ATTENTION,
     COMMON,
@@ -320,6 +320,10 @@ class Program:
                 "cap": elements.emit_cap,
                 "grow": elements.emit_grow,
                 "cut": elements.emit_cut,
+                "term": elements.emit_term,
+                "predict": stream_kernels.emit_predict,
+                "correct": stream_kernels.emit_correct,
+                "match": stream_kernels.emit_match,
             }
         unpacking = find_unpacking(find_format(library))
         many = partial(panels.emit_multiply_many, isa, unpacking)

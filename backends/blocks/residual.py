@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pi2.backends.blocks.building import Area, Builder
+from pi2.backends.blocks.streams import Streams
 from pi2.plan.documents.model import Model
 
 
@@ -31,7 +32,13 @@ class Residual:
     def __init__(self, model: Model, builder: Builder) -> None:
         self._model, self._builder = model, builder
         self._hidden = model.shape.hidden
-        self.x = builder.take_area("x", self._hidden)
+        altup = model.altup
+        self.streams = None if altup is None else Streams(model, builder, altup)
+        """All streams of a token, if there are several."""
+        if self.streams is None:
+            self.x = builder.take_area("x", self._hidden)
+        else:
+            self.x = self.streams.x
 
     def normalize(self, key: str, target: Area) -> Area:
         """Return what an operator reads: normalised, or as it is."""

@@ -129,6 +129,10 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
         heads = model.shape.heads
         inputs += [heads * latent.plain, heads * latent.rank, latent.query_rank or 0]
     floats += 3 * hidden if model.is_mtp else 0
+    if model.altup is not None:
+        count = model.altup.streams
+        floats += (4 * count + 1) * hidden + count * (count + 1) + model.altup.laurel_rank
+        inputs += [hidden, (count - 1) * hidden, model.altup.laurel_rank, count]
     if planes > 1:
         floats += sum(inputs)
     codes = 3 * planes * sum(count_quantized_bytes("q8_0", width) for width in inputs)

@@ -124,7 +124,13 @@ class GgufWeights(TensorFiles):
         if not experts or tensor.size_bytes % rows:
             return None
         scales = [own.factors for own in experts]
-        is_stacked = key in EXPERTS and len(tensor.shape) == 3
+        count, together = 1, rows // heads if heads > 1 else 1
+        if key in EXPERTS and len(tensor.shape) == 3:
+            count = tensor.shape[0]
+        elif "{expert}" in pattern:
+            count = len(experts)
+        elif len(experts) > 1:  # streams, each of which has a matrix
+            together = rows
         return FileTensor(
             name=tensor.name,
             file=self.files.index(tensor.file),
@@ -133,8 +139,8 @@ class GgufWeights(TensorFiles):
             rows=rows * len(experts),
             length=tensor.shape[-1],
             row_bytes=tensor.size_bytes // rows,
-            together=rows // heads if heads > 1 else 1,
-            experts=tensor.shape[0] if is_stacked else len(experts),
+            together=together,
+            experts=count,
             scales=tuple(float(own[0]) for own in scales if own is not None),
             has_neighbours=has_pairs and tensor.order is not None,
             order=tensor.order if has_order else None,
@@ -142,12 +148,15 @@ class GgufWeights(TensorFiles):
         )
 
     def _list_experts(self, pattern: str, layer: int, first: GgufTensor) -> list[GgufTensor]:
-        """Matrices that lie one after the other; none if experts lie apart."""
-        experts = [first]
-        if "{expert}" not in pattern or self.model.moe is None:
-            return experts
-        for expert in range(1, self.model.moe.experts):
-            found = self.checkpoint.tensors.get(fill_name(pattern, layer, expert))
+        """Matrices of experts or streams that lie one after the other; none if they lie apart."""
+        experts, count = [first], 1
+        if "{expert}" in pattern and self.model.moe is not None:
+            count = self.model.moe.experts
+        elif "{stream}" in pattern and self.model.altup is not None:
+            count = self.model.altup.others
+        for expert in range(1, count):
+            name = fill_name(pattern, layer, expert, stream=expert)
+            found = self.checkpoint.tensors.get(name)
             place = first.offset + expert * first.size_bytes
             if not isinstance(found, GgufTensor) or found.file != first.file:
                 return []

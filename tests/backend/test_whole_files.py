@@ -17,7 +17,7 @@ STATES = (
 )
 NAMES = (
     *("deepseek-v2", "deepseek-v3", "deepseek-v3-older", "gemma4", "gemma4-e2b", "gemma4-moe"),
-    *("llama4", "opt", "phimoe"),
+    *("gemma3n", "llama4", "opt", "phimoe"),
     *STATES,
 )
 Open = Callable[[str], WholeFile]

@@ -1,0 +1,107 @@
+"""Residual streams that predict each other: kernels of AltUp.  Items are tokens."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.blocks.elements import add_up, walk
+from pi2.backends.blocks.machine import Table
+from pi2.backends.compiler import vectors as v
+from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
+
+
+class _Streams:
+    """Arguments: x and y have ``count`` streams of a token one after the other."""
+
+    def __init__(self, table: Table) -> None:
+        self.x, self.y = table.take_array("x", "float32"), table.take_array("y", "float32")
+        self.length, self.count = table.take("length"), table.take("count")
+        self.stride = table.take("stride")
+        self._factors = table.take_array("factors", "float32")
+        self._factor_stride = table.take("factors_stride")
+
+    def find_factor(self, token: v.Expr, number: v.Expr) -> v.Expr:
+        return v.let(self._factors[token * self._factor_stride + number])
+
+
+def emit_predict(table: Table) -> None:
+    """Stream b of y = stream b of x + the sum of all streams a of x, times factor [b, a]."""
+    own = _Streams(table)
+    with T.serial(table.first, table.end) as token:
+        start = v.let(token * own.stride)
+        with T.serial(own.count) as stream:
+            target = v.let(start + stream * own.length)
+
+            def copy(place: v.Expr, lanes: int, target: v.Expr = target) -> None:
+                v.store(own.y, target + place, v.load(own.x, target + place, lanes), lanes)
+
+            walk(T.int64(0), own.length, copy)
+            with T.serial(own.count) as other:
+                factor = own.find_factor(token, stream * own.count + other)
+                source = v.let(start + other * own.length)
+
+                def add(
+                    place: v.Expr,
+                    lanes: int,
+                    target: v.Expr = target,
+                    source: v.Expr = source,
+                    factor: v.Expr = factor,
+                ) -> None:
+                    old = v.load(own.y, target + place, lanes)
+                    value = v.load(own.x, source + place, lanes)
+                    v.store(own.y, target + place, T.fma(value, v.splat(factor, lanes), old), lanes)
+
+                walk(T.int64(0), own.length, add)
+
+
+def emit_correct(table: Table) -> None:
+    """Stream b of x = stream b of y + (1 + factor [b]) times what stream 0 of x has changed since
+    y."""
+    own = _Streams(table)
+    with T.serial(table.first, table.end) as token:
+        start = v.let(token * own.stride)
+        with T.serial(own.count) as number:
+            # The first stream comes last: others are changed by it.
+            stream = v.let(own.count - 1 - number)
+            target = v.let(start + stream * own.length)
+            factor = v.let(own.find_factor(token, stream) + T.float32(1.0))
+
+            def correct(
+                place: v.Expr, lanes: int, target: v.Expr = target, factor: v.Expr = factor
+            ) -> None:
+                before = v.load(own.y, start + place, lanes)
+                change = v.let(v.load(own.x, start + place, lanes) - before)
+                old = v.load(own.y, target + place, lanes)
+                v.store(own.x, target + place, T.fma(change, v.splat(factor, lanes), old), lanes)
+
+            walk(T.int64(0), own.length, correct)
+
+
+def emit_match(table: Table) -> None:
+    """Give every stream of y the root mean square of x."""
+    own = _Streams(table)
+    x_stride = table.take("x_stride")
+    with T.serial(table.first, table.end) as token:
+        wanted = _measure(own.x, v.let(token * x_stride), own.length)
+        with T.serial(own.count) as stream:
+            start = v.let(token * own.stride + stream * own.length)
+            found = T.max(_measure(own.y, start, own.length), T.float32(SMALLEST_SQUARE))
+            factor = v.let(T.sqrt(wanted / found))
+
+            def scale(
+                place: v.Expr, lanes: int, start: v.Expr = start, factor: v.Expr = factor
+            ) -> None:
+                value = v.load(own.y, start + place, lanes) * v.splat(factor, lanes)
+                v.store(own.y, start + place, value, lanes)
+
+            walk(T.int64(0), own.length, scale)
+
+
+def _measure(x: v.Buffer, start: v.Expr, length: v.Expr) -> v.Expr:
+    """Return the mean square of ``length`` elements."""
+
+    def square(place: v.Expr, lanes: int) -> v.Expr:
+        value = v.let(v.load(x, start + place, lanes))
+        return value * value
+
+    return v.let(add_up(T.int64(0), length, square) / T.cast(length, "float32"))
