@@ -333,6 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS[:1])
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of a run")
     options = parser.parse_args(arguments)
+    # The setting of huge pages is put back then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     names = "file,way,huge pages,budget MiB,context,prompt,drafts,batch,peak MiB,group MiB"
     heads = [*names.split(","), "tokens/s", "expected", "seconds", "found"]
     print("| " + " | ".join(heads) + " |")

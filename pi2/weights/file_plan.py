@@ -143,6 +143,8 @@ def derive_plan(
     if budget is None:
         whole = round_up(needs.fixed + needs.matrices, _MIB)
         budget = whole if limit is None else min(whole, limit)
+        if needs.least <= available_bytes:
+            budget = max(budget, needs.least)
         needs = _count_both(weights, wanted, parts, budget, draft_bytes)
     if budget < needs.least:
         raise _refuse(budget, needs)

@@ -239,10 +239,12 @@ class FileFiller:
         return named if named in list_shipped("model") else None
 
     def find_memory(self) -> tuple[int, int]:
-        from pi2.machine.memory import detect_memory
+        from pi2.fitting.budget import LIBRARY_BYTES
+        from pi2.machine.memory import count_own_bytes, detect_memory
 
-        memory = detect_memory()
-        return memory.installed_bytes, memory.available_bytes
+        # A budget is of the whole process: its libraries are in memory already.
+        memory, own = detect_memory(), min(count_own_bytes(), LIBRARY_BYTES)
+        return memory.installed_bytes, memory.available_bytes + own
 
     def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
         """Complete a plan's values; raises `UserError` as `GgufWeights.open` and

@@ -6,30 +6,42 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from check_budgets import Trial, run_trial
 from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.caches import VARIABLE
 from pi2.costs.cost import count_memory
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from tests.end_to_end.test_demo import PLAN, run_json
+from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import start_pi2
 
 MIB = 1 << 20
+KEYS = 32
+"""Numbers of the keys of all heads in the model of `file`."""
 
 
-@pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
-def group(request: pytest.FixtureRequest) -> Iterator[MemoryGroup]:
-    budget = load_plan(PLAN).plan.memory.budget
+@contextmanager
+def make_group(limit_bytes: int) -> Iterator[MemoryGroup]:
+    """A group of control groups 1 or 2, as this machine has them."""
     try:
-        with MemoryGroup(budget, name="pi2-test", version=request.param) as made:
+        with MemoryGroup(limit_bytes, name="pi2-test") as made:
             yield made
     except GroupUnavailable as reason:
         pytest.skip(f"no control group: {reason}")
+
+
+@pytest.fixture
+def group() -> Iterator[MemoryGroup]:
+    with make_group(load_plan(PLAN).plan.memory.budget) as made:
+        yield made
 
 
 def find_package(name: str) -> Path:
@@ -96,6 +108,43 @@ def test_a_file_that_was_read_three_times_leaves_the_group_its_memory(
     )
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and int(out) < 12 * MIB, out
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a long context and few weights."""
+    shape = {"hidden": 256, "ffn": 4096, "layers": 4, "context": 8192}
+    made = write_random_gguf(tmp_path_factory.mktemp("budgets"), shape)
+    start_pi2("run", made, "--prompt", "a", "--max-tokens", "1")
+    return made
+
+
+@pytest.mark.parametrize("prompt", [6, 300])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_drafts_of_a_streamed_file_stay_within_a_group_of_the_budget(
+    file: Path, batch: int, prompt: int
+) -> None:
+    trial = Trial(
+        file=file, share=0.0, context=2048, prompt=prompt, drafts=6, batch=batch, huge="as is"
+    )
+    budget = trial.count_budget()
+    with make_group(budget) as group:
+        found = run_trial(trial, group, budget, 300)
+    # Speeds gate nothing here.
+    assert replace(found, tokens_s=None).list_faults(budget) == [], found.note
+    assert found.peak_bytes
+
+
+def test_segments_say_what_they_state_and_what_they_took(file: Path) -> None:
+    given = ["--prompt", "a b", "--max-tokens", "4", "--ignore-eos", "--set", "kv.context=8192"]
+    done = start_pi2("run", file, "--json", *given, "--memory", "400MiB", "--set=decode.batch=4")
+    segments = json.loads(done.stdout)["segments"]
+    kv = segments["kv"]
+    # Two tokens of a context touch a page or two of every head, and no large page.
+    assert kv["allocated_bytes"] == kv["stated_bytes"] == 4 * 8192 * 4 * KEYS * 4
+    assert 0 < kv["taken_bytes"] < 2 * MIB
+    assert segments["runtime"]["allocated_bytes"] is None
+    assert 20 * MIB < segments["runtime"]["taken_bytes"] <= segments["runtime"]["stated_bytes"]
 
 
 def test_a_smaller_budget_is_kept_and_explained() -> None:

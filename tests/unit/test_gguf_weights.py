@@ -18,6 +18,7 @@ from pi2.arrays import U8
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.engine.file_model import cut_rows, divide_matrices
+from pi2.fitting.completion import read_size
 from pi2.importing.gguf_file import read_gguf
 from pi2.memory.flash import ReadSettings
 from pi2.memory.io_engine import EngineName
@@ -164,6 +165,24 @@ def test_a_budget_that_is_too_small_names_the_least(file: Path) -> None:
         pi2.load(file, memory="20 MiB")
     assert [item.code for item in caught.value.diagnostics] == ["P026"]
     assert "needs at least" in str(caught.value)
+
+
+def test_short_memory_shortens_a_context_as_a_short_budget_does(tmp_path: Path) -> None:
+    file = write_random_gguf(tmp_path, {"hidden": 256, "ffn": 4096, "layers": 4, "context": 4096})
+    with GgufWeights.open(file) as weights:
+
+        def derive(available: int, **memory: int) -> tuple[int, int]:
+            values = {"weights": file.name, "memory": memory}
+            found = derive_plan(values, weights, 1 << 40, available).values
+            return found["kv"]["context"], read_size(found["memory"]["budget"]) or 0
+
+        with pytest.raises(UserError) as caught:
+            derive(1 << 20)
+        least = int(str(caught.value).split("--memory ")[1].split("MiB")[0]) << 20
+        assert derive(1 << 30)[0] == 4096
+        context, budget = derive(least)
+        assert context == 512 and budget <= least
+        assert derive(1 << 30, budget=least)[0] == context
 
 
 def test_a_short_budget_shortens_a_context_that_no_plan_states(tmp_path: Path) -> None:
