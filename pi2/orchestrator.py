@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2 import pause_collection
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.memory_watch import open_watch, watch_progress
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_whole_forward
 from pi2.fitting import find_backend
@@ -69,6 +71,11 @@ def load(
     return model
 
 
+def _is_compiled(resolved: ResolvedPlan) -> bool:
+    """Whether this process computes with compiled functions: a watch is one."""
+    return resolved.name_backend(resolved.sparse_unit) in ("blocks", "cpu")
+
+
 @pause_collection()
 def build(
     resolved: ResolvedPlan,
@@ -77,7 +84,26 @@ def build(
     start: float,
     make_observer: MakeObserver | None = None,
 ) -> LoadedModel:
-    """Instantiate what ``resolved`` names, in the order in which the parts need each other."""
+    """Instantiate what ``resolved`` names, and watch that memory is enough for progress, now and
+    while the model runs: UserError P696."""
+    make = partial(_build, resolved, start=start, make_observer=make_observer)
+    if not _is_compiled(resolved):
+        return make(progress=progress)
+    watch = open_watch(resolved)
+    try:
+        with watch.work():
+            model = make(progress=watch_progress(watch, progress))
+    except BaseException:
+        watch.close()
+        raise
+    model.watch_memory(watch)
+    return model
+
+
+def _build(
+    resolved: ResolvedPlan, *, progress: Progress, start: float, make_observer: MakeObserver | None
+) -> LoadedModel:
+    """Instantiate the parts in the order in which they need each other."""
     if resolved.gives_text:
         name = resolved.name_backend(resolved.sparse_unit)
         raise UserError.of(

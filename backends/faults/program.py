@@ -26,6 +26,9 @@ class Program:
     def write_objects(
         self, folder: Path, target: tvm.target.Target, report: Callable[[str, float], None]
     ) -> list[Path]:
-        code = Path(__file__).with_name("faults.ll").read_text().replace("RANGES", str(RANGES))
+        texts = [
+            Path(__file__).with_name(f"{name}.ll").read_text() for name in ("faults", "shortage")
+        ]
+        code = "\n".join(texts).replace("RANGES", str(RANGES))
         triple = str(target.attrs.get("mtriple", f"{platform.machine()}-linux-gnu"))
         return [compile_text(code, triple, folder / "faults.o")]

@@ -60,6 +60,7 @@ from pi2.tokens.table_tokenizer import Coder, take_library
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from pi2.backends.faults.shortage import MemoryWatch
     from pi2.store.reader import NeuronStore
 
 
@@ -86,6 +87,7 @@ class LoadedModel:
             speculation=make_speculation(parts, self._bytes_of_steps),
             count_reads=partial(count_reads, parts),
         )
+        self._watch: MemoryWatch | None = None
         self._driver: Driver | None = None
         self._template_child: StayingChild | None = None
         self._shaped_templates: dict[str, ShapedTemplate] = {}
@@ -203,9 +205,16 @@ class LoadedModel:
         """Units that the run goes on without, and why each was lost."""
         return {unit.name: unit.lost for unit in self.units if unit.lost is not None}
 
+    def watch_memory(self, watch: MemoryWatch) -> None:
+        """Let ``watch`` end work that makes no progress, until the model is closed."""
+        self._watch = self._scheduler.watch = watch
+        watch.protect(self._parts.resident)
+
     def find_change(self) -> UserError | None:
-        """Why the model cannot go on: a file that it reads was cut or changed, or its disk failed;
-        None if it can."""
+        """Why the model cannot go on: a file that it reads was cut or changed, its disk failed, or
+        memory is short; None if it can."""
+        if self._watch is not None and self._watch.error is not None:
+            return self._watch.error
         try:
             self._parts.check()
         except UserError as error:
@@ -527,6 +536,8 @@ class LoadedModel:
             self._driver.end()
         if self._template_child is not None:
             self._template_child.close()
+        if self._watch is not None:
+            self._watch.close()
         with self._parts.release:
             self._parts.forward.abandon()
 

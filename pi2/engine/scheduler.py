@@ -5,12 +5,12 @@ draws a token of every read sequence; clients take turns at free places."""
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import add
 from threading import Condition, RLock, get_ident
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
@@ -20,6 +20,9 @@ from pi2.engine.sequences import Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import Phase, Rounds
 from pi2.engine.text import TokenDecoder
+
+if TYPE_CHECKING:
+    from pi2.backends.faults.shortage import MemoryWatch
 
 _PATIENCE_S = 1.0
 """A request that waits for a place looks again after this time."""
@@ -59,6 +62,8 @@ class Scheduler:
         """Threads that use the model without a request, by the places that they keep."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to do for a permanent driver."""
+        self.watch: MemoryWatch | None = None
+        """Ends rounds that make no progress for lack of memory."""
         self._inbox: deque[Sequence[Ticket]] = deque()
         """New requests: submitting some does not wait for the round under way."""
         self._line = Line()
@@ -135,10 +140,11 @@ class Scheduler:
                 return False
             self._admit()
             worked = bool(self._reading or self._running)
-            if self._reading:
-                self._read_prompts()
-            if self._running:
-                self._step()
+            with nullcontext() if self.watch is None else self.watch.work():
+                if self._reading:
+                    self._read_prompts()
+                if self._running:
+                    self._step()
             return worked
 
     @contextmanager
@@ -316,6 +322,7 @@ class Scheduler:
         stop reading cancelled prompts."""
         if ticket.cancelled and not self._following.get(place):
             raise _Unwanted
+        self._check_memory()
         ticket.progress((done + (end - done) * share) / len(ticket.request.prompt_ids))
 
     def _step(self) -> None:
@@ -333,6 +340,7 @@ class Scheduler:
                 [token for tokens in fed.values() for token in tokens],
                 [place for place, tokens in fed.items() for _ in tokens],
             )
+            self._check_memory()
         except Exception as error:
             for ticket in running.values():
                 self._fail(ticket, error)
@@ -355,6 +363,11 @@ class Scheduler:
         own = self._phases.setdefault(len(running), [0, 0, 0.0, 0, 0.0])
         own[:] = map(add, own, step)
         self._free_ended()
+
+    def _check_memory(self) -> None:
+        """UserError P696 if memory was too short for progress."""
+        if self.watch is not None:
+            self.watch.check()
 
     def _guess(self, running: Mapping[int, Ticket]) -> dict[int, list[int]]:
         """Draft tokens, for places that have some."""

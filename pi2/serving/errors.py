@@ -88,6 +88,8 @@ def explain_user_error(error: UserError) -> ApiError:
         return ApiError(400, f"{finding.message}: it continues texts, at /v1/completions")
     if finding.code in _CLIENTS_FAULT:
         return ApiError(400, finding.message, code=_CODES.get(finding.code))
+    if finding.code == "P696":
+        return ApiError(503, finding.message, retry_after_s=10)
     if finding.code == "P615":
         return ApiError(503, "the model is being closed", retry_after_s=1)
     return ApiError(500, f"the model cannot go on ({finding.code}); the server's log says why")

@@ -23,7 +23,7 @@ from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.refit import read_plan
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
-from pi2.serving.errors import ApiError
+from pi2.serving.errors import ApiError, explain_user_error
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -151,10 +151,9 @@ class Host:
     def is_loaded(self) -> bool:
         return self._model is not None
 
-    @property
-    def is_spoilt(self) -> bool:
-        """Whether its files have changed since it was loaded: it has to be loaded anew."""
-        return self._model is not None and self._model.find_change() is not None
+    def find_change(self) -> UserError | None:
+        """Why it has to be loaded anew before it answers again."""
+        return None if self._model is None else self._model.find_change()
 
     @property
     def model(self) -> LoadedModel:
@@ -301,7 +300,10 @@ class Hosts:
         if self._memory_bytes is not None and host.plan.budget_bytes > self._memory_bytes:
             raise ApiError(503, f"there is no memory for '{name}'")
         turn = Turn(host)
-        if host.is_loaded and host not in self._leaving and not host.is_spoilt:
+        change = host.find_change()
+        if change is not None and change.diagnostics[0].code == "P696" and host.users:
+            raise explain_user_error(change)
+        if host.is_loaded and host not in self._leaving and change is None:
             self._admit(turn)
             return turn
         idle_bytes = sum(other.plan.budget_bytes for other in self._list_loaded(idle=True))
@@ -372,7 +374,9 @@ class Hosts:
 
     def _admit_all(self) -> None:
         for turn in list(self._line):
-            if turn.host.is_loaded and turn.host not in self._leaving and not turn.host.is_spoilt:
+            if turn.host.is_loaded and turn.host not in self._leaving:
+                if turn.host.find_change() is not None:
+                    continue
                 self._remove(turn)
                 if not turn.ready.done():
                     self._admit(turn)
@@ -400,7 +404,7 @@ class Hosts:
 
     async def _make_room(self, host: Host) -> bool:
         """Unload models until ``host`` fits; False if no request waits for it any more."""
-        while host.is_spoilt:
+        while host.find_change() is not None:
             if not host.users:
                 await host.stop()
                 break

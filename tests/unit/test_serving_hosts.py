@@ -230,6 +230,24 @@ def test_a_model_whose_file_has_changed_is_loaded_anew_when_nobody_uses_it(
     run("a b", 2, work)
 
 
+def test_a_model_without_memory_for_progress_takes_no_new_request(moves: list[str]) -> None:
+    async def work(hosts: Hosts) -> None:
+        first = join(hosts, "a")
+        first.host.model.change = UserError.of("P696", "memory is short", help="")  # type: ignore[attr-defined]
+        with pytest.raises(ApiError, match="memory is short") as caught:
+            join(hosts, "a")
+        assert (caught.value.status, caught.value.headers) == (503, {"Retry-After": "10"})
+        assert join(hosts, "b").ready.done()
+        hosts.hosts["b"].users -= 1
+        hosts.leave(first)
+        late = join(hosts, "a")
+        await settle()
+        assert late.ready.done() and moves == ["+a", "+b", "-a", "+a"]
+        hosts.leave(late)
+
+    run("a b", 2, work)
+
+
 def test_a_gguf_file_is_described_before_it_is_loaded(tmp_path: Path) -> None:
     shape = {"hidden": 64, "ffn": 96, "layers": 1, "context": 64}
     (plan,) = list_plans((write_random_gguf(tmp_path, shape),), {})
