@@ -70,6 +70,7 @@ def test_every_command_takes_names(
 def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A GGUF file that runs as it is: itself, a short plan that names it, and a pulled folder."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / ".git").mkdir()
     write_random_gguf(tmp_path, {"hidden": 256, "ffn": 4096, "layers": 4, "context": 512})
     short = 'schema_version = 3\nweights = "model.gguf"\nname = "short"\n'
     (tmp_path / "short.plan.toml").write_text(short)
