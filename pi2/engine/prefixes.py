@@ -10,7 +10,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -168,8 +167,8 @@ class _Place:
     saved: int = 0
     """Blocks that are in files."""
     used_at: float = 0.0
-    positions: bytes = b""
-    """Kind of the positions of the prompt's length (`list_long`)."""
+    identity: bytes = b""
+    """What else the prompt's KV cache depends on."""
 
 
 class Prefixes:
@@ -220,50 +219,47 @@ class KeptPrefixes(Prefixes):
         keeper: ContextKeeper,
         *,
         block: int,
-        identity: bytes,
+        identify: Callable[[int], bytes],
         goes_on_from_answers: bool,
-        list_long: Callable[[int], bytes] = lambda end: b"",
         states: StateKeeper | None = None,
         files: PrefixFiles | None = None,
     ) -> None:
-        """``block``: tokens kept as one; ``identity``: everything else that the KV cache depends
-        on; ``goes_on_from_answers``: whether inexact ones serve; ``list_long``: kind of the
-        positions in a prompt of so many tokens: only the same kind is gone on from; ``states``:
-        copies states."""
+        """``block``: tokens kept as one; ``identify``: everything else that the KV cache depends
+        on, in a prompt of so many tokens; ``goes_on_from_answers``: whether inexact ones serve;
+        ``states``: copies states."""
         assert block % CONTEXT_BLOCK == 0
         super().__init__(forward)
         self._keeper = keeper
         self._block = block
-        self._identity = identity
+        self._identify = identify
         self._from_answers = goes_on_from_answers
-        self._list_long = list_long
         self._states = states
         self._files = files
         self._places = [_Place() for _ in forward.positions]
 
     def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
         ids = list(prompt_ids)
-        most, positions = len(ids) - 1, self._list_long(len(ids))
+        most, identity = len(ids) - 1, self._identify(len(ids))
         usable = [
-            self._count_usable(place, ids, most) if kept.positions == positions else 0
+            self._count_usable(place, ids, most) if kept.identity == identity else 0
             for place, kept in enumerate(self._places)
         ]
         sources = free if self._states is not None else range(len(self._places))
         source = max(sources, key=lambda place: (usable[place], place in free))
         reused = usable[source]
         if self._files is not None:
-            names = self._name(ids[:most], positions)
+            names = name_blocks(identity, ids[:most], self._block)
             known = self._files.count_known(names)
             if known * self._block > reused:
                 target = self._find_oldest(free)
-                return target, self._load(target, names[:known], ids, positions)
+                return target, self._load(target, names[:known], ids, identity)
         target = self._choose_target(free, source, reused)
         kept = self._places[source]
         self._forward.go_on_from(target, reused)
         if target != source:
             self._copy(source, target, reused)
         exact, saved = min(kept.exact, reused), min(kept.saved, reused // self._block)
-        self._places[target] = _Place(ids[:reused], exact, saved, time.monotonic(), positions)
+        self._places[target] = _Place(ids[:reused], exact, saved, time.monotonic(), identity)
         return target, reused
 
     def choose_empty(self, free: Sequence[int]) -> int:
@@ -278,7 +274,7 @@ class KeptPrefixes(Prefixes):
 
     def note_prompt(self, place: int, ids: I32, end: int) -> None:
         kept = self._places[place]
-        kept.positions = self._list_long(end)
+        kept.identity = self._identify(end)
         if kept.exact == len(kept.ids):
             kept.exact = len(ids)
         kept.ids = ids.tolist()
@@ -300,9 +296,6 @@ class KeptPrefixes(Prefixes):
 
     def close(self) -> None:
         """See `pi2.engine.prefixes.Prefixes`."""
-
-    def _name(self, ids: Sequence[int], positions: bytes) -> list[str]:
-        return name_blocks(self._identity + positions, ids, self._block)
 
     def _count_usable(self, place: int, ids: list[int], most: int) -> int:
         """Tokens of a prompt that a place has and that may be gone on from."""
@@ -337,7 +330,7 @@ class KeptPrefixes(Prefixes):
             kept = self._keeper.read_context(source, first, last)
             self._keeper.put_context(target, first, last, kept)
 
-    def _load(self, target: int, names: Sequence[str], ids: list[int], positions: bytes) -> int:
+    def _load(self, target: int, names: Sequence[str], ids: list[int], identity: bytes) -> int:
         """Bring blocks out of files to a place; return the tokens that it has then."""
         assert self._files is not None
         self._forward.go_on_from(target, len(names) * self._block)
@@ -356,7 +349,7 @@ class KeptPrefixes(Prefixes):
         count = done * self._block
         self._forward.go_on_from(target, count)
         exact = count if is_exact else 0
-        self._places[target] = _Place(ids[:count], exact, done, time.monotonic(), positions)
+        self._places[target] = _Place(ids[:count], exact, done, time.monotonic(), identity)
         return count
 
     def _save(self, place: int) -> None:
@@ -365,7 +358,7 @@ class KeptPrefixes(Prefixes):
         count = len(kept.ids) if self._from_answers else kept.exact
         if self._files is None or count // self._block <= kept.saved:
             return
-        names = self._name(kept.ids[:count], kept.positions)
+        names = name_blocks(kept.identity, kept.ids[:count], self._block)
         for number in range(kept.saved, len(names)):
             first, end = number * self._block, (number + 1) * self._block
             state: F32 = np.zeros(0, np.float32)
@@ -417,9 +410,8 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
         parts.forward,
         executor,
         block=math.lcm(size, CONTEXT_BLOCK),
-        identity=identity.digest(),
+        identify=lambda end: identity.digest() + _list_long(resolved.model, end),
         goes_on_from_answers=plan.serve.prefixes == "answers",
-        list_long=partial(_list_long, resolved.model),
         states=states,
         files=files,
     )
