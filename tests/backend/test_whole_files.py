@@ -12,8 +12,9 @@ from tests.helpers.goldens import check_sequences_together
 from tests.helpers.whole_files import SETTINGS, WholeFile
 
 STATES = (
-    *("granite-hybrid", "granite-hybrid-dense", "lfm2-moe", "lfm2-plain", "nemotron-h"),
-    *("nemotron-h-latent", "nemotron-h-moe", "qwen3-5", "qwen3-5-moe", "qwen3-next"),
+    *("bailing-hybrid", "granite-hybrid", "granite-hybrid-dense", "kimi-linear", "lfm2-moe"),
+    *("lfm2-plain", "nemotron-h", "nemotron-h-latent", "nemotron-h-moe", "qwen3-5"),
+    *("qwen3-5-moe", "qwen3-next"),
 )
 NAMES = (
     *("deepseek-v2", "deepseek-v3", "deepseek-v3-older", "gemma4", "gemma4-e2b", "gemma4-moe"),
