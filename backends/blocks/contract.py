@@ -216,7 +216,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         # Of `STATES`; items are blocks of channels, value heads of tokens, blocks of columns of
         # heads, and heads of tokens.
         "convolve": "x x_stride before after has_gates y y_stride weights bias has_bias places"
-        " has_places tails sequence_stride channels kernel is_silu tokens sequences positions",
+        " has_places tails sequence_stride channels window is_silu tokens sequences positions",
         "prepare": "queries keys x_stride key_heads key_dim heads is_delta of_keys entries"
         " entries_stride entry_of steps steps_stride step_of bias rates floor has_floor shortest"
         " longest y y_stride",

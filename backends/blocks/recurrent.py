@@ -134,7 +134,7 @@ class StateBuilder:
                 "tails": tails,
                 "sequence_stride": self._memory.stride,
                 "channels": channels,
-                "kernel": shape.kernel,
+                "window": shape.kernel,
                 "is_silu": int(shape.kind != "convolution"),
                 "tokens": 0,
                 **builder.put_tokens(),

@@ -337,8 +337,13 @@ def count_workspace_bytes(
         count_scratch_bytes(_MOST_LANES),
         *(count_attention_bytes(own.group, own.key, own.value, _MOST_LANES) for _, own in heads),
     )
+    state, vectors = describe_state(model), 0
+    if state is not None:
+        # Weights of the convolution, places, and vectors of heads.
+        vectors = len(model.states) * ((state.kernel + 2) * state.channels + 2 * state.width)
     return (
         tokens * count_token_bytes(model, planes)
+        + 4 * vectors
         + rows * (4 * model.shape.vocab + 64)
         + (context + CONTEXT_BLOCK) * turns
         + threads * scratch

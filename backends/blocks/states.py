@@ -36,7 +36,7 @@ def emit_convolve(table: Table) -> None:
     has_bias, has_places = table.take("has_bias"), table.take("has_places")
     places, tails = table.take_array("places", "int32"), table.take_array("tails", "float32")
     sequence_stride, channels = table.take("sequence_stride"), table.take("channels")
-    kernel, is_silu, tokens = map(table.take, ("kernel", "is_silu", "tokens"))
+    kernel, is_silu, tokens = map(table.take, ("window", "is_silu", "tokens"))
     sequences = table.take_array("sequences", "int32")
     positions, zero = table.take_array("positions", "int32"), T.int64(0)
 
