@@ -9,6 +9,7 @@ from typing import Protocol
 
 from pi2.caches import is_gguf
 from pi2.diagnostics import UserError
+from pi2.machine import detect_memory
 from pi2.measuring.bandwidth import BUFFER_BYTES, BandwidthLimit
 from pi2.measuring.contestant import Profile, RemoteContestant
 from pi2.measuring.contestants import LlamaRecipe, PlanRecipe, check_installed
@@ -178,6 +179,17 @@ class Course:
     """Tokens are taken from it; without, from the vocabulary in order."""
 
 
+_LEAST_BUFFER_BYTES = 64 << 20
+_BUFFER_PART = 8
+
+
+def _choose_buffer_bytes() -> int:
+    """Bytes that the bandwidth is measured with: a small part of the free memory, which plans need,
+    but more than most caches."""
+    most = detect_memory().available_bytes // _BUFFER_PART
+    return min(BUFFER_BYTES, max(_LEAST_BUFFER_BYTES, most))
+
+
 def measure_plan(
     found: FittedPlan,
     course: Course,
@@ -208,7 +220,7 @@ def measure_plan(
                 if error.diagnostics[0].code not in _ENDS:
                     raise
                 note_lost(error)
-        limit = stack.enter_context(BandwidthLimit(threads, size_bytes=BUFFER_BYTES))
+        limit = stack.enter_context(BandwidthLimit(threads, size_bytes=_choose_buffer_bytes()))
         return list(
             run_session(
                 contestants,
