@@ -57,28 +57,6 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
     assert 0 < found[0] < neurons
 
 
-@pytest.mark.parametrize(("low", "count"), [(-np.inf, 333), (np.inf, 0)])
-def test_thresholds_beyond_all_scores_take_all_or_none(low: float, count: int) -> None:
-    from pi2.backends.kernels.selection import Lists, emit_compact
-    from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
-
-    isa = make_isa(list_runnable_isas()[-1])
-
-    def emit(take: Any) -> None:
-        number = take.take_number("number")
-        limit = take.take_number("limit", "float32")
-        scores = take.take_array("scores", "float32")
-        indices, found = take.take_array("indices", "int32"), take.take_array("found", "int32")
-        emit_compact(isa, Lists(scores, indices, found), number, limit)
-
-    # Whole lines of 16 scores and indices.
-    scores, indices, found = allocate("float32", 336), allocate("int32", 336), allocate("int32", 1)
-    kernel = compile_kernel(emit, isa)
-    kernel(333, low, scores, indices, found)
-    assert found[0] == count
-    assert np.array_equal(indices[:count], np.arange(count))
-
-
 NEURONS = 203
 
 

@@ -1,6 +1,5 @@
 """A GGUF file with flipped bytes or cut short is refused or sound: never a traceback."""
 
-import struct
 from pathlib import Path
 from random import Random
 
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pi2.diagnostics import UserError
 from pi2.weights.file_reading import FileFiller, check_document
 from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import write_random_gguf
@@ -69,18 +67,4 @@ def test_cut_files_are_refused(whole: Path, tmp_path: Path, share: float, in_hea
     end = find_header(content) if in_header else len(content)
     file = tmp_path / "cut.gguf"
     file.write_bytes(content[: min(int(share * end), len(content) - 64)])
-    assert check(file) == ["P532"]
-
-
-def test_tensors_that_overlap_are_refused(whole: Path, tmp_path: Path) -> None:
-    name = b"blk.1.ffn_down_exps.weight"
-    content = bytearray(whole.read_bytes())
-    entry = content.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
-    (dimensions,) = struct.unpack_from("<I", content, entry)
-    struct.pack_into("<Q", content, entry + 8 + 8 * dimensions, 0)
-    file = tmp_path / "overlap.gguf"
-    file.write_bytes(content)
-    with pytest.raises(UserError, match="overlap") as caught:
-        GgufWeights.open(file)
-    assert [item.code for item in caught.value.diagnostics] == ["P532"]
     assert check(file) == ["P532"]

@@ -225,19 +225,6 @@ def use_store(path: Path, tiny: TinyModel) -> None:
                 tensor.weights.max()
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_garbled_manifest_is_a_user_error_or_harmless(tiny: TinyModel, data: st.DataObject) -> None:
-    with copy_store(tiny) as path:
-        file = path / "manifest.json"
-        content = bytearray(file.read_bytes())
-        for _ in range(data.draw(st.integers(1, 4))):
-            place = data.draw(st.integers(0, len(content) - 1))
-            content[place] = data.draw(st.sampled_from(b'0123456789"{}[],:-.eE\x00\xff'))
-        file.write_bytes(content)
-        use_store(path, tiny)
-
-
 def list_places(value: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     items: list[tuple[str | int, object]] = []
     if isinstance(value, dict):

@@ -1,7 +1,6 @@
 """Neurons of an expert that are cached and read together."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,41 +148,6 @@ def test_a_cache_below_a_tokens_demand_is_warned_of_with_the_arithmetic(by_exper
         assert bool(messages) == warns
         if warns:
             assert f"2 layers x {CHOSEN} experts of " in messages[0]
-
-
-def run(plan: Path, settings: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    router = {"decode.predictor": "router", "backends.cpu": "reference"}
-    tokens = [7, 100, 8, 290, 3, 3, 41, 250, 12]
-    with pi2.load(plan, set={**router, **settings}) as model:
-        cache = model._parts.cache
-        assert cache.granule in (1, FFN)
-        prompt, steps = model.logits(tokens), model.logits(tokens, mode="decode")
-        return [prompt, steps, model.logits(tokens[::-1])], (cache.granule, model.stats)
-
-
-def test_any_cache_gives_the_bits_of_everything_in_memory(by_expert: Path) -> None:
-    truth, _ = run(by_expert, {})
-    stride = 512
-    with NeuronStore.open(by_expert.parent / "store") as store:
-        stride = store.manifest.bundle.stride
-    random = np.random.default_rng(3)
-    whole = 0
-    for experts in (2, 3, 5, 7):
-        settings: dict[str, Any] = {
-            "layers.hot": 0.0 if experts != 5 else 0.25,
-            "memory.segments.cold": f"{(experts * FFN + int(random.integers(FFN))) * stride} B",
-            "memory.budget": "2 GiB",
-            "cache.policy": str(random.choice(["lfu", "lru"])),
-            "cache.fill": bool(random.integers(2)),
-            "decode.look_ahead": str(random.choice(["none", "attention", "layer"])),
-            "io.request": "4 KiB",
-        }
-        found, (granule, stats) = run(by_expert, settings)
-        for ours, theirs in zip(found, truth, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-        assert stats.cache_misses > 0 and stats.cache_misses % granule == 0
-        whole += granule == FFN
-    assert whole == 4
 
 
 def test_slots_are_used_again_and_given_back_never(by_expert: Path) -> None:

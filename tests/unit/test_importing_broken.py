@@ -20,11 +20,6 @@ def job(tmp_path: Path) -> Job:
     return make_job(tmp_path)
 
 
-def test_the_unspoilt_checkpoint_converts(job: Job) -> None:
-    job.convert()
-    assert (job.folder / "store/manifest.json").is_file()
-
-
 # Configuration
 
 

@@ -1,10 +1,6 @@
 """Converting a checkpoint: the store holds its weights, quantised, in the chosen order."""
 
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +30,6 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.models import MIXTURE, draw_weights, gather_rows, make_model
 
-ROOT = Path(__file__).resolve().parents[2]
 Weights = dict[str, F32]
 
 
@@ -332,36 +327,3 @@ def test_an_interrupted_conversion_of_another_checkpoint_is_not_continued(tmp_pa
     interrupt_conversion(first, model, tmp_path / "store")
     convert_checkpoint(second, model, tmp_path / "store")
     expect_store(tmp_path / "store", model, other)
-
-
-CONVERT = """
-import sys
-from pathlib import Path
-from pi2.importing.convert import convert_checkpoint
-from tests.helpers.models import make_model
-def tell(label, share):
-    print(share, flush=True)
-convert_checkpoint(Path(sys.argv[1]), make_model(), Path(sys.argv[2]), progress=tell)
-"""
-
-
-@pytest.mark.parametrize("steps", [1, 5, 12])
-def test_killed_conversion_leaves_no_store_and_can_be_repeated(tmp_path: Path, steps: int) -> None:
-    model, weights, checkpoint = prepare(tmp_path)
-    store = tmp_path / "store"
-    process = subprocess.Popen(
-        [sys.executable, "-c", CONVERT, str(checkpoint), str(store)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    for _ in range(steps):
-        process.stdout.readline()
-    time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    if not store.exists():
-        with pytest.raises(UserError, match="P501"):
-            NeuronStore.open(store)
-        convert_checkpoint(checkpoint, model, store)
-    expect_store(store, model, weights)

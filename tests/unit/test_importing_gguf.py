@@ -35,7 +35,6 @@ from tests.helpers.gguf_goldens import (
 from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import EXACT, change_config, copy_checkpoint, write_plan
 from tests.helpers.models import draw_weights, make_model
-from tests.helpers.whole_files import join_keys
 
 
 def expect_same_stores(tmp_path: Path, checkpoint: Path, *sources: Path) -> None:
@@ -62,17 +61,6 @@ def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> 
         save_file(weights, checkpoint / "model.safetensors")
     file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config))
     expect_same_stores(tmp_path, checkpoint, checkpoint, file)
-
-
-def test_keys_and_values_of_latent_attention_may_be_in_one_matrix(tmp_path: Path) -> None:
-    """As files of before May 2025 have them, which state the lengths of whole keys."""
-    checkpoint = copy_checkpoint("deepseek-v3", tmp_path / "checkpoint")
-    config, weights = read_checkpoint(checkpoint)
-    tensors = translate(weights, config)
-    newer = write_gguf(tmp_path / "newer.gguf", config, tensors)
-    join_keys(tensors, weights)
-    older = write_gguf(tmp_path / "older.gguf", config | {"has_whole_keys": True}, tensors)
-    expect_same_stores(tmp_path, checkpoint, newer, older)
 
 
 def test_projections_of_a_state_may_be_in_one_matrix(tmp_path: Path) -> None:
@@ -126,23 +114,6 @@ def test_matrices_of_heads_that_do_not_belong_together(tmp_path: Path, part: str
     tensors[name] = tensors[name][0]
     with pytest.raises(UserError, match=r"P534.*attn_[kv]_b\.weight.*shape"):
         open_checkpoint(write_gguf(tmp_path / "flat.gguf", config, tensors))
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_narrow_floats(tmp_path: Path, kind: str) -> None:
-    checkpoint = copy_checkpoint("llama", tmp_path / "checkpoint")
-    config, weights = read_checkpoint(checkpoint)
-    if kind == "BF16":
-        weights = {name: cut_to_bfloat16(values) for name, values in weights.items()}
-    tokenizer = checkpoint / "tokenizer.json"
-    for name in ("F32", kind):
-        file = write_gguf(tmp_path / f"{name}.gguf", config, translate(weights, config), name)
-        convert(file, tmp_path / name, tokenizer, EXACT)
-    expect_same_weights(tmp_path / "F32", tmp_path / kind)
-
-
-def cut_to_bfloat16(values: F32) -> F32:
-    return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 # Quantised files

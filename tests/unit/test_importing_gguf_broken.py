@@ -1,6 +1,5 @@
 """Broken GGUF files: one diagnostic that names file and tensor, and no store left behind."""
 
-import contextlib
 import json
 import struct
 from collections.abc import Callable
@@ -10,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
@@ -208,11 +205,6 @@ def test_a_spoilt_file_is_one_finding(job: Job, name: str) -> None:
     job.expect(code, *words)
 
 
-def test_the_unspoilt_file_converts(job: Job) -> None:
-    job.convert()
-    assert (job.folder / "store/manifest.json").is_file()
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"GGUF", b"<html><body>not found</body></html>", b"version https://git-lfs.github.com"],
@@ -254,22 +246,6 @@ def test_a_folder_of_files_that_do_not_belong_together(job: Job) -> None:
     job.file.with_name("other.gguf").write_bytes(b"")
     with pytest.raises(UserError, match=r"P531.*2 GGUF files"):
         open_checkpoint(job.folder)
-
-
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(place=st.integers(0, 1200), content=st.binary(min_size=1, max_size=8), cut=st.booleans())
-def test_damaged_headers_are_read_or_refused(
-    job: Job, place: int, content: bytes, cut: bool
-) -> None:
-    """Whatever the bytes, nothing but a `UserError` comes out."""
-    whole = job.file.read_bytes()
-    damaged = whole[:place] + content + (b"" if cut else whole[place + len(content) :])
-    file = job.folder / "damaged.gguf"
-    file.write_bytes(damaged)
-    with contextlib.suppress(UserError):
-        describe_checkpoint(file)
 
 
 def test_a_file_may_have_any_name(job: Job) -> None:

@@ -22,7 +22,6 @@ from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import find_document
-from pi2.store.reordering import repack_store
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import MIXTURE, make_model
 
@@ -90,17 +89,6 @@ def test_what_is_in_memory_changes_no_bit(
         assert model.stats.cache_misses > 0
     for ours, truth in zip(found, whole, strict=True):
         np.testing.assert_array_equal(ours, truth)
-
-
-@pytest.mark.parametrize("look_ahead", ["none", "layer"])
-def test_nor_with_compiled_kernels(by_expert: Path, look_ahead: str) -> None:
-    settings = {"backends.cpu": "cpu", "decode.look_ahead": look_ahead}
-    with load(by_expert, settings) as model:
-        truth = compute(model)
-    for cache in CACHES.values():
-        with load(by_expert, cache, settings) as model:
-            for ours, theirs in zip(compute(model), truth, strict=True):
-                np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("settings", [{}, {"layers.hot": 0.2, "memory.segments.cold": "0 B"}])
@@ -211,24 +199,6 @@ def test_an_interrupt_leaves_nothing_under_way(silu: Path, whole: tuple[F32, F32
             model.logits(TOKENS, mode="decode")
         for ours, truth in zip(compute(model), whole, strict=True):
             np.testing.assert_array_equal(ours, truth)
-
-
-def test_scales_may_lie_beside_bundles(silu: Path, whole: tuple[F32, F32], tmp_path: Path) -> None:
-    store = tmp_path / "resident"
-    manifest = repack_store(silu.parent / "store", scales="resident", output=store)
-    stride = manifest.bundle.layout.stride
-    settings = {
-        "weights": str(store),
-        "bundle": {"stride": f"{stride} B", "scales": "resident"},
-        "memory.segments.attention": "4 MiB",
-        "memory.segments.workspace": "4 MiB",
-        "layers.hot": 0.1,
-        "memory.segments.cold": f"{3 * FFN * stride} B",
-        "memory.budget": "2 GiB",
-    }
-    with load(silu, settings) as model:
-        for ours, truth in zip(compute(model), whole, strict=True):
-            assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
 
 
 def test_plans_run_dry(silu: Path) -> None:

@@ -103,13 +103,6 @@ def test_a_store_is_made_by_expert_as_one_is_reordered(
     assert read_manifest(tmp_path / "made") == read_manifest(store)
 
 
-def test_rows_of_predictors_that_move_are_written(store: Path) -> None:
-    before = (store / "dense.arrow").read_bytes()
-    reorder_store(store, read_orders(store)[:, ::-1].copy(), "hotness")
-    assert (store / "dense.arrow").read_bytes() != before
-    assert verify_store(store) == []
-
-
 def test_order_that_says_nothing_of_hotness_needs_statistics(tmp_path: Path, store: Path) -> None:
     orders = np.sort(read_orders(store))
     reorder_store(store, orders, "index")

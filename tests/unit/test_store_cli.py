@@ -162,15 +162,6 @@ def test_convert_with_a_bad_model(
     assert not Path("out").exists()
 
 
-def test_convert_says_what_is_wrong_with_the_checkpoint(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(checkpoint.parent)
-    (checkpoint / "model.safetensors").unlink()
-    assert run(["convert", "checkpoint", "--model", "tiny.model.toml", "-o", "out"]) == 2
-    assert "error[P531]" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["pi2.cli.store", "pi2.cli.convert"])
 def test_commands_import_nothing_heavy_before_they_run(command: str) -> None:
     code = (

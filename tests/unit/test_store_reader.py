@@ -9,18 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tvm_ffi
 
 from pi2.diagnostics import UserError
-from pi2.formats import find_packing
-from pi2.plan.weights.layout import Precision
 from pi2.store.reader import NeuronStore
-from tests.helpers.bundles import pack_bundles
-from tests.helpers.models import TinyModel, gather_rows, make_model, make_tiny
-
-PRECISIONS: list[Precision] = ["int4", "int8", "fp16"]
+from tests.helpers.models import TinyModel, make_model, make_tiny
 
 
 @pytest.fixture
@@ -45,56 +39,6 @@ def change_manifest(store: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 
 # What an open store gives
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_bundles_are_the_quantised_neurons_in_stored_order(
-    tmp_path: Path, precision: Precision
-) -> None:
-    tiny = make_tiny(tmp_path, {"quantization": {"ffn": precision}})
-    with NeuronStore.open(tiny.store, model=tiny.model) as store:
-        assert store.bundle.precision == precision
-        for number, layer in enumerate(store.layers):
-            order = layer.original
-            np.testing.assert_array_equal(order, tiny.original[number])
-            gate = tiny.weights[f"model.layers.{number}.mlp.gate_proj.weight"][order]
-            up = tiny.weights[f"model.layers.{number}.mlp.up_proj.weight"][order]
-            down = tiny.weights[f"model.layers.{number}.mlp.down_proj.weight"].T[order]
-            expected = pack_bundles(gate, up, np.ascontiguousarray(down), store.bundle)
-            np.testing.assert_array_equal(layer.bundles, expected)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_tensors_are_the_quantised_ones_of_checkpoint(tmp_path: Path, precision: Precision) -> None:
-    quantization = dict.fromkeys(("attention", "embedding", "head", "predictor"), precision)
-    changes = {"quantization": quantization, "tied_head": False, "attention": {"qkv_bias": True}}
-    tiny = make_tiny(tmp_path, changes)
-    with NeuronStore.open(tiny.store, model=tiny.model) as store:
-        assert {"head", "layers.2.qkv_bias", "layers.0.predictor_out"} <= set(store.tensors)
-        for name, tensor in store.tensors.items():
-            rows = gather_rows(tiny.model, tiny.weights, tiny.original, name)
-            assert (tensor.rows, tensor.length) == rows.shape
-            if tensor.precision is None:
-                np.testing.assert_array_equal(tensor.weights, rows)
-                continue
-            assert tensor.precision == precision
-            weights, scales = find_packing(precision).quantize(rows)
-            np.testing.assert_array_equal(tensor.weights, weights)
-            if scales is None:
-                assert tensor.scales is None
-            else:
-                assert tensor.scales is not None
-                np.testing.assert_array_equal(tensor.scales, scales)
-
-
-def test_weights_and_scales_are_64_byte_aligned_and_bundles_begin_at_page(tiny: TinyModel) -> None:
-    with NeuronStore.open(tiny.store) as store:
-        for tensor in store.tensors.values():
-            assert tensor.weights.ctypes.data % 64 == 0
-            assert tensor.scales is None or tensor.scales.ctypes.data % 64 == 0
-        for layer in store.layers:
-            assert layer.bundles_offset % 4096 == 0
-            assert layer.bundles.ctypes.data % 4096 == 0
 
 
 def test_arrays_are_not_copied_and_kernels_accept_them(tiny: TinyModel) -> None:

@@ -1,6 +1,5 @@
 """`pi2 store reorder`: the same model with its neurons in another order."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -81,17 +80,6 @@ def test_predictors_of_experts_follow_their_neurons(tmp_path: Path) -> None:
             assert read_predictors(new, layer, 4) == known
 
 
-def test_a_predictor_names_the_same_neurons(tmp_path: Path, tiny: TinyModel) -> None:
-    plan = write_plan(tmp_path, tiny)
-    reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "new")
-    named = []
-    for name in ("store", "new"):
-        with pi2.load(plan, set={"weights": name}) as model:
-            model.logits(TOKENS, mode="decode")
-            named.append((model.stats.predicted_neurons, model.stats.active_neurons))
-    assert named[0] == named[1] and named[0][0] > 0
-
-
 def test_in_place_other_files_stay(tmp_path: Path, tiny: TinyModel) -> None:
     add_files(tiny.store, {"activations.parquet": b"statistics"})
     (tiny.store / "default.plan.toml").write_text("# mine")
@@ -139,13 +127,6 @@ def test_a_damaged_neuron_is_a_finding_and_changes_nothing(tmp_path: Path, tiny:
         reorder_store(tiny.store, draw_orders(tiny), "hotness")
     assert file.read_bytes() == bytes(data)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-def test_a_store_that_exists_is_not_replaced_unasked(tmp_path: Path, tiny: TinyModel) -> None:
-    shutil.copytree(tiny.store, tmp_path / "other")
-    with pytest.raises(UserError, match="P521"):
-        reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "other")
-    reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "other", replace=True)
 
 
 # Orders

@@ -88,15 +88,6 @@ def test_nothing_is_visible_before_the_end(tmp_path: Path, model: Model) -> None
             NeuronStore.open(tmp_path / "store")
 
 
-def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
-    first, second = make_tiny(tmp_path / "a"), make_tiny(tmp_path / "b")
-    files = [path for path in first.store.rglob("*") if path.is_file()]
-    assert len(files) == 6
-    for path in files:
-        twin = second.store / path.relative_to(first.store)
-        assert path.read_bytes() == twin.read_bytes(), path
-
-
 def test_layers_may_come_in_any_order_and_in_any_pieces(tmp_path: Path, model: Model) -> None:
     write_store(tmp_path / "whole", model)
     with open_writer(tmp_path / "pieces", model) as writer:
