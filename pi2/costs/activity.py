@@ -180,6 +180,7 @@ class LayerActivity:
         missing = (1.0 - weigh_hot(hot)) * (1.0 - hits)
         return find_read_chances(self._chances, missing, leave_out)
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - activities are values
     def find_hits(self, hot: float, cold: float, policy: Policy) -> F64:
         """Chance [CLASSES] that a used cold neuron is cached; shares are of the varying neurons.
         ``lru`` by Che's approximation; ``lfu`` keeps the highest counts and is never worse."""

@@ -58,6 +58,10 @@ class IoChoice:
     overlap: float | None = None
     """Part of the time that computing hides; None where it was not measured for this engine."""
 
+    def write(self) -> dict[str, str | int]:
+        """Values of a plan's table ``[io]``."""
+        return {"engine": self.engine, "threads": self.threads, "depth": self.depth}
+
     def time(self, reads: float) -> float:
         """Seconds of a batch of ``reads``, at least one."""
         if reads >= self.few or self.few <= 1:

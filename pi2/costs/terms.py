@@ -1,7 +1,7 @@
 """Seconds of the steps of a layer, each by itself, for planner and simulator."""
 
 from dataclasses import dataclass, replace
-from math import exp
+from math import expm1
 
 import numpy as np
 
@@ -208,7 +208,7 @@ def _find_hot_part(
 
 def find_chance(missing: float) -> float:
     """Chance of any miss from the mean number of independent misses."""
-    return 1.0 - exp(-missing)
+    return -expm1(-missing)
 
 
 def time_norm(rates: Rates, sizes: Sizes, settings: Settings) -> float:

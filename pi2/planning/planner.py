@@ -25,7 +25,6 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.problem import Problem, list_predictors, pose_problem
-from pi2.planning.program import Goal, Program, Solution
 from pi2.planning.refinement import (
     REWRITE_GAIN,
     Decision,
@@ -37,14 +36,17 @@ from pi2.planning.refinement import (
     needs_rewriting,
     refine_values,
 )
+from pi2.planning.search import Goal, Solution, find_best
 from pi2.planning.speed import check_device_memory, reach_speed
 from pi2.planning.wish import Wish, list_split_units, write_values
 from pi2.progress import Progress, ignore_progress
 
 _PROMPTS_WORTH = 0.03
 """Part of a token's time that prompts on another unit are worth."""
+_NEAR = 3
+"""Plans of the search, one for each way to find neurons, whose costs are compared."""
 _SPARE = 1.1
-"""Memory relative to the fastest plan of the program in which nothing is in the way."""
+"""Memory relative to the fastest plan of the search in which nothing is in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +58,11 @@ class PlannedPlan:
     resolved: ResolvedPlan
     cost: Cost
     solution: Solution | None = None
-    """What the program found; None where a unit has the whole model, and nothing is divided."""
+    """What the search found; None where a unit has the whole model, and nothing is divided."""
     full_tokens_s: float | None = None
     """Speed once the context is full: there is more to attend to, and nothing left to lend."""
     decisions: tuple[Decision, ...] = ()
-    """Settings that were tried around the program's plan."""
+    """Settings that were tried around the search's plan."""
     left_out: tuple[str, ...] = ()
     """A sentence for each unit that the plan does not use, and why."""
     layout: LayoutDecision | None = None
@@ -72,7 +74,7 @@ USUAL_LIMITS = 12
 
 
 def plan(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
-    """The best plan; UserError P350 if there is none, P351 for missing figures, P352."""
+    """The best plan; UserError P350 if there is none, P351 for missing figures."""
     progress("planning", 0.0)
     if wish.tokens_s is None:
         check_device_memory(wish)
@@ -89,13 +91,19 @@ def plan(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
     return reach_speed(wish, plan_next, find_bounds(problem))
 
 
+def _leave_units(problem: Problem) -> Problem:
+    """The problem without units next to the processor, which take memory for copies."""
+    if problem.rates.dense is None:
+        return problem
+    return pose_problem(problem.wish, replace(problem.rates, dense=None), problem.bundle)
+
+
 def find_bounds(problem: Problem) -> tuple[int, int]:
     """The least memory of any plan, and one in which everything fits."""
-    program = Program(problem)
-    least, fastest = program.solve("memory"), program.solve("time")
-    if least is None or fastest is None:
-        raise _explain_impossible(problem, program)
-    return _find_budget(problem, least), int(_find_budget(problem, fastest) * _SPARE)
+    least, fastest = find_best(_leave_units(problem), "memory"), find_best(problem, "time")
+    if not least or not fastest:
+        raise _explain_impossible(problem)
+    return _find_budget(problem, least[0]), int(_find_budget(problem, fastest[0]) * _SPARE)
 
 
 Posed = dict[tuple[BundleLayout, bool], Problem]
@@ -143,33 +151,39 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
 def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
     rates = _read_rates(wish)
     stored = read_stored(wish.store)
-    programs: list[tuple[Problem, Program]] = []
+    problems: list[Problem] = []
     best: list[PlannedPlan] = []
     bundles, units = list_bundles(wish.device, wish.model, stored), list_units(rates)
     for bundle in bundles:
         found: list[PlannedPlan] = []
         for choice in units:
-            progress("planning", len(programs) / (len(bundles) * len(units)))
+            progress("planning", len(problems) / (len(bundles) * len(units)))
             key = bundle, choice.dense is not None
             if key not in posed:
                 posed[key] = pose_problem(wish, choice, bundle)
             problem = replace(posed[key], wish=wish)
-            program = Program(problem)
-            programs.append((problem, program))
-            solution = program.solve(
-                choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=_find_step_s(wish)
+            problems.append(problem)
+            solutions = find_best(
+                problem,
+                choose_goal(wish),
+                memory_bytes=wish.memory_bytes,
+                token_s=_find_step_s(wish),
             )
-            if solution is not None:
-                # The program rounds otherwise: in a hair's breadth there may be no plan.
+            near: list[PlannedPlan] = []
+            for solution in solutions[:_NEAR]:
+                # The search rounds otherwise: in a hair's breadth there may be no plan.
                 with suppress(Shortage):
-                    found.append(refine_plan(problem, finish_plan(problem, solution)))
+                    near.append(finish_plan(problem, solution))
+            if near:
+                nearest = min(near, key=lambda item: score_plan(wish, item))
+                found.append(refine_plan(problem, nearest))
         if found:
             chosen = min(found, key=lambda item: score_plan(wish, item))
             other = next((item for item in found if item is not chosen), None)
             left_out = tuple(_list_left_out(wish, chosen, other))
             best.append(replace(chosen, left_out=left_out))
     if not best:
-        raise _explain_impossible(*programs[0])
+        raise _explain_impossible(problems[0])
     return _choose_layout(wish, best, stored)
 
 
@@ -320,9 +334,7 @@ def trace_pareto(
     low, high = find_bounds(problem)
     if most_bytes is not None:
         if low > most_bytes:
-            raise _explain_impossible(
-                replace(problem, wish=replace(wish, memory_bytes=most_bytes)), Program(problem)
-            )
+            raise _explain_impossible(replace(problem, wish=replace(wish, memory_bytes=most_bytes)))
         high = min(high, most_bytes - MIB)
     found = []
     for number in range(points):
@@ -333,12 +345,14 @@ def trace_pareto(
     return found
 
 
-def _explain_impossible(problem: Problem, program: Program) -> UserError:
+def _explain_impossible(problem: Problem) -> UserError:
     """P350 with the limit in the way and the nearest possible wishes; P351 if reads are unknown."""
     wish = problem.wish
-    least = program.solve("memory")
-    if least is None:
+    problem = _leave_units(problem)
+    found = find_best(problem, "memory")
+    if not found:
         return UserError.of("P350", "no plan exists for this device and model at all")
+    least = found[0]
     embedding = ", embedding" if least.embedding.place == "resident" else ""
     notes = [
         f"attention, norms, head{embedding}: {approximate_bytes(least.embedding.bytes)}",
@@ -352,7 +366,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
         check_flash(problem.rates, wish.device)
     memory, needed = wish.memory_bytes or 0, _find_budget(problem, least)
     if memory >= needed:
-        # The program rounds otherwise than plans do.
+        # The search rounds otherwise than plans do.
         needed = memory + 16 * MIB
     has, needs = compare_bytes(memory, needed)
     return UserError.of(
@@ -364,6 +378,6 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
 
 
 def _find_budget(problem: Problem, solution: Solution) -> int:
-    """Bytes of a plan's budget: what the program counts, and what the runtime takes of as much."""
+    """Bytes of a plan's budget: what the search counts, and what the runtime takes of as much."""
     other = int(solution.memory_bytes) - problem.runtime_bytes
     return add_runtime(problem.wish.model, other + MIB, problem.unit_kinds)

@@ -1,24 +1,21 @@
-"""Coefficients of the program: choices of a plan and their costs. Misses fall with resident shares
-along a convex curve, replaced by tangents; the rest is discrete."""
+"""Choices that a device and a model leave, and their costs: a curve for each group of layers, of a
+token's time over the neurons in memory; the rest is discrete."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import mean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from pi2.costs.activity import LOOK_AHEAD_MODES, LayerActivity, PredictorMode, describe_activity
-from pi2.costs.cost_layer import cost_layer
-from pi2.costs.description import Activity
+from pi2.costs.cost_layer import LayerCost, cost_layer
+from pi2.costs.description import Activity, Description, describe_plan
 from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import (
     POSITION,
     LookAhead,
-    Settings,
-    Sizes,
     count_run,
     find_range_bytes,
     measure_sizes,
@@ -26,29 +23,29 @@ from pi2.costs.settings import (
 )
 from pi2.costs.terms import time_head, time_row
 from pi2.fitting.budget import MIB, count_runtime
-from pi2.fitting.completion import resolve_values
+from pi2.fitting.completion import choose_backends, resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import describe_context
 from pi2.plan.arithmetic.costs import SHORT_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.device import UnitKind
-from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.wish import Wish, make_plan_values
+from pi2.planning.wish import LEAST_DENSE, Wish, divide_rest, make_plan_values
 
 GROUPS = 8
 """Layers whose activity is alike share their settings, in so many groups at most."""
-CACHE_SHARES = (0.1, 0.25, 0.5)
+CACHE_SHARES = (0.1, 0.25, 0.5, 0.9)
 """Parts of the resident neurons that may be a cache."""
 STREAM_SHARE = 1e-9
 """Cache share where every neuron is computed and absent ones stream by: no cache."""
+_HALVINGS = 7
+_CLUSTER = 16
+"""Neurons that are read and computed together before others are tried."""
 AHEAD: tuple[LookAhead, ...] = ("none", "layer")
 """When reads may begin."""
-_LEAST_DENSE = 1e-9
-"""Share of a dense unit that computes next to nothing."""
-_GRID = np.linspace(0.0, 1.0, 17)
+_GRID = np.linspace(0.0, 1.0, 17).tolist()
 _STREAMS = IoChoice(engine="io_uring", threads=1, depth=128, neuron_s=0.0)
 
 
@@ -64,6 +61,21 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A layer with some of its neurons in memory."""
+
+    resident: float
+    """Share in memory."""
+    dense: float
+    """Share that a dense unit computes."""
+    bytes: float
+    """Main memory for neurons."""
+    seconds: float
+    """All of the layer."""
+    dense_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
     """A way to find the active neurons, with an amount of cache: curves per group of layers."""
 
@@ -72,20 +84,8 @@ class Mode:
     """Part of the resident neurons; 0 means that every neuron stays."""
     predictor_bytes: int
     least_cold_bytes: int
-    lines: tuple[tuple[tuple[float, float], ...], ...]
-    """Per group: (slope, offset) of missing neurons over the resident share."""
-    fixed_s: tuple[float, ...]
-    """Per group: attention, norm, prediction, look-up."""
-    compute_s: tuple[float, ...]
-    """Per group: computing all active neurons on the CPU."""
-    dense_lines: tuple[tuple[tuple[float, float], ...], ...]
-    """Per group: (slope, offset) of the CPU's time over the share that a dense unit computes."""
-    missing_s: float
-    """Cost of a missing neuron apart from its read: its place in the cache."""
-    ahead_s: float
-    """Norms and predictor of a layer: reads that begin a layer ahead are hidden behind them."""
-    neuron_s: tuple[float, ...]
-    """Per group: reading streamed neurons, for any engine; 0 if the engine's choice counts."""
+    curves: tuple[tuple[Point, ...], ...]
+    """Per group."""
     cache_shares: tuple[float, ...]
     """Per group: part of its resident neurons that is a cache; none of layers that stream by."""
 
@@ -128,7 +128,7 @@ class ChunkChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """All choices that the solver has, with their costs."""
+    """All choices of a search, with their costs."""
 
     wish: Wish
     rates: Rates
@@ -140,11 +140,11 @@ class Problem:
     chunks: tuple[ChunkChoice, ...]
     ios: tuple[IoChoice, ...]
     look_aheads: tuple[LookAhead, ...]
-    attention_s: float
-    """Attention of a layer, that looking ahead hides reads behind."""
     embeddings: tuple[EmbeddingChoice, ...]
     head_s: float
     activities: Mapping[PredictorMode, Activity]
+    unit_rows_bytes: int = 0
+    """Main memory for a unit's rows of projections and head."""
     by_expert: bool = False
     """Whether the store's order puts an expert's neurons together."""
 
@@ -156,10 +156,7 @@ class Problem:
     def unit_bytes(self) -> int | None:
         """Bytes of the dense unit's own memory; None where it uses main memory."""
         dense = self.rates.dense
-        memory = None if dense is None else self.wish.device.units[dense.name].memory
-        if dense is None or memory is None:
-            return None
-        return self.wish.unit_memory.get(dense.name, memory.capacity or 0)
+        return None if dense is None else self.wish.find_unit_memory(dense.name)
 
     @property
     def unit_kinds(self) -> list[UnitKind]:
@@ -195,9 +192,6 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
         ios = tuple(usable)
     kvs = _list_kvs(wish, rates, bundle)
     cheapest = min(kvs, key=lambda item: item.token_s).type
-    sizes = measure_sizes(model, modes[0], "fp16", bundle)
-    settings = _make_settings(wish, modes[0], rates, "fp16")
-    bare = cost_layer(rates, sizes, settings, activities[modes[0]][0][0], hot=1.0, cold=0.0)
     listed = []
     for mode in modes:
         shares = [0.0] if rates.flash is None else [0.0, *CACHE_SHARES]
@@ -207,8 +201,15 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
             # Which experts will be used, the cache finds out better than anybody knows before.
             shares = [0.0, 1.0]
         for share in shares:
-            own = activities[mode][0]
-            listed.append(_pose_mode(wish, rates, mode, cheapest, share, own, groups, bundle))
+            values = make_plan_values(
+                wish, predictor=mode, kv=cheapest, chunk=SHORT_CHUNK, bundle=bundle
+            )
+            values["io"] = ios[0].write()
+            values["pipeline"] = {"cluster": _CLUSTER, "phases": 1}
+            values["decode"]["look_ahead"] = ahead[-1] if mode in LOOK_AHEAD_MODES else "none"
+            if mode == "low-rank" and wish.leave_out > 0.0:
+                values["decode"]["leave_out"] = wish.leave_out
+            listed.append(_pose_mode(wish, rates, values, share, activities[mode], groups))
     stored = read_stored(wish.store)
     return Problem(
         wish=wish,
@@ -221,10 +222,10 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
         chunks=tuple(_list_chunks(wish, rates, modes[0], kvs[0].type, bundle)),
         ios=ios,
         look_aheads=ahead,
-        attention_s=bare.attention_s,
         embeddings=_list_embeddings(wish, rates, modes[0], bundle),
-        head_s=time_head(rates, sizes, settings),
+        head_s=_time_head(wish, rates, modes[0], bundle),
         activities=activities,
+        unit_rows_bytes=_count_unit_rows(wish, rates, modes[0], bundle),
         by_expert=stored is not None and stored.order == "expert",
     )
 
@@ -261,6 +262,29 @@ def list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, .
         # With everything in memory, gates may take more of it than they save time.
         modes.append(exact)
     return modes, AHEAD if LOOK_AHEAD_MODES.intersection(modes) else ("none",)
+
+
+def _count_unit_rows(wish: Wish, rates: Rates, mode: PredictorMode, bundle: BundleLayout) -> int:
+    """Hot bytes of a plan whose dense unit has its rows, and next to no neurons."""
+    unit = rates.dense
+    if unit is None:
+        return 0
+    values = make_plan_values(wish, predictor=mode, kv="fp16", chunk=SHORT_CHUNK, bundle=bundle)
+    (cpu,) = values["layers"]["split"]
+    values["layers"] = {"split": {unit.name: 0.001, cpu: 0.999}, "hot": 0.001}
+    values["backends"] = choose_backends(
+        {wish.device.units[name].kind for name in (cpu, unit.name)}
+    )
+    divide_rest(wish, rates, values)
+    return find_needs(resolve_values(values, wish.device, wish.model)).hot.bytes
+
+
+def _time_head(wish: Wish, rates: Rates, mode: PredictorMode, bundle: BundleLayout) -> float:
+    values = make_plan_values(wish, predictor=mode, kv="fp16", chunk=SHORT_CHUNK, bundle=bundle)
+    values["layers"]["hot"] = 1.0
+    described = describe_plan(resolve_values(values, wish.device, wish.model), rates)
+    settings = replace(described.settings, head_share=rates.fair_share)
+    return time_head(rates, described.sizes, settings)
 
 
 def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice, ...]:
@@ -321,118 +345,97 @@ def _resolve(
     return resolve_values(values, wish.device, wish.model)
 
 
-def _make_settings(wish: Wish, mode: PredictorMode, rates: Rates, kv: KvType) -> Settings:
-    return Settings(
-        predictor=mode,
-        kv=kv,
-        threads=rates.cores,
-        look_ahead="none",
-        policy="lfu",
-        reads=None,
-        position=min(POSITION, wish.context),
-        batch=wish.batch,
-        attention_share=rates.fair_share,
-        head_share=rates.fair_share,
-        leave_out=wish.leave_out if mode == "low-rank" else 0.0,
-    )
-
-
 def _pose_mode(
     wish: Wish,
     rates: Rates,
-    mode: PredictorMode,
-    kv: KvType,
+    values: dict[str, Any],
     cache_share: float,
-    activities: Sequence[LayerActivity],
+    activity: Activity,
     groups: Sequence[LayerGroup],
-    bundle: BundleLayout,
 ) -> Mode:
-    model = wish.model
-    rates = rates.choose(kv)
-    resolved = _resolve(wish, mode, "fp16", SHORT_CHUNK, bundle)
-    lines, fixed, compute, dense = [], [], [], []
-    neuron_s, shares = [], []
-    stream_s = 0.0 if rates.flash is None else bundle.stride / rates.flash.find_stream_rate()
-    ahead_s = 0.0
+    values["layers"]["hot"] = float(cache_share == 0.0)
+    resolved = resolve_values(values, wish.device, wish.model)
+    described = describe_plan(resolved, rates, store=wish.store, activity=activity)
+    curves, shares = [], []
     for group in groups:
         middle = group.layers[len(group.layers) // 2]
-        # Layers whose neurons nobody names stream by.
-        is_named = middle in resolved.named_layers
-        own: PredictorMode = mode if is_named else "none"
-        streams = cache_share > 0.0 and not is_named
-        part = STREAM_SHARE if streams else cache_share
-        neuron_s.append(stream_s if streams else 0.0)
-        shares.append(part)
-        settings = _make_settings(wish, own, rates, kv)
-        sizes = measure_sizes(model, own, "fp16", bundle)
-        cheap = measure_sizes(model, own, settings.kv, bundle)
-        activity = activities[middle]
-        # With a dense unit, attention is divided between both, whatever its share of neurons.
-        helped = _LEAST_DENSE if rates.dense is not None and model.moe is None else 0.0
-        all_hot = cost_layer(rates, cheap, settings, activity, hot=1.0, cold=0.0, dense=helped)
-        fixed.append(all_hot.total_s - max(all_hot.compute_s, all_hot.dense_s))
-        compute.append(all_hot.compute_s)
-        ahead_s = all_hot.norm_s + all_hot.predict_s
-        missing = [
-            0.0
-            if cache_share == 0.0
-            else cost_layer(
-                rates,
-                sizes,
-                settings,
-                activity,
-                hot=float(share) * (1.0 - part),
-                cold=float(share) * part,
-            ).missing
-            for share in _GRID
-        ]
-        lines.append(_draw_lines(_GRID.tolist(), missing))
-        dense.append(_draw_dense_lines(rates, sizes, settings, activity, model))
+        streams = cache_share > 0.0 and middle not in resolved.named_layers
+        shares.append(STREAM_SHARE if streams else cache_share)
+        # A unit that helps with projections has neurons of the most layers at least.
+        helped = rates.fair_share > 0.0 and group.count == max(item.count for item in groups)
+        uses = activity[0][middle]
+        curves.append(
+            _draw_curve(wish, described, uses, shares[-1], streams=streams, helped=helped)
+        )
+    needs = find_needs(resolved)
     return Mode(
-        predictor=mode,
+        predictor=resolved.plan.decode.predictor,
         cache_share=cache_share,
-        predictor_bytes=round_up(find_needs(resolved).predictor.bytes, MIB),
-        least_cold_bytes=0 if cache_share == 0.0 else find_needs(resolved).cold.bytes,
-        lines=tuple(lines),
-        fixed_s=tuple(fixed),
-        compute_s=tuple(compute),
-        dense_lines=tuple(dense),
-        missing_s=0.0 if mode == "none" else 1.0 / rates.look_up.bytes_s,
-        ahead_s=ahead_s,
-        neuron_s=tuple(neuron_s),
+        predictor_bytes=round_up(needs.predictor.bytes, MIB),
+        least_cold_bytes=0 if cache_share == 0.0 else needs.cold.bytes,
+        curves=tuple(curves),
         cache_shares=tuple(shares),
     )
 
 
-def _draw_dense_lines(
-    rates: Rates, sizes: Sizes, settings: Settings, activity: LayerActivity, model: Model
-) -> tuple[tuple[float, float], ...]:
-    """The CPU's time over the share that a dense unit computes; empty without such a unit."""
-    if rates.dense is None or model.moe is not None:
-        return ()
-    times = [
-        cost_layer(
-            rates, sizes, settings, activity, hot=1.0, cold=0.0, dense=float(share)
-        ).compute_s
-        for share in _GRID
-    ]
-    return _draw_lines(_GRID.tolist(), times)
+def _draw_curve(
+    wish: Wish,
+    described: Description,
+    activity: LayerActivity,
+    cached: float,
+    *,
+    streams: bool,
+    helped: bool,
+) -> tuple[Point, ...]:
+    """Times of a layer over the share in memory, of which ``cached`` is a cache. ``helped``: a
+    dense unit has some of its neurons."""
+    rates, model = described.rates, wish.model
+    sizes, settings = described.sizes, described.settings
+    if streams and described.whole is not None:
+        # Layers whose neurons nobody names stream by.
+        sizes, settings = described.whole
+    unit = rates.dense
+    if unit is not None and model.moe is None:
+        # Attention is divided between both, whatever the share of neurons.
+        settings = replace(settings, attention_share=rates.fair_share)
+    size = activity.neurons * sizes.stride
+    most, own = 1.0, False
+    if unit is not None and (memory := wish.find_unit_memory(unit.name)) is not None:
+        most, own = min(memory / (model.shape.layers * size), 1.0), True
+    points = []
+    for resident in [1.0] if cached == 0.0 else _GRID:
+        part = 0.0 if streams else cached
+        hot, cold = resident * (1.0 - part), resident * part
+
+        def cost(dense: float, hot: float = hot, cold: float = cold) -> LayerCost:
+            return cost_layer(rates, sizes, settings, activity, hot=hot, cold=cold, dense=dense)
+
+        least = min(LEAST_DENSE if helped else 0.0, hot)
+        denses = [0.0] if unit is None else _list_shares(cost, least, min(hot, most))
+        for dense in denses:
+            found = cost(dense)
+            points.append(
+                Point(
+                    resident=resident,
+                    dense=dense,
+                    bytes=(resident - dense * own) * size,
+                    seconds=found.total_s,
+                    dense_s=found.dense_s,
+                )
+            )
+    return tuple(points)
 
 
-def _draw_lines(xs: Sequence[float], ys: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    hull: list[tuple[float, float]] = []
-    for point in zip(xs, ys, strict=True):
-        while len(hull) >= 2 and _turns_down(hull[-2], hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return tuple(
-        ((y1 - y0) / (x1 - x0), y0 - (y1 - y0) / (x1 - x0) * x0)
-        for (x0, y0), (x1, y1) in pairwise(hull)
-    )
-
-
-def _turns_down(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+def _list_shares(cost: Callable[[float], LayerCost], least: float, most: float) -> list[float]:
+    """Shares of a dense unit: the least, half of the one with which both units are ready together,
+    that one, and all that it may have."""
+    low, high = least, max(most, least)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = cost(middle)
+        busy_s = found.predict_s + found.look_up_s + found.compute_s
+        low, high = (middle, high) if found.dense_s < busy_s else (low, middle)
+    return sorted({least, max(low / 2, least), low, high, max(most, least)})
 
 
 def _group_layers(activities: Sequence[LayerActivity]) -> tuple[LayerGroup, ...]:

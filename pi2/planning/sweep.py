@@ -16,7 +16,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, write_table
-from pi2.planning.program import import_solver
 from pi2.progress import Progress
 from pi2.ray_cluster import import_ray, start_ray
 from pi2.sharing.fetching import write_atomically
@@ -159,12 +158,10 @@ def run_sweep(
     progress: Progress,
     on: Place = "processes",
 ) -> list[Outcome]:
-    """Run missing cells, write ``output`` (Parquet), return all; UserError P352, P353."""
+    """Run missing cells, write ``output`` (Parquet), return all; UserError P353."""
     journal = output.with_name(f"{output.name}.cells")
     known = read_journal(journal)
     waiting = [cell for cell in cells if cell.key not in known]
-    if waiting:
-        import_solver()
     output.parent.mkdir(parents=True, exist_ok=True)
     attempts = 0
     with journal.open("a", encoding="utf-8") as file:

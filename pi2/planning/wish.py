@@ -25,12 +25,13 @@ from pi2.plan.weights.layout import BundleLayout
 from pi2.sharing.resolver import LockedReferences
 
 if TYPE_CHECKING:
+    from pi2.costs.kernel_times import Rates
     from pi2.fitting.check import Report
     from pi2.plan.toml.source import Kind
     from pi2.planning.problem import Problem
-    from pi2.planning.program import Solution
+    from pi2.planning.search import Solution
 
-_LEAST_DENSE = 0.02
+LEAST_DENSE = 0.02
 """Share of a layer that a unit is given which does not compute more for waiting for flash."""
 
 
@@ -115,6 +116,11 @@ class Wish:
     thresholds_file: str = ""
     """Their file, as the plan is to name it."""
 
+    def find_unit_memory(self, name: str) -> int | None:
+        """Bytes of a unit's own memory that a plan may use; None where it uses main memory."""
+        memory = self.device.units[name].memory
+        return None if memory is None else self.unit_memory.get(name, memory.capacity or 0)
+
 
 def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     """The plan of a solution, with sizes."""
@@ -142,10 +148,10 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
             denses[layer] = round_share(min(dense, hot))
     if problem.rates.fair_share > 0.0 and max(denses) <= 0.0:
         # The program counts on its help with projections, which it has for any neurons at all.
-        denses = [round_share(min(_LEAST_DENSE, hot)) for hot in hots]
+        denses = [round_share(min(LEAST_DENSE, hot)) for hot in hots]
     values["layers"] = _write_layers(problem, hots, denses)
     if max(denses) > 0.0:
-        _divide_rest(problem, values)
+        divide_rest(wish, problem.rates, values)
     kinds = {wish.device.units[name].kind for name in list_split_units(values["layers"])}
     values["backends"] = choose_backends(kinds)
     unit = problem.rates.dense
@@ -167,11 +173,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     fitted = fit_plan(resolved, budget, cold_bytes=cold_bytes).plan
     values["memory"] |= write_memory(fitted)
     values["layers"] = fitted.layers.model_dump(exclude_unset=True)
-    values["io"] = {
-        "engine": solution.io.engine,
-        "threads": solution.io.threads,
-        "depth": solution.io.depth,
-    }
+    values["io"] = solution.io.write()
     # Where nothing is read there is nothing to look ahead for, or to leave out.
     values["decode"]["look_ahead"] = "none" if min(hots) >= 1.0 else solution.look_ahead
     if wish.leave_out > 0.0 and mode.predictor == "low-rank" and min(hots) < 1.0:
@@ -179,12 +181,12 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
     return values
 
 
-def _divide_rest(problem: Problem, values: dict[str, Any]) -> None:
+def divide_rest(wish: Wish, rates: Rates, values: dict[str, Any]) -> None:
     """Give the unit that computes hot neurons its part of everything but the FFN, and prompts."""
-    unit, share = problem.rates.dense, problem.rates.fair_share
+    unit, share = rates.dense, rates.fair_share
     if unit is None or share <= 0.0:
         return
-    cpu = next(n for n, item in problem.wish.device.units.items() if item.kind == "cpu")
+    cpu = next(n for n, item in wish.device.units.items() if item.kind == "cpu")
     split = {unit.name: share, cpu: round(1.0 - share, 2)}
     values["projections"] = {"attention": split, "head": split}
     if unit.ops_s is not None:

@@ -190,7 +190,6 @@ def test_a_plan_that_is_too_slow_is_a_finding(tmp_path: Path, ask: Ask) -> None:
 def test_a_plan_s_wishes_are_planned_for_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("scipy")
     text = 'speed = "8 tok/s"\nmemory.budget = "6 GiB"\nkv.context = 2048\n'
     path = write_plan(tmp_path, text, "llama-2-7b", "oneplus-12")
     output = tmp_path / "planned.plan.toml"

@@ -157,14 +157,3 @@ def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.Monkey
         list(workers.run_on_ray(abs, [1], 1))
     assert caught.value.diagnostics[0].code == "P355"
     assert "pi2[ray]" in (caught.value.diagnostics[0].help or "")
-
-
-def test_without_a_solver_nothing_is_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    output = tmp_path / "results.parquet"
-    command = ["sweep", "--devices", "oneplus-12", "--models", "bamboo-7b", "--memory", "3GiB"]
-    assert run([*command, "--jobs", "1", "-o", str(output)]) != 0
-    assert "error[P352]: scipy is not installed" in capsys.readouterr().err
-    assert not output.exists()

@@ -64,10 +64,10 @@ def test_neurons_of_a_unit_in_main_memory_are_part_of_the_segment_hot(tmp_path: 
     assert 0 <= resolved.plan.memory.segments.hot - find_needs(resolved).hot.bytes < MIB
 
 
-def test_less_main_memory_puts_more_hot_neurons_into_the_gpu(tmp_path: Path) -> None:
+def test_a_gpu_has_all_hot_neurons_that_it_is_faster_with(tmp_path: Path) -> None:
     plans = [write(tmp_path, *GPU, "--memory", f"{size} MiB") for size in (6600, 3600, 2800)]
     shares = [item.layers[0].split["gpu"] for item in plans]
-    assert shares[0] < shares[1] < shares[2]
+    assert shares == sorted(shares) and shares[0] > 0.9
     for resolved in plans:
         own, hot = resolved.plan.memory.units["gpu"].budget, resolved.plan.memory.segments.hot
         need = count_unit_needs(resolved)["gpu"].bytes
