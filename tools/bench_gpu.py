@@ -6,7 +6,7 @@
 Prints a Markdown page: the device with its driver and clocks, the suite's result, and in one run
 the rate at which the device reads its memory, tokens of dense and sparse models as shares of it,
 what handing a token over costs, and prompts.  Weights are random and are made on the device: their
-times are those of the shape.  --plans adds what `pi2 bench --against` says of plans,
+times are those of the shape.  --plans adds what tools/bench_against.py says of plans,
 such as of one that gives the GPU a third of the weights.
 
 Where the processor plays the GPU, every table says so: its times are nobody's.
@@ -38,6 +38,7 @@ from pi2.plan.documents.model import Model
 from pi2.planning.wish import read_document
 
 ROOT = Path(__file__).resolve().parents[1]
+AGAINST = ROOT / "tools/bench_against.py"
 SUITE = (
     "tests/backend",
     "tests/end_to_end/test_gpu_alone.py",
@@ -218,13 +219,13 @@ def measure_row(
 
 
 def bench_plan(plan: Path) -> Iterator[str]:
-    """What `pi2 bench` says of a plan, beside llama.cpp."""
-    command: Sequence[str] = [sys.executable, "-m", "pi2", "bench", str(plan), "-p", "512"]
+    """What tools/bench_against.py says of a plan."""
+    command: Sequence[str] = [sys.executable, str(AGAINST), str(plan), "-p", "512"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "random.gguf"
         write_gguf(load_plan(plan).model, file)
         done = subprocess.run(
-            [*command, "--against", str(file)], capture_output=True, text=True, check=False
+            [*command, "--file", str(file)], capture_output=True, text=True, check=False
         )
     yield f"## {plan.name}"
     yield ""

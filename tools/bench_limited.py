@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from limited.engines import run_child
+from limited.llama_cpp import check_installed
 from limited.plans import (
     CONTEXT,
     ROOT,
@@ -48,7 +49,6 @@ from pi2.caches import find_cache_folder
 from pi2.fitting.check import load_plan
 from pi2.machine import detect_machine
 from pi2.measuring.bandwidth import BandwidthLimit
-from pi2.measuring.contestants import check_installed
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 

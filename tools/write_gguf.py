@@ -2,9 +2,9 @@
 
 python tools/write_gguf.py PLAN -o FILE.gguf
 
-`pi2 bench PLAN --against FILE.gguf` then lets llama.cpp do the same work as the plan.  int4 becomes
-Q4_0, int8 Q8_0, fp16 F16, mxfp4 MXFP4: the same bits per weight as a neuron store.  The file is
-dense, has SiLU, and no sliding window.
+`tools/bench_against.py PLAN --file FILE.gguf` then lets llama.cpp do the same work as the plan.
+int4 becomes Q4_0, int8 Q8_0, fp16 F16, mxfp4 MXFP4: the same bits per weight as a neuron store.
+The file is dense, has SiLU, and no sliding window.
 """
 
 from __future__ import annotations

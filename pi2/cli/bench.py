@@ -127,8 +127,6 @@ class BenchOptions:
     """Add a run of each test that shows where the time goes."""
     only_load: bool = option("--load")
     """Measure loading instead, together with the disk and the memory."""
-    against: str | None = option(metavar="llama.cpp|FILE")
-    """Alternate runs with llama.cpp, on the plan's GGUF file or on FILE."""
     text: Path | None = None
     """Take tokens from this file, as with --prompt."""
     memory: str | None = MEMORY()
@@ -176,29 +174,22 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     workloads = list_workloads(*counts, given.sequences or (None,))
     if not workloads:
         raise click.UsageError("nothing to measure: give --prompt-tokens or --max-tokens")
-    if given.sequences is not None and given.against is not None:
-        raise click.UsageError("--against measures one sequence: leave --sequences out")
     if given.sequences is not None:
         longest = max(own.depth + own.tokens for own in workloads)
         chosen = [change_sequences(plan, max(given.sequences), longest) for plan in chosen]
     conditions = describe_conditions(name)
     outcomes: list[Outcome] = []
-    lost: list[UserError] = []
     course = Course(
         workloads=workloads,
         repetitions=given.repetitions,
         with_profile=given.with_profile,
-        against=given.against,
         text=text,
     )
     for plan in chosen:
         with ProgressBar() as progress:
-            outcomes += measure_plan(plan.fitted, course, progress=progress, note_lost=lost.append)
+            outcomes += measure_plan(plan.fitted, course, progress=progress)
     write = {"md": report.write_markdown, "json": report.write_json, "csv": report.write_csv}
     write_results(write[form](conditions, outcomes), output)
-    if lost:
-        # What was measured has been written.
-        raise lost[0]
 
 
 def change_sequences(plan: ChosenPlan, count: int, context: int) -> ChosenPlan:

@@ -1,16 +1,13 @@
-"""What `pi2 bench` compares: plans, and llama.cpp."""
+"""What `pi2 bench` measures: a plan, loaded in a process of its own."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,12 +20,10 @@ from pi2.measuring.samples import (
     TokenBytes,
     TokenSource,
     Workload,
-    count_dense_bytes,
     count_token_bytes,
 )
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.units import count_kv_token_bytes
-from pi2.plan.documents.model import Model
 from pi2.progress import Progress
 from pi2.store.reader import NeuronStore
 
@@ -190,124 +185,3 @@ class PlanContestant:
         for tokens in steps:
             forward.step(tokens, sequences)
         return time.perf_counter() - start
-
-
-def check_installed() -> None:
-    """`UserError` P653 if llama-cpp-python is missing."""
-    if importlib.util.find_spec("llama_cpp") is None:
-        raise UserError.of(
-            "P653",
-            "comparing with llama.cpp needs llama-cpp-python",
-            help="CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python "
-            "'pi2[bench]' compiles it: nine minutes and more on two cores (-v shows progress)",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaRecipe:
-    """Loads a GGUF file of the same shape in llama.cpp with its default settings."""
-
-    model: Model
-    context: int
-    threads: int
-    file: Path
-    repack: bool = True
-    """Repack weights at loading, as llama.cpp does by default; without, they stay mapped."""
-    synthetic: bool = False
-    """Whether the file is another one than the plan's, such as one of random weights."""
-
-    def __call__(self, progress: Progress) -> LlamaContestant:
-        check_installed()
-        return LlamaContestant(self)
-
-
-class LlamaContestant:
-    """A model in llama.cpp; the low-level interface, as llama-bench uses it."""
-
-    def __init__(self, recipe: LlamaRecipe) -> None:
-        import llama_cpp
-
-        self._recipe = recipe
-        self._library = llama_cpp
-        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
-        start = time.perf_counter()
-        settings = llama_cpp.llama_model_default_params()
-        settings.use_extra_bufts = recipe.repack
-        self._model = llama_cpp.llama_model_load_from_file(str(recipe.file).encode(), settings)
-        if not self._model:
-            raise UserError.of("P652", f"llama.cpp cannot load {recipe.file}")
-        parameters = llama_cpp.llama_context_default_params()
-        parameters.n_ctx = recipe.context
-        parameters.n_threads = recipe.threads
-        parameters.n_threads_batch = recipe.threads
-        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
-        if not self._context:
-            raise UserError.of("P652", "llama.cpp has not enough memory for its context")
-        self._load_s = time.perf_counter() - start
-        self._batch_tokens = parameters.n_batch
-        self._filled = 0
-        """Tokens of the context that runs go on from."""
-        self._tokens = TokenSource.walk_vocabulary(
-            recipe.model.shape.vocab, recipe.model.tokenizer.eos
-        )
-
-    def describe(self) -> Description:
-        return Description(
-            engine=f"llama.cpp (llama-cpp-python {self._library.__version__})",
-            model=self._recipe.model.id,
-            backend="cpu",
-            threads=self._recipe.threads,
-            synthetic=self._recipe.synthetic,
-            load_s=self._load_s,
-            notes=(
-                "default settings" if self._recipe.repack else "mapped, not repacked",
-                "another file" if self._recipe.synthetic else "the same file",
-            ),
-        )
-
-    def run(self, workload: Workload) -> Sample:
-        self._prepare(workload.depth)
-        tokens = self._tokens.take(workload.tokens)
-        start = time.perf_counter()
-        if workload.kind == "pp":
-            self._decode(tokens)
-        else:
-            for index in range(workload.tokens):
-                self._decode(tokens[index : index + 1])
-        return Sample(tokens=workload.tokens, seconds=time.perf_counter() - start)
-
-    def _prepare(self, depth: int) -> None:
-        """Fill the context up to ``depth``, or take back later tokens."""
-        llama = self._library
-        memory = llama.llama_get_memory(self._context)
-        if depth and depth == self._filled and llama.llama_memory_seq_rm(memory, 0, depth, -1):
-            return
-        llama.llama_memory_clear(memory, True)
-        if depth:
-            self._decode(self._tokens.take(depth))
-        self._filled = depth
-
-    def profile(self, workload: Workload) -> Profile | None:
-        """Always None: llama.cpp cannot be profiled."""
-        return None
-
-    def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
-        if workload.kind == "pp" or not self._recipe.synthetic:
-            return None  # of the plan's own file pi2 says what tokens read
-        return count_dense_bytes(self._recipe.model, position=workload.mean_position)
-
-    def close(self) -> None:
-        self._library.llama_free(self._context)
-        self._library.llama_model_free(self._model)
-
-    def _decode(self, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-        llama = self._library
-        for first in range(0, len(tokens), self._batch_tokens):
-            piece = np.ascontiguousarray(tokens[first : first + self._batch_tokens])
-            pointer = piece.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-            code = llama.llama_decode(self._context, llama.llama_batch_get_one(pointer, len(piece)))
-            if code:
-                raise UserError.of("P652", f"llama_decode failed with {code}")
-        llama.llama_synchronize(self._context)

@@ -279,7 +279,7 @@ def count_token_bytes(
     if active is None and not dense:
         return None
     shape, bundle = model.shape, resolved.bundle
-    sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, ranks)}
+    sizes = {tensor.name: size_tensor(tensor) for tensor in list_tensors(model, ranks)}
     embedding = sizes.pop(EMBEDDING)
     row = embedding / shape.vocab
     head = embedding if model.tied_head else sizes.pop(HEAD)
@@ -309,31 +309,16 @@ def count_token_bytes(
         # Experts have predictors of their own, which are asked for one token after the other.
         predictor=predictor / (batch if model.moe is None else 1),
         neurons=computed * shared,
-        kv=_count_kv(model, position, plan.kv.type),
+        kv=count_kv(model, position, plan.kv.type),
     )
 
 
-def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:
-    """Bytes per token of a dense engine with an fp16 KV cache and the same precisions."""
-    shape = model.shape
-    sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, None)}
-    embedding = sizes.pop(EMBEDDING)
-    head = embedding if model.tied_head else sizes.pop(HEAD)
-    bundle = model.lay_out_bundle()
-    return TokenBytes(
-        attention=sum(sizes.values()) + embedding / shape.vocab,
-        head=head,
-        predictor=0.0,
-        neurons=model.token_neurons * (2 * bundle.gate_bytes + bundle.down_bytes),
-        kv=_count_kv(model, position, "fp16"),
-    )
-
-
-def _count_kv(model: Model, position: float, kind: KvType) -> float:
+def count_kv(model: Model, position: float, kind: KvType) -> float:
+    """Bytes of the context that a token after ``position`` others reads."""
     shape, window = model.shape, model.attention.sliding_window
     seen = position if window is None else min(position, window)
     return shape.layers * seen * count_kv_token_bytes(model, kind)
 
 
-def _size(tensor: DenseTensor) -> int:
+def size_tensor(tensor: DenseTensor) -> int:
     return tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)

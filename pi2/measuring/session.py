@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Protocol
 
-from pi2.caches import is_gguf
 from pi2.diagnostics import UserError
 from pi2.machine import detect_memory
 from pi2.measuring.bandwidth import BUFFER_BYTES, BandwidthLimit
-from pi2.measuring.contestant import Profile, RemoteContestant
-from pi2.measuring.contestants import LlamaRecipe, PlanRecipe, check_installed
+from pi2.measuring.contestant import Profile, Recipe, RemoteContestant
+from pi2.measuring.contestants import PlanRecipe
 from pi2.measuring.samples import (
     Bandwidth,
     Description,
@@ -22,7 +20,6 @@ from pi2.measuring.samples import (
     Workload,
     add_counters,
 )
-from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 
@@ -142,30 +139,6 @@ def _make_row(turn: _Turn, bandwidth: Bandwidth) -> Row:
     )
 
 
-_ENDS = ("P640", "P652")
-"""Findings of an engine that has failed, as opposed to findings about its input."""
-
-
-LLAMA = "llama.cpp"
-
-
-def _find_file(against: str, resolved: ResolvedPlan) -> Path:
-    """The GGUF file that llama.cpp reads; UserError P653 or P654."""
-    check_installed()
-    if against != LLAMA:
-        if not is_gguf(Path(against)):
-            raise UserError.of("P654", f"--against {against}: no GGUF file has this name")
-        return Path(against)
-    if resolved.file is None:
-        raise UserError.of(
-            "P654",
-            f"{resolved.path} runs a neuron store, which llama.cpp cannot read",
-            help="name a GGUF file of the same shape: --against FILE.gguf "
-            "(tools/write_gguf.py writes one of random weights)",
-        )
-    return resolved.file.path
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
     """Workloads and settings of a measurement."""
@@ -173,8 +146,6 @@ class Course:
     workloads: Sequence[Workload]
     repetitions: int
     with_profile: bool = False
-    against: str | None = None
-    """``llama.cpp`` on the plan's GGUF file, or the path of another file for it."""
     text: str | None = None
     """Tokens are taken from it; without, from the vocabulary in order."""
 
@@ -194,33 +165,28 @@ def measure_plan(
     found: FittedPlan,
     course: Course,
     *,
+    others: Callable[[Description], Sequence[Recipe]] = lambda description: (),
     progress: Progress = ignore_progress,
     note_lost: NoteLost = lambda error: None,
 ) -> list[Outcome]:
-    """Measure ``course`` with a plan; UserError P641, P642, P653 without llama.cpp, P654 without
-    its file. ``note_lost`` is told if llama.cpp fails (P652) or crashes (P640)."""
-    resolved = found.resolved
-    against = course.against
-    file = None if against is None else _find_file(against, resolved)
+    """Measure ``course`` with a plan; UserError P641, P642. ``others`` make other engines, given
+    the plan's description; ``note_lost`` is told if one fails (P640, P652)."""
+    path, overrides = found.resolved.path, dict(found.overrides)
     with ExitStack() as stack:
-        recipe = PlanRecipe(path=resolved.path, overrides=dict(found.overrides), text=course.text)
+        recipe = PlanRecipe(path=path, overrides=overrides, text=course.text)
         contestants = [stack.enter_context(RemoteContestant(recipe, progress, "pi2"))]
-        threads = contestants[0].description.threads
-        if file is not None:
-            other = LlamaRecipe(
-                model=resolved.model,
-                context=resolved.plan.kv.context,
-                threads=threads,
-                file=file,
-                synthetic=against != LLAMA,
-            )
+        described = contestants[0].description
+        for other in others(described):
             try:
-                contestants.append(stack.enter_context(RemoteContestant(other, progress, LLAMA)))
+                remote = RemoteContestant(other, progress, "the other engine")
             except UserError as error:
-                if error.diagnostics[0].code not in _ENDS:
+                if error.diagnostics[0].code not in ("P640", "P652"):
                     raise
                 note_lost(error)
-        limit = stack.enter_context(BandwidthLimit(threads, size_bytes=_choose_buffer_bytes()))
+            else:
+                contestants.append(stack.enter_context(remote))
+        size = _choose_buffer_bytes()
+        limit = stack.enter_context(BandwidthLimit(described.threads, size_bytes=size))
         return list(
             run_session(
                 contestants,

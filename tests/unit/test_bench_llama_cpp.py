@@ -93,7 +93,7 @@ def test_a_mixture_like_a_store_chooses_experts_as_it_does(tmp_path: Path, embed
 @pytest.mark.parametrize("moe", [None, {"experts": 4, "active_experts": 2}])
 def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path, moe: dict[str, int] | None) -> None:
     pytest.importorskip("llama_cpp")
-    from pi2.measuring.contestants import LlamaRecipe
+    from limited.llama_cpp import LlamaRecipe
 
     model = make_model({"shape": SHAPE} | ({} if moe is None else {"moe": moe}))
     file = tmp_path / "random.gguf"
@@ -109,3 +109,20 @@ def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path, moe: dict[str, int] 
     computed = 256 if moe is None else 2 * 256
     assert found is not None and found.neurons == 3 * computed * 3 * vector_bytes(128, "int4")
     contestant.close()
+
+
+def test_llama_cpp_needs_a_file_and_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tools.bench_against import main
+
+    plan = str(make_mixture_plan(tmp_path, "silu", {}))
+    with pytest.raises(SystemExit, match="runs a neuron store, which"):
+        main([plan])
+    with pytest.raises(SystemExit, match=r"no\.gguf: no file has this name"):
+        main([plan, "--file", "no.gguf"])
+    file = tmp_path / "random.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="needs llama-cpp-python"):
+        main([plan, "--file", str(file)])

@@ -170,7 +170,6 @@ def test_sequences_are_timed_together_and_share_what_is_read(plan: Path) -> None
     [
         (["--prompt-tokens", "0", "-n", "0"], "nothing to measure"),
         (["--sequences", "0,2"], "expected at least one sequence"),
-        (["--sequences", "2", "--against", "llama.cpp"], "--against measures one sequence"),
         (["--prompt-tokens", "12x"], "expected whole numbers such as 128,512"),
         (["-p", "0", "-n", "0"], "-p is the prompt's text: write --prompt-tokens 0"),
         (["--generate", "0"], "--generate is deprecated: write --max-tokens"),
@@ -183,33 +182,3 @@ def test_what_cannot_be_measured_is_explained(
 ) -> None:
     assert main.run(["bench", str(plan), "--prompt-tokens", "0", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("against", "message"),
-    [
-        ("llama.cpp", "runs a neuron store, which llama.cpp"),
-        ("no.gguf", "no GGUF file has this name"),
-    ],
-)
-def test_llama_cpp_needs_a_file(
-    plan: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    against: str,
-    message: str,
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert main.run(["bench", str(plan), "--against", against]) == 2
-    error = capsys.readouterr().err
-    assert "error[P654]" in error and message in error
-
-
-def test_a_missing_engine_is_named_with_how_to_install_it(
-    plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main.run(["bench", str(plan), "--against", "llama.cpp"]) == 2
-    error = capsys.readouterr().err
-    assert "error[P653]: comparing with llama.cpp needs llama-cpp-python" in error
-    assert "pip install" in error

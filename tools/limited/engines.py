@@ -87,8 +87,8 @@ def open_likeness(resolved: ResolvedPlan, closing: ExitStack) -> NeuronStore | N
 
 def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run llama.cpp; it has its own count of tokens, which may be smaller."""
+    from limited.llama_cpp import LlamaRecipe
     from pi2.engine.statistics import read_peak_rss_bytes
-    from pi2.measuring.contestants import LlamaRecipe
     from pi2.measuring.samples import Workload
 
     resolved = load_plan(job["plan"])
