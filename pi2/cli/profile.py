@@ -10,7 +10,7 @@ import click
 
 from pi2.cli.commands import Subcommands, in_help
 from pi2.cli.main import print_diagnostics
-from pi2.cli.options import add_json_option, print_found, suggest_devices
+from pi2.cli.options import add_json_option
 
 if TYPE_CHECKING:
     from pi2.sharing.lock import Source
@@ -126,35 +126,6 @@ def verify(offline: bool, as_json: bool) -> int:
     return 1 if bad else 0
 
 
-@profile_command.command("show")
-@click.argument("profile", shell_complete=suggest_devices)
-@add_json_option
-def show(profile: str, as_json: bool) -> None:
-    """Print a locked or shipped PROFILE: its origin, and every figure with its source."""
-    from pi2.sharing.description import describe_profile, write_description
-
-    found = describe_profile(_open_project(), profile)
-    print_found(found, write_description(found).rstrip("\n"), as_json)
-
-
-@profile_command.command("search")
-@click.argument("words", nargs=-1, metavar="[WORD]...")
-@add_json_option
-def search(words: tuple[str, ...], as_json: bool) -> None:
-    """List shipped devices that match every WORD."""
-    from pi2.sharing.description import search_profiles
-
-    rows = search_profiles(words)
-    if as_json:
-        click.echo(json.dumps([row.__dict__ for row in rows], indent=2))
-        return
-    width = max((len(row.reference) for row in rows), default=0)
-    for row in rows:
-        click.echo(f"{row.reference:{width}}  {row.name}")
-    if not rows:
-        click.echo("nothing found", err=True)
-
-
 @profile_command.command("publish")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
@@ -163,20 +134,19 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
     required=True,
     help="Your clone of the repository to publish to.",
 )
-@click.option("--commit", is_flag=True, help="Commit the file on a new branch.")
 @click.option("--force", "replace", is_flag=True, help="Overwrite a profile of the same name.")
-def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
+def publish(file: Path, into: Path, replace: bool) -> None:
     """Prepare the device FILE for a pull request.
 
     Checks it, removes serial numbers, account names and home folders, and writes it to
     devices/ID.device.toml in a clone.  Prints its SHA-256 and the next steps."""
     from pi2.plan.toml.source import display_path
-    from pi2.sharing.description import prepare_profile, write_profile
+    from pi2.sharing.publishing import prepare_profile, write_profile
 
     prepared = prepare_profile(file)
     for line in prepared.stripped:
         click.echo(f"removed: {line}", err=True)
-    written = write_profile(prepared, into, replace=replace, commit=commit)
+    written = write_profile(prepared, into, replace=replace)
     click.echo(f"{display_path(written.path)}")
     click.echo(f"sha256 {prepared.sha256}, {len(prepared.data)} bytes")
     for line in written.next_steps:

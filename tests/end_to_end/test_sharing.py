@@ -3,13 +3,13 @@
 import json
 import re
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tomli
 
-from pi2.plan.reading.references import list_shipped
 from pi2.sharing.fetching import Settings
 from pi2.sharing.lock import read_lock
 from pi2.sharing.project import Project
@@ -32,11 +32,14 @@ class TestTheWholeWay:
         run_git(alice.folder, "clone", "-q", str(tap.folder), str(clone))
         (alice.folder / NAME).write_text(f"# measured on serial number R58N70ABCDE\n{DEVICE}")
 
-        out = alice.succeed("profile", "publish", NAME, "--into", "clone", "--commit")
+        out = alice.succeed("profile", "publish", NAME, "--into", "clone")
         published = (clone / "devices" / NAME).read_text()
         assert "R58N70ABCDE" not in published
         assert tomli.loads(published) == tomli.loads(DEVICE)
         assert "sha256" in out
+        steps = [line.removeprefix("next: ") for line in out.splitlines() if "next: git" in line]
+        for step in steps[:2]:
+            subprocess.run(step, shell=True, cwd=alice.folder, check=True)
         run_git(tap.folder, "pull", "-q", str(clone), "profile-acme-12")
         tap.tag("v2")
 
@@ -61,7 +64,6 @@ class TestTheWholeWay:
     def test_a_name_alone_is_no_reference(self, bob: User) -> None:
         assert bob.fail("profile", "add", "acme-12") == ["P701"]
         assert bob.fail("profile", "add", "tap:acme-12") == ["P702"]
-        assert "demo" not in bob.succeed("profile", "search", "oneplus", "12")
 
     def test_a_github_reference_goes_where_the_setting_says(
         self, bob: User, tap: Repository, tmp_path: Path
@@ -225,7 +227,6 @@ class TestOffline:
         assert bob.fail("profile", "update", "--offline") == ["P730"]
         bob.succeed("profile", "verify", "--offline")
         bob.succeed("profile", "list")
-        bob.succeed("profile", "show", url)
         assert len(server.asked) == asked
 
 
@@ -257,12 +258,6 @@ class TestWhatIsTaken:
         found = bob.fail("profile", "add", refer(tap, "main"))
         assert set(found) & {"P731", "P732"}
         assert code in found or found == ["P732"]
-
-    def test_names_do_not_speak_to_the_terminal(self, bob: User, tap: Repository) -> None:
-        tap.write(f"devices/{NAME}", DEVICE.replace('"Acme 12"', '"Acme\\u001b[2J"'))
-        tap.commit()
-        bob.succeed("profile", "add", refer(tap, "main"))
-        assert "\x1b" not in bob.succeed("profile", "show", refer(tap, "main"))
 
     def test_a_name_that_is_not_the_id_is_not(self, bob: User, tap: Repository) -> None:
         tap.write("devices/other.device.toml", DEVICE)
@@ -320,14 +315,6 @@ class TestPublish:
         assert row["state"] == "cached"
         (row,) = json.loads(bob.succeed("profile", "verify", "--json"))
         assert row["codes"] == []
-        shown = json.loads(bob.succeed("profile", "show", refer(tap), "--json"))
-        assert shown["sha256"] == row["sha256"]
-
-
-@pytest.mark.parametrize("name", list_shipped("device"))
-def test_every_shipped_profile_can_be_shown(name: str, bob: User) -> None:
-    shown = bob.succeed("profile", "show", name)
-    assert shown.startswith(f"{name}: ") and "comes with pi2" in shown
 
 
 class TestTheGuide:

@@ -73,7 +73,7 @@ def check_plan_rests_on_claims(facts: Facts) -> Iterator[Finding]:
     Example: a plan for a device whose only random read rate has ``status = "vendor-claimed"``.
 
     Fix: run ``pi2 probe -o my.device.toml`` on the device, and name that file as the plan's device;
-    or look for other people's measurements with ``pi2 profile search``. For memory,
+    or use other people's: docs/reference/devices.md lists the shipped devices. For memory,
     ``peak_bandwidth`` is the rate of the interface."""
     claimed = [path for path, figure in _list_rates(facts) if figure.status == "vendor-claimed"]
     if not claimed:
