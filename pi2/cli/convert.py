@@ -31,7 +31,6 @@ from pi2.pulled_models import PLAN
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
     from pi2.importing.quantizers import TensorError
-    from pi2.measuring.conversion import ConversionCost
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.model_parts import FfnPrecision
     from pi2.plan.weights.layout import ScalesPlace
@@ -70,8 +69,6 @@ class ConvertOptions:
     """Folder of `pi2 activations --moments`; needed by search and compensated."""
     errors: Path | None = option(type=FILE, metavar="FILE")
     """Write the quantisation error of every tensor as JSON."""
-    texts: tuple[Path, ...] = option("--evaluate", metavar="FILE")
-    """UTF-8 text to measure perplexity on, before and after conversion; repeatable."""
     replace: bool = option("--force")
     """Overwrite an existing neuron store."""
 
@@ -87,10 +84,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     with torch, PyTorch files), or a GGUF file (any part of a split one; PowerInfer's too).  The
     store also gets the model document and a plan for this machine, so the model runs at once.  A
     failed conversion leaves nothing behind; after Ctrl-C the same command resumes.  With a type
-    such as q4_k_m a GGUF file is written instead.
-
-    --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
-    two operations per weight and token each time, with one layer in memory."""
+    such as q4_k_m a GGUF file is written instead."""
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import (
@@ -102,7 +96,6 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts, describe_rounded
-    from pi2.measuring.texts import read_texts
 
     opened = use_tokenizer(open_checkpoint(checkpoint), given.tokenizer)
     if given.model is None:
@@ -112,8 +105,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     else:
         document, origin = read_model(given.model), given.model
     if given.mtp:
-        if given.texts or has_gguf_suffix(given.output) or given.quantization in MIXTURES:
-            raise click.UsageError("--mtp makes a neuron store, and nothing that --evaluate runs")
+        if has_gguf_suffix(given.output) or given.quantization in MIXTURES:
+            raise click.UsageError("--mtp makes a neuron store")
         document = describe_mtp(opened, document)
     if given.quantization is None and has_gguf_suffix(given.output):
         given = replace(given, quantization=BEST)
@@ -126,10 +119,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     if given.quantization is not None or given.model is None:
         document = choose_precision(document, given.quantization, opened)
     notes, refusal = write_notes(opened, document, origin, given.scales)
-    passages = read_texts(given.texts) if given.texts else []
-    rounding = Quantizer(
-        given.quantizer, given.statistics, report=given.errors is not None or bool(given.texts)
-    )
+    rounding = Quantizer(given.quantizer, given.statistics, report=given.errors is not None)
     with ProgressBar() as progress:
         manifest = convert_checkpoint(
             opened,
@@ -160,11 +150,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     if given.quantization is None and runs_as_it_is(opened, document):
         advice = f"pi2 convert {checkpoint} -o {given.output.name}.gguf"
         click.echo(f"every neuron is computed: {BEST} rounds less, `{advice}`", err=True)
-    cost = measure_cost(checkpoint, document, given.output, passages)
-    if rounding.errors is not None:
-        click.echo(write_errors(given.errors, rounding.errors.list_errors(), cost), err=True)
-    if cost is not None:
-        click.echo(describe_cost(cost), err=True)
+    if rounding.errors is not None and given.errors is not None:
+        click.echo(write_errors(given.errors, rounding.errors.list_errors()), err=True)
     if PLAN in notes:
         click.echo(f"next: pi2 run {given.output / PLAN} --prompt 'Hello'", err=True)
     else:
@@ -179,11 +166,10 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
     from pi2.importing.quantizers import ErrorReport
 
     assert given.quantization is not None
-    stores = ("predictors", "activations", "statistics", "texts")
+    stores = ("predictors", "activations", "statistics")
     named = [name for name in stores if getattr(given, name)]
     if named:
-        option_name = "evaluate" if named[0] == "texts" else named[0]
-        raise click.UsageError(f"--{option_name} is for neuron stores, not for GGUF files")
+        raise click.UsageError(f"--{named[0]} is for neuron stores, not for GGUF files")
     if not has_gguf_suffix(output):
         raise click.UsageError(f"--quantization {given.quantization} needs -o FILE.gguf")
     if output.exists() and not given.replace:
@@ -207,8 +193,8 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
     click.echo(
         f"{output}: {size_mib:.1f} MiB, {made.quantized} matrices quantised{weighed}", err=True
     )
-    if errors is not None:
-        click.echo(write_errors(given.errors, errors.list_errors(), None), err=True)
+    if errors is not None and given.errors is not None:
+        click.echo(write_errors(given.errors, errors.list_errors()), err=True)
     click.echo(f"next: pi2 run {output} --prompt 'Hello'", err=True)
 
 
@@ -222,44 +208,16 @@ def runs_as_it_is(source: Checkpoint, model: Model) -> bool:
     return plain and model.is_smooth and model.predictor is None and not find_unknown(model)
 
 
-def measure_cost(
-    checkpoint: Path, model: Model, output: Path, texts: Sequence[str]
-) -> ConversionCost | None:
-    """Perplexity before and after; None without texts."""
-    if not texts:
-        return None
-    from pi2.measuring.conversion import measure_conversion
-
-    with ProgressBar() as progress:
-        return measure_conversion(checkpoint, model, output, texts, progress=progress)
-
-
-def describe_cost(cost: ConversionCost) -> str:
-    return (
-        f"perplexity of {cost.tokens} tokens: {cost.before:.3f} by the checkpoint's weights, "
-        f"{cost.after:.3f} by the store's ({cost.loss_change:+z.2%} ± "
-        f"{cost.loss_change_error:.2%}); same top token {cost.agreement:.1%}"
-    )
-
-
-def write_errors(
-    file: Path | None, found: Sequence[TensorError], cost: ConversionCost | None
-) -> str:
-    """Write the errors of all tensors, and their cost, to ``file`` if there is one; returns a line
-    about the worst of them."""
+def write_errors(file: Path, found: Sequence[TensorError]) -> str:
+    """Write the errors of all tensors; returns a line about the worst of them."""
     from dataclasses import asdict
 
-    if file is not None:
-        report = {
-            "tensors": [asdict(error) for error in found],
-            "evaluation": None if cost is None else asdict(cost),
-        }
-        write_file(file, f"{json.dumps(report, indent=1)}\n".encode())
-    place = "errors" if file is None else str(file)
+    report = {"tensors": [asdict(error) for error in found]}
+    write_file(file, f"{json.dumps(report, indent=1)}\n".encode())
     if not found:
-        return f"{place}: nothing was quantised; what a resumed job had done is not listed"
+        return f"{file}: nothing was quantised; what a resumed job had done is not listed"
     worst = max(found, key=lambda error: error.relative)
-    return f"{place}: {len(found)} tensors; the worst is {worst.tensor}, {worst.relative:.2%} off"
+    return f"{file}: {len(found)} tensors; the worst is {worst.tensor}, {worst.relative:.2%} off"
 
 
 def choose_precision(model: Model, precision: FfnPrecision | None, source: Checkpoint) -> Model:

@@ -1,12 +1,10 @@
-"""Perplexity by the weights of a checkpoint and of its store, layer by layer in float32: memory
-holds one layer's attention, some neurons and a block of the head."""
+"""A checkpoint's model computed layer by layer in float32: memory holds one layer's attention and
+some neurons."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -14,21 +12,17 @@ import numpy as np
 from pi2.arrays import F32, I32, I64, U8
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.executor import ReferenceExecutor
-from pi2.backends.reference.operators import activate, cap, enter_layers, weigh_activations
+from pi2.backends.reference.operators import activate, enter_layers, weigh_activations
 from pi2.backends.reference.states import ChunkState, begin_chunk
-from pi2.engine.loading import read_tokenizer
-from pi2.formats import find_packing
-from pi2.importing.checkpoint import Checkpoint, open_checkpoint
+from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import pad_columns
 from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
 from pi2.importing.rows import Rows
-from pi2.measuring.texts import Scores, Window, cut_texts, cut_windows
-from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LAYER_EMBEDDING
+from pi2.measuring.texts import Window
+from pi2.model.tensor import EMBEDDING, FINAL_NORM, LAYER_EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
-from pi2.progress import Progress, ignore_progress
-from pi2.store.reader import NeuronStore
+from pi2.progress import ignore_progress
 
 PIECE_NEURONS = 4096
 """Neurons whose weights are widened together."""
@@ -54,41 +48,6 @@ class Weights(Protocol):
 
     def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
         """All neurons of a layer."""
-
-
-class StoreWeights:
-    """The weights as a neuron store has them."""
-
-    def __init__(self, store: NeuronStore) -> None:
-        self._store = store
-
-    def read(self, name: str, rows: slice | I64 | None = None) -> F32:
-        tensor = self._store.tensors[name]
-        wanted = slice(None) if rows is None else rows
-        weights = tensor.weights[wanted]
-        if tensor.precision is None:
-            return np.asarray(weights, np.float32)
-        scales = None if tensor.scales is None else tensor.scales[wanted]
-        return find_packing(tensor.precision).dequantize(
-            weights.view(np.uint8), scales, tensor.length
-        )
-
-    def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
-        layout, stored = self._store.bundle.inline, self._store.layers[layer]
-        for start in range(0, stored.neurons, PIECE_NEURONS):
-            bundles = stored.read_inline(slice(start, start + PIECE_NEURONS))
-            inputs = range(len(layout.parts) - 1)
-            down = unpack_part(bundles, layout, len(layout.parts) - 1)
-            if layout.factor_offset is not None:
-                down = down * slice_factors(bundles, layout)[:, None]
-            yield NeuronPiece(
-                rows=tuple(unpack_part(bundles, layout, index) for index in inputs),
-                down=down,
-                biases=tuple(slice_bias(bundles, layout, index) for index in inputs)
-                if layout.biases
-                else (),
-                experts=None if layout.expert_offset is None else slice_experts(bundles, layout),
-            )
 
 
 class CheckpointWeights:
@@ -152,29 +111,6 @@ class CheckpointWeights:
         return find_ffn_rows(self._checkpoint.tensors, self._model, key, layer, expert)
 
 
-_BLOCK = 8192
-"""Rows of the head that are widened together."""
-
-
-def score_layerwise(
-    weights: Weights,
-    model: Model,
-    windows: Sequence[Window],
-    progress: Callable[[float], None] = lambda share: None,
-) -> Scores:
-    """Score ``windows``; neurons are computed densely."""
-    context = max(len(window.tokens) for window in windows)
-    found = run_layers(LayerExecutor(weights, model, context), windows, progress)
-    scored = (window.first_scored - 1 for window in windows)
-    inputs = np.concatenate([own[first:] for own, first in zip(found, scored, strict=True)])
-    targets = np.concatenate(
-        [np.array(window.tokens[window.first_scored :], np.int64) for window in windows]
-    )
-    scores = _score_head(weights, model, inputs, targets)
-    progress(1.0)
-    return scores
-
-
 def run_layers(
     executor: LayerExecutor, windows: Sequence[Window], progress: Callable[[float], None]
 ) -> list[F32]:
@@ -193,30 +129,6 @@ def run_layers(
         progress((layer + 1) / (layers + 1))
     executor.forget()
     return [executor.finish(state) for state in states]
-
-
-def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Scores:
-    """Losses of ``targets`` [n] after normalised ``inputs`` [n, hidden], by blocks of the head."""
-    name, vocab = (EMBEDDING if model.tied_head else HEAD), model.shape.vocab
-    count, bias = len(inputs), weights.read(HEAD_BIAS)[0] if model.head_bias else None
-    best = np.full(count, -np.inf)
-    choices = np.zeros(count, np.int64)
-    sums, wanted = np.zeros(count), np.zeros(count)
-    for start in range(0, vocab, _BLOCK):
-        head = weights.read(name, slice(start, min(start + _BLOCK, vocab)))
-        scores = inputs @ head.T + (0.0 if bias is None else bias[start : start + len(head)])
-        logits = cap(scores * np.float32(model.multipliers.logits), model.logit_softcap).astype(
-            np.float64
-        )
-        top = logits.argmax(axis=1)
-        value = logits[np.arange(count), top]
-        choices = np.where(value > best, start + top, choices)
-        higher = np.maximum(best, value)
-        sums = sums * np.exp(best - higher) + np.exp(logits - higher[:, None]).sum(axis=1)
-        best = higher
-        inside = (targets >= start) & (targets < start + len(head))
-        wanted[inside] = logits[inside, targets[inside] - start]
-    return Scores(np.log(sums) + best - wanted, choices)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -325,66 +237,3 @@ class _LazyTensors(Mapping[str, Tensor]):
 
     def clear(self) -> None:
         self._known.clear()
-
-
-WINDOWS = 8
-CONTEXT = 256
-"""Tokens of a window: few, because each takes two operations for every weight of the model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionCost:
-    """A checkpoint and its store, compared on the same tokens in float32."""
-
-    tokens: int
-    """Number of scored tokens."""
-    windows: int
-    context: int
-    """Length of the longest window in tokens."""
-    before: float
-    """Perplexity by the checkpoint's own weights."""
-    after: float
-    """Perplexity by the weights in the store."""
-    loss_change: float
-    """Mean loss of a token after, less that before, in nats."""
-    loss_change_error: float
-    """Standard error of ``loss_change``, token by token."""
-    agreement: float
-    """Share of tokens for which both find the same token most likely."""
-
-
-def measure_conversion(
-    checkpoint: Path,
-    model: Model,
-    store: Path,
-    texts: Sequence[str],
-    *,
-    progress: Progress = ignore_progress,
-) -> ConversionCost:
-    """Score ``texts`` by both weights, densely in float32; UserError P660 for too little text."""
-    with NeuronStore.open(store, model=model) as opened:
-        context = min(CONTEXT, model.shape.context)
-        cut = partial(cut_windows, context=context, stride=context)
-        tokenizer = read_tokenizer(opened.tokenizer_path)
-        windows = cut_texts(texts, tokenizer, model, cut, WINDOWS)
-        source = CheckpointWeights(open_checkpoint(checkpoint), model)
-        before = score_layerwise(
-            source, model, windows, lambda share: progress("the checkpoint's perplexity", share)
-        )
-        after = score_layerwise(
-            StoreWeights(opened),
-            model,
-            windows,
-            lambda share: progress("the store's perplexity", share),
-        )
-    change = after.losses - before.losses
-    return ConversionCost(
-        tokens=len(change),
-        windows=len(windows),
-        context=max(len(window.tokens) for window in windows),
-        before=before.perplexity,
-        after=after.perplexity,
-        loss_change=float(change.mean()),
-        loss_change_error=float(change.std() / np.sqrt(len(change))),
-        agreement=float((before.choices == after.choices).mean()),
-    )

@@ -10,18 +10,13 @@ import tomlkit
 from pi2.cli.main import run
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.measuring.conversion import (
-    CheckpointWeights,
-    StoreWeights,
-    measure_conversion,
-    score_layerwise,
-)
+from pi2.measuring.conversion import CheckpointWeights
 from pi2.measuring.texts import Window, compute_losses
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, list_goldens, read_golden
 from tests.helpers.models import draw_weights, make_model
-from tests.helpers.programs import Ask
+from tools.measure_conversion import StoreWeights, main, measure_conversion, score_layerwise
 
 TEXT = "What is rounded is not what was written, but it reads nearly the same. " * 8
 
@@ -54,28 +49,23 @@ def test_a_store_that_rounds_nothing_scores_the_same(tmp_path: Path, name: str) 
     np.testing.assert_allclose(after.losses, before.losses, atol=1e-4)
 
 
-def test_the_command_reports_perplexity_before_and_after(tmp_path: Path, ask: Ask) -> None:
+def test_the_tool_reports_perplexity_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_model({"predictor": None})
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
     document = tomlkit.dumps(model.model_dump(mode="json", exclude_none=True))
     (tmp_path / "tiny.model.toml").write_text(document)
     (tmp_path / "text.txt").write_text(TEXT)
+    store = tmp_path / "store"
     command = ["convert", str(checkpoint), "--model", str(tmp_path / "tiny.model.toml")]
-    command += ["-o", str(tmp_path / "store"), "--evaluate", str(tmp_path / "text.txt")]
-    said = ask([*command, "--errors", str(tmp_path / "errors.json")]).err
-    cost = json.loads((tmp_path / "errors.json").read_text())["evaluation"]
-    assert f"{cost['before']:.3f} by the checkpoint's weights, {cost['after']:.3f}" in said
+    assert run([*command, "-o", str(store)]) == 0
+    capsys.readouterr()
+    assert main([str(checkpoint), str(store), "--text", str(tmp_path / "text.txt"), "--json"]) == 0
+    cost = json.loads(capsys.readouterr().out)
     assert cost["windows"] == 8 and cost["tokens"] == 8 * 63
     # int4 costs a random model something, but it is still the same model.
     assert 0 < cost["loss_change_error"] < abs(cost["loss_change"]) + 0.2
     assert cost["agreement"] > 0.3
-    found = measure_conversion(checkpoint, model, tmp_path / "store", [TEXT])
+    found = measure_conversion(checkpoint, model, store, [TEXT])
     assert found.before == cost["before"]
-
-
-def test_a_text_that_cannot_be_read_stops_before_anything_is_written(tmp_path: Path) -> None:
-    model = make_model({"predictor": None})
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
-    command = ["convert", str(checkpoint), "-o", str(tmp_path / "store")]
-    assert run([*command, "--evaluate", str(tmp_path / "none.txt")]) == 2
-    assert not (tmp_path / "store").exists()

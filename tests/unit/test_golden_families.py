@@ -20,7 +20,7 @@ from pi2.importing.dense_rows import CutoffMaker
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import Rows
-from pi2.measuring.conversion import CheckpointWeights, StoreWeights, score_layerwise
+from pi2.measuring.conversion import CheckpointWeights
 from pi2.measuring.texts import Window
 from pi2.model.blocks import find_attention
 from pi2.model.tensors import list_tensors as list_model_tensors
@@ -41,6 +41,7 @@ from tests.helpers.goldens import (
     read_golden,
     write_plan,
 )
+from tools.measure_conversion import StoreWeights, score_layerwise
 
 MakePlan = Callable[[str], Path]
 
