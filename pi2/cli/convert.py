@@ -80,10 +80,10 @@ class ConvertOptions:
 def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     """Convert CHECKPOINT into the neuron store STORE.
 
-    CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights as safetensors or,
-    with torch, PyTorch files), or a GGUF file (any part of a split one; PowerInfer's too).  The
-    store also gets the model document and a plan for this machine, so the model runs at once.  A
-    failed conversion leaves nothing behind; after Ctrl-C the same command resumes.  With a type
+    CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights), or a GGUF file (any
+    part of a split one; PowerInfer's too).  Weights are safetensors or, with torch, PyTorch files.
+    The store also gets the model document and a plan for this machine, so the model runs at once.
+    A failed conversion leaves nothing behind; after Ctrl-C the same command resumes.  With a type
     such as q4_k_m a GGUF file is written instead."""
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
