@@ -1,5 +1,5 @@
 """Simulation of a plan on a device that need not be at hand: numbers of neurons are drawn for each
-token and layer, and `pi2.costs` says what they take."""
+token and layer, and `pi2.costs` gives their times."""
 
 from dataclasses import dataclass, replace
 from typing import Any
