@@ -52,7 +52,7 @@ class _Step:
     after: Point
     bytes: float
     seconds: float
-    """What it takes more; negative as a rule."""
+    """Change of a token's time, negative as a rule."""
     worth: float
     """Seconds or joules that a byte saves, as a mean up to the next corner of the convex line."""
 
