@@ -55,7 +55,7 @@ Models with pictures, sound or video, of which the text part is converted:
 
 {architectures}
 
-Decoders with attention run as they are; the others are converted at the first run.
+They run as they are; files that have predictors of neurons are converted at the first run.
 `bitnet-25`, `bitnet-b1.58` and the types of bitnet.cpp are refused (P544, P535).
 """
 

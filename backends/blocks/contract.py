@@ -115,7 +115,7 @@ COMPUTED = read_options("""
     recurrence: . kernel convolution_bias projection_bias decay_of=key decay_rank decay_floor
     recurrence: gate=sigmoid gate_rank norm_groups shortest_step longest_step
     convolution: . kernel bias
-    layers: kinds=delta kinds=mamba kinds=convolution kinds=+
+    layers: kinds=+ kinds=none kinds=delta kinds=mamba kinds=convolution
     : residual=parallel layer_scale logit_softcap head_bias other_rope
     ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
     ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm

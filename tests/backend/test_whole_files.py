@@ -13,7 +13,14 @@ from tests.helpers.whole_files import SETTINGS, WholeFile
 
 STATES = (
     *("bailing-hybrid", "granite-hybrid", "granite-hybrid-dense", "kimi-linear", "lfm2-moe"),
-    *("lfm2-plain", "nemotron-h", "nemotron-h-latent", "nemotron-h-moe", "qwen3-5"),
+    *(
+        "lfm2-plain",
+        "nemotron-h",
+        "nemotron-h-blocks",
+        "nemotron-h-latent",
+        "nemotron-h-moe",
+        "qwen3-5",
+    ),
     *("qwen3-5-moe", "qwen3-next"),
 )
 NAMES = (
