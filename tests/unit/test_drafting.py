@@ -317,15 +317,25 @@ MTP: dict[str, Any] = {"drafts": "mtp", "when": "always", "tokens": 3}
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 
 
-@pytest.mark.parametrize(("is_blind", "is_made"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("name", "is_blind", "is_made"),
+    [
+        ("glm4-moe", False, False),
+        ("glm4-moe", True, False),
+        ("glm4-moe", True, True),
+        ("qwen3-next", False, False),  # layers keep states
+        ("qwen3-next", True, False),
+    ],
+)
 def test_the_head_in_a_file_drafts_and_the_text_stays(
-    tmp_path: Path, is_blind: bool, is_made: bool
+    tmp_path: Path, name: str, is_blind: bool, is_made: bool
 ) -> None:
     """``is_made``: pi2 makes the file of a folder."""
-    checkpoint, prompt = copy_checkpoint("glm4-moe", tmp_path / "checkpoint"), list(range(5, 22))
-    grow(checkpoint, {20: 32}, moe_intermediate_size=32)
-    add_head("glm4-moe", checkpoint, is_blind=is_blind)
-    file, found = write_file("glm4-moe", checkpoint), []
+    checkpoint, prompt = copy_checkpoint(name, tmp_path / "checkpoint"), list(range(5, 22))
+    if name == "glm4-moe":
+        grow(checkpoint, {20: 32}, moe_intermediate_size=32)
+    add_head(name, checkpoint, is_blind=is_blind)
+    file, found = write_file(name, checkpoint), []
     if is_made:
         file = tmp_path / "made.gguf"
         assert run(["convert", str(checkpoint), "-o", str(file), "--quantization", "q8_0"]) == 0
