@@ -86,21 +86,12 @@ def compute_attention(
         ),
         AttentionKernels(heads=2, kv_heads=1, head_dim=96, scale=0.1, kv="int8"),
         AttentionKernels(
-            heads=4,
-            kv_heads=2,
-            head_dim=32,
-            scale=0.2,
-            kv="fp32",
-            window=70,
-            chunked=True,
-            head_norm=True,
-            epsilon=1e-5,
-            norm_after=True,
-            growth=True,
+            heads=4, kv_heads=2, head_dim=32, scale=0.2, kv="fp32", window=70, chunked=True,
+            head_norm=True, epsilon=1e-5, norm_after=True, growth=True,
         ),
     ],
     ids=lambda attention: f"{attention.kv}-{attention.head_dim}",
-)
+)  # fmt: skip
 def test_attention_of_chunks_and_steps(launcher: Launcher, attention: AttentionKernels) -> None:
     random = np.random.default_rng(attention.head_dim)
     bench = Bench(launcher, list(list_attention_kernels(attention)))
@@ -118,16 +109,12 @@ def test_attention_of_chunks_and_steps(launcher: Launcher, attention: AttentionK
     wanted = compute_attention(attention, qkv, norms, tables, positions, sinks)
     vectors = SEQUENCES * attention.kv_heads * CONTEXT
     arrays: dict[str, npt.NDArray[Any]] = {
-        "sinks": sinks,
-        "norms": norms,
-        "growth": GROWTH,
-        "cosines": tables[0],
-        "sines": tables[1],
+        "sinks": sinks, "norms": norms, "growth": GROWTH, "cosines": tables[0], "sines": tables[1],
         "keys": np.zeros((vectors, attention.row_words), np.uint32),
         "values": np.zeros((vectors, attention.row_words), np.uint32),
         "keys_scales": np.zeros(vectors, np.float32),
         "values_scales": np.zeros(vectors, np.float32),
-    }
+    }  # fmt: skip
     # A chunk, one token, and a chunk again, all of the second sequence.
     for first, count, spans in ((0, 150, 1), (150, 1, 3), (151, 109, 2)):
         arrays["qkv"] = qkv[first : first + count]

@@ -21,6 +21,7 @@ from pi2.progress import ignore_progress
 from tests.helpers.kernels import make_spec
 from tests.helpers.programs import start_python
 
+Patch = pytest.MonkeyPatch
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,12 +41,12 @@ def folder(spec: KernelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _use_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _use_folder(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(folder))
 
 
 @pytest.fixture
-def _new_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _new_compilers(monkeypatch: Patch) -> None:
     """Compiling processes load TVM, as those of users do."""
     monkeypatch.setattr(cache, "start_compiler", start_compiler)
 
@@ -94,7 +95,7 @@ def test_an_entry_with_damaged_signatures_is_built_again(spec: KernelSpec, damag
 
 
 def test_processes_may_compile_the_same_kernels_at_once(
-    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    spec: KernelSpec, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
     with ThreadPoolExecutor(3) as pool:
@@ -110,10 +111,7 @@ def test_the_key_depends_on_the_spec(spec: KernelSpec) -> None:
 
 
 def test_a_read_only_cache_folder_does_not_stop_a_run_and_is_named(
-    spec: KernelSpec,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    spec: KernelSpec, monkeypatch: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A file where the folder should be: even root cannot make a folder there.
     (tmp_path / "file").write_text("")
@@ -130,7 +128,7 @@ def test_a_read_only_cache_folder_does_not_stop_a_run_and_is_named(
     assert "PI2_CACHE_DIR" in line["help"]
 
 
-def give_problems(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+def give_problems(monkeypatch: Patch, *folders: Path) -> None:
     """Let no code run in ``folders``."""
 
     def find(folder: Path, *, runs_code: bool) -> str | None:
@@ -142,7 +140,7 @@ def give_problems(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
 
 
 def test_kernels_are_compiled_for_this_start_where_the_cache_runs_no_code(
-    spec: KernelSpec, folder: Path, monkeypatch: pytest.MonkeyPatch
+    spec: KernelSpec, folder: Path, monkeypatch: Patch
 ) -> None:
     give_problems(monkeypatch, folder)
     path = cache.load_or_compile(spec, ignore_progress)
@@ -151,7 +149,7 @@ def test_kernels_are_compiled_for_this_start_where_the_cache_runs_no_code(
 
 
 def test_both_folders_are_named_where_neither_runs_code(
-    spec: KernelSpec, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    spec: KernelSpec, folder: Path, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     give_problems(monkeypatch, folder, tmp_path)
@@ -165,7 +163,7 @@ def test_both_folders_are_named_where_neither_runs_code(
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_folder_without_room_is_no_missing_linker(
-    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_room: bool
+    spec: KernelSpec, monkeypatch: Patch, tmp_path: Path, has_room: bool
 ) -> None:
     """The linker says so itself: kernels then go into a folder of this start, if that has room."""
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "full"))
@@ -195,7 +193,7 @@ def test_a_library_that_cannot_be_loaded_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_linker_is_told_so(
-    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    spec: KernelSpec, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -209,9 +207,7 @@ def test_a_machine_without_a_linker_is_told_so(
 
 
 @pytest.mark.usefixtures("_new_compilers")
-def test_a_failing_compiler_is_reported(
-    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failing_compiler_is_reported(spec: KernelSpec, monkeypatch: Patch, tmp_path: Path) -> None:
     # A broken `tvm` package hides the real one from the compiling process.
     (tmp_path / "tvm").mkdir()
     (tmp_path / "tvm" / "__init__.py").write_text("raise ImportError('no compiler today')")
@@ -225,7 +221,7 @@ def test_a_failing_compiler_is_reported(
 
 @pytest.mark.usefixtures("_new_compilers")
 def test_a_compiler_without_memory_is_no_faulty_installation(
-    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    spec: KernelSpec, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     (tmp_path / "tvm").mkdir()
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"

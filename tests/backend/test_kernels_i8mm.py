@@ -102,15 +102,10 @@ class Product:
 @pytest.mark.parametrize(
     ("features", "precision", "planes"),
     [
-        ("i8mm", "int4", 1),
-        ("i8mm", "int4", 2),
-        ("i8mm", "int8", 1),
-        ("i8mm", "int8", 2),
-        ("i8mm", "ternary", 2),
-        ("dotprod, fp16", "int4", 2),
-        ("dotprod, fp16", "ternary", 2),
+        ("i8mm", "int4", 1), ("i8mm", "int4", 2), ("i8mm", "int8", 1), ("i8mm", "int8", 2),
+        ("i8mm", "ternary", 2), ("dotprod, fp16", "int4", 2), ("dotprod, fp16", "ternary", 2),
     ],
-)
+)  # fmt: skip
 def test_both_schedules_have_the_sums_of_integers(
     features: str, precision: Precision, planes: int, tmp_path: Path
 ) -> None:

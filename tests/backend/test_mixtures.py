@@ -288,17 +288,9 @@ def test_thresholds_of_experts_cut_the_same_gates_as_in_the_reference(silu: Path
     )
     model = load_plan(silu).model
     thresholds = Thresholds(
-        schema_version=3,
-        model=model.id,
-        activation="silu",
-        hidden=model.shape.hidden,
-        neurons=model.layer_neurons,
-        method="cats",
-        target=0.5,
-        tokens=1,
-        text="",
-        layers=layers,
-    )
+        schema_version=3, model=model.id, activation="silu", hidden=model.shape.hidden,
+        neurons=model.layer_neurons, method="cats", target=0.5, tokens=1, text="", layers=layers,
+    )  # fmt: skip
     assert thresholds.fits(model)
     sparsity = {"method": "cats", "target": 0.5, "thresholds": "none.thresholds.toml"}
     room = {"memory.segments.predictor": "8 MiB", "memory.budget": "2 GiB"}

@@ -138,13 +138,8 @@ def test_an_emulated_arm64_at_a_tracker_gets_a_device_file(
 
 def test_a_tracker_that_is_not_there_is_a_finding() -> None:
     machine = remote.RemoteMachine(
-        host="127.0.0.1",
-        port=find_port(),
-        key="phone",
-        triple="x86_64-linux-gnu",
-        architecture="x86-64",
-        features=frozenset({"avx2"}),
-        threads=1,
-    )
+        host="127.0.0.1", port=find_port(), key="phone", triple="x86_64-linux-gnu",
+        architecture="x86-64", features=frozenset({"avx2"}), threads=1,
+    )  # fmt: skip
     with pytest.raises(UserError, match="P342"):
         remote.connect(machine)

@@ -19,6 +19,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.programs import start_pi2, start_python
 
+Patch = pytest.MonkeyPatch
 ROOT = Path(__file__).parents[2]
 PLANS = ROOT / "plans"
 PROMPT = "def read_lines(path):\n"
@@ -81,9 +82,7 @@ def test_a_store_replaced_while_it_runs_does_no_harm(plan: Path) -> None:
         assert generate(model) == expected
 
 
-def test_a_store_replaced_while_it_is_opened_is_an_error(
-    plan: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_replaced_while_it_is_opened_is_an_error(plan: Path, monkeypatch: Patch) -> None:
     manifest = store_of(plan) / MANIFEST
 
     def replace_meanwhile(*arguments: Any) -> Any:
@@ -98,9 +97,7 @@ def test_a_store_replaced_while_it_is_opened_is_an_error(
     expect_code(caught, "P509")
 
 
-def test_a_reader_that_fails_once_costs_nothing_but_time(
-    plan: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_fails_once_costs_nothing_but_time(plan: Path, monkeypatch: Patch) -> None:
     with pi2.load(plan) as model:
         expected = generate(model)
     with pi2.load(plan, set={"io.engine": "pread"}) as model:
@@ -120,7 +117,7 @@ def test_a_reader_that_fails_once_costs_nothing_but_time(
         assert count > 10
 
 
-def test_after_error_next_generation_is_right(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_error_next_generation_is_right(plan: Path, monkeypatch: Patch) -> None:
     with pi2.load(plan) as model:
         expected = generate(model)
     with pi2.load(plan, set={"io.engine": "pread"}) as model:

@@ -309,13 +309,9 @@ def test_another_bundles_folder_is_refused(bundle: Path, tmp_path: Path) -> None
 
 def test_the_script_starts_it_from_anywhere(bundle: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [str(bundle / "run.sh"), "--machine"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"},
-        check=False,
-    )
+        [str(bundle / "run.sh"), "--machine"], capture_output=True, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "architecture x86-64" in done.stdout
 
@@ -365,8 +361,6 @@ def test_threads_that_cannot_be_bound_or_memory_that_cannot_be_locked_are_named(
 
 
 # GGUF files
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gates and ups are looked up in tables, which the package `gguf` has."""

@@ -85,9 +85,7 @@ needs_watch = pytest.mark.skipif(
         ("cold", f"goes on {1 << 22}\n"),
     ],
 )
-def test_only_a_stall_in_which_pages_go_out_is_a_shortage(
-    tmp_path: Path, how: str, told: str
-) -> None:
+def test_only_stall_in_which_pages_go_out_is_shortage(tmp_path: Path, how: str, told: str) -> None:
     done = start_python("-c", PROGRAM, str(tmp_path / "file"), how)
     assert (done.returncode, done.stdout) == (0, told), done.stderr
 

@@ -19,12 +19,8 @@ def call(arguments: str, redirections: str) -> subprocess.CompletedProcess[str]:
     """Run pi2 in a shell, standard input empty unless redirected."""
     return subprocess.run(
         ["bash", "-c", f'"{sys.executable}" -m pi2 {arguments} {redirections}'],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

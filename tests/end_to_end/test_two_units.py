@@ -13,13 +13,9 @@ ALONE = ROOT / "plans" / "demo.plan.toml"
 TWO = ROOT / "plans" / "demo-two-units.plan.toml"
 TOKENS = 24
 EXACT = (
-    'decode.predictor="gate"',
-    'decode.activations="fp32"',
-    'prefill.activations="fp32"',
-    'kv.type="fp32"',
-    "memory.budget=160MiB",
-    "memory.segments.kv=8MiB",
-)
+    'decode.predictor="gate"', 'decode.activations="fp32"', 'prefill.activations="fp32"',
+    'kv.type="fp32"', "memory.budget=160MiB", "memory.segments.kv=8MiB",
+)  # fmt: skip
 """It does not matter to the text which unit computes a neuron."""
 
 

@@ -38,15 +38,9 @@ TOOL: Mapping[str, Any] = {
 }
 OTHER: Mapping[str, Any] = {"name": "other"}
 ARGUMENTS: Mapping[str, Any] = {
-    "city": 'Paris "x" <b> é',
-    "zip": "12345",
-    "days": 2,
-    "unit": "F",
-    "deep": {"k": "v", "n": None},
-    "on": True,
-    "list": ["a", "b"],
-    "ref": 1.5,
-}
+    "city": 'Paris "x" <b> é', "zip": "12345", "days": 2, "unit": "F",
+    "deep": {"k": "v", "n": None}, "on": True, "list": ["a", "b"], "ref": 1.5,
+}  # fmt: skip
 
 
 def write_template(format: Format) -> str:

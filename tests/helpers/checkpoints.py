@@ -46,19 +46,13 @@ def narrow(values: F32, dtype: Dtype) -> F32:
 def make_config(model: Model) -> dict[str, Any]:
     shape = model.shape
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab,
-        "rms_norm_eps": model.norm.epsilon,
-        "rope_theta": model.rope.theta,
-        "tie_word_embeddings": model.tied_head,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "num_hidden_layers": shape.layers, "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab, "rms_norm_eps": model.norm.epsilon,
+        "rope_theta": model.rope.theta, "tie_word_embeddings": model.tied_head,
+    }  # fmt: skip
 
 
 def write_checkpoint(

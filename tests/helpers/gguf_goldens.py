@@ -22,13 +22,10 @@ GOLDENS = (
 
 
 LONG: dict[str, Any] = {
-    "rope_type": "longrope",
-    "attention_factor": 1.25,
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 100,
-    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "rope_type": "longrope", "attention_factor": 1.25, "rope_theta": 10000.0,
+    "original_max_position_embeddings": 100, "short_factor": [1.0, 1.1, 1.3, 1.7],
     "long_factor": [1.5, 2.0, 3.0, 4.0],
-}
+}  # fmt: skip
 """LongRoPE with the one factor of sines and cosines that a file has."""
 
 
@@ -42,13 +39,8 @@ UNSAID: dict[str, dict[str, Any]] = {
     "deepseek-v2": {"attention_bias": False},
     "deepseek-v3": {
         "rope_parameters": {
-            "factor": 8.0,
-            "mscale": 0.8,
-            "mscale_all_dim": 0.8,
-            "beta_fast": 4.0,
-            "original_max_position_embeddings": 16,
-            "rope_theta": 100.0,
-            "rope_type": "yarn",
+            "factor": 8.0, "mscale": 0.8, "mscale_all_dim": 0.8, "beta_fast": 4.0,
+            "original_max_position_embeddings": 16, "rope_theta": 100.0, "rope_type": "yarn",
         }
     },
     "dots1": {"sliding_window": None},
@@ -63,7 +55,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 200.0}},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32, "layer_types": None, "sliding_window_pattern": 3},
-}
+}  # fmt: skip
 """What GGUF files cannot say, as llama.cpp has it."""
 
 

@@ -10,13 +10,9 @@ from pi2.arrays import F32
 from tests.helpers.gguf_tensors import write_all
 
 FIXED: dict[str, Any] = {
-    "no_rope_layers": None,
-    "layer_types": None,
-    "moe_layers": None,
-    "attention_chunk_size": 8192,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-}
+    "no_rope_layers": None, "layer_types": None, "moe_layers": None, "attention_chunk_size": 8192,
+    "floor_scale": 8192, "attn_scale": 0.1,
+}  # fmt: skip
 """What files cannot say, as llama.cpp has it."""
 
 

@@ -17,13 +17,10 @@ _KIMI = {
 _LISTED = ("lfm2", "granitemoehybrid", "kimi_linear", "bailing_hybrid")
 """Names of families whose files state keys and values of each layer."""
 _INDEX = {
-    "index_n_heads": "head_count",
-    "index_head_dim": "key_length",
-    "index_topk": "top_k",
-    "index_topk_blocks": "top_k",
-    "index_block_size": "block_size",
+    "index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k",
+    "index_topk_blocks": "top_k", "index_block_size": "block_size",
     "index_local_blocks": "local_blocks",
-}
+}  # fmt: skip
 """Names of an index's sizes in configurations and in files."""
 
 

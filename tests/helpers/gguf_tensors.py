@@ -13,34 +13,16 @@ import pytest
 from pi2.arrays import F32
 
 ARCHITECTURES = {
-    "bailing_hybrid": "bailingmoe3",
-    "cohere": "command-r",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "ernie4_5_moe": "ernie4_5-moe",
-    "glm4_moe": "glm4moe",
-    "glm4_moe_lite": "deepseek2",
-    "glm_moe_dsa": "glm-dsa",
-    "granitemoeshared": "granitemoe",
-    "hunyuan_v1_dense": "hunyuan-dense",
-    "hunyuan_v1_moe": "hunyuan-moe",
-    "kimi_linear": "kimi-linear",
-    "minimax_m2": "minimax-m2",
-    "minimax_m3_vl_text": "minimax-m3",
-    "olmo3": "olmo2",
-    "gemma3_text": "gemma3",
-    "gpt_oss": "gpt-oss",
-    "granitemoehybrid": "granitehybrid",
-    "lfm2_moe": "lfm2moe",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-    "qwen3_next": "qwen3next",
-    "sparsellama": "llama",
-}
+    "bailing_hybrid": "bailingmoe3", "cohere": "command-r", "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2", "glm_moe_dsa": "glm-dsa", "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
+    "kimi_linear": "kimi-linear", "minimax_m2": "minimax-m2", "minimax_m3_vl_text": "minimax-m3",
+    "olmo3": "olmo2", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss",
+    "granitemoehybrid": "granitehybrid", "lfm2_moe": "lfm2moe", "mistral": "llama",
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "sparsellama": "llama",
+}  # fmt: skip
 """Where GGUF's name of a family is not that of transformers."""
 
 

@@ -90,18 +90,13 @@ def write_plan(folder: Path, model: Model, changes: Mapping[str, Any]) -> Path:
     names = ("attention", "kv", "state", "predictor", "hot", "cold", "workspace")
     segments = dict.fromkeys(names, "64 MiB")
     document: dict[str, Any] = {
-        "schema_version": 3,
-        "device": "host",
-        "model": "./golden.model.toml",
-        "weights": "store",
+        "schema_version": 3, "device": "host", "model": "./golden.model.toml", "weights": "store",
         "backends": {"cpu": "reference"},
         "memory": {"budget": "2 GiB", "segments": {"runtime": "300 MiB", **segments}},
         "bundle": {"stride": f"{model.lay_out_bundle().stride} B"},
-        "layers": {"split": {"cpu": 1.0}, "hot": 0.5},
-        "prefill": {"chunk": 7},
-        "decode": {"predictor": "none"},
-        "kv": {"context": 64},
-    }
+        "layers": {"split": {"cpu": 1.0}, "hot": 0.5}, "prefill": {"chunk": 7},
+        "decode": {"predictor": "none"}, "kv": {"context": 64},
+    }  # fmt: skip
     path = folder / "golden.plan.toml"
     path.write_text(tomlkit.dumps(document | dict(changes)))
     return path

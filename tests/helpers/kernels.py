@@ -54,20 +54,11 @@ DEMO_LIKE: dict[str, Any] = {"hidden": 256, "ffn": 200, "heads": 8, "kv_heads": 
 """Of a `RandomModel`."""
 
 ODD: dict[str, Any] = {
-    "hidden": 352,
-    "ffn": 77,
-    "heads": 5,
-    "kv_heads": 1,
-    "head_dim": 96,
-    "activation": "silu",
-    "bias": True,
-    "tied_head": False,
-    "window": 6,
-    "rank": None,
+    "hidden": 352, "ffn": 77, "heads": 5, "kv_heads": 1, "head_dim": 96, "activation": "silu",
+    "bias": True, "tied_head": False, "window": 6, "rank": None,
     "precision": {"ffn": "int8", "attention": "int8", "embedding": "int4", "head": "fp16"},
-    "threads": 1,
-    "limits": (0.15, 0.05),
-}
+    "threads": 1, "limits": (0.15, 0.05),
+}  # fmt: skip
 """One whose sizes fill no block."""
 
 
@@ -302,16 +293,11 @@ def make_spec(**changes: Any) -> KernelSpec:
     run = {key: changes.pop(key) for key in list(changes) if key in _CHOICES - {"experts"}}
     model = make_model(**{"activation": "drelu"} | changes)
     choices: dict[str, Any] = {
-        "kv": "fp16",
-        "gates": True,
-        "ranks": (64,),
-        "stride": lay_out_bundle(model.shape.hidden, model.quantization.ffn).stride,
-        "threads": 2,
-        "planes": 2,
-        "chunk_planes": 2,
-        "architecture": "x86-64",
+        "kv": "fp16", "gates": True, "ranks": (64,),
+        "stride": lay_out_bundle(model.shape.hidden, model.quantization.ffn).stride, "threads": 2,
+        "planes": 2, "chunk_planes": 2, "architecture": "x86-64",
         "features": tuple(sorted(find_own_features() - {"avx512vnni"})),
-    }
+    }  # fmt: skip
     return describe_kernels(model, **(choices | run))
 
 
@@ -359,14 +345,8 @@ class RandomModel:
             schema_version=3,
             id="random",
             shape=Shape(
-                layers=layers,
-                hidden=hidden,
-                ffn=ffn,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                vocab=vocab,
-                context=context,
+                layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads,
+                head_dim=head_dim, vocab=vocab, context=context,
             ),
             rope=rope or Rope(),
             attention=Attention(qkv_bias=bias, sliding_window=window),
@@ -374,7 +354,7 @@ class RandomModel:
             tied_head=tied_head,
             quantization=Quantization.model_validate(chosen),
             predictor=None if rank is None else Predictor(rank=rank),
-        )
+        )  # fmt: skip
         quantization = self.model.quantization
         self._add_matrix(EMBEDDING, vocab, hidden, quantization.embedding, scale=1.0)
         if not tied_head:
@@ -402,23 +382,12 @@ class RandomModel:
             weights, scales = slice_part(packed, layout, 0)
             gates.append((align(weights), None if scales is None else align(scales)))
         self.request = BuildRequest(
-            model=self.model,
-            tensors=self._tensors,
-            bundle=layout,
-            neurons=ffn,
-            chunk=chunk,
-            context=context,
-            kv_type=kv_type,
-            chunk_type=chunk_type,
-            token_type=token_type,
-            gate_rows=dict(enumerate(gates)),
-            limits=None if limits is None else [limits] * layers,
-            threads=threads,
-            features=find_own_features() if features is None else features,
-            architecture="x86-64",
-            allocate=allocate_segment,
-            progress=ignore_progress,
-        )
+            model=self.model, tensors=self._tensors, bundle=layout, neurons=ffn, chunk=chunk,
+            context=context, kv_type=kv_type, chunk_type=chunk_type, token_type=token_type,
+            gate_rows=dict(enumerate(gates)), limits=None if limits is None else [limits] * layers,
+            threads=threads, features=find_own_features() if features is None else features,
+            architecture="x86-64", allocate=allocate_segment, progress=ignore_progress,
+        )  # fmt: skip
 
     def _draw(self, rows: int, length: int, scale: float) -> F32:
         return (self._rng.standard_normal((rows, length)) * scale).astype(np.float32)
@@ -429,13 +398,9 @@ class RandomModel:
         values = self._draw(rows, length, length**-0.5 if scale is None else scale)
         weights, scales = find_packing(precision).quantize(values)
         self._tensors[name] = Tensor(
-            name=name,
-            rows=rows,
-            length=length,
-            precision=precision,
-            weights=align(weights),
+            name=name, rows=rows, length=length, precision=precision, weights=align(weights),
             scales=None if scales is None else align(scales),
-        )
+        )  # fmt: skip
 
     def _add_floats(self, name: str, length: int, mean: float) -> None:
         values = np.float32(mean) + self._draw(1, length, 0.1)

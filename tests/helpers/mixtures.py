@@ -56,13 +56,7 @@ def make_mixture_plan(
     device = check_file(find_document("host", "device", Path())).document
     assert isinstance(device, Device)
     write_plan(
-        plan,
-        model=model,
-        model_file=model_file,
-        device=device,
-        store=store,
-        bundle=read_manifest(store).bundle.layout,
-        store_bytes=0,
-        wish=PlanWish(context=64),
-    )
+        plan, model=model, model_file=model_file, device=device, store=store,
+        bundle=read_manifest(store).bundle.layout, store_bytes=0, wish=PlanWish(context=64),
+    )  # fmt: skip
     return plan

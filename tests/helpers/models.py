@@ -69,20 +69,14 @@ def make_model(changes: Mapping[str, Mapping[str, Any] | Any] | None = None) -> 
         "schema_version": 3,
         "id": "tiny",
         "shape": {
-            "layers": 3,
-            "hidden": 64,
-            "ffn": 96,
-            "heads": 4,
-            "kv_heads": 2,
-            "head_dim": 16,
-            "vocab": 288,
-            "context": 64,
+            "layers": 3, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "head_dim": 16,
+            "vocab": 288, "context": 64,
         },
         "ffn": {"activation": "drelu"},
         "tied_head": True,
         "tokenizer": {"bos": 256, "eos": [257], "add_bos": True},
         "predictor": {"rank": 32},
-    }
+    }  # fmt: skip
     merge(document, changes)
     return Model.model_validate_json(json.dumps(document))
 

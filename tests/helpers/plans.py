@@ -29,12 +29,8 @@ def write_plan(
         "memory": {
             "budget": "2 GiB",
             "segments": {
-                "runtime": "300 MiB",
-                "attention": "64 MiB",
-                "kv": "64 MiB",
-                "predictor": "64 MiB",
-                "hot": "64 MiB",
-                "cold": f"{max(64, shape.ffn // 4) * layout.stride} B",
+                "runtime": "300 MiB", "attention": "64 MiB", "kv": "64 MiB", "predictor": "64 MiB",
+                "hot": "64 MiB", "cold": f"{max(64, shape.ffn // 4) * layout.stride} B",
                 "workspace": "64 MiB",
             },
         },
@@ -43,7 +39,7 @@ def write_plan(
         "prefill": {"chunk": 8},
         "decode": {"predictor": "low-rank"},
         "kv": {"context": shape.context},
-    }
+    }  # fmt: skip
     merge(document, changes)
     model = tiny.model.model_dump(mode="json", exclude_none=True)
     (folder / f"{tiny.model.id}.model.toml").write_text(tomlkit.dumps(model))

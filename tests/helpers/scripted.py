@@ -43,23 +43,13 @@ def make_scripted_plan(
     places[start : start + len(said)] = 50 * table[said]
     write_safetensors(source / "model.safetensors", _list_tensors(table, places))
     config = {
-        "model_type": "opt",
-        "architectures": ["OPTForCausalLM"],
-        "hidden_size": _HIDDEN,
-        "word_embed_proj_dim": _HIDDEN,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "ffn_dim": _FFN,
-        "vocab_size": vocab,
-        "max_position_embeddings": _POSITIONS,
-        "activation_function": "relu",
-        "do_layer_norm_before": True,
-        "tie_word_embeddings": True,
-        "eos_token_id": end,
-        "bos_token_id": end,
-        "enable_bias": True,
+        "model_type": "opt", "architectures": ["OPTForCausalLM"], "hidden_size": _HIDDEN,
+        "word_embed_proj_dim": _HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "ffn_dim": _FFN, "vocab_size": vocab, "max_position_embeddings": _POSITIONS,
+        "activation_function": "relu", "do_layer_norm_before": True, "tie_word_embeddings": True,
+        "eos_token_id": end, "bos_token_id": end, "enable_bias": True,
         "layer_norm_elementwise_affine": True,
-    }
+    }  # fmt: skip
     (source / "config.json").write_text(json.dumps(config))
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     (source / "chat_template.jinja").write_text(template)

@@ -75,13 +75,9 @@ def serve(
 ) -> Iterator[str]:
     """The address of a server that runs meanwhile; ``wrap`` is what requests go through first."""
     config = uvicorn.Config(
-        wrap(make_application(Settings(plans=plans, **settings))),
-        port=0,
-        log_level="warning",
-        access_log=False,
-        http=connection,
-        h11_max_incomplete_event_size=64 << 10,
-    )
+        wrap(make_application(Settings(plans=plans, **settings))), port=0, log_level="warning",
+        access_log=False, http=connection, h11_max_incomplete_event_size=64 << 10,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -146,17 +146,12 @@ def _run_git_backend(handler: BaseHTTPRequestHandler, prefix: str, folder: Path)
         body = gzip.decompress(body)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {
-        "REQUEST_METHOD": handler.command,
-        "PATH_INFO": "/" + path.removeprefix(prefix),
-        "QUERY_STRING": query,
-        "CONTENT_TYPE": handler.headers.get("Content-Type", ""),
-        "CONTENT_LENGTH": str(len(body)),
-        "REMOTE_ADDR": "127.0.0.1",
-        "GIT_PROJECT_ROOT": str(folder),
-        "GIT_HTTP_EXPORT_ALL": "1",
-        "GIT_PROTOCOL": handler.headers.get("Git-Protocol", ""),
-        "GIT_CONFIG_GLOBAL": os.devnull,
-    }
+        "REQUEST_METHOD": handler.command, "PATH_INFO": "/" + path.removeprefix(prefix),
+        "QUERY_STRING": query, "CONTENT_TYPE": handler.headers.get("Content-Type", ""),
+        "CONTENT_LENGTH": str(len(body)), "REMOTE_ADDR": "127.0.0.1",
+        "GIT_PROJECT_ROOT": str(folder), "GIT_HTTP_EXPORT_ALL": "1",
+        "GIT_PROTOCOL": handler.headers.get("Git-Protocol", ""), "GIT_CONFIG_GLOBAL": os.devnull,
+    }  # fmt: skip
     done = subprocess.run(
         ["git", "http-backend"], input=body, env=environment, capture_output=True, check=True
     )

@@ -4,15 +4,9 @@ import hashlib
 from pathlib import Path
 
 SHAPE = {
-    "layers": 2,
-    "hidden": 256,
-    "ffn": 1024,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "vocab": 1024,
-    "context": 256,
-}
+    "layers": 2, "hidden": 256, "ffn": 1024, "heads": 4, "kv_heads": 2, "head_dim": 64,
+    "vocab": 1024, "context": 256,
+}  # fmt: skip
 
 
 def hash_store(path: Path) -> dict[str, str]:

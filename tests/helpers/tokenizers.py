@@ -17,18 +17,11 @@ def write_tokenizer(**changes: Any) -> bytes:
         "post_processor": None,
         "decoder": None,
         "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": _VOCABULARY,
-            "merges": [],
+            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": False, "vocab": _VOCABULARY, "merges": [],
         },
-    }
+    }  # fmt: skip
     return json.dumps(document | changes).encode()
 
 

@@ -97,15 +97,10 @@ class TestDeviceFigures:
 
     def test_phones_clusters_are_those_of_their_chips(self) -> None:
         cores = {
-            "oneplus-12": (1, 5, 2),
-            "galaxy-s24-ultra": (1, 5, 2),
-            "xiaomi-14": (1, 5, 2),
-            "oneplus-ace-2": (1, 3, 4),
-            "oneplus-ace-3": (1, 2, 2, 3),
-            "pixel-8": (1, 4, 4),
-            "pixel-9": (1, 3, 4),
-            "vivo-x100": (1, 3, 4),
-        }
+            "oneplus-12": (1, 5, 2), "galaxy-s24-ultra": (1, 5, 2), "xiaomi-14": (1, 5, 2),
+            "oneplus-ace-2": (1, 3, 4), "oneplus-ace-3": (1, 2, 2, 3), "pixel-8": (1, 4, 4),
+            "pixel-9": (1, 3, 4), "vivo-x100": (1, 3, 4),
+        }  # fmt: skip
         for name, counts in cores.items():
             clusters = read_device(name).units["cpu"].clusters
             assert tuple(cluster.cores for cluster in clusters) == counts, name
@@ -183,18 +178,13 @@ class TestModels:
     @pytest.mark.parametrize(
         ("name", "parameters"),
         [
-            ("llama-2-7b", 6_738_415_616),
-            ("relullama-7b", 6_738_415_616),
-            ("prosparse-llama-2-7b", 6_738_415_616),
-            ("relullama-13b", 13_015_864_320),
-            ("mistral-7b", 7_241_732_096),
-            ("bamboo-7b", 7_241_732_096),
-            ("qwen2-7b", 7_615_616_512),
-            ("sparse-qwen2-7b", 7_615_616_512),
-            ("mixtral-8x7b", 46_702_792_704),
-            ("tinyllama-1.1b", 1_100_048_384),
+            ("llama-2-7b", 6_738_415_616), ("relullama-7b", 6_738_415_616),
+            ("prosparse-llama-2-7b", 6_738_415_616), ("relullama-13b", 13_015_864_320),
+            ("mistral-7b", 7_241_732_096), ("bamboo-7b", 7_241_732_096),
+            ("qwen2-7b", 7_615_616_512), ("sparse-qwen2-7b", 7_615_616_512),
+            ("mixtral-8x7b", 46_702_792_704), ("tinyllama-1.1b", 1_100_048_384),
         ],
-    )
+    )  # fmt: skip
     def test_shapes_have_published_number_of_parameters(self, name: str, parameters: int) -> None:
         assert count_parameters(read_model(name)) == parameters
 
@@ -285,13 +275,9 @@ class TestModels:
 
     def test_sparsity_is_of_the_published_size(self) -> None:
         active = {
-            "relullama-7b": 0.30,
-            "relullama-13b": 0.22,
-            "prosparse-llama-2-7b": 0.1068,
-            "bamboo-7b": 0.10,
-            "turbosparse-mistral-7b": 0.10,
-            "turbosparse-mixtral-47b": 0.15,
-        }
+            "relullama-7b": 0.30, "relullama-13b": 0.22, "prosparse-llama-2-7b": 0.1068,
+            "bamboo-7b": 0.10, "turbosparse-mistral-7b": 0.10, "turbosparse-mixtral-47b": 0.15,
+        }  # fmt: skip
         for name, share in active.items():
             sparsity = read_model(name).sparsity
             assert sparsity is not None

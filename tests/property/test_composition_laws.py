@@ -107,8 +107,6 @@ def test_every_value_stands_where_its_origin_says(items: list[dict[str, Any]]) -
 
 
 # Files
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("composed")
@@ -205,15 +203,10 @@ fuzzed = st.fixed_dictionaries(
     optional={
         "extends": st.lists(names | st.text(max_size=8), max_size=4) | odd,
         "remove": st.lists(st.sampled_from(["io", "layers.hot", "a..b", "kv.context"])) | odd,
-        "inherit": odd,
-        "layers": odd,
-        "memory": odd,
-        "kv": odd,
-        "device": odd,
-        "weights": odd,
+        "inherit": odd, "layers": odd, "memory": odd, "kv": odd, "device": odd, "weights": odd,
         "schema_version": st.integers(-1, 4) | odd,
     },
-)
+)  # fmt: skip
 
 
 def check_report(report: Report) -> None:

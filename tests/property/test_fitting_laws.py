@@ -68,17 +68,11 @@ def wishes(draw: st.DrawFn) -> ResolvedPlan:
     backend = draw(st.sampled_from(["null", "reference"]))
     predictor = draw(st.sampled_from(["gate", "low-rank", "none"]))
     values: dict[str, Any] = {
-        "schema_version": 3,
-        "device": device.id,
-        "model": model.id,
-        "weights": "store",
-        "backends": {"cpu": backend} | ({} if unit is None else {unit: backend}),
-        "memory": memory,
-        "bundle": {"stride": STRIDES[model.id]},
-        "layers": table,
-        "decode": {"predictor": predictor, "batch": batch},
-        "kv": {"context": 256},
-    }
+        "schema_version": 3, "device": device.id, "model": model.id, "weights": "store",
+        "backends": {"cpu": backend} | ({} if unit is None else {unit: backend}), "memory": memory,
+        "bundle": {"stride": STRIDES[model.id]}, "layers": table,
+        "decode": {"predictor": predictor, "batch": batch}, "kv": {"context": 256},
+    }  # fmt: skip
     if unit is not None and draw(st.booleans()):
         values["projections"] = {"attention": {unit: 0.25, "cpu": 0.75}}
     plan = Plan.model_validate_json(json.dumps(values))

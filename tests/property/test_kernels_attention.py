@@ -72,16 +72,9 @@ def make_attention(spec: KernelSpec) -> Callable[[Any], None]:
                 attention.emit_merge(spec, spans, cache, output)
             with T.Else():
                 chunk = Chunk(
-                    schedule=Schedule(spec, spec.isa),
-                    qkv=qkv,
-                    cache=cache,
-                    output=output,
-                    codes=codes,
-                    tokens=tokens,
-                    position=position,
-                    sinks=None,
-                    room=room,
-                )
+                    schedule=Schedule(spec, spec.isa), qkv=qkv, cache=cache, output=output,
+                    codes=codes, tokens=tokens, position=position, sinks=None, room=room,
+                )  # fmt: skip
                 emit_chunk_attention(chunk)
 
     return emit
@@ -98,15 +91,9 @@ def make_small_spec(
 ) -> KernelSpec:
     """Attention alone, for a schedule."""
     return make_spec(
-        hidden=heads * head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        window=window,
-        kv=kv,
-        chunk_planes=chunk_planes,
-        features=tuple(sorted(X86_FEATURES[isa])),
-    )
+        hidden=heads * head_dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window,
+        kv=kv, chunk_planes=chunk_planes, features=tuple(sorted(X86_FEATURES[isa])),
+    )  # fmt: skip
 
 
 def make_room(spec: KernelSpec) -> list[Any]:
@@ -211,14 +198,9 @@ def test_attention_in_any_chunks_is_that_of_the_whole_sequence(
         position += number
     shaped = qkv.astype(np.float64).reshape(tokens, -1, head_dim)
     expected = attend_plainly(
-        shaped[:, :heads],
-        shaped[:, heads : heads + kv_heads],
-        shaped[:, heads + kv_heads :],
-        cosines[:tokens].astype(np.float64),
-        sines[:tokens].astype(np.float64),
-        window,
-        kv,
-    )
+        shaped[:, :heads], shaped[:, heads : heads + kv_heads], shaped[:, heads + kv_heads :],
+        cosines[:tokens].astype(np.float64), sines[:tokens].astype(np.float64), window, kv,
+    )  # fmt: skip
     # A few keys and values are rounded to the other side: half of a type's last place.
     limit = {"fp32": 3e-6, "fp16": 1e-3, "int8": 1e-2}[kv]
     assert measure_error(np.concatenate(parts), expected.reshape(tokens, -1)) < limit

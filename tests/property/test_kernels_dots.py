@@ -35,14 +35,10 @@ PRECISIONS = st.sampled_from(["int4", "int8", "fp16", "ternary"])
 @pytest.mark.parametrize("isa", list_runnable_isas())
 @settings(max_examples=6)
 @given(
-    length=LENGTHS,
-    precision=PRECISIONS,
-    planes=st.sampled_from([1, 2, 4]),
-    threads=st.sampled_from([1, 3]),
-    rows=st.integers(1, 150),
-    tokens=st.integers(1, 9),
+    length=LENGTHS, precision=PRECISIONS, planes=st.sampled_from([1, 2, 4]),
+    threads=st.sampled_from([1, 3]), rows=st.integers(1, 150), tokens=st.integers(1, 9),
     seed=st.integers(0, 2**32 - 1),
-)
+)  # fmt: skip
 def test_a_product_is_what_float64_says_of_the_same_codes(
     isa: str,
     length: int,

@@ -145,16 +145,10 @@ def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> F32:
 
 @settings(max_examples=12)
 @given(
-    hidden=HIDDEN,
-    precision=PRECISIONS,
-    activation=ACTIVATIONS,
-    threads=st.integers(1, 3),
-    planes=st.sampled_from([1, 2, 4]),
-    passes=st.sampled_from([1, 2]),
-    neurons=st.integers(1, 80),
-    tokens=st.integers(2, 9),
-    data=st.data(),
-)
+    hidden=HIDDEN, precision=PRECISIONS, activation=ACTIVATIONS, threads=st.integers(1, 3),
+    planes=st.sampled_from([1, 2, 4]), passes=st.sampled_from([1, 2]), neurons=st.integers(1, 80),
+    tokens=st.integers(2, 9), data=st.data(),
+)  # fmt: skip
 def test_gathered_and_dense_sums_are_those_of_float64(
     hidden: int,
     precision: dict[str, Any],
@@ -167,15 +161,10 @@ def test_gathered_and_dense_sums_are_those_of_float64(
     data: st.DataObject,
 ) -> None:
     spec = make_spec(
-        hidden=hidden,
-        **precision,
-        activation=activation,
-        threshold=0.2 if activation == "fatrelu" else 0.0,
-        threads=threads,
-        planes=planes,
-        chunk_planes=planes,
-        passes=passes,
-    )
+        hidden=hidden, **precision, activation=activation,
+        threshold=0.2 if activation == "fatrelu" else 0.0, threads=threads, planes=planes,
+        chunk_planes=planes, passes=passes,
+    )  # fmt: skip
     layer = Layer(spec, neurons, tokens, data.draw(st.integers(0, 2**32 - 1)))
     slots = np.array(
         data.draw(st.lists(st.integers(0, neurons - 1), unique=True, max_size=neurons)), np.int32

@@ -60,14 +60,10 @@ def test_what_is_in_memory_changes_no_bit(
     plan: Path, slots: int, hot: float, policy: str, look_ahead: str, backend: str
 ) -> None:
     chosen: dict[str, Any] = {
-        "backends.cpu": backend,
-        "layers.hot": hot,
-        "memory.segments.cold": f"{slots * find_stride(plan)} B",
-        "memory.budget": "2 GiB",
-        "cache.policy": policy,
-        "cache.fill": slots % 2 == 0,
-        "decode.look_ahead": look_ahead,
-    }
+        "backends.cpu": backend, "layers.hot": hot,
+        "memory.segments.cold": f"{slots * find_stride(plan)} B", "memory.budget": "2 GiB",
+        "cache.policy": policy, "cache.fill": slots % 2 == 0, "decode.look_ahead": look_ahead,
+    }  # fmt: skip
     found, truth = compute(plan, chosen), compute_in_memory(plan, backend)
     for ours, theirs in zip(found, truth, strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -138,26 +138,12 @@ def test_changed_values(folder: Path, document: tuple[str, bytes]) -> None:
 
 settable = st.sampled_from(
     [
-        "decode.predictor",
-        "decode.threshold",
-        "layers.hot",
-        "layers.split",
-        "layers.split.cpu",
-        "layers.overrides",
-        "layers.overrides.0.hot",
-        "layers.overrides.0.select",
-        "memory",
-        "memory.budget",
-        "memory.segments.kv",
-        "bundle.stride",
-        "kv.context",
-        "device",
-        "model",
-        "store",
-        "backends.cpu",
-        "schema_version",
+        "decode.predictor", "decode.threshold", "layers.hot", "layers.split", "layers.split.cpu",
+        "layers.overrides", "layers.overrides.0.hot", "layers.overrides.0.select", "memory",
+        "memory.budget", "memory.segments.kv", "bundle.stride", "kv.context", "device", "model",
+        "store", "backends.cpu", "schema_version",
     ]
-) | st.text(max_size=12)
+) | st.text(max_size=12)  # fmt: skip
 
 
 @given(overrides=st.dictionaries(settable, toml_values, max_size=3))

@@ -79,24 +79,16 @@ def test_an_arrow_reader_sees_the_same_neurons_without_copies(
 
 @settings(max_examples=25)
 @given(
-    hidden_groups=groups,
-    rank_groups=st.integers(1, 5),
-    ffn=st.integers(1, 100),
-    precision=precisions,
-    tied=st.booleans(),
-    bias=st.booleans(),
-)
+    hidden_groups=groups, rank_groups=st.integers(1, 5), ffn=st.integers(1, 100),
+    precision=precisions, tied=st.booleans(), bias=st.booleans(),
+)  # fmt: skip
 def test_an_arrow_reader_sees_the_same_tensors_without_copies(
     hidden_groups: int, rank_groups: int, ffn: int, precision: Precision, tied: bool, bias: bool
 ) -> None:
     shape = {
-        "layers": 2,
-        "hidden": 32 * hidden_groups,
-        "ffn": ffn,
-        "heads": 3,
-        "kv_heads": 1,
+        "layers": 2, "hidden": 32 * hidden_groups, "ffn": ffn, "heads": 3, "kv_heads": 1,
         "head_dim": 32,
-    }
+    }  # fmt: skip
     changes = {
         "shape": shape,
         "predictor": {"rank": 32 * rank_groups},
@@ -200,8 +192,6 @@ def test_quantising_what_was_restored_changes_nothing(
 
 
 # Damage
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     changes = {"shape": {"layers": 1, "ffn": 40, "vocab": 258}, "predictor": None}
@@ -252,26 +242,11 @@ def test_a_changed_value_in_the_manifest_is_a_user_error_or_harmless(
         target[last] = data.draw(
             st.sampled_from(
                 [
-                    None,
-                    True,
-                    0,
-                    -1,
-                    1,
-                    63,
-                    64,
-                    4096,
-                    8192,
-                    2**31,
-                    2**62,
-                    2**70,
-                    1.5,
-                    "",
-                    "x",
-                    [],
+                    None, True, 0, -1, 1, 63, 64, 4096, 8192, 2**31, 2**62, 2**70, 1.5, "", "x", [],
                     {},
                 ]
             )
-        )
+        )  # fmt: skip
         file.write_text(json.dumps(fields))
         use_store(path, tiny)
 

@@ -151,9 +151,7 @@ def test_a_neuron_that_several_tokens_need_is_read_once(plan: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_prompts_wait_for_a_place_and_give_the_text_that_they_give_alone(
-    plan: Path, batch: int
-) -> None:
+def test_prompts_wait_for_place_and_give_text_that_they_give_alone(plan: Path, batch: int) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 9}
     with pi2.load(plan) as model:
         alone = [

@@ -35,8 +35,6 @@ def test_tokens_walk_through_the_vocabulary_and_never_end_a_text() -> None:
 
 
 # Bytes per token
-
-
 @pytest.fixture(params=["tied", "untied"])
 def tiny_plan(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     changes = {"tied_head": request.param == "tied", "attention": {"qkv_bias": True}}

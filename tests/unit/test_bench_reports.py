@@ -39,16 +39,9 @@ def test_speed_is_mean_deviation_and_median_of_the_repetitions() -> None:
 
 def make_row(**changes: Any) -> Row:
     description = Description(
-        engine="pi2 1.0",
-        model="tiny",
-        backend="cpu",
-        threads=2,
-        synthetic=True,
-        predictor="gate",
-        plan="tiny.plan.toml",
-        digest="f00d" * 16,
-        budget_bytes=2**30,
-    )
+        engine="pi2 1.0", model="tiny", backend="cpu", threads=2, synthetic=True, predictor="gate",
+        plan="tiny.plan.toml", digest="f00d" * 16, budget_bytes=2**30,
+    )  # fmt: skip
     fields: dict[str, Any] = {
         "description": description,
         "workload": Workload("tg", 10, 0),

@@ -138,8 +138,6 @@ def test_what_is_measured_may_not() -> None:
 
 
 # Processes
-
-
 @dataclass(frozen=True)
 class Echo:
     """A recipe, and what it makes."""

@@ -85,9 +85,7 @@ def test_a_step_has_fewer_sequences_when_some_have_ended(plan: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["nothing kept", "prefixes kept"])
-def test_others_read_the_prompt_where_nobody_wants_the_first_text_any_more(
-    plan: Path, kept: bool
-) -> None:
+def test_others_read_prompt_where_nobody_wants_first_text_any_more(plan: Path, kept: bool) -> None:
     with pi2.load(plan, set={"decode.batch": 3}) as model:
         alone = [item.result.token_ids for item in finish(model, submit(model, 3))]
     with pi2.load(plan, set={"decode.batch": 3}) as model:

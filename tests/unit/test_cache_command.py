@@ -17,11 +17,12 @@ from pi2.pulled_models import KINDS, ONLY_NAMED, RECORD, LocalSource, Source, fi
 from pi2.sharing.fetching import read_settings
 from tests.helpers.programs import Ask
 
+Patch = pytest.MonkeyPatch
 DAY_S = 86400
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A cache with one thing of every kind, each used ten days ago."""
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
     for kind in get_args(Kept):
@@ -114,9 +115,7 @@ def test_kernels_that_are_being_compiled_stay(folder: Path) -> None:
     assert not room.exists()
 
 
-def test_an_empty_cache_is_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
-) -> None:
+def test_an_empty_cache_is_no_fault(tmp_path: Path, monkeypatch: Patch, ask: Ask) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "none"))
     assert run(["cache"]) == 0
     assert "0.0 MiB were removed" in ask(["cache", "clear"]).err
@@ -133,7 +132,7 @@ def test_an_empty_cache_is_no_fault(
     ],
 )
 def test_the_folder_follows_the_platform(
-    own: str | None, common: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    own: str | None, common: str | None, expected: str, monkeypatch: Patch
 ) -> None:
     for name, value in (("PI2_CACHE_DIR", own), ("XDG_CACHE_HOME", common)):
         if value is None:
@@ -148,15 +147,13 @@ def test_one_variable_moves_profiles_too() -> None:
     assert read_settings({"PI2_CACHE_DIR": "/a"}).cache == Path("/a/profiles")
 
 
-def test_a_relative_folder_is_meant_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_folder_is_meant_from_here(monkeypatch: Patch) -> None:
     monkeypatch.chdir("/usr")
     assert find_cache_folder("peers", {"PI2_CACHE_DIR": "kept"}) == Path("/usr/kept/peers")
 
 
 @pytest.mark.parametrize("home", ["", "~", "here"])
-def test_no_folder_is_made_where_a_command_happens_to_run(
-    home: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_folder_is_made_where_a_command_happens_to_run(home: str, monkeypatch: Patch) -> None:
     """An account that is in no list, without a home that is one."""
 
     def find_nobody(number: int) -> pwd.struct_passwd:
@@ -173,7 +170,7 @@ def test_the_home_of_the_account_is_that_of_a_process_without_one() -> None:
     assert find_home({"HOME": "~"}) == Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 
-def test_what_keeps_folder_from_being_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_folder_from_being_used(tmp_path: Path, monkeypatch: Patch) -> None:
     assert find_problem(tmp_path / "new", runs_code=True) is None
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "file").write_text("")

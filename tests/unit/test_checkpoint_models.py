@@ -29,6 +29,7 @@ from tests.helpers.gguf_tensors import translate
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.programs import Ask
 
+Capture = pytest.CaptureFixture[str]
 REFERENCE = ["--set", "backends.cpu=reference", "--max-tokens", "3"]
 
 
@@ -62,13 +63,9 @@ def write_model(
     said |= {"general.sampling.temp": 0.25, **(changes or {})}
     file = folder / f"{name}.gguf"
     return write_gguf(
-        file,
-        config,
-        translate(weights, config),
-        kind=kind,
-        changes=said,
+        file, config, translate(weights, config), kind=kind, changes=said,
         split_max_tensors=part_tensors,
-    )
+    )  # fmt: skip
 
 
 def write_folder(folder: Path, name: str, seed: int = 0, activation: str = "silu") -> Path:
@@ -155,10 +152,7 @@ def test_a_folder_is_converted_once(
 
 
 def test_a_plan_that_did_not_fit_is_written_when_it_does(
-    tmp_path: Path,
-    models: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Until then the finding says the least memory, and how to write a plan for it."""
     file = write_folder(tmp_path, "tiny", activation="relu")
@@ -190,7 +184,7 @@ def test_a_gguf_file_is_known_by_its_beginning_whatever_its_name_is(
     assert "P532" in shown.err and "P900" not in shown.err
 
 
-def test_a_tokenizer_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_can_be_given(tmp_path: Path, capsys: Capture) -> None:
     """A file or a folder, for a GGUF file whose own kind is unknown."""
     file = write_model(tmp_path, "tiny")
     own = make_tokenizer(file, read_gguf(file).metadata)
@@ -313,7 +307,7 @@ def test_a_store_stands_for_the_plan_in_it_and_a_folder_is_converted_too(
     ],
 )
 def test_a_store_has_no_fewer_bits_than_its_file(
-    tmp_path: Path, kind: str, ffn: str, others: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kind: str, ffn: str, others: str, capsys: Capture
 ) -> None:
     file = write_model(tmp_path, "tiny", kind)
     assert run(["convert", str(file), "-o", str(tmp_path / "store")]) == 0
@@ -326,9 +320,7 @@ def test_a_store_has_no_fewer_bits_than_its_file(
         assert wrong == 0.0 if not is_rounded else wrong < 0.005, name
 
 
-def test_fewer_bits_are_taken_where_they_are_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fewer_bits_are_taken_where_they_are_asked_for(tmp_path: Path, capsys: Capture) -> None:
     file = write_model(tmp_path, "tiny", "Q8_0")
     assert run(["convert", str(file), "-o", str(tmp_path / "store"), "--quantization", "int4"]) == 0
     assert "(ffn int4, attention int4, embedding int8" in capsys.readouterr().err

@@ -63,8 +63,6 @@ def start(script: str, folder: Path, **variables: str) -> subprocess.CompletedPr
 
 
 # GitHub
-
-
 def run_action(folder: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
     """Run the last step of the action with ``inputs`` (``_`` for ``-``) and its defaults."""
     given = {name: item["default"] for name, item in ACTION["inputs"].items()}
@@ -130,8 +128,6 @@ def test_the_workflow_uses_inputs_that_the_action_has(repository: Path) -> None:
 
 
 # GitLab
-
-
 def test_the_gitlab_job_writes_both_reports(repository: Path) -> None:
     job = find_snippet(".gitlab-ci.yml")["pi2-validate"]
     assert start("\n".join(job["script"]), repository).returncode == 1

@@ -88,9 +88,7 @@ def test_another_budget_is_fitted_anew_and_leaves_what_is_stated(tmp_path: Path)
     assert found.plan.layers.hot < 1.0
 
 
-def test_a_budget_that_is_too_small_is_a_finding_that_says_the_least(
-    tmp_path: Path, ask: Ask
-) -> None:
+def test_budget_that_is_too_small_is_finding_that_says_the_least(tmp_path: Path, ask: Ask) -> None:
     path = write_plan(tmp_path, '[memory]\nbudget = "60 MiB"\n')
     out = ask(["validate", str(path)], 1).out
     assert "error[P026]: 60 MiB is not enough: this plan needs at least" in out

@@ -52,8 +52,6 @@ def test_all_formats_that_the_plan_language_promises() -> None:
 
 
 # GitHub
-
-
 def test_github_escapes_what_would_end_a_property_or_the_command() -> None:
     line = render("github", make_finding(message="50%\r\n: ,", span=Span("a:b,%\n", 1, 1, 1, 2)))
     assert line == (
@@ -82,8 +80,6 @@ def test_github_takes_one_line_for_any_finding(message: str, file: str) -> None:
 
 
 # GitLab
-
-
 def test_gitlab_wants_five_members() -> None:
     (item,) = json.loads(render("gitlab", make_finding(help="h", span=Span("./f", 1, 3, 2, 4))))
     assert item == {
@@ -112,16 +108,11 @@ def test_a_finding_keeps_its_fingerprint_when_the_wording_changes() -> None:
 
 def test_different_findings_have_different_fingerprints() -> None:
     items = [
-        make_finding(),
-        make_finding(),
-        make_finding(code="P101"),
-        make_finding(path="a"),
-        make_finding(path="b"),
-        make_finding(span=Span("f", 1, 1, 1, 2)),
-        make_finding(span=Span("g", 1, 1, 1, 2)),
-        make_finding(span=None),
+        make_finding(), make_finding(), make_finding(code="P101"), make_finding(path="a"),
+        make_finding(path="b"), make_finding(span=Span("f", 1, 1, 1, 2)),
+        make_finding(span=Span("g", 1, 1, 1, 2)), make_finding(span=None),
         make_finding(span=None, message="other"),
-    ]
+    ]  # fmt: skip
     prints = compute_fingerprints(items, {"f": TEXT})
     assert len(set(prints)) == len(items)
     assert all(re.fullmatch("[0-9a-f]{64}", item) for item in prints)
@@ -195,8 +186,6 @@ def test_sarif_names_files_by_relative_uris() -> None:
 
 
 # JUnit
-
-
 def count_cases(root: ElementTree.Element) -> tuple[int, int]:
     cases = root.findall("testsuite/testcase")
     return len(cases), sum(case.find("failure") is not None for case in cases)
@@ -264,8 +253,6 @@ def test_json_reports_are_ascii_for_any_characters(name: str, text: str) -> None
 
 
 # The command
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_validate_writes_the_report_alone_to_stdout(name: str) -> None:
     files = ("wide-before-place.plan.toml", "chunk-above-context.plan.toml")

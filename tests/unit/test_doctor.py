@@ -43,11 +43,7 @@ CHECKUP = Checkup(
     machine=PHONE,
     hints=("a control group allows 8192 of 12288 MiB: raise memory.max for larger budgets",),
     storage=Storage(
-        path=Path("/data"),
-        filesystem="f2fs",
-        device="sda",
-        block_bytes=4096,
-        free_bytes=40 * GIB,
+        path=Path("/data"), filesystem="f2fs", device="sda", block_bytes=4096, free_bytes=40 * GIB,
         direct=DirectReads(works=False, obstacle="the file system refuses O_DIRECT"),
     ),
     tvm=Tvm(version=None, ffi_version="0.1.15", ffi_wanted="0.1.14.post0", runtime_library=None),
@@ -58,16 +54,9 @@ CHECKUP = Checkup(
             api="opencl",
             devices=(
                 DeviceFacts(
-                    api="opencl",
-                    number=0,
-                    name="Adreno 750",
-                    driver="QUALCOMM 3.0",
-                    kind="integrated",
-                    memory_bytes=None,
-                    fp16=True,
-                    compute_units=6,
-                    max_array_bytes=GIB,
-                    shared_bytes=32768,
+                    api="opencl", number=0, name="Adreno 750", driver="QUALCOMM 3.0",
+                    kind="integrated", memory_bytes=None, fp16=True, compute_units=6,
+                    max_array_bytes=GIB, shared_bytes=32768,
                 ),
             ),
         ),
@@ -89,7 +78,7 @@ CHECKUP = Checkup(
         ),
         PlanVerdict(name="acme/phone.plan.toml", verdict="dry run"),
     ),
-)
+)  # fmt: skip
 
 
 def read(checkup: Checkup, *, whole: bool = False, columns: int | None = None) -> str:

@@ -11,6 +11,7 @@ from pi2.cli.main import run
 from pi2.lsp.checked import Checked
 from tests.helpers.broken_plans import BROKEN
 
+Capture = pytest.CaptureFixture[str]
 PARTS = BROKEN / "parts"
 
 SECRET = "hunter2"
@@ -122,7 +123,7 @@ ATTACKS: dict[str, Callable[[Path, Path], object]] = {
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("place", ["outside", "inside"])
 def test_no_report_shows_a_secret(
-    attack: str, kind: str, place: str, project: Path, capsys: pytest.CaptureFixture[str]
+    attack: str, kind: str, place: str, project: Path, capsys: Capture
 ) -> None:
     secret = project.parent / "secret.toml" if place == "outside" else project / ".git" / "config"
     secret.write_text(SECRETS[kind])
@@ -142,9 +143,7 @@ def test_no_report_shows_a_secret(
 @pytest.mark.parametrize(
     "attack", [name for name in ATTACKS if "weights" not in name and "tokenizer" not in name]
 )
-def test_what_is_outside_is_named_and_refused(
-    attack: str, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_outside_is_named_and_refused(attack: str, project: Path, capsys: Capture) -> None:
     """Also if it is a sound document: a reference does not leave its project."""
     secret = project.parent / "secret.toml"
     shutil.copy(PARTS / "base.plan.toml", secret)
@@ -168,7 +167,7 @@ def test_a_link_inside_the_project_is_as_good_as_its_file(project: Path) -> None
 
 @pytest.mark.parametrize("mark", ["pi2.lock", ".git", None])
 def test_a_project_is_the_folder_of_the_repository_or_of_the_lock(
-    mark: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mark: str | None, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "plans").mkdir()
     for name in ("phone.device.toml", "small.model.toml"):
@@ -184,9 +183,7 @@ def test_a_project_is_the_folder_of_the_repository_or_of_the_lock(
     assert ("P032" in capsys.readouterr().out) == (mark is None)
 
 
-def test_the_user_names_any_file(
-    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_user_names_any_file(project: Path, tmp_path: Path, capsys: Capture) -> None:
     """``--set`` names a device outside of the project; a plan from there is named itself."""
     device = tmp_path / "elsewhere" / "phone.device.toml"
     device.parent.mkdir()

@@ -59,33 +59,19 @@ def test_templates_read_variables_and_the_date() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ ''.__class__ }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ '{0.__class__}'.format('') }}",
-        "{{ ''['__class__'] }}",
-        "{{ ''|attr('__class__') }}",
-        "{% do messages.append(1) %}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(a=1) }}",
-        "{{ self._TemplateReference__context }}",
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
-        "{% for x in range(10**9) %}{% endfor %}",
-        "{{ 'x' * 10**9 }}",
-        "{{ 9 ** 999999999 }}",
-        "{{ [0] * 10**9 }}",
+        "{{ ''.__class__ }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}", "{{ raise_exception.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}", "{{ '{0.__class__}'.format('') }}",
+        "{{ ''['__class__'] }}", "{{ ''|attr('__class__') }}", "{% do messages.append(1) %}",
+        "{{ messages.append(1) }}", "{{ messages[0].update(a=1) }}",
+        "{{ self._TemplateReference__context }}", "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}", "{% for x in range(10**9) %}{% endfor %}", "{{ 'x' * 10**9 }}",
+        "{{ 9 ** 999999999 }}", "{{ [0] * 10**9 }}",
         "{% for x in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% if %}",
-        "{{ 1 / 0 }}",
-        "{{ messages[7].content }}",
-        "{{ undefined.attribute }}",
-        "{{ raise_exception('no') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% if %}", "{{ 1 / 0 }}",
+        "{{ messages[7].content }}", "{{ undefined.attribute }}", "{{ raise_exception('no') }}",
     ],
-)
+)  # fmt: skip
 def test_a_template_that_fails_or_leaves_the_sandbox_is_a_finding(source: str) -> None:
     start = time.monotonic()
     with pytest.raises(UserError) as error:
@@ -95,8 +81,6 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_a_finding(source: str) -
 
 
 # Where templates come from
-
-
 def read(folder: Path, name: str | None = None, **settings: Any) -> ChatTemplate:
     tokenizer = Tokenizer.from_buffer(make_tokenizer(288))
     return read_chat_template(folder, tokenizer, Settings(**settings), name)
@@ -170,8 +154,6 @@ def test_conversion_keeps_templates(tmp_path: Path) -> None:
 
 
 # Running
-
-
 def test_a_conversation_is_encoded_with_one_begin_token_and_answered(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path)
     plan = write_plan(tmp_path, tiny)

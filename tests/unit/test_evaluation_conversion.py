@@ -37,7 +37,7 @@ def test_losses_by_checkpoints_weights_are_those_of_transformers(tmp_path: Path,
     np.testing.assert_array_equal(scores.choices, logits.argmax(axis=1))
 
 
-@pytest.mark.parametrize("name", ["gemma", "mixtral", "opt"])
+@pytest.mark.parametrize("name", ["gemma", "gemma3n", "mixtral", "opt"])
 def test_a_store_that_rounds_nothing_scores_the_same(tmp_path: Path, name: str) -> None:
     golden = read_golden(name)
     checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")

@@ -32,8 +32,6 @@ def find_used_codes() -> set[str]:
 
 
 # Pages
-
-
 def test_every_code_in_the_source_has_a_page() -> None:
     assert sorted(find_used_codes() - set(PAGES)) == []
 
@@ -63,8 +61,6 @@ def test_a_rule_has_its_page_in_its_docstring() -> None:
 
 
 # The command
-
-
 @pytest.mark.parametrize("code", ["P210", "p210"])
 def test_explain_prints_the_page(code: str, ask: Ask) -> None:
     assert ask(["explain", code]).out == (
@@ -106,9 +102,7 @@ def test_an_unknown_code_without_near_ones(ask: Ask) -> None:
     assert "`pi2 explain` lists all codes" in error and "\x1b" not in error
 
 
-def test_a_terminal_gets_colours_and_the_same_words(
-    monkeypatch: pytest.MonkeyPatch, ask: Ask
-) -> None:
+def test_terminal_gets_colours_and_same_words(monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
     monkeypatch.setattr(explain, "wants_colour", lambda _: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     output = ask(["explain", "P210"]).out

@@ -29,18 +29,14 @@ def make_machine(**changes: Any) -> Machine:
     return Machine(
         system="Linux 6.1",
         cpu=Cpu(
-            name="made up",
-            architecture=facts["architecture"],
-            features=facts["features"],
-            cores_online=facts["cores"],
-            cores=facts["cores"],
-            quota_cores=None,
+            name="made up", architecture=facts["architecture"], features=facts["features"],
+            cores_online=facts["cores"], cores=facts["cores"], quota_cores=None,
             clusters=(CpuCores(cores=facts["cores"]),),
         ),
         memory=Memory(
             installed_bytes=8 * GIB, limit_bytes=facts["limit"], available_bytes=facts["available"]
         ),
-    )
+    )  # fmt: skip
 
 
 def make_device(**unit: Any) -> Device:

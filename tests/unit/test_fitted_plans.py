@@ -172,28 +172,18 @@ def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -
     """90 MiB of weights in a group of 300 MiB, of which a long context would take 90."""
     device = read_device("host")
     shape = {
-        "layers": 30,
-        "hidden": 576,
-        "ffn": 1536,
-        "heads": 9,
-        "kv_heads": 3,
-        "head_dim": 64,
-        "vocab": 49152,
-        "context": 8192,
-    }
+        "layers": 30, "hidden": 576, "ffn": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64,
+        "vocab": 49152, "context": 8192,
+    }  # fmt: skip
     model = Model.model_validate_json(
         json.dumps(
             {
-                "schema_version": 3,
-                "name": "small",
-                "id": "small",
-                "shape": shape,
-                "ffn": {"activation": "silu"},
-                "tied_head": True,
+                "schema_version": 3, "name": "small", "id": "small", "shape": shape,
+                "ffn": {"activation": "silu"}, "tied_head": True,
                 "quantization": dict.fromkeys(("ffn", "attention", "embedding", "head"), "int8"),
             }
         )
-    )
+    )  # fmt: skip
     plans = {
         free: tomllib.loads(draft_first_plan(model, device, free * MIB, "."))
         for free in (1024, 300, 260)

@@ -99,18 +99,9 @@ def test_names_and_sizes_need_no_numpy() -> None:
 
 ENCODED = [name for name, own in list_formats().items() if own.can_encode]
 BOUNDS = {
-    "f32": 0.0,
-    "f16": 5e-4,
-    "bf16": 4e-3,
-    "q8_0": 0.005,
-    "q6_k": 0.018,
-    "q5_k": 0.036,
-    "q5_1": 0.035,
-    "q5_0": 0.042,
-    "q4_k": 0.073,
-    "q4_1": 0.072,
-    "q4_0": 0.083,
-}
+    "f32": 0.0, "f16": 5e-4, "bf16": 4e-3, "q8_0": 0.005, "q6_k": 0.018, "q5_k": 0.036,
+    "q5_1": 0.035, "q5_0": 0.042, "q4_k": 0.073, "q4_1": 0.072, "q4_0": 0.083,
+}  # fmt: skip
 """Root of the mean squared error of normal numbers, relative."""
 
 
@@ -140,15 +131,11 @@ def test_numbers_come_back_but_for_the_format_s_error(name: str) -> None:
 @pytest.mark.parametrize(
     "numbers",
     [
-        np.zeros(512),
-        np.full(512, -3.0),
-        np.full(512, 1e-40),
-        np.r_[np.full(511, 1e-3), 6e4],
-        np.r_[np.zeros(300), np.linspace(-1, 1, 212)],
-        np.r_[np.full(256, 5.0), np.zeros(256)],
+        np.zeros(512), np.full(512, -3.0), np.full(512, 1e-40), np.r_[np.full(511, 1e-3), 6e4],
+        np.r_[np.zeros(300), np.linspace(-1, 1, 212)], np.r_[np.full(256, 5.0), np.zeros(256)],
     ],
     ids=["zeros", "equal", "denormal", "an outlier", "half zeros", "positive"],
-)
+)  # fmt: skip
 def test_odd_rows_stay_near(name: str, numbers: F32) -> None:
     own, rows = find_format(name), numbers[None].astype(np.float32)
     raw = own.encode(rows)

@@ -19,21 +19,11 @@ from pi2.plan.documents.model import Model
 from tests.helpers.goldens import copy_checkpoint, make_small_tokenizer
 
 COMMON: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "vocab_size": 96,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-    "num_experts": 6,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 6,
-}
+    "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 96,
+    "max_position_embeddings": 128, "hidden_act": "silu", "num_experts": 6, "n_routed_experts": 6,
+    "num_experts_per_tok": 2, "num_local_experts": 6,
+}  # fmt: skip
 
 
 def test_a_configuration_without_positions_has_those_of_its_family() -> None:
@@ -118,24 +108,16 @@ def test_layers_have_two_bases() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "expected"),
     [
-        ("exaone_moe", {}, (0,)),
-        ("exaone_moe", {"first_k_dense_replace": 2}, (0, 1)),
-        ("hy_v3", {}, (0,)),
-        ("hy_v3", {"mlp_layer_types": ["sparse", "dense"] * 2}, (1, 3)),
-        ("afmoe", {"num_dense_layers": 3}, (0, 1, 2)),
-        ("mellum", {}, ()),
-        ("laguna", {}, (0,)),
-        ("jamba", {}, (0, 2)),
-        ("jamba", {"expert_layer_period": 1, "expert_layer_offset": 0}, ()),
-        ("flint", {}, (0, 1)),
-        ("kimi_linear", {}, (0,)),
+        ("exaone_moe", {}, (0,)), ("exaone_moe", {"first_k_dense_replace": 2}, (0, 1)),
+        ("hy_v3", {}, (0,)), ("hy_v3", {"mlp_layer_types": ["sparse", "dense"] * 2}, (1, 3)),
+        ("afmoe", {"num_dense_layers": 3}, (0, 1, 2)), ("mellum", {}, ()), ("laguna", {}, (0,)),
+        ("jamba", {}, (0, 2)), ("jamba", {"expert_layer_period": 1, "expert_layer_offset": 0}, ()),
+        ("flint", {}, (0, 1)), ("kimi_linear", {}, (0,)),
         ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"] * 2}, (1, 3)),
-        ("bailing_hybrid", {}, (0, 1)),
-        ("flint", {"mlp_only_layers": []}, ()),
-        ("kolibri1", {}, ()),
-        ("solar_open", {}, ()),
+        ("bailing_hybrid", {}, (0, 1)), ("flint", {"mlp_only_layers": []}, ()),
+        ("kolibri1", {}, ()), ("solar_open", {}, ()),
     ],
-)
+)  # fmt: skip
 def test_layers_that_are_no_mixture(
     kind: str, options: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
@@ -229,17 +211,10 @@ def test_older_configurations_of_mimo_say_the_same_in_other_words() -> None:
         },
     )
     older = describe(
-        "mimo_v2_flash",
-        **layers,
-        sliding_window_size=16,
-        hybrid_layer_pattern=[0, 1, 1, 0],
-        moe_layer_freq=[0, 1, 0, 1],
-        partial_rotary_factor=0.5,
-        rope_theta=7e5,
-        swa_rope_theta=3e3,
-        swa_num_key_value_heads=4,
-        routed_scaling_factor=None,
-    )
+        "mimo_v2_flash", **layers, sliding_window_size=16, hybrid_layer_pattern=[0, 1, 1, 0],
+        moe_layer_freq=[0, 1, 0, 1], partial_rotary_factor=0.5, rope_theta=7e5, swa_rope_theta=3e3,
+        swa_num_key_value_heads=4, routed_scaling_factor=None,
+    )  # fmt: skip
     assert newer == older
     attention, heads = newer.attention, newer.other_heads
     assert (attention.value_width, attention.value_scale) == (8, 0.707)

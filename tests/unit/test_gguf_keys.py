@@ -27,15 +27,10 @@ from tests.unit.test_importing_gguf_families import write_file
 pytest.importorskip("gguf")
 
 APART = {
-    "gemma3n": "gemma3n",
-    "gemma4": "gemma4",
-    "gemma4-moe": "gemma4",
-    "llama4": "llama4",
-    "nemotron-h": "nemotron_h",
-    "nemotron-h-moe": "nemotron_h_moe",
-    "bitnet": "bitnet",
+    "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4-moe": "gemma4", "llama4": "llama4",
+    "nemotron-h": "nemotron_h", "nemotron-h-moe": "nemotron_h_moe", "bitnet": "bitnet",
     "glm-dsa": "glm-dsa",
-}
+}  # fmt: skip
 """Models with writers of their own, and their architectures."""
 OTHERS = (
     *("arcee", "bamboo", "bailing-hybrid", "cohere", "cohere2", "deepseek-v2", "deepseek-v3"),

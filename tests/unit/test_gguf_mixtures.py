@@ -97,11 +97,7 @@ def read_weight(source: GgufWeights, key: str, layer: int) -> Weight | None:
             return None
         return Weight(format="f32", rows=1, length=values.size, data=values.view(np.uint8))
     return Weight(
-        format=found.format,
-        rows=found.rows // found.experts,
-        length=found.length,
-        experts=found.experts,
-        scales=found.scales,
-        neighbours=found.has_neighbours,
+        format=found.format, rows=found.rows // found.experts, length=found.length,
+        experts=found.experts, scales=found.scales, neighbours=found.has_neighbours,
         data=source.map_rows(found).reshape(-1),
-    )
+    )  # fmt: skip

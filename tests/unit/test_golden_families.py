@@ -14,19 +14,16 @@ from pi2.backends.arithmetic import compute_growth, compute_rope_tables
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
-from pi2.importing.checkpoint import list_tensors, open_checkpoint
+from pi2.importing.checkpoint import list_tensors
 from pi2.importing.config import Config
 from pi2.importing.dense_rows import CutoffMaker
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import Rows
-from pi2.measuring.conversion import CheckpointWeights
-from pi2.measuring.texts import Window
 from pi2.model.blocks import find_attention
 from pi2.model.tensors import list_tensors as list_model_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
-from pi2.store.reader import NeuronStore
 from tests.helpers.goldens import (
     CPU,
     EXACT,
@@ -41,7 +38,6 @@ from tests.helpers.goldens import (
     read_golden,
     write_plan,
 )
-from tools.measure_conversion import StoreWeights, score_layerwise
 
 MakePlan = Callable[[str], Path]
 
@@ -156,21 +152,6 @@ def test_options_that_are_left_out_are_the_familys() -> None:
     assert whole["attention"] == {"qkv_bias": False, "output_bias": False}
 
 
-def test_the_text_part_of_a_model_of_pictures_is_taken(tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint("llama4", tmp_path / "checkpoint")
-    expected = describe_checkpoint(checkpoint).model
-    text = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(
-        json.dumps({"model_type": "llama4", "text_config": text, "vision_config": {}})
-    )
-    weights = load_file(checkpoint / "model.safetensors")
-    renamed = {f"language_model.{name}": values for name, values in weights.items()}
-    save_file(renamed, checkpoint / "model.safetensors")
-    found = describe_checkpoint(checkpoint).model
-    assert found.tensors.router.startswith("language_model.model.layers")
-    assert found.model_copy(update={"tensors": expected.tensors}) == expected
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -276,23 +257,6 @@ def test_neurons_may_come_from_flash(make_plan: MakePlan, backend: dict[str, Any
         )
         assert model.stats.flash_read_bytes > 0
         assert measure_error(model.logits(golden.prompt, mode="prefill"), golden.logits) <= ROUNDING
-
-
-def test_text_is_scored_layer_by_layer_as_the_engine_computes_it(
-    make_plan: MakePlan, tmp_path: Path
-) -> None:
-    plan = make_plan("gemma3n")
-    ids = read_golden("gemma3n").prompt
-    window = Window(tokens=tuple(ids), first_scored=1)
-    logits = compute_decoded(plan, ids, {})[:-1].astype(np.float64)
-    sums = np.log(np.exp(logits).sum(axis=1))
-    expected = sums - logits[np.arange(len(ids) - 1), ids[1:]]
-    model = load_plan(plan).model
-    store = NeuronStore.open(plan.parent / "store")
-    checkpoint = open_checkpoint(FOLDER / "gemma3n")
-    for weights in (StoreWeights(store), CheckpointWeights(checkpoint, model)):
-        found = score_layerwise(weights, model, [window])
-        np.testing.assert_allclose(found.losses, expected, rtol=1e-3)
 
 
 def test_a_short_model_without_a_pattern_has_no_cutoffs(tmp_path: Path) -> None:

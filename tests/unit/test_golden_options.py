@@ -19,28 +19,10 @@ from pi2.plan.documents.model_parts import Quantization
 from tests.helpers.goldens import EXACT, FOLDER, copy_checkpoint, list_goldens, write_plan
 
 OPERATORS = (
-    "norm",
-    "rope",
-    "other_rope",
-    "positions",
-    "attention",
-    "other_heads",
-    "layers",
-    "layer_scale",
-    "recurrence",
-    "convolution",
-    "residual",
-    "ffn",
-    "side_ffn",
-    "layer_embedding",
-    "altup",
-    "moe",
-    "multipliers",
-    "logit_softcap",
-    "tied_head",
-    "head_bias",
-    "predictor",
-)
+    "norm", "rope", "other_rope", "positions", "attention", "other_heads", "layers", "layer_scale",
+    "recurrence", "convolution", "residual", "ffn", "side_ffn", "layer_embedding", "altup", "moe",
+    "multipliers", "logit_softcap", "tied_head", "head_bias", "predictor",
+)  # fmt: skip
 """Tables and keys that decide what is computed; sizes, names and precisions are not among them."""
 
 ELSEWHERE = {

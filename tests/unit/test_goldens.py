@@ -52,27 +52,18 @@ COMPUTED_ALIKE = {
     *("bamba", "granite-hybrid-dense", "lfm2-moe", "lfm2-plain", "qwen3-5", "qwen3-5-moe"),
     *("arcee", "dots1", "ernie4-5", "ernie4-5-moe", "glm4-moe", "glm4-moe-lite", "granite-moe"),
     *(
-        "granite-moe-shared",
-        "hunyuan-moe",
-        "minimax-m2",
-        "minimax-m3",
-        "nemotron",
-        "olmo2",
+        "granite-moe-shared", "hunyuan-moe", "minimax-m2", "minimax-m3", "nemotron", "olmo2",
         "phimoe",
     ),
     *(
-        "gemma3",
-        "gemma3n-narrow",
-        "qwen3-moe-dense-layers",
-        "seed-oss",
-        "mistral4-scaled",
+        "gemma3", "gemma3n-narrow", "qwen3-moe-dense-layers", "seed-oss", "mistral4-scaled",
         "mamba2",
     ),
     *("falcon-mamba", "mamba"),
     # Llama's, with tables of positions that both backends get from one function.
     *("llama-linear", "llama-yarn"),
     "gemma3n",  # compared in test_residual_streams
-}
+}  # fmt: skip
 """Whose layers are those of other goldens: the reference backend tells the rest."""
 
 

@@ -12,17 +12,9 @@ from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Unit
 
 GPU = DeviceFacts(
-    api="webgpu",
-    number=0,
-    name="a GPU",
-    driver="a driver",
-    kind="discrete",
-    memory_bytes=None,
-    fp16=True,
-    compute_units=None,
-    max_array_bytes=1 << 30,
-    shared_bytes=1 << 15,
-)
+    api="webgpu", number=0, name="a GPU", driver="a driver", kind="discrete", memory_bytes=None,
+    fp16=True, compute_units=None, max_array_bytes=1 << 30, shared_bytes=1 << 15,
+)  # fmt: skip
 PROCESSOR = dataclasses.replace(GPU, kind="processor", name="a processor")
 
 

@@ -40,13 +40,9 @@ def file(tmp_path: Path) -> BundleFile:
     path.write_bytes(bytes(OFFSET) + bundles.tobytes())
     checks = np.array([zlib.crc32(bundle) for bundle in bundles], np.uint32)
     return BundleFile(
-        path=path,
-        bundles_offset=OFFSET,
-        stride=STRIDE,
-        count=COUNT,
-        bytes=OFFSET + COUNT * STRIDE,
+        path=path, bundles_offset=OFFSET, stride=STRIDE, count=COUNT, bytes=OFFSET + COUNT * STRIDE,
         read_checks=lambda: checks,
-    )
+    )  # fmt: skip
 
 
 def open_reader(file: BundleFile, **settings: Any) -> FlashReader:

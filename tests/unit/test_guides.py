@@ -56,22 +56,14 @@ def test_the_device_guide_quotes_the_shipped_file() -> None:
 def test_the_codes_that_guides_name_are_about_what_they_say() -> None:
     wanted = {
         "howto/describe-a-device.md": {
-            "P203": "Budget",
-            "P221": "Stride",
-            "P230": "threads",
-            "P330": "Figure",
-            "P351": "Figure",
-            "P403": "vendor",
+            "P203": "Budget", "P221": "Stride", "P230": "threads", "P330": "Figure",
+            "P351": "Figure", "P403": "vendor",
         },
         "start/concepts.md": {
-            "P210": "add up to 1",
-            "P211": "Unit",
-            "P262": "too many units",
-            "P263": "hot",
-            "P265": "Backend cannot compute",
-            "P614": "during the run",
+            "P210": "add up to 1", "P211": "Unit", "P262": "too many units", "P263": "hot",
+            "P265": "Backend cannot compute", "P614": "during the run",
         },
-    }
+    }  # fmt: skip
     from pi2.fitting.check import load_pages
 
     pages = load_pages()

@@ -13,6 +13,7 @@ from pi2.fitting.check import check_file
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.toml.source import display_path
 
+Capture = pytest.CaptureFixture[str]
 CHUNK = 'schema_version = 3\nextends = ["demo"]\n[kv]\ncontext = 64\n[prefill]\nchunk = 128\n'
 """A plan with one warning: P235 in its last line."""
 
@@ -30,14 +31,14 @@ def validate(*arguments: str) -> int:
     return run(["validate", *arguments])
 
 
-def list_found(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[tuple[str, str, int]]:
+def list_found(capsys: Capture, *arguments: str) -> list[tuple[str, str, int]]:
     capsys.readouterr()
     validate("plans", "--format", "json", *arguments)
     found = json.loads(capsys.readouterr().out)
     return [(item["code"], item["severity"], item["span"]["line"]) for item in found]
 
 
-def test_warnings_count_if_somebody_says_so(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_count_if_somebody_says_so(plan: Path, capsys: Capture) -> None:
     assert validate("plans") == 0
     assert validate("plans", "--strict") == 1
     assert list_found(capsys, "--strict") == [("P235", "error", 6)]
@@ -54,9 +55,7 @@ def test_warnings_count_if_somebody_says_so(plan: Path, capsys: pytest.CaptureFi
     ],
     ids=["its line", "the line before", "with remarks between"],
 )
-def test_a_comment_leaves_a_finding_out(
-    plan: Path, old: str, new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comment_leaves_a_finding_out(plan: Path, old: str, new: str, capsys: Capture) -> None:
     plan.write_text(CHUNK.replace(old, new))
     assert "P235" not in [code for code, _, _ in list_found(capsys)]
     assert validate("plans", "--strict") == ("P403" in new)  # which is not needed
@@ -73,7 +72,7 @@ def test_a_comment_leaves_a_finding_out(
     ],
 )
 def test_an_ignore_has_a_reason_and_is_needed(
-    plan: Path, comment: str, message: str, capsys: pytest.CaptureFixture[str]
+    plan: Path, comment: str, message: str, capsys: Capture
 ) -> None:
     plan.write_text(CHUNK.replace("chunk = 128", f"chunk = 128 {comment}"))
     assert ("P029", "warning", 6) in list_found(capsys)
@@ -103,15 +102,13 @@ def test_comments_at_the_beginning_are_about_findings_without_a_line() -> None:
         'per-file-ignores = { "small.plan.toml" = { P235 = "tests" } }',
     ],
 )
-def test_a_project_leaves_codes_out(
-    plan: Path, settings: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_project_leaves_codes_out(plan: Path, settings: str, capsys: Capture) -> None:
     (plan.parents[1] / "pyproject.toml").write_text(f"[tool.pi2]\n{settings}\n")
     assert list_found(capsys, "--strict") == []
 
 
 def test_a_projects_ignore_that_nothing_needs_is_told_if_all_its_files_were_checked(
-    plan: Path, capsys: pytest.CaptureFixture[str]
+    plan: Path, capsys: Capture
 ) -> None:
     (plan.parent / "other.plan.toml").write_text(CHUNK.replace("128", "64"))
     settings = '[tool.pi2.per-file-ignores]\n"plans/*" = ["P237"]\n"other*" = ["P235"]\n'
@@ -127,15 +124,13 @@ def test_a_projects_ignore_that_nothing_needs_is_told_if_all_its_files_were_chec
     "settings",
     ["ignores = []", 'ignore = "P235"', 'ignore = ["chunks"]', "strict = 1", "baseline = 2"],
 )
-def test_wrong_settings_of_a_project_are_told(
-    plan: Path, settings: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_settings_of_a_project_are_told(plan: Path, settings: str, capsys: Capture) -> None:
     (plan.parents[1] / "pyproject.toml").write_text(f"[tool.pi2]\n{settings}\n")
     assert validate("plans") == 1
     assert "error[P030]" in (said := capsys.readouterr().err) and "pyproject.toml:2" in said
 
 
-def test_baseline_leaves_out_what_was_there(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_baseline_leaves_out_what_was_there(plan: Path, capsys: Capture) -> None:
     assert validate("plans", "--write-baseline") == 2
     assert validate("plans", "--baseline", "known.json", "--write-baseline") == 0
     assert list_found(capsys, "--baseline", "known.json", "--strict") == []
@@ -148,9 +143,7 @@ def test_baseline_leaves_out_what_was_there(plan: Path, capsys: pytest.CaptureFi
     assert "1 of the baseline mended" in capsys.readouterr().err
 
 
-def test_a_baseline_that_cannot_be_read_is_told(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_baseline_that_cannot_be_read_is_told(plan: Path, capsys: Capture) -> None:
     assert validate("plans", "--baseline", "none.json") == 2
     Path("bad.json").write_text('{"version": 1}')
     assert validate("plans", "--baseline", "bad.json") == 2
@@ -158,7 +151,7 @@ def test_a_baseline_that_cannot_be_read_is_told(
 
 
 @pytest.mark.parametrize("form", list_formats())
-def test_every_format_follows(plan: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_format_follows(plan: Path, form: str, capsys: Capture) -> None:
     validate("plans", "--format", form, "--strict")
     assert "P235" in capsys.readouterr().out
     plan.write_text(CHUNK.replace("chunk = 128", "chunk = 128  # pi2: ignore P235 (short)"))
@@ -166,15 +159,13 @@ def test_every_format_follows(plan: Path, form: str, capsys: pytest.CaptureFixtu
     assert "P235" not in capsys.readouterr().out
 
 
-def test_junit_has_no_files_of_installation(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_junit_has_no_files_of_installation(plan: Path, capsys: Capture) -> None:
     validate("plans", "--format", "junit")
     report = capsys.readouterr().out
     assert report.count("<testcase") == 1 and "small.plan.toml" in report
 
 
-def test_the_page_that_is_advised_is_of_the_worst_finding(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_that_is_advised_is_of_the_worst_finding(plan: Path, capsys: Capture) -> None:
     plan.write_text(CHUNK + "[layers]\nhto = 0.1\n")
     assert validate("plans") == 1
     assert "`pi2 explain P101`" in capsys.readouterr().err

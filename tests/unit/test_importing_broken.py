@@ -21,8 +21,6 @@ def job(tmp_path: Path) -> Job:
 
 
 # Configuration
-
-
 @pytest.mark.parametrize(
     ("key", "value", "path"),
     [
@@ -53,8 +51,6 @@ def test_what_the_config_does_not_state_is_not_compared(job: Job, value: object)
 
 
 # Predictors
-
-
 def test_predictors_are_missing(job: Job) -> None:
     job.weights = {name: rows for name, rows in job.weights.items() if "predictor" not in name}
     job.save()
@@ -90,8 +86,6 @@ def test_a_predictor_file_that_does_not_exist(job: Job) -> None:
 
 
 # Activation counts
-
-
 def count_file(job: Job, **columns: Any) -> Path:
     shape = (3, 96)
     table = {
@@ -141,8 +135,6 @@ def test_counts_that_cannot_be_read(job: Job, content: bytes | None) -> None:
 
 
 # Tokenizer
-
-
 def test_missing_tokenizer(job: Job) -> None:
     (job.checkpoint / "tokenizer.json").unlink()
     job.expect("P543", "tokenizer.json")
@@ -166,8 +158,6 @@ def test_a_tokenizer_elsewhere(job: Job, name: str) -> None:
 
 
 # Output
-
-
 def test_an_output_that_exists(job: Job) -> None:
     (job.folder / "store").mkdir()
     (job.folder / "store/file").write_text("x")

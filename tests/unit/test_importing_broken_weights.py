@@ -21,8 +21,6 @@ def job(tmp_path: Path) -> Job:
 
 
 # Tensors
-
-
 def test_missing_tensor(job: Job) -> None:
     del job.weights[GATE]
     job.save()
@@ -107,8 +105,6 @@ def test_an_expert_without_a_predictor(job: Job) -> None:
 
 
 # Files
-
-
 def test_missing_folder(job: Job) -> None:
     job.folder.joinpath("checkpoint").rename(job.folder / "elsewhere")
     job.expect("P530", str(job.checkpoint))
@@ -169,16 +165,12 @@ def retype(file: Path, name: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"1234567",
-        b"\xff" * 100,
-        struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 4) + b"null",
-        struct.pack("<Q", 9) + b"{notjson}",
+        b"", b"1234567", b"\xff" * 100, struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 4) + b"null", struct.pack("<Q", 9) + b"{notjson}",
         struct.pack("<Q", 100_000) + b"[" * 100_000,
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     ],
-)
+)  # fmt: skip
 def test_garbage_instead_of_weights(job: Job, content: bytes) -> None:
     job.file.write_bytes(content)
     job.expect("P532", "model.safetensors")
@@ -214,8 +206,6 @@ def test_a_tensor_that_a_header_lists_twice(job: Job) -> None:
 
 
 # Shards
-
-
 def shard(job: Job) -> dict[str, str]:
     """Cut the weights into two files; return the index's weight map."""
     names = sorted(job.weights)

@@ -125,8 +125,6 @@ def test_tensors_that_the_model_does_not_name_are_ignored(tmp_path: Path) -> Non
 
 
 # Order
-
-
 def test_activation_counts_put_the_most_active_neuron_first(tmp_path: Path) -> None:
     model, weights, checkpoint = prepare(tmp_path)
     shape = (model.shape.layers, model.shape.ffn)
@@ -153,8 +151,6 @@ def test_equally_active_neurons_stay_in_the_checkpoints_order(tmp_path: Path) ->
 
 
 # Predictors
-
-
 def test_predictors_may_come_in_a_file_of_their_own(tmp_path: Path) -> None:
     model = make_model()
     weights = draw_weights(model)
@@ -269,8 +265,6 @@ def test_a_rank_that_cannot_be_packed_is_filled_with_zeros(tmp_path: Path) -> No
 
 
 # The whole
-
-
 def test_the_tokenizer_and_extra_files_come_along(tmp_path: Path) -> None:
     model, _, checkpoint = prepare(tmp_path)
     (tmp_path / "card.json").write_text("{}")

@@ -117,8 +117,6 @@ def test_matrices_of_heads_that_do_not_belong_together(tmp_path: Path, part: str
 
 
 # Quantised files
-
-
 def write_tiny(
     tmp_path: Path, kind: str = "F32", kinds: Mapping[str, str] | None = None, **options: Any
 ) -> tuple[Path, Path]:
@@ -236,8 +234,6 @@ def test_a_quantised_file_computes_what_its_numbers_say(tmp_path: Path, kind: st
 
 
 # Split files
-
-
 def test_any_file_of_a_split_stands_for_all(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("llama", tmp_path / "checkpoint")
     config, weights = read_checkpoint(checkpoint)
@@ -256,8 +252,6 @@ def test_any_file_of_a_split_stands_for_all(tmp_path: Path) -> None:
 
 
 # PowerInfer
-
-
 def test_a_file_of_powerinfer_runs_with_its_predictors(tmp_path: Path) -> None:
     model = make_model({"ffn": {"activation": "relu"}})
     weights = draw_weights(model)

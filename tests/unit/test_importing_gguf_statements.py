@@ -51,16 +51,12 @@ class Job:
 @pytest.mark.parametrize(
     ("golden", "matrix"),
     [
-        ("llama", "blk.0.attn_q"),
-        ("llama", "blk.1.ffn_down"),
-        ("llama", "output"),
-        ("qwen3-5", "blk.0.attn_gate"),
-        ("granite-hybrid", "blk.0.ssm_out"),
-        ("qwen2-moe", "blk.0.ffn_down_shexp"),
-        ("mixtral", "blk.0.ffn_gate_exps"),
+        ("llama", "blk.0.attn_q"), ("llama", "blk.1.ffn_down"), ("llama", "output"),
+        ("qwen3-5", "blk.0.attn_gate"), ("granite-hybrid", "blk.0.ssm_out"),
+        ("qwen2-moe", "blk.0.ffn_down_shexp"), ("mixtral", "blk.0.ffn_gate_exps"),
         ("qwen3-moe", "blk.1.ffn_down_exps"),
     ],
-)
+)  # fmt: skip
 def test_a_matrix_is_multiplied_by_its_scale(tmp_path: Path, golden: str, matrix: str) -> None:
     """As llama.cpp does, in every architecture: one number, or one for each expert."""
     job = Job(tmp_path, golden)
@@ -95,24 +91,13 @@ def vector(count: int) -> F32:
 @pytest.mark.parametrize(
     "name",
     [
-        "output.bias",
-        "blk.0.attn_sinks.weight",
-        "blk.0.post_attention_norm.weight",
-        "blk.1.post_ffw_norm.weight",
-        "blk.0.attn_q_norm.weight",
-        "blk.0.ffn_down.bias",
-        "blk.0.attn_sub_norm.weight",
-        "blk.0.layer_output_scale.weight",
-        "blk.1.exp_probs_b.bias",
-        "blk.0.attn_norm_2.weight",
-        "blk.0.attn_rot_embd",
-        "blk.0.attn_norm.scale",
-        "token_embd.scale",
-        "token_embd_norm.weight",
-        "cls.output.weight",
-        "dense_2.weight",
+        "output.bias", "blk.0.attn_sinks.weight", "blk.0.post_attention_norm.weight",
+        "blk.1.post_ffw_norm.weight", "blk.0.attn_q_norm.weight", "blk.0.ffn_down.bias",
+        "blk.0.attn_sub_norm.weight", "blk.0.layer_output_scale.weight", "blk.1.exp_probs_b.bias",
+        "blk.0.attn_norm_2.weight", "blk.0.attn_rot_embd", "blk.0.attn_norm.scale",
+        "token_embd.scale", "token_embd_norm.weight", "cls.output.weight", "dense_2.weight",
     ],
-)
+)  # fmt: skip
 def test_a_tensor_that_nothing_reads_is_named(tmp_path: Path, name: str) -> None:
     job = Job(tmp_path)
     job.tensors[name] = vector(32)
@@ -181,23 +166,15 @@ def test_a_scaling_without_a_kind_is_linear(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("attention__causal", False),
-        ("attention__max_alibi_bias", 8.0),
-        ("attention__output_scale", 0.5),
-        ("attention__temperature_scale", 0.1),
-        ("attention__temperature_length", 8192),
-        ("attention__indexer__top_k", 16),
-        ("attention__sliding_window_pattern", 2),
-        ("attention__shared_kv_layers", 1),
-        ("rope__scaling__yarn_attn_factor", 0.8),
-        ("rope__scaling__yarn_ext_factor", 0.5),
-        ("rope__scaling__yarn_log_multiplier", 0.1),
-        ("router_logit_softcapping", 30.0),
-        ("swiglu_clamp_exp", 7.0),
-        ("rope__scaling__alpha", 1000.0),
-        ("something__new", 3),
+        ("attention__causal", False), ("attention__max_alibi_bias", 8.0),
+        ("attention__output_scale", 0.5), ("attention__temperature_scale", 0.1),
+        ("attention__temperature_length", 8192), ("attention__indexer__top_k", 16),
+        ("attention__sliding_window_pattern", 2), ("attention__shared_kv_layers", 1),
+        ("rope__scaling__yarn_attn_factor", 0.8), ("rope__scaling__yarn_ext_factor", 0.5),
+        ("rope__scaling__yarn_log_multiplier", 0.1), ("router_logit_softcapping", 30.0),
+        ("swiglu_clamp_exp", 7.0), ("rope__scaling__alpha", 1000.0), ("something__new", 3),
     ],
-)
+)  # fmt: skip
 def test_a_key_that_nothing_reads_is_named_with_its_value(
     tmp_path: Path, key: str, value: object
 ) -> None:

@@ -23,14 +23,8 @@ from tests.helpers.gguf_tensors import translate
 from tests.helpers.models import draw_weights, make_model
 
 TEXTS = (
-    "hello world",
-    "  two  spaces",
-    "naïve café ☃ 😀",
-    "",
-    "a\nb\tc",
-    "x12345 67",
-    "<s> no mark",
-)
+    "hello world", "  two  spaces", "naïve café ☃ 😀", "", "a\nb\tc", "x12345 67", "<s> no mark",
+)  # fmt: skip
 
 
 def cut_by_scores(metadata: dict[str, Any], text: str) -> list[int]:

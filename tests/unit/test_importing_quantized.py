@@ -7,17 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-import pi2
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.convert import convert_checkpoint
-from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.documents.model_parts import Quantization
-from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
 from tests.helpers.quantized import (
     Array,
     Stored,
@@ -49,30 +43,6 @@ def read(folder: Path, name: str) -> F32:
     np.testing.assert_array_equal(tensor.read(3, 10), whole[3:10])
     np.testing.assert_array_equal(tensor.widen(tensor.read_turned()), whole.T)
     return whole
-
-
-@pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
-@pytest.mark.parametrize("kind", ["block", "odd block", "row", "tensor", "number"])
-def test_fp8_weights_are_multiplied_by_their_scales(kind: str, ending: str, tmp_path: Path) -> None:
-    codes, numbers = draw_e4m3(ROWS, COLUMNS)
-    high, wide = {"block": (8, 32), "odd block": (16, 48)}.get(kind, (128, 128))
-    settings: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    expected = numbers.copy()
-    if kind.endswith("block"):
-        settings["weight_block_size"] = [high, wide]
-        scales = np.abs(draw(-(-ROWS // high), -(-COLUMNS // wide)))
-        for row in range(ROWS):
-            for column in range(COLUMNS):
-                expected[row, column] *= scales[row // high, column // wide]
-    elif kind == "row":
-        scales = np.abs(draw(ROWS, 1))
-        expected *= scales
-    else:
-        scales = np.full((1,) if kind == "tensor" else (), 0.37, np.float32)
-        expected *= scales
-    tensors: Stored = {"a.weight": ("F8_E4M3", codes), f"a.weight{ending}": ("F32", scales)}
-    folder = write_folder(tmp_path / "model", settings, tensors)
-    np.testing.assert_array_equal(read(folder, "a.weight"), expected)
 
 
 def test_scales_of_fp8_may_be_powers_of_two(tmp_path: Path) -> None:
@@ -141,64 +111,6 @@ def test_mxfp4_becomes_int8_exactly_where_exponents_of_a_group_differ_little(
     assert tensor.take_codes(raw, "int4") is None
 
 
-@pytest.mark.parametrize("shape", [(1,), ()])
-@pytest.mark.parametrize("exporter", ["compressed-tensors", "modelopt"])
-def test_nvfp4_has_scales_of_groups_and_of_the_tensor(
-    exporter: str, shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    codes = draw_codes(16, ROWS, COLUMNS)
-    scale_codes, scales = draw_e4m3(ROWS, COLUMNS // 16)
-    numbers = np.vectorize(decode_fp4, otypes=[float])(codes).astype(np.float32)
-    expected = numbers * np.repeat(scales, 16, axis=1)
-    whole = np.full(shape, 8.0, np.float32)
-    if exporter == "modelopt":
-        expected = expected * 8
-        names = ("a.weight", "a.weight_scale", "a.weight_scale_2")
-    else:
-        expected = expected / 8
-        names = ("a.weight_packed", "a.weight_scale", "a.weight_global_scale")
-    values = (("U8", pack_pairs(codes)), ("F8_E4M3", scale_codes), ("F32", whole))
-    folder = write_folder(
-        tmp_path / "model", {"quant_method": exporter}, dict(zip(names, values, strict=True))
-    )
-    np.testing.assert_array_equal(read(folder, "a.weight"), expected)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("variety", ["symmetric", "zero points", "any order"])
-def test_packed_integers_of_compressed_tensors(variety: str, bits: int, tmp_path: Path) -> None:
-    middle, groups = 1 << bits - 1, 4
-    codes = draw_codes(2 * middle, ROWS, COLUMNS)
-    scales = np.abs(draw(ROWS, groups))
-    zeros = np.full((ROWS, groups), middle)
-    index = np.arange(COLUMNS) // 32
-    tensors: Stored = {
-        "a.weight_packed": ("I32", pack_words(codes, bits)),
-        "a.weight_scale": ("F32", scales),
-        "a.weight_shape": ("I64", np.array([ROWS, COLUMNS])),
-    }
-    if variety == "zero points":
-        zeros = draw_codes(2 * middle, ROWS, groups, seed=3)
-        tensors["a.weight_zero_point"] = ("I32", pack_words(zeros.T, bits).T)
-    if variety == "any order":
-        index = np.random.default_rng(4).permutation(index)
-        tensors["a.weight_g_idx"] = ("I32", index.astype(np.int32))
-    expected = (codes - zeros[:, index]) * scales[:, index]
-    folder = write_folder(tmp_path / "model", {"quant_method": "compressed-tensors"}, tensors)
-    np.testing.assert_allclose(read(folder, "a.weight"), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
-def test_eight_bits_of_compressed_tensors(dtype: str, tmp_path: Path) -> None:
-    codes, numbers = draw_e4m3(ROWS, COLUMNS)
-    if dtype == "I8":
-        numbers = codes.view(np.int8).astype(np.float32)
-    scales = np.abs(draw(ROWS, 1))
-    tensors: Stored = {"a.weight": (dtype, codes), "a.weight_scale": ("F32", scales)}
-    folder = write_folder(tmp_path / "model", {"quant_method": "compressed-tensors"}, tensors)
-    np.testing.assert_array_equal(read(folder, "a.weight"), numbers * scales)
-
-
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("variety", ["gptq", "gptq_v2", "desc_act", "one group"])
 def test_gptq_weights(variety: str, bits: int, tmp_path: Path) -> None:
@@ -254,43 +166,6 @@ def test_awq_weights(tmp_path: Path) -> None:
     settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
     folder = write_folder(tmp_path / "model", settings, tensors)
     np.testing.assert_allclose(read(folder, "a.weight"), expected, rtol=1e-6)
-
-
-def test_a_quantised_checkpoint_becomes_the_store_of_what_it_stands_for(tmp_path: Path) -> None:
-    """Rounded to FP8 by blocks, and the same numbers as plain ones."""
-    plain = copy_checkpoint("qwen3", tmp_path / "plain")
-    config = json.loads((plain / "config.json").read_text())
-    tensors = load_file(plain / "model.safetensors")
-    stored: Stored = {}
-    for name, values in tensors.items():
-        wide = values.astype(np.float32)
-        if "_proj" not in name:
-            stored[name] = ("F32", wide)
-            continue
-        codes, numbers = draw_e4m3(*values.shape)
-        scales = np.full((-(-values.shape[0] // 16), -(-values.shape[1] // 16)), 2.0**-9)
-        tensors[name] = numbers * np.float32(2.0**-9)
-        stored[name] = ("F8_E4M3", codes)
-        stored[f"{name}_scale_inv"] = ("F32", scales.astype(np.float32))
-    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    quantised = copy_checkpoint("qwen3", tmp_path / "quantised")
-    config["quantization_config"] = settings
-    (quantised / "config.json").write_text(json.dumps(config))
-    write_tensors(quantised / "model.safetensors", stored)
-    write_tensors(
-        plain / "model.safetensors",
-        {name: ("F32", values.astype(np.float32)) for name, values in tensors.items()},
-    )
-    logits = []
-    for checkpoint in (plain, quantised):
-        model = describe_checkpoint(checkpoint, "golden").model
-        model = model.model_copy(update={"quantization": Quantization.model_validate(EXACT)})
-        folder = tmp_path / f"{checkpoint.name}-store"
-        folder.mkdir()
-        convert_checkpoint(checkpoint, model, folder / "store")
-        with pi2.load(write_plan(folder, model, {})) as loaded:
-            logits.append(loaded.logits([1, 5, 9, 23]))
-    np.testing.assert_array_equal(logits[0], logits[1])
 
 
 def make_gptq() -> Stored:

@@ -55,15 +55,8 @@ def test_server_with_vnni(tmp_path: Path) -> None:
     cpu = detect_cpu(tmp_path, machine="x86_64", affinity=4)
     assert (cpu.name, cpu.architecture) == ("Xeon Gold 6248", "x86-64")
     assert cpu.features == {
-        "sse4.2",
-        "f16c",
-        "avx2",
-        "fma",
-        "avx512f",
-        "avx512bw",
-        "avx512vl",
-        "avx512vnni",
-    }
+        "sse4.2", "f16c", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vnni",
+    }  # fmt: skip
     assert (cpu.cores_online, cpu.cores, cpu.quota_cores) == (4, 4, None)
     assert [cluster.cores for cluster in cpu.clusters] == [4]
 

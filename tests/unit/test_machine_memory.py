@@ -37,13 +37,9 @@ def test_machine_without_limits(tmp_path: Path) -> None:
 
 
 STATISTICS = {
-    "inactive_file": 1024,
-    "active_file": 512,
-    "file_dirty": 64,
-    "file_writeback": 32,
-    "unevictable": 128,
-    "anon": 300,
-}
+    "inactive_file": 1024, "active_file": 512, "file_dirty": 64, "file_writeback": 32,
+    "unevictable": 128, "anon": 300,
+}  # fmt: skip
 """Of a group of version 2, in MiB; version 1 has other names for three of them."""
 GROUPS = {
     1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),

@@ -20,6 +20,7 @@ from pi2.fitting.check import load_plan
 from pi2.machine import detect_machine
 from pi2.plan.documents.common import Sampling
 
+Capture = pytest.CaptureFixture[str]
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"
 FAKE = """
 import json, os
@@ -128,9 +129,7 @@ def read(said: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in said.read_text().splitlines()]
 
 
-def test_a_run_takes_context_and_sampling_from_the_plan(
-    said: Path, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_run_takes_context_and_sampling_from_plan(said: Path, folder: Path, capfd: Capture) -> None:
     arguments = ["run", str(PLAN), "--mlc", str(folder), "--max-tokens", "7", "--prompt", "def "]
     usual = ["--set", "sampling.repetition_penalty=1.0", "--stop", "\n\n"]
     assert run([*arguments, *usual]) == 0
@@ -139,27 +138,18 @@ def test_a_run_takes_context_and_sampling_from_the_plan(
     assert "MLC-LLM: load" in err and "2 tokens, stop" in err
     loaded, asked, ended = read(said)
     assert loaded == {
-        "model": str(folder.resolve()),
-        "device": "auto",
-        "mode": "interactive",
-        "max_num_sequence": 1,
-        "max_total_sequence_length": 1024,
-        "prefill_chunk_size": 128,
-    }
+        "model": str(folder.resolve()), "device": "auto", "mode": "interactive",
+        "max_num_sequence": 1, "max_total_sequence_length": 1024, "prefill_chunk_size": 128,
+    }  # fmt: skip
     assert asked == {
-        "prompt": "def ",
-        "max_tokens": 7,
-        "seed": 1,
-        "stop": ["\n\n"],
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "stream": True,
-    }
+        "prompt": "def ", "max_tokens": 7, "seed": 1, "stop": ["\n\n"], "temperature": 0.7,
+        "top_p": 0.9, "stream": True,
+    }  # fmt: skip
     assert ended == {"terminated": True}
 
 
 def test_a_plan_that_names_the_backend_runs_with_the_weights_that_it_names(
-    said: Path, folder: Path, plan: Path, capfd: pytest.CaptureFixture[str]
+    said: Path, folder: Path, plan: Path, capfd: Capture
 ) -> None:
     assert run(["validate", str(plan)]) == 0
     assert run(["run", str(plan), "--max-tokens", "7", "--prompt", "def "]) == 0
@@ -170,17 +160,13 @@ def test_a_plan_that_names_the_backend_runs_with_the_weights_that_it_names(
     assert (asked["max_tokens"], asked["temperature"]) == (7, 0.7)
 
 
-def test_what_needs_logits_of_such_a_plan_is_a_finding(
-    plan: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_logits_of_such_a_plan_is_a_finding(plan: Path, capfd: Capture) -> None:
     for arguments in (["evaluate", str(plan), "--text", str(PLAN)], ["bench", str(plan)]):
         assert run(arguments) == 2
         assert "P678" in capfd.readouterr().err
 
 
-def test_it_says_what_it_cannot_compute_of_a_plan(
-    plan: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_what_it_cannot_compute_of_a_plan(plan: Path, capfd: Capture) -> None:
     plan.write_text(plan.read_text().replace('predictor = "none"', 'predictor = "low-rank"'))
     assert run(["validate", str(plan)]) == 1
     out, err = capfd.readouterr()
@@ -225,7 +211,7 @@ def test_sampling_that_it_cannot_be_told_is_refused(said: Path, folder: Path) ->
 
 
 def test_its_absence_says_what_to_install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.delenv(PYTHON, raising=False)
     arguments = ["run", str(PLAN), "--mlc", str(folder), "--prompt", "x"]

@@ -34,18 +34,12 @@ def draw_plan(source: random.Random, *, npu: bool = False) -> ResolvedPlan:
     predictor = source.choice(modes)
     looks = predictor in ("low-rank", "router")
     cell = Cell(
-        device=device,
-        model=name,
-        predictor=predictor,
-        memory=1.0,
-        cache=0.1,
-        threads=source.choice((None, None, 2)),
-        batch=source.choice((1, 1, 4)),
+        device=device, model=name, predictor=predictor, memory=1.0, cache=0.1,
+        threads=source.choice((None, None, 2)), batch=source.choice((1, 1, 4)),
         look_ahead=source.choice(("none", "layer")) if looks else "none",
-        policy=source.choice(("lfu", "lru")),
-        dense=source.choice(NPU_SHARES) if npu else 0.0,
+        policy=source.choice(("lfu", "lru")), dense=source.choice(NPU_SHARES) if npu else 0.0,
         prompt=128,
-    )
+    )  # fmt: skip
     return make_plan(cell)
 
 

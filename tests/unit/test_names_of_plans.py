@@ -45,20 +45,14 @@ def test_every_shipped_plan_has_its_name() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["validate", NESTED],
-        ["show", NESTED],
-        ["explain", "kv.context", NESTED],
-        ["explain", NESTED, "--cost"],
-        ["simulate", NESTED, "--tokens", "4"],
-        ["diff", "demo", NESTED, "--no-simulate"],
-        ["diff", NESTED, NESTED],
-        ["fit", NESTED, "--memory", "6GiB"],
-        ["show", "oneplus-12"],
-        ["explain", "memory.capacity", "oneplus-12"],
-        ["diff", "bamboo-7b", "llama-2-7b"],
+        ["validate", NESTED], ["show", NESTED], ["explain", "kv.context", NESTED],
+        ["explain", NESTED, "--cost"], ["simulate", NESTED, "--tokens", "4"],
+        ["diff", "demo", NESTED, "--no-simulate"], ["diff", NESTED, NESTED],
+        ["fit", NESTED, "--memory", "6GiB"], ["show", "oneplus-12"],
+        ["explain", "memory.capacity", "oneplus-12"], ["diff", "bamboo-7b", "llama-2-7b"],
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_every_command_takes_names(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

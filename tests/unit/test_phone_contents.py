@@ -171,12 +171,8 @@ def test_an_existing_file_is_never_replaced(tmp_path: Path) -> None:
 
 def test_plain_values_come_back_as_they_were_written() -> None:
     values = {
-        "id": 'a"b\\c\n\u00e9',
-        "share": 0.25,
-        "whole": 3.0,
-        "count": 3,
-        "truth": True,
+        "id": 'a"b\\c\n\u00e9', "share": 0.25, "whole": 3.0, "count": 3, "truth": True,
         "names": ["x", "y"],
         "units": {"odd name": {"kind": "cpu", "reads": [{"a": 1}, {"a": 2, "deep": {"b": "c"}}]}},
-    }
+    }  # fmt: skip
     assert tomllib.loads(write_toml({**values, "none": None, "empty": []})) == values

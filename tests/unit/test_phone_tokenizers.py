@@ -173,17 +173,10 @@ def read_demo() -> bytes:
 @pytest.mark.parametrize(
     "make",
     [
-        read_demo,
-        make_llama_3,
-        make_gpt_2,
-        make_falcon,
-        make_llama_2,
-        make_gemma,
-        make_unknown,
-        make_unigram,
-        make_unigram_with_first,
+        read_demo, make_llama_3, make_gpt_2, make_falcon, make_llama_2, make_gemma, make_unknown,
+        make_unigram, make_unigram_with_first,
     ],
-)
+)  # fmt: skip
 def test_text_and_tokens_are_those_of_the_library(make: Callable[[], bytes]) -> None:
     content = make()
     library, own = Tokenizer.from_buffer(content), OwnTokenizer(content)

@@ -54,18 +54,14 @@ def make_outcomes() -> list[Outcome]:
     """Twelve models on two devices within five memories."""
     return [
         Outcome(
-            key="",
-            device=device,
-            model=f"model-with-a-long-name-{number}",
-            memory_bytes=memory * 2**30,
-            code=None,
-            reason=None,
+            key="", device=device, model=f"model-with-a-long-name-{number}",
+            memory_bytes=memory * 2**30, code=None, reason=None,
             simulated_tokens_s=float(memory * (number + 1)),
         )
         for device in ("first", "second")
         for number in range(SERIES)
         for memory in range(1, 6)
-    ]
+    ]  # fmt: skip
 
 
 def test_twelve_series_differ_in_their_marks_and_lines() -> None:

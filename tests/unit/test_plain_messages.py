@@ -17,10 +17,11 @@ from pi2.sharing.fetching import Cache, hash_bytes
 from tests.helpers.programs import Ask, start_python
 from tests.unit.test_fit import make_machine
 
+Capture = pytest.CaptureFixture[str]
 DEMO = 'schema_version = 3\nextends = ["demo"]\n'
 
 
-def validate(folder: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
+def validate(folder: Path, text: str, capsys: Capture) -> str:
     plan = folder / "mine.plan.toml"
     plan.write_text(DEMO + text)
     run(["validate", str(plan)])
@@ -63,7 +64,7 @@ def validate(folder: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str
     ],
 )
 def test_a_plan_is_told_what_to_change(
-    tmp_path: Path, text: str, message: str, help_text: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str, message: str, help_text: str, capsys: Capture
 ) -> None:
     said = validate(tmp_path, text, capsys)
     assert message in said and help_text in said
@@ -71,9 +72,7 @@ def test_a_plan_is_told_what_to_change(
 
 
 @pytest.mark.parametrize("slip", ["hto", "hott", "Hot", "oht"])
-def test_a_misspelt_key_is_one_finding(
-    tmp_path: Path, slip: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_key_is_one_finding(tmp_path: Path, slip: str, capsys: Capture) -> None:
     plan = tmp_path / "mine.plan.toml"
     demo = (Path(__file__).parents[2] / "plans/demo.plan.toml").read_text()
     plan.write_text(demo.replace("hot = 0.125", f"{slip} = 0.125"))
@@ -82,9 +81,7 @@ def test_a_misspelt_key_is_one_finding(
     assert said.count("error[") == 1 and "did you mean `hot`?" in said
 
 
-def test_the_advised_size_fits_and_is_hardly_larger(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_advised_size_fits_and_is_hardly_larger(tmp_path: Path, capsys: Capture) -> None:
     text = 'model = "llama-2-7b"\nmemory.segments.attention = "1 MiB"\nkv.context = 1000\n'
     said = validate(tmp_path, text, capsys)
     needs = re.findall(r"segment (\w+) has .+? and needs ([\d.]+ \w+):", said)
@@ -131,9 +128,7 @@ def test_a_changed_file_is_named(tmp_path: Path) -> None:
     assert found.code == "P713" and str(path) in found.message and str(path) in (found.help or "")
 
 
-def test_a_missing_checkpoint_is_no_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_checkpoint_is_no_folder(tmp_path: Path, capsys: Capture) -> None:
     assert run(["convert", str(tmp_path / "none"), "-o", str(tmp_path / "store")]) != 0
     said = capsys.readouterr().err
     assert f"there is no file or folder {tmp_path}/none" in said and "GGUF file" in said
@@ -160,8 +155,3 @@ def test_a_gpu_without_a_driver_cannot_run_here(monkeypatch: pytest.MonkeyPatch)
 def test_crashes_are_reported_though_the_installation_has_gone() -> None:
     code = "import pi2.cli.main, sys; print('pi2.cli.main' in sys.modules)"
     assert start_python("-c", code, check=True).stdout == "True\n"
-
-
-def test_no_shipped_plan_says_that_mixtures_do_not_run() -> None:
-    for path in (Path(__file__).parents[2] / "plans").rglob("*.plan.toml"):
-        assert "does not run mixtures" not in path.read_text()

@@ -173,17 +173,11 @@ def test_warnings_do_not_keep_a_plan_from_running(plan: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("a=1", 1),
-        ("a = 1.5", 1.5),
-        ("a=true", True),
-        ('a="x y"', "x y"),
-        ("a=low-rank", "low-rank"),
-        ("a=64 MiB", "64 MiB"),
-        ("a={cpu = 1.0}", {"cpu": 1.0}),
-        ("a=[1, 2]", [1, 2]),
-        ("a=b=c", "b=c"),
+        ("a=1", 1), ("a = 1.5", 1.5), ("a=true", True), ('a="x y"', "x y"),
+        ("a=low-rank", "low-rank"), ("a=64 MiB", "64 MiB"), ("a={cpu = 1.0}", {"cpu": 1.0}),
+        ("a=[1, 2]", [1, 2]), ("a=b=c", "b=c"),
     ],
-)
+)  # fmt: skip
 def test_assignments_are_toml_or_text(text: str, value: object) -> None:
     assert parse_assignments((text,)) == {"a": value}
 

@@ -91,9 +91,7 @@ def test_threads_of_an_unknown_machine_have_room_with_i8mm_and_with_amx(
     assert need(None, None) == max(known)
 
 
-def test_a_run_has_as_many_unstated_threads_as_its_workspace_has_room_for(
-    demo: ResolvedPlan,
-) -> None:
+def test_run_has_as_many_unstated_threads_as_its_workspace_has_room_for(demo: ResolvedPlan) -> None:
     here = detect_machine()
     cpu = replace(here.cpu, architecture="x86-64", features=frozenset(AMX), cores=64)
     count = count_threads(demo, replace(here, cpu=cpu))

@@ -15,9 +15,7 @@ EXACT = ("attention", "kv", "predictor", "hot")
 
 @pytest.mark.parametrize("backend", ["null", "reference", "cpu"])
 @pytest.mark.parametrize("predictor", ["none", "gate", "low-rank"])
-def test_no_segment_takes_more_than_the_plan_counts(
-    backend: str, predictor: str, plan: Path
-) -> None:
+def test_no_segment_takes_more_than_plan_counts(backend: str, predictor: str, plan: Path) -> None:
     with pi2.load(plan, set={"backends.cpu": backend, "decode.predictor": predictor}) as model:
         if backend == "null":
             model.logits([1, 2, 3], mode="decode")
@@ -61,9 +59,7 @@ def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("more", [0, 20_000, 1 << 20])
-def test_layers_first_takes_as_many_chunks_as_the_workspace_has_room_for(
-    more: int, plan: Path
-) -> None:
+def test_layers_first_takes_as_many_chunks_as_workspace_has_room_for(more: int, plan: Path) -> None:
     changes: dict[str, object] = {"backends.cpu": "cpu"}
     need = find_needs(load_plan(plan, overrides=changes)).workspace.bytes
     changes["memory.segments.workspace"] = f"{need + more} B"

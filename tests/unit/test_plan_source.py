@@ -11,6 +11,8 @@ from pi2.fitting.check import check_file, load_plan
 from pi2.plan.toml.source import MAX_BYTES, SourceFile, display_path, read_source
 from tests.helpers.programs import Ask
 
+Patch = pytest.MonkeyPatch
+
 
 def find_only(path: Path) -> Diagnostic:
     findings = check_file(path).diagnostics
@@ -108,9 +110,7 @@ def test_the_byte_that_is_not_utf_8(data: bytes, line: int, column: int, tmp_pat
     assert (finding.span.line, finding.span.column) == (line, column)
 
 
-def test_positions_wait_until_they_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_wait_until_they_are_asked_for(tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "x.plan.toml"
     path.write_text("a = 1\n")
 
@@ -121,9 +121,7 @@ def test_positions_wait_until_they_are_asked_for(
     assert isinstance(read_source(path, "x"), SourceFile)
 
 
-def test_names_are_relative_below_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_relative_below_the_working_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     assert display_path(tmp_path / "a" / "b.toml") == os.path.join("a", "b.toml")
     assert display_path(Path("/nowhere/b.toml")) == "/nowhere/b.toml"

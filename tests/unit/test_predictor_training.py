@@ -115,13 +115,9 @@ def test_every_expert_of_a_mixture_gets_a_predictor(tmp_path: Path) -> None:
     changes = {"predictor": None, "tensors": names, "shape": {**SHAPE, "layers": 1}}
     plan = make_mixture_plan(tmp_path / "mixture", "drelu", changes)
     found = train_predictors(
-        plan,
-        Passages([TEXT], context=40, held_out=1),
-        tmp_path / "new",
-        overrides={"backends.cpu": "reference"},
-        recipe=Recipe(recall=0.9, passes=2),
-        rank=32,
-    )
+        plan, Passages([TEXT], context=40, held_out=1), tmp_path / "new",
+        overrides={"backends.cpu": "reference"}, recipe=Recipe(recall=0.9, passes=2), rank=32,
+    )  # fmt: skip
     with NeuronStore.open(plan.parent / "store") as store:
         for fit in found.fits:
             assert len(fit.experts) == 4

@@ -46,22 +46,16 @@ def test_what_is_private(text: str, kind: str, left: str) -> None:
     "text",
     [
         "Snapdragon 8 Gen 3 (SM8650-AC), LPDDR5X at 4800 MHz",
-        "arXiv 2406.06282v3, sec 2.3.1 and Table 2",
-        "AVX512VNNI and AVX512BF16",
-        "4f0568861877fba9991312b38040614874b5cf15",
-        "serial reads, one after another",
-        "serial numbers are not in here",
-        "direct reads: 90,000 reads/s",
+        "arXiv 2406.06282v3, sec 2.3.1 and Table 2", "AVX512VNNI and AVX512BF16",
+        "4f0568861877fba9991312b38040614874b5cf15", "serial reads, one after another",
+        "serial numbers are not in here", "direct reads: 90,000 reads/s",
         "/home/user/bench, /Users/you, ~/bench, $HOME/x",
-        "100000000000000 bytes, 123456789012345 reads",
-        "user: you",
-        "PowerInfer-2, 10:20:30 on 2026-11-02",
-        "gh:acme/profiles//devices/acme-12.device.toml@v1",
+        "100000000000000 bytes, 123456789012345 reads", "user: you",
+        "PowerInfer-2, 10:20:30 on 2026-11-02", "gh:acme/profiles//devices/acme-12.device.toml@v1",
         "git+https://h.example/a//b@v1",
-        "gh:acme/profiles//devices/acme-12.device.toml@release.main",
-        "a quiet host",
+        "gh:acme/profiles//devices/acme-12.device.toml@release.main", "a quiet host",
     ],
-)
+)  # fmt: skip
 def test_what_is_not(text: str) -> None:
     assert find_private(text) == ()
 

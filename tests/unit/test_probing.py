@@ -57,37 +57,25 @@ def make_measurements(**changes: Any) -> Measurements:
     machine = Machine(
         system="Linux 6.1",
         cpu=Cpu(
-            name="Acme Server",
-            architecture="x86-64",
-            features=frozenset({"avx2", "fma"}),
-            cores_online=8,
-            cores=2,
-            quota_cores=2.0,
+            name="Acme Server", architecture="x86-64", features=frozenset({"avx2", "fma"}),
+            cores_online=8, cores=2, quota_cores=2.0,
             clusters=(CpuCores(cores=8, max_hz=2.5004e9),),
         ),
         memory=Memory(installed_bytes=25 << 30, limit_bytes=8 << 30, available_bytes=8 << 30),
-    )
+    )  # fmt: skip
     storage = Storage(
-        path=Path("/data"),
-        filesystem="ext4",
-        device="vda",
-        block_bytes=512,
-        free_bytes=1 << 40,
+        path=Path("/data"), filesystem="ext4", device="vda", block_bytes=512, free_bytes=1 << 40,
         direct=DirectReads(works=True, align_bytes=512),
-    )
+    )  # fmt: skip
     found = Measurements(
-        machine=machine,
-        storage=storage,
-        threads=2,
-        bandwidth={1: [10e9, 11e9, 12e9], 2: [19e9, 20e9, 21e9]},
-        steps=STEPS,
-        step_s={step.key: [1.0e-4, 1.1e-4, 1.2e-4] for step in STEPS},
-        reads=READS,
+        machine=machine, storage=storage, threads=2,
+        bandwidth={1: [10e9, 11e9, 12e9], 2: [19e9, 20e9, 21e9]}, steps=STEPS,
+        step_s={step.key: [1.0e-4, 1.1e-4, 1.2e-4] for step in STEPS}, reads=READS,
         read_bytes_s={spec.key: [3e8, 3.1e8, 3.2e8] for spec in READS},
         latency_s=[33e-6, 34e-6, 35e-6],
         overlap={READS[1].key: [0.4, 0.5, 0.6], READS[3].key: [0.8] * 3},
         steady_s=[1.0] * 95 + [1.5] * 5,
-    )
+    )  # fmt: skip
     return dataclasses.replace(found, **changes)
 
 
@@ -263,17 +251,10 @@ def test_an_output_that_cannot_be_is_refused_before_measuring(tmp_path: Path, as
 
 def make_unit(**changes: Any) -> UnitMeasurements:
     facts = DeviceFacts(
-        api="opencl",
-        number=0,
-        name="Adreno (TM) 750",
-        driver="QUALCOMM",
-        kind="integrated",
-        memory_bytes=None,
-        fp16=True,
-        compute_units=6,
-        max_array_bytes=1 << 30,
+        api="opencl", number=0, name="Adreno (TM) 750", driver="QUALCOMM", kind="integrated",
+        memory_bytes=None, fp16=True, compute_units=6, max_array_bytes=1 << 30,
         shared_bytes=32 << 10,
-    )
+    )  # fmt: skip
     seconds = {step.key: [2e-3, 2.1e-3, 2.2e-3] for step in GPU_STEPS}
     seconds[GPU_STEPS[0].key] = [1e-4, 1.1e-4, 1.2e-4]
     return UnitMeasurements(

@@ -84,15 +84,10 @@ def write_eight_bits(
         if dtype == "I8":
             numbers = codes.view(np.int8).astype(np.float32)
         high, wide = {
-            "number": (rows, columns),
-            "tensor": (rows, columns),
-            "channel": (1, columns),
-            "vector": (1, columns),
-            "group": (1, 16),
-            "exponents": (1, 32),
-            "block": (16, 24),
+            "number": (rows, columns), "tensor": (rows, columns), "channel": (1, columns),
+            "vector": (1, columns), "group": (1, 16), "exponents": (1, 32), "block": (16, 24),
             "block of four axes": (128, 128),
-        }[shape]
+        }[shape]  # fmt: skip
         scales = draw_scales(-(-rows // high), -(-columns // wide))
         stored: Stored = {f"{name}.weight": (dtype, codes)}
         if has_zeros:
@@ -116,7 +111,9 @@ def write_eight_bits(
     return write
 
 
-def write_four_bits(codes_name: str, kind: str, *, divides: bool) -> Write:
+def write_four_bits(
+    codes_name: str, kind: str, *, divides: bool, shape: tuple[int, ...] = ()
+) -> Write:
     """Pairs of 4-bit floats with scales of groups: NVFP4 or MXFP4."""
 
     def write(name: str, rows: int, columns: int) -> tuple[Stored, F32]:
@@ -132,7 +129,7 @@ def write_four_bits(codes_name: str, kind: str, *, divides: bool) -> Write:
         stored[f"{name}.weight_scale"] = ("F8_E4M3", scale_codes)
         whole = np.float32(256.0 if divides else 1 / 256)
         last = "weight_global_scale" if divides else "weight_scale_2"
-        stored[f"{name}.{last}"] = ("F32", np.array(whole).reshape((1,) if divides else ()))
+        stored[f"{name}.{last}"] = ("F32", np.array(whole).reshape(shape))
         return stored, numbers * np.repeat(scales, 16, axis=1) * np.float32(1 / 256)
 
     return write
@@ -186,7 +183,8 @@ CT = "compressed-tensors"
 KV = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.q_scale", "self_attn.k_zero_point")
 INPUTS = ("self_attn.q_proj.input_scale", "self_attn.q_proj.input_zero_point")
 FP8 = write_eight_bits("F8_E4M3", "channel")
-NVFP4 = write_four_bits("weight_packed", "nvfp4", divides=True)
+NVFP4 = write_four_bits("weight_packed", "nvfp4", divides=True, shape=(1,))
+NUMBER = write_four_bits("weight_packed", "nvfp4", divides=True)
 LAYOUTS = {
     **{
         f"packed {bits} bits": Layout(
@@ -227,6 +225,10 @@ LAYOUTS = {
         CT,
         write_four_bits("weight_packed", "mxfp4", divides=True),
         {"format": "mxfp4-pack-quantized"},
+    ),
+    "nvfp4, a number": Layout(CT, NUMBER, {"format": "nvfp4-pack-quantized"}),
+    "modelopt nvfp4, a list": Layout(
+        "modelopt_fp4", write_four_bits("weight", "nvfp4", divides=False, shape=(1,))
     ),
     "mixed": Layout(CT, FP8, {"format": "mixed-precision"}, mlp=NVFP4),
     "modelopt fp8": Layout(
@@ -305,7 +307,7 @@ def test_a_folder_of_a_library_is_described_and_has_the_numbers_of_a_plain_one(
             np.testing.assert_array_equal(found[tensor.name].read(3, 10), own[3:10])
 
 
-@pytest.mark.parametrize("name", ["mixed", "modelopt int4 awq"])
+@pytest.mark.parametrize("name", ["mixed", "modelopt int4 awq", "fp8 by deepseek"])
 def test_a_store_of_it_is_the_store_of_the_plain_folder(name: str, tmp_path: Path) -> None:
     stores = []
     for folder in write_folders(LAYOUTS[name], tmp_path):

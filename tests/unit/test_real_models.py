@@ -26,15 +26,10 @@ def make_results(decode: float) -> Results:
         Row.of("llama.cpp", 0.6, [], "killed for memory"),
     ]
     quality = Quality(
-        perplexity=3.5,
-        peer_perplexity=3.4,
-        kl_nats=0.001,
-        top_equal=0.99,
-        answers=2,
-        answers_equal=1,
-        gaps=[0.1],
+        perplexity=3.5, peer_perplexity=3.4, kl_nats=0.001, top_equal=0.99, answers=2,
+        answers_equal=1, gaps=[0.1],
         peer_steps=Steps(perplexity=3.6, kl_nats=0.002, top_equal=0.98, answers_equal=2),
-    )
+    )  # fmt: skip
     machine = Machine(processor="2 x CPU", kernel="6", disk_bytes_s=1e9, note="")
     model = ModelResult("a.gguf", 2**30, rows, quality)
     return Results("2026-11-26", machine, {"pi2": "0.1"}, "command", [model])

@@ -80,8 +80,6 @@ def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 # Stores
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     tiny = make_tiny(tmp_path_factory.mktemp("tiny"), {"shape": {"layers": 2}})
@@ -142,8 +140,6 @@ def test_a_store_written_anew_takes_nothing_from_where_links_lead(
 
 
 # Checkpoints
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     model = make_model({"predictor": None})

@@ -56,15 +56,10 @@ def make_plan(folder: Path, routing: Routing | None) -> Path:
     device = check_file(find_document("host", "device", Path())).document
     assert isinstance(device, Device)
     write_plan(
-        folder / "tiny.plan.toml",
-        model=model,
-        model_file=model_file,
-        device=device,
-        store=folder / "store",
-        bundle=read_manifest(folder / "store").bundle.layout,
-        store_bytes=0,
+        folder / "tiny.plan.toml", model=model, model_file=model_file, device=device,
+        store=folder / "store", bundle=read_manifest(folder / "store").bundle.layout, store_bytes=0,
         wish=PlanWish(context=512, backend="reference"),
-    )
+    )  # fmt: skip
     return folder / "tiny.plan.toml"
 
 

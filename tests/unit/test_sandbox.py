@@ -43,8 +43,6 @@ def render(source: str, **variables: Any) -> str:
 
 
 # Chat templates
-
-
 @pytest.mark.parametrize("source", [*ENDLESS.values(), *GREEDY.values(), *FAILING.values()])
 def test_a_template_that_takes_too_much_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, source: str
@@ -123,8 +121,6 @@ def test_a_process_that_cannot_begin_is_told_of(monkeypatch: pytest.MonkeyPatch)
 
 
 # Tokenizers
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_tokenizer_that_nobody_should_use_is_refused(name: str) -> None:
     start = time.monotonic()

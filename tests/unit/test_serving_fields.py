@@ -197,14 +197,10 @@ def test_a_server_answers_to_no_other_name(host: str) -> None:
 @pytest.mark.parametrize(
     ("address", "has_keys", "origins"),
     [
-        ("0.0.0.0", False, []),
-        ("::", False, []),
-        ("192.0.2.1", False, []),
-        ("models.example", False, []),
-        ("127.0.0.1", True, []),
-        ("127.0.0.1", False, ["*"]),
+        ("0.0.0.0", False, []), ("::", False, []), ("192.0.2.1", False, []),
+        ("models.example", False, []), ("127.0.0.1", True, []), ("127.0.0.1", False, ["*"]),
     ],
-)
+)  # fmt: skip
 def test_names_are_free_where_others_reach_the_server_or_keys_guard_it(
     address: str, has_keys: bool, origins: list[str]
 ) -> None:

@@ -83,14 +83,9 @@ def ask(
 
     async def run() -> None:
         scope: dict[str, Any] = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "headers": [(b"x-api-key", key)],
-            "query_string": b"",
-            "server": ("127.0.0.1", 80),
-            "scheme": "http",
-        }
+            "type": "http", "method": "POST", "path": path, "headers": [(b"x-api-key", key)],
+            "query_string": b"", "server": ("127.0.0.1", 80), "scheme": "http",
+        }  # fmt: skip
         await asyncio.wait_for(application(scope, receive, send), PATIENCE_S)
 
     asyncio.run(run())

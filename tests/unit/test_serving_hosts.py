@@ -211,9 +211,7 @@ def test_who_waits_when_the_server_closes_is_told() -> None:
     run("a b", 1, work)
 
 
-def test_a_model_whose_file_has_changed_is_loaded_anew_when_nobody_uses_it(
-    moves: list[str],
-) -> None:
+def test_model_whose_file_has_changed_is_loaded_anew_when_nobody_uses_it(moves: list[str]) -> None:
     async def work(hosts: Hosts) -> None:
         first = join(hosts, "a")
         assert first.ready.done()

@@ -49,13 +49,9 @@ def wait_for_spans(exporter: InMemorySpanExporter, count: int) -> tuple[Any, ...
 def test_request_is_a_span_without_its_prompt(address: str, exporter: InMemorySpanExporter) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     body: dict[str, Any] = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": SECRET}],
-        "max_tokens": 3,
-        "temperature": 0.5,
-        "seed": 4,
-        "user": SECRET,
-    }
+        "model": "tiny", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 3,
+        "temperature": 0.5, "seed": 4, "user": SECRET,
+    }  # fmt: skip
     with httpx2.Client(headers={"traceparent": parent}, timeout=PATIENCE_S) as client:
         url = f"{address}/v1/chat/completions"
         whole = client.post(url, json=body).json()
@@ -67,20 +63,15 @@ def test_request_is_a_span_without_its_prompt(address: str, exporter: InMemorySp
     assert (
         found
         | {
-            "http.request.method": "POST",
-            "http.response.status_code": 200,
-            "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": "pi2",
-            "gen_ai.request.model": "tiny",
-            "gen_ai.response.model": "tiny",
-            "gen_ai.request.max_tokens": 3,
-            "gen_ai.request.temperature": 0.5,
-            "gen_ai.request.seed": 4,
-            "gen_ai.usage.input_tokens": whole["usage"]["prompt_tokens"],
+            "http.request.method": "POST", "http.response.status_code": 200,
+            "gen_ai.operation.name": "chat", "gen_ai.provider.name": "pi2",
+            "gen_ai.request.model": "tiny", "gen_ai.response.model": "tiny",
+            "gen_ai.request.max_tokens": 3, "gen_ai.request.temperature": 0.5,
+            "gen_ai.request.seed": 4, "gen_ai.usage.input_tokens": whole["usage"]["prompt_tokens"],
             "gen_ai.usage.output_tokens": whole["usage"]["completion_tokens"],
         }
         == found
-    )
+    )  # fmt: skip
     # Who asked is known by the header of the W3C.
     assert first.context is not None and first.parent is not None
     assert f"{first.context.trace_id:032x}" == parent.split("-")[1]

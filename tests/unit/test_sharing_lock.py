@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pi2.diagnostics import UserError
 from pi2.sharing.lock import Lock, Source, edit_lock, format_lock, read_lock
 
+Folders = pytest.TempPathFactory
 TEXT = """\
 # Written by `pi2 profile` and `pi2 pull`; commit it, and let pi2 change it.
 lock_version = 1
@@ -49,9 +50,7 @@ sources = st.builds(
 
 
 @given(st.lists(sources, max_size=4, unique_by=lambda item: item.reference))
-def test_any_lock_is_read_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, items: list[Source]
-) -> None:
+def test_any_lock_is_read_as_it_was_written(tmp_path_factory: Folders, items: list[Source]) -> None:
     path = tmp_path_factory.mktemp("lock") / "pi2.lock"
     path.write_text(format_lock(Lock(path=path, sources=tuple(items))), "utf-8")
     found = read_lock(path)
@@ -64,9 +63,7 @@ PIECES = st.sampled_from([*TEXT.splitlines(), "[[sources]]", "sources = 1", "loc
 
 
 @given(st.one_of(st.binary(max_size=60), st.lists(PIECES).map(lambda x: "\n".join(x).encode())))
-def test_any_bytes_are_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-) -> None:
+def test_any_bytes_are_read_or_refused(tmp_path_factory: Folders, data: bytes) -> None:
     path = tmp_path_factory.mktemp("lock") / "pi2.lock"
     path.write_bytes(data)
     codes: list[str] = []

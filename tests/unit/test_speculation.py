@@ -128,13 +128,10 @@ def test_the_text_is_the_same_however_neurons_are_found(
 
 
 ROUTED = {
-    "decode.predictor": "router",
-    "backends.cpu": "reference",
-    "memory.budget": "2 GiB",
-    "memory.segments.workspace": "16 MiB",
-    "memory.segments.cold": "700 KiB",
+    "decode.predictor": "router", "backends.cpu": "reference", "memory.budget": "2 GiB",
+    "memory.segments.workspace": "16 MiB", "memory.segments.cold": "700 KiB",
     "memory.segments.predictor": "1 MiB",
-}
+}  # fmt: skip
 
 
 def test_experts_of_a_mixture_are_read_once_for_all_guesses(tmp_path: Path) -> None:
@@ -317,16 +314,9 @@ def test_grammars_scores_stops_and_limits_see_only_tokens_that_were_drawn(plan: 
 
     def ask(model: LoadedModel, stop: Sequence[str], most: int) -> Ticket:
         request = model.describe_request(
-            PROMPTS[0],
-            max_tokens=most,
-            stop=stop,
-            alternatives=2,
-            make_constraint=make,
-            ignore_eos=True,
-            frequency_penalty=0.5,
-            temperature=0.8,
-            seed=5,
-        )
+            PROMPTS[0], max_tokens=most, stop=stop, alternatives=2, make_constraint=make,
+            ignore_eos=True, frequency_penalty=0.5, temperature=0.8, seed=5,
+        )  # fmt: skip
         ticket = Ticket(request)
         model.scheduler.submit(ticket)
         while not ticket.ended:

@@ -20,6 +20,7 @@ from pi2.progress import ignore_progress
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
 
+Capture = pytest.CaptureFixture[str]
 TWO: dict[str, Any] = {
     "device": "host-two-units",
     "backends": {"cpu": "reference", "npu": "reference"},
@@ -52,14 +53,12 @@ def extend(plan: Path, name: str, *settings: Mapping[str, Any]) -> Path:
     return path
 
 
-def print_lines(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+def print_lines(capsys: Capture, *arguments: object) -> list[str]:
     assert run([str(item) for item in arguments]) == 0, capsys.readouterr().err
     return capsys.readouterr().out.splitlines()
 
 
-def test_show_says_who_has_which_neurons_in_which_memory(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_says_who_has_which_neurons_in_which_memory(plan: Path, capsys: Capture) -> None:
     found = print_lines(capsys, "show", extend(plan, "two", TWO))
     assert "#   second computes neurons 0-28, which it keeps in memory.segments.hot" in found
     line = "#   cpu computes the predicted neurons among the others; neurons 29-37 stay in "
@@ -68,9 +67,7 @@ def test_show_says_who_has_which_neurons_in_which_memory(
     assert not any("which it keeps" in line for line in print_lines(capsys, "show", plan))
 
 
-def test_show_says_what_changes_with_the_number_of_sequences(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_says_what_changes_with_the_number_of_sequences(plan: Path, capsys: Capture) -> None:
     found = print_lines(capsys, "show", extend(plan, "batches", TWO, BATCHES, APART))
     line = (
         "#   second computes neurons 0-28 in steps of 1 sequence, neurons 0-9 in steps of 2 to 3 "
@@ -80,9 +77,7 @@ def test_show_says_what_changes_with_the_number_of_sequences(
     assert f"{line}memory.segments.hot" in found
 
 
-def test_show_says_who_has_which_rows_of_projections(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_says_who_has_which_rows_of_projections(plan: Path, capsys: Capture) -> None:
     rows = {"projections": {"attention": {"second": 0.5, "cpu": 0.5}}}
     found = print_lines(capsys, "show", extend(plan, "rows", TWO, rows))
     line = "# projections: second computes 64 rows to query, key and value and 32 of the output "
@@ -101,17 +96,11 @@ def test_waiting_for_rows_of_projections_is_no_python(plan: Path) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "layers.split",
-        "layers.batches",
-        "projections.head",
-        "prefill.unit",
-        "memory.units",
+        "layers.split", "layers.batches", "projections.head", "prefill.unit", "memory.units",
         "units.second",
     ],
-)
-def test_explain_says_what_a_split_costs(
-    plan: Path, capsys: pytest.CaptureFixture[str], key: str
-) -> None:
+)  # fmt: skip
+def test_explain_says_what_a_split_costs(plan: Path, capsys: Capture, key: str) -> None:
     settings = {"prefill.unit": "second"}
     path = extend(plan, "apart", TWO, APART, settings)
     found = " ".join(" ".join(print_lines(capsys, "explain", key, path)).split())
@@ -119,16 +108,12 @@ def test_explain_says_what_a_split_costs(
     assert "of memory.units.second, main memory, which has 2 MiB" in found
 
 
-def test_explain_says_what_a_layer_s_units_have(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_says_what_a_layer_s_units_have(plan: Path, capsys: Capture) -> None:
     found = " ".join(print_lines(capsys, "explain", "layers.1.hot", extend(plan, "two", TWO)))
     assert "second computes neurons 0-28" in found
 
 
-def test_diff_compares_what_units_compute_and_need(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_compares_what_units_compute_and_need(plan: Path, capsys: Capture) -> None:
     one, other = extend(plan, "two", TWO), extend(plan, "batches", TWO, BATCHES, APART)
     found = print_lines(capsys, "diff", one, other, "--no-simulate")
     line = next(line for line in found if "layers 0-2" in line)

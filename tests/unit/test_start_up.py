@@ -35,17 +35,12 @@ def run_command(*arguments: str) -> tuple[int, set[str]]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--help",),
-        ("--version",),
-        ("run", "--help"),
-        ("validate", str(DEMO)),
-        ("validate", "--format", "sarif", str(DEMO)),
-        ("validate", "--format", "junit", str(DEMO)),
-        ("show", str(DEMO)),
-        ("explain", "P210"),
+        ("--help",), ("--version",), ("run", "--help"), ("validate", str(DEMO)),
+        ("validate", "--format", "sarif", str(DEMO)), ("validate", "--format", "junit", str(DEMO)),
+        ("show", str(DEMO)), ("explain", "P210"),
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_reading_plans_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
     code, modules = run_command(*arguments)
     assert code == 0

@@ -1,29 +1,17 @@
 """Layers that keep a state: the same however the tokens came, and never another sequence's."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.arrays import F32
 from pi2.backends.protocol import StateKeeper
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import find_needs
-from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.requirements import describe_other_parts
-from tests.helpers.goldens import (
-    CPU,
-    EXACT,
-    ROUNDING,
-    convert_golden,
-    copy_checkpoint,
-    make_golden_plan,
-    measure_error,
-)
+from tests.helpers.goldens import CPU, ROUNDING, make_golden_plan, measure_error
 
 NAMES = (
     *("qwen3-next", "granite-hybrid", "lfm2", "jamba", "nemotron-h-moe", "nemotron-h-blocks"),
@@ -167,38 +155,3 @@ def test_the_segment_state_holds_what_is_counted(plan: Path, changes: dict[str, 
 def test_a_plan_without_room_for_states_is_refused(delta_plan: Path) -> None:
     with pytest.raises(UserError, match="segment state has 4 KiB and needs"):
         pi2.load(delta_plan, set={"memory.segments.state": "4 KiB"})
-
-
-def test_experts_may_lie_in_one_tensor_and_pictures_are_left_out(tmp_path: Path) -> None:
-    """As Qwen3.5 is published: the same store as that of a tensor for each expert."""
-    plain = copy_checkpoint("qwen3-5-moe", tmp_path / "plain")
-    published = copy_checkpoint("qwen3-5-moe", tmp_path / "published")
-    config = json.loads((plain / "config.json").read_text())
-    outer = {"model_type": "qwen3_5_moe", "text_config": config, "vision_config": {"depth": 2}}
-    (published / "config.json").write_text(json.dumps(outer))
-    weights = load_file(plain / "model.safetensors")
-    stacked: dict[str, Any] = {"model.visual.blocks.0.norm1.weight": np.ones(8, np.float16)}
-    experts = range(config["num_experts"])
-    for name, values in weights.items():
-        text = name.replace("model.", "model.language_model.", 1)
-        if ".experts." not in name:
-            stacked[text] = values
-        elif ".experts.0.gate_proj" in name:
-            base = name.partition(".0.gate_proj")[0]
-            own = text.partition(".0.gate_proj")[0]
-            gates, ups, downs = (
-                np.stack([weights[f"{base}.{n}.{part}_proj.weight"] for n in experts])
-                for part in ("gate", "up", "down")
-            )
-            stacked[f"{own}.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
-            stacked[f"{own}.down_proj"] = downs
-    save_file(stacked, published / "model.safetensors")
-    assert describe_other_parts(open_checkpoint(plain)) == []
-    left_out = describe_other_parts(open_checkpoint(published))
-    assert left_out == ["left out: 1 tensor to read pictures"]
-    for checkpoint in (plain, published):
-        convert_golden(checkpoint, checkpoint, EXACT)
-    files = [path.relative_to(plain) for path in sorted(plain.rglob("*.arrow"))]
-    assert len(files) == 4
-    for file in files:
-        assert (plain / file).read_bytes() == (published / file).read_bytes(), file

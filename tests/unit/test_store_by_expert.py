@@ -122,8 +122,6 @@ def test_other_orders_need_statistics(store: Path, capsys: pytest.CaptureFixture
 
 
 # Statistics of another model
-
-
 def write_noted_counts(file: Path, counts: I64, notes: dict[str, str]) -> Path:
     layers, neurons = counts.shape
     table = pa.table(

@@ -108,9 +108,7 @@ def test_verify_as_json(tiny: TinyModel, ask: Ask) -> None:
     assert finding["code"] == "P507" and finding["file"].endswith("layers/ffn-002.arrow")
 
 
-def test_verify_notices_a_manifest_that_points_elsewhere_in_a_file(
-    tiny: TinyModel, ask: Ask
-) -> None:
+def test_verify_notices_manifest_that_points_elsewhere_in_a_file(tiny: TinyModel, ask: Ask) -> None:
     # Hashes agree, but the manifest's offsets are not where Arrow finds the columns.
     file = tiny.store / "manifest.json"
     fields = json.loads(file.read_text())
@@ -176,16 +174,9 @@ def test_a_state_of_a_first_store_is_still_described_as_it_was() -> None:
     model = check_file(find_document("qwen3-next-80b-a3b", "model", Path())).document
     assert isinstance(model, Model) and model.recurrence is not None
     assert describe_weights(model)["recurrence"] == {
-        "key_heads": 16,
-        "value_heads": 32,
-        "key_dim": 128,
-        "value_dim": 128,
-        "kernel": 4,
-        "convolution_bias": False,
-        "projection_bias": False,
-        "norm_groups": 1,
-        "shortest_step": 0.0,
-    }
+        "key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "kernel": 4,
+        "convolution_bias": False, "projection_bias": False, "norm_groups": 1, "shortest_step": 0.0,
+    }  # fmt: skip
 
 
 def test_every_table_says_which_options_its_first_stores_had() -> None:

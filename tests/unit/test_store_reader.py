@@ -39,8 +39,6 @@ def change_manifest(store: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 
 # What an open store gives
-
-
 def test_arrays_are_not_copied_and_kernels_accept_them(tiny: TinyModel) -> None:
     with NeuronStore.open(tiny.store) as store:
         arrays = [store.layers[0].bundles, *(item.weights for item in store.tensors.values())]
@@ -80,8 +78,6 @@ def test_the_tokenizer_is_the_file_that_the_model_names(tiny: TinyModel) -> None
 
 
 # Broken stores
-
-
 def test_missing_folder(tmp_path: Path) -> None:
     expect_error(tmp_path / "nowhere", "P501", "nowhere", "pi2 convert")
 
@@ -99,16 +95,10 @@ def test_a_store_without_manifest_is_unfinished(tiny: TinyModel) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
-        b"\xff\xfe\x00",
-        b"[]",
-        b"null",
-        b'{"format": "other"}',
-        b"[" * 100_000,
+        b"", b"{", b"\xff\xfe\x00", b"[]", b"null", b'{"format": "other"}', b"[" * 100_000,
         b'{"format": "pi2-store", "format_version": 1}',
     ],
-)
+)  # fmt: skip
 def test_garbage_instead_of_a_manifest(tiny: TinyModel, content: bytes) -> None:
     (tiny.store / "manifest.json").write_bytes(content)
     with pytest.raises(UserError) as caught:

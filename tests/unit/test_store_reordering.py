@@ -130,8 +130,6 @@ def test_a_damaged_neuron_is_a_finding_and_changes_nothing(tmp_path: Path, tiny:
 
 
 # Orders
-
-
 def write_statistics(folder: Path, counts: I64, pairs: list[tuple[int, int, int, int]]) -> Path:
     folder.mkdir()
     write_counts(folder / "activations.parquet", counts)

@@ -109,8 +109,6 @@ def test_a_wider_stride_is_kept(tmp_path: Path) -> None:
 
 
 # Failure
-
-
 def fail_after(
     path: Path,
     model: Model,
@@ -237,8 +235,6 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, model: Model
 
 
 # Going on after an interruption
-
-
 def interrupt_after(path: Path, model: Model, layers: int, job: str = "job") -> None:
     with pytest.raises(KeyboardInterrupt):
         fail_after(path, model, layers, KeyboardInterrupt(), job=job)

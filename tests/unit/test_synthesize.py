@@ -39,14 +39,10 @@ def measure(folder: Path, model: Model, recipe: Recipe) -> Measurement:
 @pytest.mark.parametrize(
     ("activation", "active", "skew"),
     [
-        ("drelu", 0.10, 0.26),
-        ("drelu", 0.10, 0.43),
-        ("relu", 0.10, 0.26),
-        ("relu", 0.30, 0.43),
-        ("fatrelu", 0.10, 0.26),
-        ("relu2", 0.05, 0.26),
+        ("drelu", 0.10, 0.26), ("drelu", 0.10, 0.43), ("relu", 0.10, 0.26), ("relu", 0.30, 0.43),
+        ("fatrelu", 0.10, 0.26), ("relu2", 0.05, 0.26),
     ],
-)
+)  # fmt: skip
 def test_what_is_measured_is_what_was_asked_for(
     tmp_path: Path, activation: str, active: float, skew: float
 ) -> None:
@@ -115,16 +111,11 @@ def test_a_mixture_beside_a_dense_ffn_becomes_a_sound_store(tmp_path: Path) -> N
     """As Gemma 4 is, whose routers multiply what they read by a small factor."""
     moe = {"experts": 4, "active_experts": 2, "router_input": "stream", "expert_scale": True}
     model = make(
-        "gelu_tanh",
-        predictor=None,
-        shape={**SHAPE, "ffn": 128},
-        norm={"outputs": True},
-        moe=moe | {"input_scale": 256**-0.5},
-        side_ffn={"width": 192},
+        "gelu_tanh", predictor=None, shape={**SHAPE, "ffn": 128}, norm={"outputs": True},
+        moe=moe | {"input_scale": 256**-0.5}, side_ffn={"width": 192},
         other_heads={"layers": [1], "kv_heads": 1, "head_dim": 96, "keys_are_values": True},
-        attention={"value_norm": True},
-        layer_scale=True,
-    )
+        attention={"value_norm": True}, layer_scale=True,
+    )  # fmt: skip
     store = synthesize(tmp_path, model, Recipe())
     assert verify_store(store) == []
     measured = measure_store(store, model, tokens=96)

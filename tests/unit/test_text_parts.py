@@ -47,6 +47,7 @@ def describe(model: Model) -> dict[str, Any]:
         ("gemma4", "gemma4_unified", "gemma4_unified_text", "model.language_model."),
         ("glm4-moe", "glm4v_moe", "glm4v_moe_text", "model.language_model."),
         ("lfm2", "lfm2_vl", "lfm2", "model.language_model."),
+        ("llama4", "llama4", "llama4_text", "language_model.model."),
         ("llama", "llava", "llama", "language_model.model."),
         ("llama", "smolvlm", "llama", "model.text_model."),
         ("llama", "voxtral", "llama", "language_model.model."),
@@ -99,17 +100,23 @@ def test_positions_of_three_numbers_are_plain_where_there_is_text_alone(tmp_path
     assert describe(describe_checkpoint(checkpoint).model) == describe(plain)
 
 
-@pytest.mark.parametrize("is_turned", [True, False])
-def test_experts_of_qwen3_vl_in_either_order_give_the_store_of_qwen3(
-    tmp_path: Path, is_turned: bool
+@pytest.mark.parametrize(
+    ("name", "kind", "is_turned"),
+    [
+        *(("qwen3-moe", "qwen3_vl_moe", is_turned) for is_turned in (True, False)),
+        ("qwen3-5-moe", "qwen3_5_moe", False),
+    ],
+)
+def test_experts_in_one_tensor_in_either_order_give_the_store_of_a_tensor_for_each(
+    tmp_path: Path, name: str, kind: str, is_turned: bool
 ) -> None:
-    plain = copy_checkpoint("qwen3-moe", tmp_path / "plain")
-    wrapped = copy_checkpoint("qwen3-moe", tmp_path / "wrapped")
+    plain = copy_checkpoint(name, tmp_path / "plain")
+    wrapped = copy_checkpoint(name, tmp_path / "wrapped")
     file = plain / "config.json"
     config = json.loads(file.read_text())
     # The part of Qwen3-VL that reads text has no such choice.
     file.write_text(json.dumps(config | {"norm_topk_prob": True}))
-    wrap(wrapped, "qwen3_vl_moe", "qwen3_vl_moe_text", "model.language_model.")
+    wrap(wrapped, kind, f"{kind}_text", "model.language_model.")
     weights = load_file(wrapped / "model.safetensors")
     stacked: Tensors = {name: value for name, value in weights.items() if ".experts." not in name}
     bases = {name.partition(".experts.")[0] for name in weights if ".experts." in name}

@@ -12,6 +12,7 @@ import pytest
 from pi2.cli.main import run
 from tests.helpers.programs import Ask, start_pi2
 
+Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
 PLAN = (ROOT / "plans/demo.plan.toml").read_text("utf-8")
 STORE = ROOT / "plans/stores/pi2-demo"
@@ -34,7 +35,7 @@ def write_plan(folder: Path, changes: dict[str, str]) -> Path:
     return path
 
 
-def check(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def check(path: Path, capsys: Capture) -> list[str]:
     """Codes, and lines, that `pi2 validate` reports; a run has to end with the same code."""
     run(["validate", str(path), "--format", "json"])
     found = json.loads(capsys.readouterr().out)
@@ -64,14 +65,12 @@ def remove_the_manifest(store: Path) -> None:
     (store / "manifest.json").unlink()
 
 
-def test_a_store_that_fits_is_no_finding(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_fits_is_no_finding(tmp_path: Path, store: Path, capsys: Capture) -> None:
     assert check(write_plan(tmp_path, {}), capsys) == []
 
 
 def test_a_store_of_another_stride_is_found_at_the_stride(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, store: Path, capsys: Capture
 ) -> None:
     path = write_plan(tmp_path, TWICE_AS_WIDE)
     assert check(path, capsys) == ["P520 bundle.stride"]
@@ -92,19 +91,13 @@ def test_a_store_of_another_stride_is_found_at_the_stride(
     ],
 )
 def test_a_damaged_store_is_found(
-    spoil: Callable[[Path], None],
-    code: str,
-    tmp_path: Path,
-    store: Path,
-    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None], code: str, tmp_path: Path, store: Path, capsys: Capture
 ) -> None:
     spoil(store)
     assert check(write_plan(tmp_path, {}), capsys) == [f"{code} weights"]
 
 
-def test_a_store_of_another_model_is_found(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_of_another_model_is_found(tmp_path: Path, store: Path, capsys: Capture) -> None:
     model = (ROOT / "plans/models/pi2-demo.model.toml").read_text("utf-8")
     model = model.replace('id = "pi2-demo"', 'id = "other"').replace(
         "context = 1024", "context = 2048"
@@ -114,14 +107,12 @@ def test_a_store_of_another_model_is_found(
     assert check(write_plan(tmp_path, changes), capsys) == ["P505 weights"]
 
 
-def test_a_store_that_is_not_there_is_no_finding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_is_not_there_is_no_finding(tmp_path: Path, capsys: Capture) -> None:
     assert run(["validate", str(write_plan(tmp_path, {}))]) == 0
 
 
 def test_a_plan_that_runs_dry_does_not_look_at_the_store(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, store: Path, capsys: Capture
 ) -> None:
     remove_the_manifest(store)
     changes = {'backends = { cpu = "cpu" }': 'backends = { cpu = "null" }'}
@@ -135,7 +126,7 @@ def validate(*arguments: str) -> int:
     return run(["validate", str(BROKEN), "--format", "json", *arguments])
 
 
-def test_the_report_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_in_the_file(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "reports/pi2.json"
     path.parent.mkdir()
     path.write_text("an older report, which is longer than nothing")
@@ -174,7 +165,7 @@ def test_a_folder_without_documents_is_told_so(tmp_path: Path, ask: Ask) -> None
     assert "*.plan.toml, *.device.toml or *.model.toml" in out
 
 
-def test_where_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_it_cannot_be_written(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("no folder")
     assert validate("-o", str(tmp_path / "file/report.json")) == 2
     assert "error[P003]" in capsys.readouterr().err

@@ -18,18 +18,9 @@ from tests.helpers.models import MIXTURE, make_model
 
 SHIPPED = list_shipped("model")
 GOLDENS = (
-    "gemma3",
-    "gemma3n-narrow",
-    "gemma4-e2b",
-    "gemma4-moe",
-    "gpt-oss",
-    "jamba",
-    "kimi-linear",
-    "llama4",
-    "mimo-v2-flash",
-    "nemotron-h-moe",
-    "qwen3-next",
-)
+    "gemma3", "gemma3n-narrow", "gemma4-e2b", "gemma4-moe", "gpt-oss", "jamba", "kimi-linear",
+    "llama4", "mimo-v2-flash", "nemotron-h-moe", "qwen3-next",
+)  # fmt: skip
 
 
 def read_model(path: Path) -> Model:
@@ -68,14 +59,10 @@ def test_a_described_checkpoint_is_written_as_blocks_that_mean_the_same(
 @pytest.mark.parametrize(
     ("text", "layers"),
     [
-        ("3::4", [3, 7]),
-        ("-2:", [8, 9]),
-        (":", list(range(10))),
-        ("0, 2, -1", [0, 2, 9]),
-        ("1-3,7-8", [1, 2, 3, 7, 8]),
-        ("8:3", []),
+        ("3::4", [3, 7]), ("-2:", [8, 9]), (":", list(range(10))), ("0, 2, -1", [0, 2, 9]),
+        ("1-3,7-8", [1, 2, 3, 7, 8]), ("8:3", []),
     ],
-)
+)  # fmt: skip
 def test_layers_are_numbers_ranges_and_slices(text: str, layers: list[int]) -> None:
     assert choose_layers(text, 10) == layers
 

@@ -44,13 +44,9 @@ def test_prompts_are_scored_as_the_model_scores_them(
         ids = [model.encode(text) for text in TEXTS]
         expected = [score(model, tokens) for tokens in ids]
     found = client.completions.create(
-        model="tiny",
-        prompt=ids if as_ids else TEXTS,
-        echo=True,
-        logprobs=1,
-        max_tokens=most,
+        model="tiny", prompt=ids if as_ids else TEXTS, echo=True, logprobs=1, max_tokens=most,
         temperature=0,
-    )
+    )  # fmt: skip
     assert found.usage.completion_tokens == most * len(TEXTS)
     for choice, tokens, values, given in zip(found.choices, ids, expected, CONTEXTS, strict=True):
         told = choice.logprobs
