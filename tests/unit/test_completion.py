@@ -38,7 +38,7 @@ def test_bash_completes_commands(tmp_path: Path) -> None:
     program.chmod(0o755)
     script = """
         eval "$(pi2 completion bash)"
-        COMP_WORDS=(pi2 profile s); COMP_CWORD=2
+        COMP_WORDS=(pi2 profile p); COMP_CWORD=2
         _pi2_completion pi2
         printf '%s\\n' "${COMPREPLY[@]}"
     """
@@ -52,7 +52,7 @@ def test_bash_completes_commands(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert set(done.stdout.split()) == {"search", "show"}
+    assert set(done.stdout.split()) == {"publish"}
 
 
 def offer(*words: str) -> list[str]:
@@ -69,7 +69,7 @@ def test_commands_are_offered() -> None:
 def test_names_of_documents_are_offered() -> None:
     assert offer("plan", "--device", "oneplus-1") == ["oneplus-12"]
     assert offer("new", "plan", "--model", "bamb") == ["bamboo-7b"]
-    assert "raspberry-pi-5" in offer("profile", "show", "ra")
+    assert "raspberry-pi-5" in offer("new", "device", "--like", "ra")
     assert offer("new", "device", "--like", "xiaomi") == ["xiaomi-14"]
 
 
