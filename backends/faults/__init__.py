@@ -1,1 +1,1 @@
-"""Faults of mapped files, which end a process where nobody handles them."""
+"""Faults of mapped files, which end a process that does not handle them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import platform
 import signal
@@ -30,7 +31,7 @@ class FaultSpec:
     program: ClassVar[str] = "pi2.backends.faults.program"
 
     def to_json(self) -> str:
-        return f'["{platform.machine()}"]'
+        return json.dumps({"architecture": platform.machine()})
 
 
 class _Action(ctypes.Structure):

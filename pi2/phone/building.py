@@ -28,7 +28,7 @@ from pi2.fitting.misfits import find_store_misfits
 from pi2.fitting.sizes import describe_unit
 from pi2.machine import detect_machine
 from pi2.memory.host_loops import CheckInstruction, HostSpec, choose_checks
-from pi2.model.tensors import list_sources, list_tensors
+from pi2.model.tensors import list_tensors
 from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code
 from pi2.phone.documents import (
     NUMBERS,
@@ -84,25 +84,26 @@ def take_weights(resolved: ResolvedPlan) -> GgufWeights:
 
 def describe_weights(facts: FileFacts, weights: GgufWeights) -> tuple[dict[str, Any], F32]:
     """Return the table of a file's tensors, and its vectors one after the other."""
-    places = dict.fromkeys((own.key, own.layer) for own in list_sources(weights.model))
-    matrices = [(key, layer) for key, layer, _ in weights.list_matrices()]
     tensors, vectors, numbers, place = [], [], [], 0
-    for key, layer in places:
-        tensor = None if key.endswith("_bias") else weights.find(key, layer)
+    for at in weights.list_places():
+        tensor = None if at[0] in weights.vectors else weights.find(*at)
         if tensor is not None:
             own = {name: getattr(tensor, name) for name in tensor.__dataclass_fields__}
-            tensors.append({"key": key, "layer": layer, **own})
+            orders = {
+                name: own[name].tolist() for name in ("order", "columns") if own[name] is not None
+            }
+            tensors.append((*at, own | orders))
         if tensor is None or tensor.rows == 1:
-            vector = weights.read_vector(key, layer)
+            vector = weights.read_vector(*at)
             if vector is not None:
-                vectors.append((key, layer, place, place + vector.size))
+                vectors.append((*at, place, place + vector.size))
                 numbers.append(vector)
                 place += vector.size
     table = {
         "files": [file.name for file in weights.files],
         "tensors": tensors,
-        "matrices": matrices,
         "vectors": vectors,
+        "keys_of_vectors": sorted(weights.vectors),
         "numbers": NUMBERS,
         "facts": describe_file(facts),
         "sha256": {file.name: hash_file(file) for file in weights.files},

@@ -38,6 +38,7 @@ LEFT_OUT = frozenset(
     {
         "pi2.authoring.writing",
         "pi2.fitting.check",
+        "pi2.plan.reading.references",
         "pi2.plan.reading.schema_check",
         "pi2.plan.toml.source",
         "pi2.measuring.read_kernel",  # compiled by TVM: numpy does it, too

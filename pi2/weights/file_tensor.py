@@ -73,13 +73,22 @@ class TensorFiles(ABC):
     def __init__(self, files: Sequence[Path], model: Model) -> None:
         self.files = files
         self.model = model
+        self.shared: Mapping[str, int] = {}
+        """Bytes of each matrix that belongs to the model for which this MTP head drafts."""
         self._maps: dict[int, U8] = {}
         self._descriptors: dict[int, int] = {}
 
     @abstractmethod
-    def find(self, key: str, layer: int = 0) -> FileTensor | None:
+    def find(self, key: str, layer: int = 0, mixer: int = 0) -> FileTensor | None:
         """The matrix that key ``key`` of ``model.tensors`` names; None if the file has none, or has
         it in an order that must be undone first."""
+
+    def list_looked_up(self) -> dict[str, int]:
+        """Bytes of the own matrices of which a token reads a row, by name: a tied head reads the
+        embedding whole."""
+        keys = ("layer_embedding", "positions", *(() if self.model.tied_head else ("embedding",)))
+        found = [own for key in keys if (own := self.find(key)) is not None]
+        return {own.name: own.size_bytes for own in found if own.name not in self.shared}
 
     def list_experts(self) -> dict[int, list[FileTensor]]:
         """The matrices of the experts that routers choose, by layer: inputs, then the output."""

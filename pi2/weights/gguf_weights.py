@@ -43,8 +43,6 @@ class GgufWeights(TensorFiles):
         """``model``: what the metadata say of it."""
         super().__init__(checkpoint.files, model)
         self.checkpoint = checkpoint
-        self.shared: Mapping[str, int] = {}
-        """Bytes of each matrix that belongs to the model for which this MTP head drafts."""
         self._found: dict[tuple[str, int, int], FileTensor | None] = {}
 
     @classmethod
@@ -257,32 +255,24 @@ class GgufWeights(TensorFiles):
         keys = {own.key for own in list_sources(self.model)}
         return frozenset(found | {key for key in keys if key.endswith("_bias")})
 
-    @cached_property
-    def _places(self) -> list[tuple[str, int, int]]:
+    def list_places(self) -> list[tuple[str, int, int]]:
+        """Key of ``model.tensors``, layer and mixer of every tensor that the model may have."""
         places = ((own.key, own.layer, own.mixer) for own in list_sources(self.model))
         split = {"latent_out": ("latent_out", *HEADS)}
         return [
             (own, layer, mixer)
             for key, layer, mixer in dict.fromkeys(places)
-            if key not in self.vectors
             for own in split.get(key, (key,))
         ]
 
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
         """Every own matrix once, by a key of ``model.tensors`` that names it and its layer."""
         names = set(self.shared)
-        for key, layer, mixer in self._places:
-            found = self.find(key, layer, mixer)
+        for key, layer, mixer in self.list_places():
+            found = None if key in self.vectors else self.find(key, layer, mixer)
             if found is not None and found.rows > 1 and found.name not in names:
                 names.add(found.name)
                 yield key, layer, found
-
-    def list_looked_up(self) -> dict[str, int]:
-        """Bytes of the own matrices of which a token reads a row, by name: a tied head reads the
-        embedding whole."""
-        keys = ("layer_embedding", "positions", *(() if self.model.tied_head else ("embedding",)))
-        found = [own for key in keys if (own := self.find(key)) is not None]
-        return {own.name: own.size_bytes for own in found if own.name not in self.shared}
 
     def list_resident(self) -> dict[str, int]:
         """Bytes of the matrices that must be resident, by name: they are read twice for a token,

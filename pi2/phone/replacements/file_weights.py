@@ -1,6 +1,5 @@
 """Weights of a bundle's GGUF file: the build of the bundle has found the places of its matrices."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,8 +14,9 @@ from pi2.progress import Progress, ignore_progress
 from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import FileTensor, TensorFiles
 
-Key = tuple[str, int]
-"""Key of ``model.tensors``, and layer."""
+Key = tuple[str, int, int]
+"""Key of ``model.tensors``, layer and mixer."""
+_ORDERS = ("order", "columns")
 
 
 class GgufWeights(TensorFiles):
@@ -25,28 +25,39 @@ class GgufWeights(TensorFiles):
     def __init__(self, folder: Path, table: Mapping[str, Any], model: Model) -> None:
         super().__init__([folder / name for name in table["files"]], model)
         self.folder = folder
+        self.vectors = frozenset(table["keys_of_vectors"])
+        """Keys of ``model.tensors`` that name vectors, or small tensors of any shape."""
         self._tensors: dict[Key, FileTensor] = {
-            (entry.pop("key"), entry.pop("layer")): FileTensor(**entry)
-            for entry in json.loads(json.dumps(table["tensors"]))
+            (key, layer, mixer): _read_tensor(values)
+            for key, layer, mixer, values in table["tensors"]
         }
-        self._matrices: list[Key] = [(key, layer) for key, layer in table["matrices"]]
         self._vectors: dict[Key, slice] = {
-            (key, layer): slice(first, last) for key, layer, first, last in table["vectors"]
+            (key, layer, mixer): slice(first, last)
+            for key, layer, mixer, first, last in table["vectors"]
         }
         self._numbers: F32 = np.fromfile(folder / table["numbers"], "<f4")
 
-    def find(self, key: str, layer: int = 0) -> FileTensor | None:
-        return self._tensors.get((key, layer))
+    def find(self, key: str, layer: int = 0, mixer: int = 0) -> FileTensor | None:
+        return self._tensors.get((key, layer, mixer))
 
-    def read_vector(self, key: str, layer: int = 0) -> F32 | None:
-        found = self._vectors.get((key, layer))
+    def read_vector(self, key: str, layer: int = 0, mixer: int = 0) -> F32 | None:
+        found = self._vectors.get((key, layer, mixer))
         return None if found is None else self._numbers[found]
 
     def check_once(self, progress: Progress = ignore_progress) -> None:
         """The numbers were checked where the bundle was built."""
 
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
-        return ((key, layer, self._tensors[key, layer]) for key, layer in self._matrices)
+        names = set[str]()
+        for (key, layer, _), tensor in self._tensors.items():
+            if tensor.rows > 1 and tensor.name not in names:
+                names.add(tensor.name)
+                yield key, layer, tensor
+
+
+def _read_tensor(values: Mapping[str, Any]) -> FileTensor:
+    orders = {name: np.array(values[name]) for name in _ORDERS if values[name] is not None}
+    return FileTensor(**{**values, "scales": tuple(values["scales"]), **orders})
 
 
 class FileTexts:
