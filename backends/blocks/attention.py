@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
+from pi2.backends.blocks.contract import KV_TYPES
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, join, pick
 from pi2.backends.blocks.panels import turn_square
 from pi2.backends.blocks.room import PARTIAL, QUERIES, SCORES, SCORES_ROW
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
+
+if TYPE_CHECKING:
+    from pi2.plan.documents.plan import KvType
 
 _LEAST = -3.0e38
 """Below every score."""
@@ -30,20 +35,23 @@ Bases = tuple[v.Expr, v.Expr]
 class _Heads:
     """Arguments of attention, and a thread's scratch."""
 
-    def __init__(self, isa: Isa, table: Table) -> None:
-        self._lanes = isa.lanes
+    def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
+        self._lanes, self._is_scaled = isa.lanes, kind == "int8"
         self._queries = table.take_array("queries", "float32")
         self._query_stride, self.heads = table.take("query_stride"), table.take("heads")
         self.group, self._key_width = table.take("group"), table.take("key_width")
         self._width = table.take("value_width")
         self._keys, self._values = (
-            table.take_array(f"{kind}_cache", "float16") for kind in ("key", "value")
+            table.take_array(f"{name}_cache", KV_TYPES[kind]) for name in ("key", "value")
+        )
+        self._key_scales, self._value_scales = (
+            table.take_array(f"{name}_scales", "float16") for name in ("key", "value")
         )
         self._sequences = table.take_array("sequences", "int32")
         self.positions = table.take_array("positions", "int32")
         self._strides = {
-            kind: (table.take(f"{kind}_sequence_stride"), table.take(f"{kind}_head_stride"))
-            for kind in ("key", "value")
+            name: (table.take(f"{name}_sequence_stride"), table.take(f"{name}_head_stride"))
+            for name in ("key", "value")
         }
         self._value_stride = table.take("value_stride")
         self._window, self._scale = table.take("window"), table.take_float("scale")
@@ -62,6 +70,15 @@ class _Heads:
             v.let(sequence * whole + head * each) for whole, each in self._strides.values()
         )
         return first, second
+
+    def take_key_scales(self, base: v.Expr, position: v.Expr, lanes: int) -> v.Expr:
+        """Return the scales of keys from a position on; ``base`` is the element of position 0."""
+        place = base // self._key_width + position
+        return v.let(v.cast(v.load(self._key_scales, place, lanes), "float32", lanes))
+
+    def take_value_scale(self, base: v.Expr, position: v.Expr) -> v.Expr:
+        """Return the scale of a value; ``base`` is the element of position 0."""
+        return v.cast(self._value_scales[base // self._value_stride + position], "float32", 1)
 
     def find_first(self, position: v.Expr) -> v.Expr:
         """Return the first position that a token sees, which stands at ``position``."""
@@ -95,8 +112,8 @@ class _Heads:
 class _Parts(_Heads):
     """A part of the context of a token, for some heads that share keys."""
 
-    def __init__(self, isa: Isa, table: Table) -> None:
-        super().__init__(isa, table)
+    def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
+        super().__init__(isa, kind, table)
         self.parts, self._partials = table.take("parts"), table.take_array("partials", "float32")
         self._stride = v.let(self._width + PARTIAL)
 
@@ -162,6 +179,8 @@ class _Parts(_Heads):
             for number, row in enumerate(self._rows):
                 own = range(number * several, (number + 1) * several)
                 part = pick(scaled, lanes, own) if several > 1 else v.take_lane(scaled, number)
+                if self._is_scaled:
+                    part = part * self.take_key_scales(self._base, at, several)
                 v.store(self._scratch, row + at - place, part, several)
 
     def _multiply(self, several: int, base: v.Expr) -> v.Expr:
@@ -238,7 +257,10 @@ class _Parts(_Heads):
                     for k in range(pieces)
                 ]
                 for number, row in enumerate(self._rows):
-                    weight = v.let(v.splat(self._scratch[row + position - place], lanes))
+                    share = self._scratch[row + position - place]
+                    if self._is_scaled:
+                        share = share * self.take_value_scale(self._value_base, position)
+                    weight = v.let(v.splat(v.let(share), lanes))
                     for k, value in enumerate(values):
                         cell = cells[number * pieces + k]
                         cell.set(T.fma(value, weight, cell.get()))
@@ -283,10 +305,10 @@ class _Parts(_Heads):
         walk(T.int64(0), width, add)
 
 
-def emit_attend(isa: Isa, counts: Sequence[int], table: Table) -> None:
+def emit_attend(isa: Isa, kind: KvType, counts: Sequence[int], table: Table) -> None:
     """Mix the values before tokens; items are parts of the heads of a token that share keys, of
     which ``counts`` are computed together."""
-    own = _Parts(isa, table)
+    own = _Parts(isa, kind, table)
     with T.serial(table.first, table.end) as item:
         rest = v.let(item // own.parts)
         part = v.let(item - rest * own.parts)
@@ -302,9 +324,9 @@ def emit_attend(isa: Isa, counts: Sequence[int], table: Table) -> None:
                 done = v.let(begin + times * count)
 
 
-def emit_join(isa: Isa, table: Table) -> None:
+def emit_join(isa: Isa, kind: KvType, table: Table) -> None:
     """Join the parts of heads; items are heads of tokens."""
-    own = _Parts(isa, table)
+    own = _Parts(isa, kind, table)
     with T.serial(table.first, table.end) as item:
         token = v.let(item // own.heads)
         own.look_at(token)
@@ -331,8 +353,8 @@ class _Tile(_Heads):
     """Queries of some tokens and all heads that share keys: scores of `SCORES` positions, the mix
     so far, largest scores and sums; keys of a register's positions, transposed."""
 
-    def __init__(self, isa: Isa, table: Table) -> None:
-        super().__init__(isa, table)
+    def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
+        super().__init__(isa, kind, table)
         room = v.let((table.take("tile") * self.group + QUERIES - 1) // QUERIES * QUERIES)
         self._mixed = v.let(self._scores + room * SCORES)
         self._tops = v.let(self._mixed + room * self._width)
@@ -355,14 +377,13 @@ class _Tile(_Heads):
             size = v.let(T.min(T.int64(SCORES), (stop - place + lanes - 1) // lanes * lanes))
             with T.serial(size // lanes) as block:
                 own = v.let(place + block * lanes)
-                self._turn_keys(keys + own * self._key_width)
+                self._turn_keys(keys, own)
                 with T.serial((count + QUERIES - 1) // QUERIES) as several:
                     self._score(v.let(several * QUERIES), v.let(block * lanes))
             with T.serial(count) as query:
                 self._weigh(query, place, size)
             with T.serial((count + QUERIES - 1) // QUERIES) as several:
-                at = v.let(values + place * self._value_stride)
-                self._mix(v.let(several * QUERIES), at, size)
+                self._mix(v.let(several * QUERIES), values, place, size)
         with T.serial(count) as query:
             self._finish(query)
 
@@ -381,8 +402,9 @@ class _Tile(_Heads):
             T.buffer_store(self._scratch, total.get(), [self._sums + query])
             self.clear(self._scratch, v.let(self._mixed + query * self._width))
 
-    def _turn_keys(self, base: v.Expr) -> None:
-        lanes = self._lanes
+    def _turn_keys(self, keys: v.Expr, position: v.Expr) -> None:
+        lanes, base = self._lanes, v.let(keys + position * self._key_width)
+        scales = self.take_key_scales(keys, position, lanes) if self._is_scaled else None
         with T.serial(self._key_width // lanes) as square:
             rows = [
                 v.let(
@@ -395,6 +417,7 @@ class _Tile(_Heads):
                 for lane in range(lanes)
             ]
             for place, column in enumerate(turn_square(rows, len(rows))):
+                column = column if scales is None else column * scales
                 v.store(
                     self._scratch, self._turned + (square * lanes + place) * lanes, column, lanes
                 )
@@ -465,16 +488,19 @@ class _Tile(_Heads):
 
             walk(T.int64(0), self._width, scale)
 
-    def _mix(self, query: v.Expr, base: v.Expr, size: v.Expr) -> None:
+    def _mix(self, query: v.Expr, base: v.Expr, first: v.Expr, size: v.Expr) -> None:
         lanes = self._lanes
         numbers = [v.let(T.min(query + k, self._last)) for k in range(QUERIES)]
         rows = [v.let(self._scores + number * SCORES) for number in numbers]
         with T.serial(self._width // lanes) as piece:
             cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in numbers]
             with T.serial(size) as position:
-                at = base + position * self._value_stride + piece * lanes
-                raw = v.load(self._values, at, lanes)
-                value = v.let(v.cast(raw, "float32", lanes))
+                own = v.let(first + position)
+                at = base + own * self._value_stride + piece * lanes
+                value = v.cast(v.load(self._values, at, lanes), "float32", lanes)
+                if self._is_scaled:
+                    value = value * v.splat(v.let(self.take_value_scale(base, own)), lanes)
+                value = v.let(value)
                 for row, cell in zip(rows, cells, strict=True):
                     weight = v.splat(self._scratch[row + position], lanes)
                     cell.set(T.fma(value, weight, cell.get()))
@@ -491,10 +517,10 @@ class _Tile(_Heads):
         self.put(v.let(self._first + token), head, self._scratch, place, total)
 
 
-def emit_attend_many(isa: Isa, table: Table) -> None:
+def emit_attend_many(isa: Isa, kind: KvType, table: Table) -> None:
     """The same for tokens of a chunk, which follow each other; items are tiles of tokens of the
     heads that share keys.  Heads fill registers, and the cache has whole registers of positions."""
-    tile = _Tile(isa, table)
+    tile = _Tile(isa, kind, table)
     tokens, size = table.take("tokens"), table.take("tile")
     with T.serial(table.first, table.end) as item:
         # The last tiles, which see most, come first.

@@ -38,7 +38,6 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "io.request": (None,),
     "io.verify": ("first-read",),
     "kv.lend": (False,),
-    "kv.type": ("fp16",),
     "layers.batches": ((),),
     "layers.hot": (None,),
     "layers.overrides": ((),),

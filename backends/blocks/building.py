@@ -378,8 +378,8 @@ class Builder:
             self.matrices.append(Matrix(product.key, self.layer, product.weight, (number,)))
 
     def add_heads(self, x: Area, length: int, product: Product, heads: int, first: int = 0) -> None:
-        """Add a matrix of each head, from its row ``first`` on, times a vector of each: strides are
-        between heads, which follow each other without gaps."""
+        """Add a matrix of each head, from its row ``first`` on, times a vector of each.  Strides
+        are between heads, which follow each other without gaps."""
         weight, y, inputs = product.weight, product.y, dict[str, _Codes]()
         each = weight.rows // heads
         self._quantize(x, length, weight, inputs, heads)
@@ -400,7 +400,7 @@ class Builder:
         self.matrices.append(Matrix(product.key, self.layer, weight, tuple(numbers), skip=skip))
 
     def add_turned_heads(self, x: Area, rows: int, product: Product, heads: int) -> None:
-        """Add the first rows of each head's matrix, turned, times a vector of each; strides are
+        """Add the first rows of each head's matrix, turned, times a vector of each.  Strides are
         between heads, which follow each other without gaps."""
         weight, y = product.weight, product.y
         scale = weight.scales[0] if weight.scales else 1.0
@@ -903,14 +903,13 @@ class Builder:
         # All heads read the same latent vectors, which are their values too.
         is_latent = len(arrays) == 1
         found = self.put_tokens()
-        for kind, array, width in (
-            ("key", arrays[0], heads.key),
-            ("value", arrays[-1], heads.value),
-        ):
+        for kind, own, width in (("key", arrays[0], heads.key), ("value", arrays[-1], heads.value)):
+            array, scales = own.elements, own.scales
             sequence, head, _, _ = (size // array.itemsize for size in array.strides)
             found |= {
                 f"{kind}_width": width,
                 f"{kind}_cache": array.ctypes.data,
+                f"{kind}_scales": 0 if scales is None else scales.ctypes.data,
                 f"{kind}_sequence_stride": sequence,
                 f"{kind}_head_stride": 0 if is_latent else head,
             }
@@ -920,7 +919,7 @@ class Builder:
         """Mix the values that queries see in the KV cache."""
         attention, heads = shape.options, describe_heads(shape)
         source = layer if shape.key_layer is None else shape.key_layer
-        values = self._cache.find(source)[-1]
+        values = self._cache.find(source)[-1].elements
         sinks = self.read_vector("sinks", layer) if shape.sinks else 0
         group, lanes = heads.group, self._libraries.isa.lanes
         size = count_attention_bytes(group, heads.key, heads.value, lanes)

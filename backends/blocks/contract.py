@@ -8,15 +8,18 @@ bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.model.blocks import Attention, list_attention
 from pi2.model.options import find_unknown as find_undeclared
 from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
+
+if TYPE_CHECKING:
+    from pi2.plan.documents.plan import KvType
 
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 """Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""
@@ -86,12 +89,27 @@ def describe_heads(own: Attention) -> Heads:
     )
 
 
-def list_libraries(model: Model) -> list[str]:
+KV_TYPES: Mapping[KvType, str] = {"fp16": "float16", "fp32": "float32", "int8": "int8"}
+"""Elements of the KV cache."""
+
+
+def name_attention(kind: KvType, counts: Collection[int]) -> str:
+    """Name the library of attention that computes so many heads together."""
+    return "_".join([ATTENTION, kind, *map(str, sorted(counts, reverse=True))])
+
+
+def read_attention(library: str) -> tuple[KvType, list[int]]:
+    """Return the arguments of `name_attention` by its result."""
+    kind, *counts = library.split("_")[1:]
+    return cast("KvType", kind), [int(count) for count in counts]
+
+
+def list_libraries(model: Model, kind: KvType) -> list[str]:
     """Return the libraries that any model needs: `STEPS`, then the slowest to compile first."""
     groups = [describe_heads(own).group for own, _ in list_attention(model)]
     counts = {TOGETHER[0] for group in groups if group >= TOGETHER[0]}
     counts |= {group % TOGETHER[0] for group in groups} - {0}
-    attention = "_".join([ATTENTION, *map(str, sorted(counts, reverse=True))])
+    attention = name_attention(kind, counts)
     more = {ROUTING: model.moe is not None, STATES: _needs_states(model)}
     return [STEPS, COMMON, attention, *(name for name, is_needed in more.items() if is_needed)]
 
@@ -160,8 +178,8 @@ _ROWS = (
     " routes has_routes planes plane_stride"
 )
 _CACHES = (
-    " key_width value_width key_cache value_cache sequences positions key_sequence_stride"
-    " key_head_stride value_sequence_stride value_head_stride"
+    " key_width value_width key_cache value_cache key_scales value_scales sequences positions"
+    " key_sequence_stride key_head_stride value_sequence_stride value_head_stride"
 )
 _ATTENTION = (
     f"queries query_stride heads group{_CACHES} value_stride window is_chunked scale cap sinks"

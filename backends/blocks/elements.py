@@ -77,7 +77,7 @@ def _store_as(buffer: v.Buffer, byte: v.Expr, value: v.Expr, lanes: int, size: i
     v.store(buffer, byte, v.reinterpret(value, "uint8", lanes * size), lanes * size)
 
 
-def _round(value: v.Expr, lanes: int) -> v.Expr:
+def round_half_even(value: v.Expr, lanes: int) -> v.Expr:
     """Round to the nearest whole number, int32: halves to even."""
     magic = v.constant(12582912.0, "float32", lanes)
     bits = v.reinterpret(value + magic, "int32", lanes)
@@ -110,7 +110,7 @@ def _emit_wide(block: _Block, order: v.Buffer, rest: _Rest) -> None:
         for half in range(2):
             piece = v.let(pair * 2 + half)
             value = v.let(v.load(x, source + piece * lanes, lanes))
-            codes = v.let(_round(value * v.splat(inverse, lanes), lanes))
+            codes = v.let(round_half_even(value * v.splat(inverse, lanes), lanes))
             codes = v.let(T.min(codes, v.constant(127, "int32", lanes)))
             rest.put(piece * lanes, value, codes, scale, lanes)
             place = v.let(target + number * 256 + order[piece])
@@ -139,7 +139,7 @@ def _emit_narrow(block: _Block, together: v.Expr, rounds: v.Expr, rest: _Rest) -
     scale = v.let(T.Select(rounds != T.int64(0), rounded, exact))
     total = v.Cell(T.int32(0))
     for index, half in enumerate(halves):
-        codes = v.let(_round(half * v.splat(inverse, lanes), lanes))
+        codes = v.let(round_half_even(half * v.splat(inverse, lanes), lanes))
         rest.put(index * lanes, half, codes, scale, lanes)
         place = v.let(target + begin + step * index)
         _store_as(y, place, v.cast(codes, "int8", lanes), lanes, 1)
@@ -418,36 +418,3 @@ def emit_turn(table: Table) -> None:
             with T.Else():
                 walk(zero, pairs, turn)
         normalize("after")
-
-
-def emit_keep(table: Table) -> None:
-    """Append tokens to the KV cache as fp16: [sequences, heads, context, head_dim]."""
-    positions = table.take_array("positions", "int32")
-    sequences = table.take_array("sequences", "int32")
-    stride, heads = table.take("x_stride"), table.take("heads")
-    with T.serial(table.first, table.end) as item:
-        token = v.let(item // heads)
-        head = v.let(item - token * heads)
-        for kind in ("key", "value"):
-            array = table.take_array(f"{kind}s", "float32")
-            cache = table.take_array(f"{kind}_cache", "float16")
-            width = table.take(f"{kind}_width")
-            source = v.let(token * stride + head * width)
-            target = v.let(
-                v.wide(sequences[token]) * table.take(f"{kind}_sequence_stride")
-                + head * table.take(f"{kind}_head_stride")
-                + v.wide(positions[token]) * width
-            )
-
-            def emit(
-                place: v.Expr,
-                lanes: int,
-                array: v.Buffer = array,
-                cache: v.Buffer = cache,
-                source: v.Expr = source,
-                target: v.Expr = target,
-            ) -> None:
-                value = v.cast(v.load(array, source + place, lanes), "float16", lanes)
-                v.store(cache, target + place, value, lanes)
-
-            walk(T.int64(0), width, emit)

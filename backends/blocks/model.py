@@ -17,6 +17,7 @@ from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
 from pi2.progress import Progress, ignore_progress
 
 PANEL_ROWS = 16
@@ -51,16 +52,17 @@ class BlockModel:
         cores: Sequence[int] = (),
         planes: tuple[int, int] = (1, 1),
         predicts: bool = False,
+        kv: KvType = "fp16",
         progress: Progress = ignore_progress,
     ) -> None:
         self._model = model
         formats = list_formats(model, find)
         libraries = Libraries(
-            model, formats, architecture=architecture, features=features, progress=progress
+            model, formats, architecture=architecture, features=features, kv=kv, progress=progress
         )
         context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
         self._lanes = libraries.isa.lanes
-        self._cache = KvCache(model, context, sequences, allocate)
+        self._cache = KvCache(model, context, sequences, allocate, kv)
         self._states = StateMemory(model, sequences, allocate)
         rows = max(LOGIT_ROWS, step_tokens)
         tokens = max(chunk, rows)

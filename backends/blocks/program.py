@@ -10,7 +10,16 @@ from pathlib import Path
 import tvm
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks import attention, elements, numbers, panels, rows, states, stream_kernels
+from pi2.backends.blocks import (
+    attention,
+    elements,
+    kept,
+    numbers,
+    panels,
+    rows,
+    states,
+    stream_kernels,
+)
 from pi2.backends.blocks.contract import (
     ATTENTION,
     COMMON,
@@ -19,6 +28,7 @@ from pi2.backends.blocks.contract import (
     STATES,
     STEPS,
     BlockSpec,
+    read_attention,
 )
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, make_tabled_function
@@ -305,17 +315,19 @@ class Program:
                 "gate_heads": states.emit_gate_heads,
             }
         if library.startswith(ATTENTION):
-            counts = [int(count) for count in library.split("_")[1:]]
-            return {"attend": partial(attention.emit_attend, isa, counts)}
+            kind, counts = read_attention(library)
+            return {
+                "attend": partial(attention.emit_attend, isa, kind, counts),
+                "attend_many": partial(attention.emit_attend_many, isa, kind),
+                "keep": partial(kept.emit_keep, kind),
+            }
         if library == COMMON:
             return {
                 "normalize": elements.emit_normalize,
                 "quantize_q8_k": partial(elements.emit_quantize, "q8_k"),
                 "quantize_q8_0": partial(elements.emit_quantize, "q8_0"),
                 "turn": elements.emit_turn,
-                "keep": elements.emit_keep,
-                "join": partial(attention.emit_join, isa),
-                "attend_many": partial(attention.emit_attend_many, isa),
+                "join": partial(attention.emit_join, isa, "fp16"),
                 "gate": elements.emit_gate,
                 "cap": elements.emit_cap,
                 "grow": elements.emit_grow,

@@ -12,7 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F16, F32, U8, Raw
-from pi2.backends.blocks.contract import FIELDS, PLANES, BlockSpec, describe_heads, list_libraries
+from pi2.backends.blocks.contract import (
+    FIELDS,
+    KV_TYPES,
+    PLANES,
+    BlockSpec,
+    describe_heads,
+    list_libraries,
+)
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.executor import CONTEXT_BLOCK
@@ -23,6 +30,7 @@ from pi2.model.states import describe_state
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.arithmetic.units import count_state_bytes
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
 from pi2.progress import Progress, ignore_progress
 
 _LINE = 64
@@ -251,11 +259,12 @@ class Libraries:
         *,
         architecture: str,
         features: Iterable[str],
+        kv: KvType = "fp16",
         progress: Progress = ignore_progress,
     ) -> None:
         """Load them, compiled now unless they are cached."""
         own = tuple(sorted(features))
-        shared = list_libraries(model)
+        shared = list_libraries(model, kv)
         names = [*shared, *formats]
         specs = [BlockSpec(library=name, architecture=architecture, features=own) for name in names]
         self.isa = specs[0].isa
@@ -294,12 +303,20 @@ _TABLES_BYTES = 64 << 10
 """Tables of formats, and the ends of arrays that begin at cache lines."""
 
 
-def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
+def count_kv_bytes(model: Model, context: int, sequences: int, kind: KvType = "fp16") -> int:
     context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
     found = [(describe_heads(own), layers) for own, layers in list_attention(model) if own.has_keys]
     return sum(
-        2 * sequences * context * own.key_heads * sum(own.widths) * layers for own, layers in found
+        layers * count_cache_bytes(kind, sequences * own.key_heads * context, width)
+        for own, layers in found
+        for width in own.widths
     )
+
+
+def count_cache_bytes(kind: KvType, vectors: int, width: int) -> int:
+    """Return the bytes of so many vectors in the KV cache; int8 ones have an fp16 scale each."""
+    scale = 2 if kind == "int8" else 0
+    return vectors * (width * np.dtype(KV_TYPES[kind]).itemsize + scale)
 
 
 def count_sequence_states(model: Model, sequences: int) -> int:
@@ -387,39 +404,61 @@ class StateMemory:
         self._values[sequence] = state
 
 
-class KvCache:
-    """KV cache of the layers: fp16 [sequences, heads, context, width] of each kind of vectors."""
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """Vectors of a kind in the KV cache of a layer."""
 
-    def __init__(self, model: Model, context: int, sequences: int, allocate: Allocate) -> None:
-        self._layers: dict[int, list[F16]] = {}
+    elements: Raw
+    """[sequences, heads, context, width]."""
+    scales: F16 | None
+    """[sequences, heads, context] of int8 elements."""
+
+
+class KvCache:
+    """KV cache of the layers."""
+
+    def __init__(
+        self, model: Model, context: int, sequences: int, allocate: Allocate, kind: KvType
+    ) -> None:
+        self._layers: dict[int, list[Cached]] = {}
         for layer, block in enumerate(model.blocks):
             if block.attention is None or not block.attention.has_keys:
                 continue
             own = describe_heads(block.attention)
             for width in own.widths:
-                shape = sequences, own.key_heads, context, width
-                array = allocate("kv", 2 * prod(shape)).view(np.float16).reshape(shape)
-                self._layers.setdefault(layer, []).append(array)
+                shape = sequences, own.key_heads, context
+                raw = allocate("kv", count_cache_bytes(kind, prod(shape), width))
+                size = prod(shape) * width * np.dtype(KV_TYPES[kind]).itemsize
+                elements = raw[:size].view(KV_TYPES[kind]).reshape(*shape, width)
+                scales = raw[size:].view(np.float16).reshape(shape) if kind == "int8" else None
+                self._layers.setdefault(layer, []).append(Cached(elements, scales))
 
-    def find(self, layer: int) -> Sequence[F16]:
-        """Return the arrays of a layer: its keys, and its values unless vectors are latent."""
+    def find(self, layer: int) -> Sequence[Cached]:
+        """Return the vectors of a layer: its keys, and its values unless vectors are latent."""
         return self._layers[layer]
+
+    def _list_arrays(self) -> list[Raw]:
+        return [
+            array
+            for vectors in self._layers.values()
+            for own in vectors
+            for array in (own.elements, own.scales)
+            if array is not None
+        ]
 
     def read(self, sequence: int, first: int, end: int) -> U8:
         """Return a copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``."""
         parts = [
             np.ascontiguousarray(array[sequence, :, first:end]).view(np.uint8).reshape(-1)
-            for arrays in self._layers.values()
-            for array in arrays
+            for array in self._list_arrays()
         ]
         return np.concatenate(parts)
 
     def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `read` gave for these tokens."""
         done = 0
-        for arrays in self._layers.values():
-            for array in arrays:
-                part: Raw = array[sequence, :, first:end]
-                size = part.size * 2
-                part[...] = kept[done : done + size].view(np.float16).reshape(part.shape)
-                done += size
+        for array in self._list_arrays():
+            part: Raw = array[sequence, :, first:end]
+            size = part.size * part.itemsize
+            part[...] = kept[done : done + size].view(part.dtype).reshape(part.shape)
+            done += size

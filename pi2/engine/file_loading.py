@@ -229,6 +229,7 @@ def _make_program(
         architecture=unit.architecture or machine.architecture,
         features=features,
         predicts=predicts,
+        kv=plan.kv.type,
         planes=(PLANES[plan.decode.activations], PLANES[plan.prefill.activations]),
         cores=tuple(list_cores(plan.threads.cores or "")),
         progress=progress,

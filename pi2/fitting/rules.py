@@ -294,7 +294,7 @@ def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
     Why: backends have different choices. A setting that changes nothing would state something
     untrue about the run, its memory and its speed.
 
-    Example: ``kv.type = "int8"`` for a GGUF file, whose KV cache has 16 bits.
+    Example: ``experts.keep_best = 2`` for a GGUF file, all of whose chosen experts compute.
 
     Fix: write the value that the finding names, leave the key out, or name another backend."""
     resolved = facts.resolved

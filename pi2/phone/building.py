@@ -57,11 +57,12 @@ def list_block_specs(resolved: ResolvedPlan) -> list[BlockSpec]:
     """Return the libraries that a run of a file's plan asks for."""
     unit, weights = resolved.device.units[resolved.sparse_unit], take_weights(resolved)
     assert unit.features is not None and unit.architecture is not None
+    libraries = list_libraries(weights.model, resolved.plan.kv.type)
     return [
         BlockSpec(
             library=name, architecture=unit.architecture, features=tuple(sorted(unit.features))
         )
-        for name in (*list_libraries(weights.model), *sorted({*list_formats(weights), "f32"}))
+        for name in (*libraries, *sorted({*list_formats(weights), "f32"}))
     ]
 
 

@@ -325,7 +325,7 @@ def count_needs(weights: GgufWeights, parts: Parts) -> FileNeeds:
     experts = weights.list_experts()
     return FileNeeds(
         vectors=weights.count_vector_bytes(),
-        kv=count_kv_bytes(model, context, sequences),
+        kv=count_kv_bytes(model, context, sequences, parts.kv.get("type", "fp16")),
         state=count_sequence_states(model, sequences),
         workspace=workspace,
         runtime=round_up(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pi2.weights.file_reading import FileFiller
-from tests.helpers.goldens import check_sequences_together
-from tests.helpers.whole_files import SETTINGS, WholeFile
+from tests.helpers.goldens import check_sequences_together, measure_error
+from tests.helpers.whole_files import FLIPPED, NEAR, SETTINGS, WholeFile
 
 STATES = (
     *("bailing-hybrid", "granite-hybrid", "granite-hybrid-dense", "kimi-linear", "lfm2-moe"),
@@ -66,6 +66,23 @@ def test_streamed_matrices_give_the_bits_of_resident_ones(name: str, open_file: 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_sequences_together_compute_what_each_does(name: str, open_file: Open) -> None:
     check_sequences_together(open_file(name).plan, SETTINGS)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "gemma4-moe", "llama4", "qwen3-5"])
+def test_a_kv_cache_of_other_numbers_gives_the_logits_of_the_reference_with_it(
+    name: str, kind: str, open_file: Open
+) -> None:
+    own = open_file(name)
+    expected = own.exact if kind == "fp32" else own.compute_int8()
+    # A code of 8 bits that is rounded the other way changes more.
+    bound = NEAR if kind == "fp32" else FLIPPED * measure_error(expected, own.exact)
+    with own.open(**{"kv.type": kind}) as model:
+        for mode in ("prefill", "decode"):
+            assert measure_error(model.logits(own.prompt, mode=mode), expected) <= bound
+        own_bytes = model.plan.plan.memory.segments.kv
+    with own.open() as model:
+        assert (own_bytes > model.plan.plan.memory.segments.kv) == (kind == "fp32")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -91,7 +91,7 @@ class WholeFile:
         prompt = read_golden(name.removesuffix(OLDER)).prompt
         self.prompt = prompt[: TOKENS.get(name)]
         model = convert(self.file, folder / "store", folder / tokenizer, EXACT)
-        store = write_plan(folder, model, {})
+        self._store = store = write_plan(folder, model, {})
         with pi2.load(store) as loaded:
             self.exact: F32 = loaded.logits(self.prompt)
             """With a KV cache that is not rounded."""
@@ -102,6 +102,12 @@ class WholeFile:
 
     def open(self, **settings: object) -> pi2.LoadedModel:
         return pi2.load(self.plan, set={**SETTINGS, **settings})
+
+    def compute_int8(self) -> F32:
+        """The reference's logits with a KV cache of 8 bits."""
+        with pi2.load(self._store, set={"kv.type": "int8"}) as loaded:
+            found: F32 = loaded.logits(self.prompt)
+        return found
 
     @contextmanager
     def stream(self, **settings: object) -> Iterator[pi2.LoadedModel]:
