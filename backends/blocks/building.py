@@ -144,6 +144,8 @@ class HeadNorm:
     step: int
     place: str
     """One of `NORM_PLACES`."""
+    epsilon: float | None = None
+    """Added to the mean of squares, if it is not the model's."""
 
 
 class Builder:
@@ -859,13 +861,15 @@ class Builder:
         starts = range(0, width * len(x_of), width)
         gate_of = starts if gates is None else gates.places
         tables = {"x_of": x_of, "gate_of": gate_of, "y_of": starts if y_of is None else y_of}
-        kept: list[I32] = [self.keep(np.array(own, np.int32)) for own in tables.values()]
+        own = None if norm is None else norm.epsilon
+        epsilon = self._model.norm.epsilon if own is None else own
+        kept: list[I32] = [self.keep(np.array(table, np.int32)) for table in tables.values()]
         self.add(
             "gate_heads",
             {
                 **x.put("x"),
                 **(x if gates is None else gates.area).put("gates"),
-                **{name: own.ctypes.data for name, own in zip(tables, kept, strict=True)},
+                **{name: table.ctypes.data for name, table in zip(tables, kept, strict=True)},
                 "gate_each": 1 if gates is None else gates.each,
                 "kind": -1 if gates is None else GATES.index(gates.kind),
                 **y.put("y"),
@@ -874,7 +878,7 @@ class Builder:
                 "weights": 0 if norm is None else norm.weights,
                 "weights_step": 0 if norm is None else norm.step,
                 "norm_place": NORM_PLACES.index("none" if norm is None else norm.place),
-                "epsilon": put_float(self._model.norm.epsilon),
+                "epsilon": put_float(epsilon),
             },
             each=len(x_of),
             grain=4,

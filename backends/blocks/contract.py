@@ -130,10 +130,11 @@ COMPUTED = read_options("""
     attention: output_gate output_gate_of=head output_gate_function=softplus
     attention: latent
     attention.latent: query_rank bias
-    recurrence: . kernel convolution_bias projection_bias decay_of=key decay_rank decay_floor
+    recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
+    recurrence: part_norm=weighted part_epsilon decay_of=key decay_rank decay_floor
     recurrence: gate=sigmoid gate_rank norm_groups shortest_step longest_step
     convolution: . kernel bias
-    layers: kinds=+ kinds=none kinds=delta kinds=mamba kinds=convolution
+    layers: kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
     : residual=parallel layer_scale logit_softcap head_bias other_rope
     ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
     ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm
@@ -232,7 +233,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "correct": _STREAMS,
         "match": f"{_STREAMS} x_stride",
         # Of `STATES`; items are blocks of channels, value heads of tokens, blocks of columns of
-        # heads, and heads of tokens.
+        # heads, blocks of channels, and heads of tokens.
         "convolve": "x x_stride before after has_gates y y_stride weights bias has_bias places"
         " has_places tails sequence_stride channels window is_silu tokens sequences positions",
         "prepare": "queries keys x_stride key_heads key_dim heads is_delta of_keys entries"
@@ -241,6 +242,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "recur": "queries keys values x_stride heads group key_dim value_dim value_of factors"
         " factors_stride of_keys is_delta skip has_skip memory sequence_stride y y_stride tokens"
         " sequences positions",
+        "scan": "x x_stride gates gates_stride steps steps_stride keys queries parts_stride bias"
+        " rates skip memory sequence_stride width key_dim y y_stride tokens sequences positions",
         "gate_heads": "x x_stride x_of gates gates_stride gate_of gate_each kind y y_stride y_of"
         " heads width weights weights_step norm_place epsilon",
     }.items()

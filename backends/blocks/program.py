@@ -312,6 +312,7 @@ class Program:
                 "convolve": states.emit_convolve,
                 "prepare": states.emit_prepare,
                 "recur": states.emit_recur,
+                "scan": states.emit_scan,
                 "gate_heads": states.emit_gate_heads,
             }
         if library.startswith(ATTENTION):

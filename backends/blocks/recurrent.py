@@ -1,4 +1,4 @@
-"""Instructions of layers with a state: short convolution, delta rule, Mamba-2.
+"""Instructions of layers with a state: short convolution, delta rule, Mamba-2, Mamba.
 
 Files have rows of the projections in orders of their own.  Products are as the file has its rows;
 tables say where the kernels find what `pi2.model.states` calls the rows of ``state_in`` and
@@ -23,7 +23,7 @@ from pi2.plan.documents.model import Model
 
 STATE_MATRICES = (
     *("state_in", "state_key", "state_value", "state_gate", "state_beta", "state_alpha"),
-    *("state_decays", "state_output_gates", "state_output"),
+    *("state_decays", "state_output_gates", "state_parts", "state_steps", "state_output"),
 )
 """Keys of the matrices of mixers with a state."""
 
@@ -67,6 +67,8 @@ class StateBuilder:
         else:
             order = np.arange(shape.channels)
             self._convolve(place, shape, projected.area, [], channels, made)
+        if shape.kind == "mamba1":
+            return self._scan(place, shape, projected, made)
         return self._recur(place, shape, projected, made, order, tensors)
 
     def _project(self, tensors: Sequence[DenseTensor], read: Area, shape: StateShape) -> _Rows:
@@ -224,6 +226,56 @@ class StateBuilder:
             grain=4,
         )
         return self._finish(place, shape, projected, gates, mixed)
+
+    def _scan(
+        self, place: tuple[int, int], shape: StateShape, projected: _Rows, values: Area
+    ) -> Area:
+        """Add the first Mamba's recurrence over convolved ``values``."""
+        builder, rank, depth = self._builder, shape.step_rank, shape.key_dim
+        parts = builder.take_area("state parts", shape.parts)
+        own = Product(key="state_parts", weight=builder.need("state_parts"), y=parts)
+        builder.add_products(values, shape.width, [own])
+        if shape.part_norm != "none":
+            weights: F32 = builder.keep(np.ones(shape.parts, np.float32))
+            if shape.part_norm == "weighted":
+                weights[:] = builder.read_values("state_part_norm")
+            for first, size in ((0, rank), (rank, depth), (rank + depth, depth)):
+                norm = HeadNorm(
+                    weights=weights.ctypes.data + 4 * first,
+                    step=0,
+                    place="before",
+                    epsilon=shape.part_epsilon,
+                )
+                part = parts.skip(first)
+                builder.add_gates(part, part, [0], size, norm=norm)
+        steps = builder.take_area("state steps", shape.width)
+        own = Product(key="state_steps", weight=builder.need("state_steps"), y=steps)
+        builder.add_products(parts, rank, [own])
+        mixed = builder.take_area("state mixed", shape.width)
+        builder.add(
+            "scan",
+            {
+                **values.put("x"),
+                **projected.area.skip(int(projected.places[shape.channels])).put("gates"),
+                **steps.put("steps"),
+                "keys": parts.skip(rank).address,
+                "queries": parts.skip(rank + depth).address,
+                "parts_stride": parts.stride,
+                "bias": builder.read_vector("state_step", place[0]),
+                "rates": builder.read_vector("state_decay", place[0]),
+                "skip": builder.read_vector("state_skip", place[0]),
+                "memory": self._memory.find(*place)[1],
+                "sequence_stride": self._memory.stride,
+                "width": shape.width,
+                "key_dim": depth,
+                **mixed.put("y"),
+                "tokens": 0,
+                **builder.put_tokens(),
+            },
+            items=-(-shape.width // STATE_BLOCK),
+            grain=2,
+        )
+        return mixed
 
     def _finish(
         self, place: tuple[int, int], shape: StateShape, projected: _Rows, factors: I64, mixed: Area

@@ -131,7 +131,7 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
         # Products, what is convolved, factors, mixed and gated values, and what latents give.
         floats += state.rows + state.gates + state.channels + state.factors + 2 * width
         floats += state.decays * (state.decay_rank > 0) + width * (state.gate_rank > 0)
-    ranks = 0 if state is None else max(state.decay_rank, state.gate_rank)
+    ranks = 0 if state is None else max(state.decay_rank, state.gate_rank, state.step_rank)
     inputs = [hidden, query, ffn, width, ranks, 2 * hidden if model.is_mtp else 0]
     if latent is not None:
         heads = model.shape.heads
@@ -357,7 +357,9 @@ def count_workspace_bytes(
     state, vectors = describe_state(model), 0
     if state is not None:
         # Weights of the convolution, places, and vectors of heads.
-        vectors = len(model.states) * ((state.kernel + 2) * state.channels + 2 * state.width)
+        each = (state.kernel + 2) * state.channels + 2 * state.width
+        each += state.memory if state.step_rank else 0
+        vectors = len(model.states) * each
     return (
         tokens * count_token_bytes(model, planes)
         + 4 * vectors
@@ -452,7 +454,7 @@ class KvCache:
             np.ascontiguousarray(array[sequence, :, first:end]).view(np.uint8).reshape(-1)
             for array in self._list_arrays()
         ]
-        return np.concatenate(parts)
+        return np.concatenate([np.zeros(0, np.uint8), *parts])
 
     def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `read` gave for these tokens."""

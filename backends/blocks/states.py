@@ -255,6 +255,50 @@ def emit_recur(table: Table) -> None:
         walk(first, v.let(T.min(first + STATE_BLOCK, value_dim)), recur)
 
 
+def emit_scan(table: Table) -> None:
+    """The first Mamba's recurrence: items are blocks of channels.
+
+    For a channel's value v, step size s, state S [key_dim] and rates A: S = exp(s A) S + s v B;
+    y = (C . S + skip v) silu(gate).  ``keys`` are B, and ``queries`` C."""
+    x, gates, steps, keys, queries = (
+        table.take_array(name, "float32") for name in ("x", "gates", "steps", "keys", "queries")
+    )
+    x_stride, gates_stride = table.take("x_stride"), table.take("gates_stride")
+    steps_stride, parts_stride = table.take("steps_stride"), table.take("parts_stride")
+    bias, rates, skip = (table.take_array(name, "float32") for name in ("bias", "rates", "skip"))
+    memory, sequence_stride = table.take_array("memory", "float32"), table.take("sequence_stride")
+    width, key_dim, tokens = table.take("width"), table.take("key_dim"), table.take("tokens")
+    y, y_stride = table.take_array("y", "float32"), table.take("y_stride")
+    sequences = table.take_array("sequences", "int32")
+    positions = table.take_array("positions", "int32")
+
+    def scan(channel: v.Expr, lanes: int) -> None:
+        with T.serial(tokens) as token:
+            state = v.let(v.wide(sequences[token]) * sequence_stride + channel * key_dim)
+            with T.If(positions[token] == 0), T.Then():
+                with T.serial(key_dim) as element:
+                    v.store(memory, state + element * lanes, _zeros(lanes), lanes)
+            value = v.let(v.load(x, token * x_stride + channel, lanes))
+            moved = v.load(steps, token * steps_stride + channel, lanes)
+            step = v.let(v.take_softplus(moved + v.load(bias, channel, lanes), lanes))
+            added, parts = v.let(step * value), v.let(token * parts_stride)
+            total = v.Cell(value * v.load(skip, channel, lanes))
+            with T.serial(key_dim) as element:
+                place = v.let(state + element * lanes)
+                rate = v.load(rates, element * width + channel, lanes)
+                kept = v.load(memory, place, lanes) * v.take_exponential(v.let(rate * step), lanes)
+                new = v.let(T.fma(added, v.splat(keys[parts + element], lanes), kept))
+                v.store(memory, place, new, lanes)
+                total.set(T.fma(new, v.splat(queries[parts + element], lanes), total.get()))
+            gate = v.let(v.load(gates, token * gates_stride + channel, lanes))
+            result = total.get() * v.take_silu(gate, lanes)
+            v.store(y, token * y_stride + channel, result, lanes)
+
+    with T.serial(table.first, table.end) as item:
+        first = v.let(item * STATE_BLOCK)
+        walk(first, v.let(T.min(first + STATE_BLOCK, width)), scan)
+
+
 def emit_gate_heads(table: Table) -> None:
     """``y`` = gate(g) x of heads, which are normalised before or after it: items are heads of
     tokens.  A gate may be one number (``gate_each`` 0), and there may be none (``kind`` -1)."""

@@ -49,6 +49,7 @@ def check_all(kernels: Kernels | ArmKernels) -> None:
     check_preparation(kernels)
     for is_delta, of_keys in ((True, False), (True, True), (False, False)):
         check_recurrence(kernels, is_delta=is_delta, of_keys=of_keys)
+    check_scan(kernels)
     check_gates(kernels)
 
 
@@ -210,6 +211,53 @@ def check_recurrence(kernels: Kernels | ArmKernels, *, is_delta: bool, of_keys: 
     )
     np.testing.assert_allclose(y, expected.reshape(TOKENS, -1), rtol=1e-5, atol=1e-5)
     assert np.isfinite(memory).all()
+
+
+def check_scan(kernels: Kernels | ArmKernels) -> None:
+    width, depth, rank = 37, 5, 3
+    x, gates, steps = draw(TOKENS, width), draw(TOKENS, width), draw(TOKENS, width)
+    parts = draw(TOKENS, rank + 2 * depth)
+    keys, queries = parts[:, rank : rank + depth], parts[:, rank + depth :]
+    bias, rates, skip = draw(width), -np.abs(draw(depth, width)), draw(width)
+    state = draw(depth, width)
+    expected, own = np.empty((TOKENS, width), np.float32), [0 * state, state.copy()]
+    for token, sequence in enumerate(SEQUENCES):
+        step, now = take_softplus(steps[token] + bias), own[sequence]
+        now *= np.exp(rates * step)
+        now += keys[token][:, None] * (step * x[token])
+        expected[token] = (queries[token] @ now + skip * x[token]) * take_silu(gates[token])
+    memory = np.full((2, depth * width), np.nan, np.float32)
+    blocks = [state[:, first : first + 16] for first in (0, 16)] + [state[:, 32:].T]
+    memory[1] = np.concatenate([np.ascontiguousarray(block).reshape(-1) for block in blocks])
+    y = np.full((TOKENS, width), np.nan, np.float32)
+    padded = np.zeros((2, TOKENS, width), np.float32)
+    padded[0, :, :depth], padded[1, :, :depth] = keys, queries
+    kernels.call(
+        "scan",
+        -(-width // 16),
+        x=x,
+        x_stride=width,
+        gates=gates,
+        gates_stride=width,
+        steps=steps,
+        steps_stride=width,
+        keys=padded[0],
+        queries=padded[1],
+        parts_stride=width,
+        bias=bias,
+        rates=rates,
+        skip=skip,
+        memory=memory,
+        sequence_stride=depth * width,
+        width=width,
+        key_dim=depth,
+        y=y,
+        y_stride=width,
+        tokens=TOKENS,
+        sequences=SEQUENCES,
+        positions=POSITIONS,
+    )
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def check_gates(kernels: Kernels | ArmKernels) -> None:
