@@ -32,13 +32,9 @@ def round_kv(attention: AttentionKernels, x: F32) -> F32:
 
 
 def compute_attention(
-    attention: AttentionKernels,
-    qkv: F32,
-    norms: F32,
-    tables: tuple[F32, F32],
-    positions: I32,
+    attention: AttentionKernels, qkv: F32, norms: F32, tables: tuple[F32, F32], positions: I32,
     sinks: F32,
-) -> F32:
+) -> F32:  # fmt: skip
     """Outputs [T, heads * head_dim] of one sequence whose tokens are all given."""
     heads, kv_heads, size = attention.heads, attention.kv_heads, attention.head_dim
     vectors = qkv.reshape(len(qkv), -1, size)

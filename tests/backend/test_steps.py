@@ -66,13 +66,9 @@ def add_neurons(
 
 
 def step(
-    executor: Executor,
-    model: RandomModel,
-    tokens: list[int],
-    sequences: list[int],
-    positions: list[int],
-    mode: str,
-) -> F32:
+    executor: Executor, model: RandomModel, tokens: list[int], sequences: list[int],
+    positions: list[int], mode: str,
+) -> F32:  # fmt: skip
     """Run a token each of some sequences; return their logits.  No sequences: a token of the
     selected one, as a chunk."""
     if sequences:

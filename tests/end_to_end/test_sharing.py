@@ -20,12 +20,9 @@ from tests.helpers.sharing_user import NAME, User, refer
 
 class TestTheWholeWay:
     def test_published_by_one_used_by_another_offline(
-        self,
-        bob: User,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        self, bob: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         alice = User(tmp_path / "alice", monkeypatch, capsys)
         tap = make_repository(tmp_path / "tap", {"README.md": "profiles"})
         clone = alice.folder / "clone"

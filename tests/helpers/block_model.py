@@ -203,13 +203,9 @@ class PlainBlockModel:
         return self._compute_mixture(layer, read)
 
     def _compute_dense(
-        self,
-        layer: int,
-        read: F64,
-        kinds: tuple[str, str, str],
-        fused_kind: str,
+        self, layer: int, read: F64, kinds: tuple[str, str, str], fused_kind: str,
         scale: F64 | None = None,
-    ) -> F64:
+    ) -> F64:  # fmt: skip
         ffn = self._model.ffn
         has_fused = getattr(self._model.tensors, fused_kind) is not None
         fused = self._find(fused_kind, layer) if has_fused else None

@@ -56,14 +56,9 @@ def make_config(model: Model) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    folder: Path,
-    model: Model,
-    weights: Mapping[str, F32],
-    *,
-    dtype: Dtype = "float32",
-    shards: int = 1,
-    in_order: bool = False,
-) -> Path:
+    folder: Path, model: Model, weights: Mapping[str, F32], *, dtype: Dtype = "float32",
+    shards: int = 1, in_order: bool = False,
+) -> Path:  # fmt: skip
     """Write config.json, weights in ``shards`` files, and tokenizer.json; return ``folder``.
 
     Tensors are dealt out to the files, as cards are, unless they follow each other ``in_order``.

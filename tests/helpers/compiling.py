@@ -41,13 +41,9 @@ class LoadedCompiler:
     """A process forked from one that has TVM, with what the cache uses of a `subprocess.Popen`."""
 
     def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        errors: TextIO,
-        environment: Mapping[str, str],
+        self, module: str, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str],
         objects: Path,
-    ) -> None:
+    ) -> None:  # fmt: skip
         context = _start_server(environment["PYTHONPATH"])
         reader, writer = context.Pipe(duplex=False)
         self._process = context.Process(
@@ -101,13 +97,9 @@ def _do_nothing() -> None:
 
 
 def _compile(
-    module: str,
-    arguments: list[str],
-    environment: dict[str, str],
-    output: Connection,
-    errors: str,
+    module: str, arguments: list[str], environment: dict[str, str], output: Connection, errors: str,
     objects: Path,
-) -> None:
+) -> None:  # fmt: skip
     """The compiler's main function, except that it takes known functions' code from ``objects``."""
     compiler = importlib.import_module(module)
     os.environ.clear()
@@ -156,12 +148,9 @@ def _generate_once(
 
 
 def start_loaded_compiler(
-    objects: Path,
-    module: str,
-    arguments: Sequence[str],
-    errors: TextIO,
+    objects: Path, module: str, arguments: Sequence[str], errors: TextIO,
     environment: Mapping[str, str],
-) -> object:
+) -> object:  # fmt: skip
     """Start a compiler by forking, or as ever where a test gives it modules of its own;
     ``objects``: a folder for the code of functions."""
     if module not in FORKED or os.pathsep in environment["PYTHONPATH"]:

@@ -168,12 +168,9 @@ def _activate(model: Model, gate: F64, up: F64 | None = None) -> F64:
 
 
 def make_neurons(
-    changes: Mapping[str, Any] | None = None,
-    *,
-    count: int = 37,
-    scales: ScalesPlace = "inline",
+    changes: Mapping[str, Any] | None = None, *, count: int = 37, scales: ScalesPlace = "inline",
     seed: int = 0,
-) -> Neurons:
+) -> Neurons:  # fmt: skip
     shape = {"layers": 2, "ffn": count, **(changes or {}).get("shape", {})}
     model = make_model({"predictor": None, **(changes or {}), "shape": shape})
     random = np.random.default_rng(seed)

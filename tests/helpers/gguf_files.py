@@ -18,14 +18,10 @@ from tests.helpers.models import draw_weights, make_model
 
 
 def write_gguf(
-    file: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, F32],
-    kind: str = "F32",
-    changes: Mapping[str, Any] | None = None,
-    kinds: Mapping[str, str] | None = None,
+    file: Path, config: Mapping[str, Any], tensors: Mapping[str, F32], kind: str = "F32",
+    changes: Mapping[str, Any] | None = None, kinds: Mapping[str, str] | None = None,
     **options: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write ``tensors`` (named as GGUF does), matrices in the type ``kind``, those whose names end
     with a key of ``kinds`` in another, or in float32 where their rows are not a multiple of 32;
     return ``file``."""
@@ -105,13 +101,9 @@ def make_tokens(count: int) -> dict[str, Any]:
 
 
 def write_random_gguf(
-    folder: Path,
-    shape: Mapping[str, int],
-    changes: Mapping[str, Any] | None = None,
-    kind: str = "Q8_0",
-    kinds: Mapping[str, str] | None = None,
-    template: str | None = None,
-) -> Path:
+    folder: Path, shape: Mapping[str, int], changes: Mapping[str, Any] | None = None,
+    kind: str = "Q8_0", kinds: Mapping[str, str] | None = None, template: str | None = None,
+) -> Path:  # fmt: skip
     """Write a model of random weights, with a tokenizer: see `make_model`; the folder of the same
     model is ``checkpoint``."""
     metadata = make_sentence_piece()

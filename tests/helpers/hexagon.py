@@ -116,15 +116,9 @@ class Bench:
         return self.read(job["results"], graph.tokens, graph.rows)[: len(inputs)]
 
     def feed_forward(
-        self,
-        graph: FfnGraph,
-        arrays: Arrays,
-        inputs: F32,
-        room: int,
-        first: int,
-        count: int,
+        self, graph: FfnGraph, arrays: Arrays, inputs: F32, room: int, first: int, count: int,
         routes: F32 | None = None,
-    ) -> F32:
+    ) -> F32:  # fmt: skip
         """Sums [n, hidden] of ``count`` neurons from ``first`` on, of a room of ``room``;
         ``routes`` [n, experts] are weights of experts."""
         shape = self.spec.ffn

@@ -258,15 +258,9 @@ def measure_error(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
 
 
 def make_model(
-    *,
-    activation: str,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    window: int | None = None,
-    experts: int = 0,
-    **changes: Any,
-) -> Model:
+    *, activation: str, heads: int = 4, kv_heads: int = 2, head_dim: int = 32,
+    window: int | None = None, experts: int = 0, **changes: Any,
+) -> Model:  # fmt: skip
     """A model of one layer; ``changes`` are keys of its shape, FFN or quantisation."""
     sizes = {"layers": 1, "hidden": 256, "ffn": 32, "vocab": 100, "context": 32} | {
         key: changes.pop(key) for key in ("hidden", "vocab") if key in changes
@@ -305,33 +299,15 @@ class RandomModel:
     """A model with random weights, as a backend sees it."""
 
     def __init__(
-        self,
-        *,
-        layers: int = 2,
-        hidden: int = 64,
-        ffn: int = 96,
-        heads: int = 4,
-        kv_heads: int = 2,
-        head_dim: int = 16,
-        vocab: int = 80,
-        context: int = 60,
-        chunk: int = 16,
-        threads: int = 2,
-        activation: str = "drelu",
-        threshold: float = 0.0,
-        window: int | None = None,
-        bias: bool = False,
-        tied_head: bool = True,
-        rank: int | None = 32,
-        rope: Rope | None = None,
-        kv_type: KvType = "fp16",
-        chunk_type: ActivationType = "int16",
-        token_type: ActivationType = "int16",
-        precision: Mapping[str, Precision] | None = None,
-        features: frozenset[str] | None = None,
-        limits: tuple[float, float] | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, *, layers: int = 2, hidden: int = 64, ffn: int = 96, heads: int = 4,
+        kv_heads: int = 2, head_dim: int = 16, vocab: int = 80, context: int = 60, chunk: int = 16,
+        threads: int = 2, activation: str = "drelu", threshold: float = 0.0,
+        window: int | None = None, bias: bool = False, tied_head: bool = True,
+        rank: int | None = 32, rope: Rope | None = None, kv_type: KvType = "fp16",
+        chunk_type: ActivationType = "int16", token_type: ActivationType = "int16",
+        precision: Mapping[str, Precision] | None = None, features: frozenset[str] | None = None,
+        limits: tuple[float, float] | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
         self._rng = np.random.default_rng(seed)
         self._tensors: dict[str, Tensor] = {}
         chosen = {

@@ -187,12 +187,9 @@ def make_tokenizer(vocab: int) -> bytes:
 
 
 def make_tiny(
-    folder: Path,
-    changes: Mapping[str, Mapping[str, Any] | Any] | None = None,
-    *,
-    seed: int = 0,
+    folder: Path, changes: Mapping[str, Mapping[str, Any] | Any] | None = None, *, seed: int = 0,
     stride: int | None = None,
-) -> TinyModel:
+) -> TinyModel:  # fmt: skip
     """A random model with its store in ``folder / "store"``; see `make_model` for ``changes``."""
     model = make_model(changes)
     weights = draw_weights(model, seed)

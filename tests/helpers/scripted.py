@@ -18,13 +18,9 @@ _BEFORE = 2
 
 
 def make_scripted_plan(
-    folder: Path,
-    template: str,
-    prompt: str,
-    answer: str,
-    marks: Sequence[str] = (),
+    folder: Path, template: str, prompt: str, answer: str, marks: Sequence[str] = (),
     kind: Kind = "special",
-) -> Path:
+) -> Path:  # fmt: skip
     """The plan of an OPT whose attention and FFN give zero, so that each position names the token
     that follows: those of ``answer`` after ``prompt``; ``marks`` are tokens of a kind."""
     source = folder / "checkpoint"

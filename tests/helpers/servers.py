@@ -40,12 +40,9 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "get", "parameters
 
 
 def make_chat_plan(
-    folder: Path,
-    changes: Mapping[str, Any] | None = None,
-    *,
-    template: str | None = "chatml",
+    folder: Path, changes: Mapping[str, Any] | None = None, *, template: str | None = "chatml",
     context: int = 1024,
-) -> Path:
+) -> Path:  # fmt: skip
     """A plan of a tiny random model with a chat template: a golden one or given lines."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny = make_tiny(folder, {"shape": {"context": context}})

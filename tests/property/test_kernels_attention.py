@@ -81,14 +81,9 @@ def make_attention(spec: KernelSpec) -> Callable[[Any], None]:
 
 
 def make_small_spec(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    window: int | None,
-    kv: KvType,
-    isa: str,
+    heads: int, kv_heads: int, head_dim: int, window: int | None, kv: KvType, isa: str,
     chunk_planes: int = 2,
-) -> KernelSpec:
+) -> KernelSpec:  # fmt: skip
     """Attention alone, for a schedule."""
     return make_spec(
         hidden=heads * head_dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window,
@@ -103,14 +98,9 @@ def make_room(spec: KernelSpec) -> list[Any]:
 
 
 def attend_plainly(
-    query: F64,
-    key: F64,
-    value: F64,
-    cosines: F64,
-    sines: F64,
-    window: int | None,
+    query: F64, key: F64, value: F64, cosines: F64, sines: F64, window: int | None,
     kv: KvType = "fp16",
-) -> F64:
+) -> F64:  # fmt: skip
     """Attention of all tokens in float64; keys and values rounded to the cache's type."""
 
     def keep(x: F64) -> F64:
@@ -167,16 +157,9 @@ def attend_plainly(
     seed=st.integers(0, 2**32 - 1),
 )
 def test_attention_in_any_chunks_is_that_of_the_whole_sequence(
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    window: int | None,
-    chunks: list[int],
-    kv: KvType,
-    rope: Rope,
-    isa: str,
-    seed: int,
-) -> None:
+    kv_heads: int, group: int, head_dim: int, window: int | None, chunks: list[int], kv: KvType,
+    rope: Rope, isa: str, seed: int,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     tokens, heads, context = sum(chunks), kv_heads * group, 112
     rows = (heads + 2 * kv_heads) * head_dim

@@ -40,15 +40,9 @@ PRECISIONS = st.sampled_from(["int4", "int8", "fp16", "ternary"])
     seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_a_product_is_what_float64_says_of_the_same_codes(
-    isa: str,
-    length: int,
-    precision: Precision,
-    planes: int,
-    threads: int,
-    rows: int,
-    tokens: int,
+    isa: str, length: int, precision: Precision, planes: int, threads: int, rows: int, tokens: int,
     seed: int,
-) -> None:
+) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     weights, scales = find_packing(precision).quantize(
         rng.standard_normal((rows, length)).astype(np.float32)

@@ -150,16 +150,9 @@ def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> F32:
     tokens=st.integers(2, 9), data=st.data(),
 )  # fmt: skip
 def test_gathered_and_dense_sums_are_those_of_float64(
-    hidden: int,
-    precision: dict[str, Any],
-    activation: Activation,
-    threads: int,
-    planes: int,
-    passes: int,
-    neurons: int,
-    tokens: int,
-    data: st.DataObject,
-) -> None:
+    hidden: int, precision: dict[str, Any], activation: Activation, threads: int, planes: int,
+    passes: int, neurons: int, tokens: int, data: st.DataObject,
+) -> None:  # fmt: skip
     spec = make_spec(
         hidden=hidden, **precision, activation=activation,
         threshold=0.2 if activation == "fatrelu" else 0.0, threads=threads, planes=planes,

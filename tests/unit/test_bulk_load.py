@@ -50,12 +50,9 @@ def allocate(size: int, spare: int) -> U8:
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("least_touched", [0, 1 << 40])
 def test_ranges_of_a_file_come_to_their_places(
-    tmp_path: Path,
-    content: bytes,
-    direct: bool,
-    least_touched: int,
+    tmp_path: Path, content: bytes, direct: bool, least_touched: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(bulk_load, "LEAST_TOUCHED_BYTES", least_touched)
     (tmp_path / "x.arrow").write_bytes(content)
     file = FileRead(tmp_path, describe(content), direct=direct)

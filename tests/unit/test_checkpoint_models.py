@@ -42,13 +42,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_model(
-    folder: Path,
-    name: str,
-    kind: str = "Q8_0",
-    seed: int = 0,
-    changes: Mapping[str, Any] | None = None,
-    part_tensors: int = 0,
-) -> Path:
+    folder: Path, name: str, kind: str = "Q8_0", seed: int = 0,
+    changes: Mapping[str, Any] | None = None, part_tensors: int = 0,
+) -> Path:  # fmt: skip
     """A GGUF file whose answers begin anywhere; split into parts of some tensors if asked for."""
     metadata = make_sentence_piece()
     size = len(metadata["tokenizer.ggml.tokens"])

@@ -94,6 +94,7 @@ def test_any_share_of_the_hot_neurons_gives_the_same_logits(
         {"decode.predictor": "low-rank", "decode.look_ahead": "layer", **EVERYTHING},
         {"decode.predictor": "low-rank", "decode.missing_threshold": -1e8, **EVERYTHING},
         {"decode.predictor": "gate", "pipeline.prefill": "layers-first"},
+        {"decode.predictor": "gate", "pipeline.prefill": "layers-first", "prefill.unit": "second"},
         {"decode.predictor": "gate", "memory.segments.cold": "96 KiB"},
         {"decode.predictor": "gate", "cache.policy": "lru", "kv.lend": True},
         {"decode.predictor": "gate", "layers.hot": 1.0},
@@ -105,18 +106,6 @@ def test_every_way_of_decoding_goes_with_two_units(
     plan: Path, alone: tuple[F32, F32], settings: Mapping[str, Any]
 ) -> None:
     check(run(plan, {**TWO, **settings}), alone)
-
-
-def test_several_chunks_go_with_a_unit(plan: Path, alone: tuple[F32, F32]) -> None:
-    settings = {
-        **TWO,
-        "prefill.unit": "second",
-        "pipeline.prefill": "layers-first",
-        "decode.predictor": "gate",
-    }
-    with pi2.load(plan, set=settings) as model:
-        found = model._parts.forward.prefill(np.array(IDS, np.int32), all_logits=True)
-        check((found, model.logits(IDS, mode="decode")), (alone[0], alone[1]))
 
 
 def test_what_changes_a_run_changes_the_digest(plan: Path) -> None:

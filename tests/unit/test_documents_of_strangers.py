@@ -54,67 +54,65 @@ def change(project: Path, line: str) -> int:
 
 
 def replace_weights(project: Path, name: str, secret: Path) -> Path:
-    """A store of which one file is a link."""
-    change(project, 'weights = "store"')
     store = project / "plans" / "store"
     store.mkdir()
     (store / name).symlink_to(secret)
     return store
 
 
-ATTACKS: dict[str, Callable[[Path, Path], object]] = {
-    "a path that is extended": lambda project, secret: extend(project, f"../../{secret.name}"),
+Attack = Callable[[Path, Path], object]
+
+
+def say(line: str) -> Attack:
+    """A line of the plan; SECRET is the file's place."""
+    return lambda project, secret: change(project, line.replace("SECRET", str(secret)))
+
+
+def near(reference: str) -> Attack:
+    return lambda project, secret: extend(project, reference.replace("SECRET", secret.name))
+
+
+def linked(name: str, then: Attack) -> Attack:
+    """A link to the secret, and what names it."""
+    return lambda project, secret: (link(project, name, secret), then(project, secret))
+
+
+def inside(name: str, line: str = 'weights = "store"') -> Attack:
+    """A store of which one file is a link."""
+    return lambda project, secret: (replace_weights(project, name, secret), change(project, line))
+
+
+ATTACKS: dict[str, Attack] = {
+    "a path that is extended": near("../../SECRET"),
     "an absolute path": lambda project, secret: extend(project, str(secret)),
-    "a link that is extended": lambda project, secret: (
-        link(project, "x.plan.toml", secret),
-        extend(project, "x.plan.toml"),
-    ),
-    "a link without the ending": lambda project, secret: (
-        link(project, "x.toml", secret),
-        extend(project, "x.toml"),
-    ),
+    "a link that is extended": linked("x.plan.toml", near("x.plan.toml")),
+    "a link without the ending": linked("x.toml", near("x.toml")),
     "a folder that is a link": lambda project, secret: (
         link(project, "x", secret.parent),
         extend(project, f"x/{secret.name}"),
     ),
-    "a device": lambda project, secret: (
-        link(project, "x.device.toml", secret),
-        change(project, 'device = "x.device.toml"'),
-    ),
-    "a model": lambda project, secret: (
-        link(project, "x.model.toml", secret),
-        change(project, 'model = "x.model.toml"'),
-    ),
-    "the path of a model": lambda project, secret: change(project, f'model = "{secret}"'),
+    "a device": linked("x.device.toml", say('device = "x.device.toml"')),
+    "a model": linked("x.model.toml", say('model = "x.model.toml"')),
+    "the path of a model": say('model = "SECRET"'),
     "a device that extends": lambda project, secret: (
         (project / "plans" / "y.device.toml").write_text(
             f'schema_version = 2\nextends = ["../../{secret.name}"]\nid = "y"\n'
         ),
         change(project, 'device = "y.device.toml"'),
     ),
-    "a draft's plan": lambda project, secret: (
-        link(project, "x.plan.toml", secret),
-        change(project, '[decode.speculation]\ndrafts = "plan"\nplan = "x.plan.toml"'),
+    "a draft's plan": linked(
+        "x.plan.toml", say('[decode.speculation]\ndrafts = "plan"\nplan = "x.plan.toml"')
     ),
     "thresholds": lambda project, secret: change(
         project, f'[sparsity]\nmethod = "cats"\nthresholds = "../../{secret.name}"'
     ),
     "the plan itself": lambda project, secret: link(project, "p.plan.toml", secret),
-    "the lock": lambda project, secret: (
-        change(project, 'device = "gh:a/b//c.device.toml@v1"'),
-        link(project, "../pi2.lock", secret),
-    ),
-    "weights": lambda project, secret: change(project, f'weights = "{secret}"'),
-    "weights as a GGUF file": lambda project, secret: (
-        link(project, "w.gguf", secret),
-        change(project, 'weights = "w.gguf"'),
-    ),
-    "a tokenizer": lambda project, secret: change(project, f'tokenizer = "{secret}"'),
-    "a manifest": lambda project, secret: replace_weights(project, "manifest.json", secret),
-    "a store's model": lambda project, secret: (
-        replace_weights(project, "x.model.toml", secret),
-        change(project, 'weights = "store"\nremove = ["model"]'),
-    ),
+    "the lock": linked("../pi2.lock", say('device = "gh:a/b//c.device.toml@v1"')),
+    "weights": say('weights = "SECRET"'),
+    "weights as a GGUF file": linked("w.gguf", say('weights = "w.gguf"')),
+    "a tokenizer": say('tokenizer = "SECRET"'),
+    "a manifest": inside("manifest.json"),
+    "a store's model": inside("x.model.toml", 'weights = "store"\nremove = ["model"]'),
 }
 """What a pull request changes in a repository, by the secret's place."""
 

@@ -45,14 +45,9 @@ def list_texts() -> list[str]:
 
 
 def train(
-    model: Any,
-    trainer: Any,
-    *,
-    cut: Any = None,
-    change: Any = None,
-    decoder: Any = None,
+    model: Any, trainer: Any, *, cut: Any = None, change: Any = None, decoder: Any = None,
     added: tuple[AddedToken, ...] = (),
-) -> bytes:
+) -> bytes:  # fmt: skip
     tokenizer = Tokenizer(model)
     if change is not None:
         tokenizer.normalizer = change

@@ -93,13 +93,9 @@ def test_weights_of_a_plan_are_pulled_when_asked_for_and_pinned(
 
 
 def test_a_pulled_model_is_listed_run_and_removed(
-    hub: Hub,
-    environment: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    ask: Ask,
-) -> None:
+    hub: Hub, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], ask: Ask,
+) -> None:  # fmt: skip
     code, said = pull(environment, hub, "hf:org/tiny@v1", "--quantization", "int8")
     assert code == 0, said
     assert "next: pi2 run tiny" in said

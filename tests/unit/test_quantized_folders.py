@@ -40,13 +40,9 @@ def draw_scales(*shape: int) -> F32:
 
 
 def pack_whole(
-    bits: int,
-    groups: int,
-    *,
-    has_zeros: bool = False,
-    has_order: bool = False,
+    bits: int, groups: int, *, has_zeros: bool = False, has_order: bool = False,
     is_unordered: bool = False,
-) -> Write:
+) -> Write:  # fmt: skip
     """Integers in words, without gaps between them."""
 
     def write(name: str, rows: int, columns: int) -> tuple[Stored, F32]:

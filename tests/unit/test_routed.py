@@ -11,7 +11,6 @@ import pytest
 import pi2
 from pi2.arrays import F32, I32
 from pi2.authoring.drafting import Wish, draft_plan
-from pi2.backends.units import UnitFailed
 from pi2.cli.main import run
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.waves import Wave
@@ -152,35 +151,6 @@ def test_sequences_share_reads_and_compute_their_own(
         return texts
 
     assert generate(CACHES["a token's experts of a layer"]) == generate(None)
-
-
-@pytest.mark.parametrize("look_ahead", ["none", "layer"])
-@pytest.mark.parametrize("predictor", ["router", "none"])
-def test_a_dense_unit_computes_its_share(
-    silu: Path, whole: tuple[F32, F32], predictor: str, look_ahead: str
-) -> None:
-    two = {
-        "device": "host-two-units",
-        "backends": {"cpu": "reference", "npu": "reference"},
-        "layers.split": {"second": 0.3, "cpu": 0.7},
-        "layers.hot": 0.4,
-        "units": {"second": {"on_failure": "cpu"}},
-        "decode.predictor": predictor,
-    }
-    if predictor == "router":
-        two["decode.look_ahead"] = look_ahead
-    with load(silu, {"slots": 3 * FFN}, two) as model:
-        for _ in range(2):
-            for ours, truth in zip(compute(model), whole, strict=True):
-                assert float(np.abs(ours - truth).max()) <= SAME * float(np.abs(truth).max())
-            if not model.lost_units:
-                unit: Any = model._parts.feed_forward.shares.units["second"].unit
-                unit.finish = fail
-        assert model.lost_units
-
-
-def fail(*arguments: Any) -> F32:
-    raise UnitFailed("the device is lost")
 
 
 def test_an_interrupt_leaves_nothing_under_way(silu: Path, whole: tuple[F32, F32]) -> None:

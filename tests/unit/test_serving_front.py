@@ -60,13 +60,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(
-    replicas: Replicas,
-    path: str = "/v1/completions",
-    *,
-    body: bytes = b"{}",
-    key: bytes = b"secret",
-    hangs_up: bool = False,
-) -> list[Message]:
+    replicas: Replicas, path: str = "/v1/completions", *, body: bytes = b"{}",
+    key: bytes = b"secret", hangs_up: bool = False,
+) -> list[Message]:  # fmt: skip
     application = make_front(Settings(plans=[], keys=["secret"], body_bytes=100), replicas)
     sent: list[Message] = []
     requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]

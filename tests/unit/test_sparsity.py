@@ -140,13 +140,6 @@ def test_the_file_states_the_perplexity_that_evaluate_measures(sparse: Path) -> 
     assert 0.4 < cut.active <= cut.predicted < 0.6
 
 
-def test_equal_texts_give_equal_files(plan: Path, sparse: Path, text: Path, tmp_path: Path) -> None:
-    command = ["sparsity", "calibrate", str(plan), "--text", str(text), "--target", "0.5"]
-    again = tmp_path / "again.thresholds.toml"
-    assert run([*command, "--context", "32", "--error", LOOSE, "-o", str(again)]) == 0
-    assert again.read_bytes() == sparse.with_name("half.thresholds.toml").read_bytes()
-
-
 def test_a_loss_is_kept_by_the_largest_share_that_keeps_it(plan: Path) -> None:
     goal = Goal(method="cats-teal", max_increase=0.002)
     found = calibrate_thresholds(

@@ -110,14 +110,9 @@ def test_a_wider_stride_is_kept(tmp_path: Path) -> None:
 
 # Failure
 def fail_after(
-    path: Path,
-    model: Model,
-    layers: int,
-    error: BaseException,
-    *,
-    job: str = "",
+    path: Path, model: Model, layers: int, error: BaseException, *, job: str = "",
     replace: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     with open_writer(path, model, job=job, replace=replace) as writer:
         for layer in range(layers):
             write_layer(writer, layer)
