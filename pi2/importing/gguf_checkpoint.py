@@ -469,7 +469,7 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
         if not is_matrix or find_place(names, f"{base}.weight") is None:
             continue  # said later
         assert matrix is not None
-        experts = matrix.shape[0] if len(matrix.shape) == 3 else 1
+        experts = matrix.shape[0] if base.endswith("_exps") else 1
         count = math.prod(entry.shape)
         if count not in (1, experts):
             raise refuse_shape(make_tensor(file, entry), (experts,))
