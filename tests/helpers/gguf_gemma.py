@@ -7,28 +7,15 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-import pytest
 
-from tests.helpers.gguf_tensors import read_checkpoint, write_all
-
-gguf = pytest.importorskip("gguf")
+from tests.helpers.gguf_tensors import read_checkpoint, start_file, write_all
 
 
 def write_gemma3n(file: Path, checkpoint: Path) -> Path:
     config, weights = read_checkpoint(checkpoint)
-    layers, kinds = config["num_hidden_layers"], config["layer_types"]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3N, layers)
-    writer = gguf.GGUFWriter(file, "gemma3n")
-    writer.add_name("Tiny")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(layers)
+    kinds = config["layer_types"]
+    writer, names = start_file(file, "GEMMA3N", config)
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
     writer.add_sliding_window(config["sliding_window"])
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     writer.add_shared_kv_layers(config["num_kv_shared_layers"])
@@ -42,8 +29,6 @@ def write_gemma3n(file: Path, checkpoint: Path) -> Path:
     if config["final_logit_softcapping"] != 30.0:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
-    for key in ("bos", "eos"):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
     streams: dict[str, list[np.ndarray]] = {}
     for name, values in weights.items():
         numbered = re.fullmatch(r"(model\.altup_\w+)\.\d+\.weight", name)
@@ -62,25 +47,19 @@ def write_gemma4(file: Path, checkpoint: Path, divisors: Mapping[int, float] | N
     """A file of Gemma 4 as llama.cpp's converter writes it; ``divisors`` of frequencies."""
     config, weights = read_checkpoint(checkpoint)
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, layers)
-    writer = gguf.GGUFWriter(file, "gemma4")
-    writer.add_name("Tiny")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(layers)
+    heads, own = config["per_layer_config"], config["num_key_value_heads"]
+    full = next(iter(heads.values()))
+    kv_heads = [heads.get(str(n), {}).get("num_key_value_heads", own) for n in range(layers)]
+    stated = {
+        "head_dim": full["head_dim"],
+        "num_key_value_heads": kv_heads if len(set(kv_heads)) > 1 else own,
+    }
+    writer, names = start_file(file, "GEMMA4", config | stated)
     shared = config["num_kv_shared_layers"]
     first, ffn = layers - shared, config["intermediate_size"]
     is_wide = config["use_double_wide_mlp"]
     sizes = [ffn * (1 + (is_wide and layer >= first)) for layer in range(layers)]
     writer.add_feed_forward_length(sizes if is_wide else ffn)
-    writer.add_head_count(config["num_attention_heads"])
-    heads, own = config["per_layer_config"], config["num_key_value_heads"]
-    full = next(iter(heads.values()))
-    kv_heads = [heads.get(str(n), {}).get("num_key_value_heads", own) for n in range(layers)]
-    writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else own)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(full["head_dim"])
-    writer.add_value_length(full["head_dim"])
     writer.add_rope_dimension_count(full["head_dim"])
     writer.add_key_length_swa(config["head_dim"])
     writer.add_value_length_swa(config["head_dim"])
@@ -104,8 +83,6 @@ def write_gemma4(file: Path, checkpoint: Path, divisors: Mapping[int, float] | N
     for place, divisor in (divisors or {}).items():
         found[place] = divisor
     writer.add_tensor("rope_freqs.weight", found)
-    for key in ("bos", "eos"):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
     for name, values in weights.items():
         writer.add_tensor(_name_tensor(names, name), values)
     write_all(writer)

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
 from pi2.arrays import F32
-from tests.helpers.gguf_tensors import write_all
+from tests.helpers.gguf_tensors import start_file, write_all
 
 FIXED: dict[str, Any] = {
     "no_rope_layers": None, "layer_types": None, "moe_layers": None, "attention_chunk_size": 8192,
@@ -19,29 +18,16 @@ FIXED: dict[str, Any] = {
 def write_llama4(
     file: Path, config: dict[str, Any], weights: dict[str, F32], window: int | None = None
 ) -> Path:
-    arch = gguf.MODEL_ARCH.LLAMA4
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_name("Tiny")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer, names = start_file(file, "LLAMA4", config)
     writer.add_feed_forward_length(config["intermediate_size_mlp"])
     writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     writer.add_expert_count(config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if window is not None:
         writer.add_sliding_window(window)
-    for key in ("bos", "eos"):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
     for original, values in weights.items():
         for name, part in divide_experts(original, values):
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))

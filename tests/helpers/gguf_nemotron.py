@@ -4,32 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from pi2.arrays import F32
-from tests.helpers.gguf_tensors import permute, write_all
-
-gguf = pytest.importorskip("gguf")
+from tests.helpers.gguf_tensors import permute, start_file, write_all
 
 
 def write_nemotron(file: Path, config: dict[str, Any], weights: dict[str, F32]) -> Path:
     kinds, is_mixed = config["layers_block_type"], "moe" in config["layers_block_type"]
     name = "NEMOTRON_H_MOE" if is_mixed else "NEMOTRON_H"
-    arch = gguf.MODEL_ARCH[name]
-    names = gguf.get_tensor_name_map(arch, len(kinds))
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_name("Tiny")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(len(kinds))
+    heads = config["num_key_value_heads"]
+    stated = {
+        "num_hidden_layers": len(kinds), "rms_norm_eps": config["layer_norm_epsilon"],
+        "num_key_value_heads": [heads * (kind == "full_attention") for kind in kinds],
+    }  # fmt: skip
+    writer, names = start_file(file, name, config | stated)
     width = config["moe_intermediate_size" if is_mixed else "intermediate_size"]
     writer.add_feed_forward_length([width * (kind in ("mlp", "moe")) for kind in kinds])
-    writer.add_head_count(config["num_attention_heads"])
-    heads = config["num_key_value_heads"]
-    writer.add_head_count_kv([heads * (kind == "full_attention") for kind in kinds])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
     writer.add_ssm_conv_kernel(config["conv_kernel"])
     writer.add_ssm_state_size(config["ssm_state_size"])
@@ -47,8 +37,6 @@ def write_nemotron(file: Path, config: dict[str, Any], weights: dict[str, F32]) 
         writer.add_expert_group_count(config["n_group"])
         if config["moe_latent_size"]:
             writer.add_moe_latent_size(config["moe_latent_size"])
-    for key in ("bos", "eos"):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
     experts: dict[str, list[F32]] = {}
     for original, values in weights.items():
         if ".experts." in original:

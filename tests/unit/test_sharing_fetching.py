@@ -96,36 +96,29 @@ class TestGit:
     def test_no_such_repository(self, tmp_path: Path) -> None:
         assert refuse((tmp_path / "nowhere").as_uri()) == "P720"
 
-    def test_no_such_revision(self, repository: Repository) -> None:
-        assert refuse(repository.url, revision="v2") == "P726"
-        assert refuse(repository.url, revision="0" * 40) == "P726"
-
-    def test_no_such_file(self, repository: Repository) -> None:
-        assert refuse(repository.url, "devices/other.device.toml") == "P725"
-        assert refuse(repository.url, f"{PATH}/x.device.toml") == "P725"
-
-    def test_a_folder_is_no_file(self, repository: Repository) -> None:
+    def test_what_is_no_file_of_it_is_refused(self, repository: Repository) -> None:
         repository.write("x.device.toml/a", "a")
-        repository.commit()
-        assert refuse(repository.url, "x.device.toml", "main") == "P725"
-
-    def test_a_symbolic_link_is_refused(self, repository: Repository) -> None:
+        repository.write("big.device.toml", b"#" * (MAX_BYTES + 1))
         (repository.folder / "devices/link.device.toml").symlink_to("/etc/passwd")
         (repository.folder / "linked").symlink_to("devices")
         repository.commit()
-        assert refuse(repository.url, "devices/link.device.toml", "main") == "P724"
-        assert refuse(repository.url, "linked/acme-12.device.toml", "main") == "P724"
+        for path, revision, code in (
+            (PATH, "v2", "P726"),
+            (PATH, "0" * 40, "P726"),
+            ("devices/other.device.toml", "v1", "P725"),
+            (f"{PATH}/x.device.toml", "v1", "P725"),
+            ("x.device.toml", "main", "P725"),
+            ("devices/link.device.toml", "main", "P724"),
+            ("linked/acme-12.device.toml", "main", "P724"),
+            ("big.device.toml", "main", "P722"),
+        ):
+            assert refuse(repository.url, path, revision) == code, path
 
     def test_a_submodule_is_refused(self, repository: Repository, tmp_path: Path) -> None:
         commit = run_git(make_repository(tmp_path / "other").folder, "rev-parse", "HEAD")
         run_git(repository.folder, "update-index", "--add", "--cacheinfo", f"160000,{commit},inner")
         run_git(repository.folder, "commit", "-q", "-m", "submodule")
         assert refuse(repository.url, f"inner/{PATH}", "main") == "P725"
-
-    def test_an_oversized_file_is_refused_and_not_fetched(self, repository: Repository) -> None:
-        repository.write("big.device.toml", b"#" * (MAX_BYTES + 1))
-        repository.commit()
-        assert refuse(repository.url, "big.device.toml", "main") == "P722"
 
     def test_a_slow_repository(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
