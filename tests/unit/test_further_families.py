@@ -1,6 +1,5 @@
 """Families that differ little from relatives; tools/compare_families.py compares their results."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
-from tests.helpers.goldens import copy_checkpoint, make_small_tokenizer
+from tests.helpers.goldens import change_config, copy_checkpoint
 
 COMMON: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 24, "num_hidden_layers": 4,
@@ -278,81 +277,36 @@ def test_gates_of_heads_may_be_a_tensor_of_their_own(tmp_path: Path) -> None:
 
 
 def test_minimax_m3_is_read_by_names_of_hub_and_by_those_of_transformers(tmp_path: Path) -> None:
-    rng = np.random.default_rng(5)
-
-    def draw(*shape: int) -> F16:
-        return (rng.standard_normal(shape) * 0.1).astype(np.float16)
-
-    hidden, ffn, dense, shared, experts = 48, 16, 40, 24, 3
-    plain: dict[str, F16] = {}
-    for name in ("model.embed_tokens", "lm_head"):
-        plain[f"{name}.weight"] = draw(96, hidden)
-    plain["model.norm.weight"] = draw(hidden)
-    for layer in range(2):
-        base = f"model.layers.{layer}"
-        for name, rows, width in (("q", 48, 48), ("k", 24, 48), ("v", 24, 48), ("o", 48, 48)):
-            plain[f"{base}.self_attn.{name}_proj.weight"] = draw(rows, width)
-        for name in ("q", "k"):
-            plain[f"{base}.self_attn.{name}_norm.weight"] = draw(12)
-        for name in ("input", "post_attention"):
-            plain[f"{base}.{name}_layernorm.weight"] = draw(hidden)
-    of_hub, of_transformers = dict(plain), dict(plain)
-
-    def add_ffn(hub: str, fused: str, width: int) -> None:
-        gate, up, down = draw(width, hidden), draw(width, hidden), draw(hidden, width)
-        for name, matrix in (("gate", gate), ("up", up), ("down", down)):
-            of_hub[f"{hub}.{name}_proj.weight"] = matrix
-        of_transformers[f"{fused}.gate_up_proj.weight"] = np.concatenate([gate, up])
-        of_transformers[f"{fused}.down_proj.weight"] = down
-
-    add_ffn("model.layers.0.mlp", "model.layers.0.mlp", dense)
-    hub, ours = "model.layers.1.block_sparse_moe", "model.layers.1.mlp"
-    add_ffn(f"{hub}.shared_experts", f"{ours}.shared_experts", shared)
-    of_hub[f"{hub}.gate.weight"] = of_transformers[f"{ours}.gate.weight"] = draw(experts, hidden)
-    bias = draw(experts)
-    of_hub[f"{hub}.e_score_correction_bias"] = bias
-    of_transformers[f"{ours}.gate.e_score_correction_bias"] = bias
-    gates, ups = draw(experts, ffn, hidden), draw(experts, ffn, hidden)
-    downs = draw(experts, hidden, ffn)
-    for expert in range(experts):
-        for name, matrices in (("w1", gates), ("w3", ups), ("w2", downs)):
-            of_hub[f"{hub}.experts.{expert}.{name}.weight"] = matrices[expert].copy()
-    of_transformers[f"{ours}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
-    of_transformers[f"{ours}.experts.down_proj"] = downs
-    # What chooses keys in long contexts is left out.
-    of_hub["model.layers.1.self_attn.index_k_proj.weight"] = draw(16, hidden)
-    of_transformers["model.layers.1.self_attn.indexer.k_proj.weight"] = draw(16, hidden)
-    config = {
-        **COMMON,
-        "model_type": "minimax_m3_vl_text",
-        "num_hidden_layers": 2,
-        "intermediate_size": ffn,
-        "dense_intermediate_size": dense,
-        "shared_intermediate_size": shared,
-        "moe_intermediate_size": ffn,
-        "num_local_experts": experts,
-    }
-    older = {
-        "moe_layer_freq": [0, 1],
-        "sparse_attention_config": {
-            "sparse_attention_freq": [0, 1],
-            "sparse_block_size": 4,
-            "sparse_topk_blocks": 5,
-        },
-    }
-    newer = {
-        "mlp_layer_types": ["dense", "sparse"],
-        "layer_types": ["full_attention", "minimax_m3_sparse"],
-        "index_block_size": 4,
-        "index_topk_blocks": 5,
-    }
+    weights = load_file(copy_checkpoint("minimax-m3", tmp_path / "golden") / "model.safetensors")
+    of_hub: dict[str, F16] = {}
+    for whole, matrix in weights.items():
+        name = whole.replace("layers.1.mlp", "layers.1.block_sparse_moe")
+        if ".experts." in name:
+            start = name.rpartition(".")[0]
+            parts = np.split(matrix, 2, 1) if "gate_up" in name else [matrix]
+            for label, part in zip(
+                ("w1", "w3") if "gate_up" in name else ("w2",), parts, strict=True
+            ):
+                for expert, own in enumerate(part):
+                    of_hub[f"{start}.{expert}.{label}.weight"] = own.copy()
+        elif "gate_up_proj" in name:
+            for label, part in zip(("gate", "up"), np.split(matrix, 2), strict=True):
+                of_hub[name.replace("gate_up", label)] = part.copy()
+        else:
+            # What chooses keys in long contexts is left out.
+            of_hub[name.replace("gate.e_score", "e_score").replace("indexer.", "index_")] = matrix
+    sparse = {"sparse_attention_freq": [0, 1], "sparse_block_size": 4, "sparse_topk_blocks": 5}
+    older: dict[str, Any] = {"moe_layer_freq": [0, 1], "sparse_attention_config": sparse}
+    newer = ("mlp_layer_types", "layer_types", "index_block_size", "index_topk_blocks")
+    older |= dict.fromkeys(newer)
     stores = []
-    for name, tensors, options in (("hub", of_hub, older), ("ours", of_transformers, newer)):
-        checkpoint = tmp_path / name
-        checkpoint.mkdir()
+    for name, tensors, options in (
+        ("hub", of_hub, older),
+        ("ours", weights, {"index_block_size": 4, "index_topk_blocks": 5}),
+    ):
+        checkpoint = copy_checkpoint("minimax-m3", tmp_path / name)
         save_file(tensors, checkpoint / "model.safetensors")
-        (checkpoint / "config.json").write_text(json.dumps(config | options))
-        (checkpoint / "tokenizer.json").write_bytes(make_small_tokenizer(96))
+        change_config(checkpoint, **options)
         model = describe_checkpoint(checkpoint, "made").model
         assert (model.shape.context, model.norm.weight_offset) == (20, 1)
         stores.append(read_store(checkpoint, model, tmp_path / f"{name}-store"))
