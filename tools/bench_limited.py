@@ -48,7 +48,7 @@ from limited.table import report
 from pi2.caches import find_cache_folder
 from pi2.fitting.check import load_plan
 from pi2.machine import detect_machine
-from pi2.measuring.bandwidth import BandwidthLimit
+from pi2.measuring.contestant import BandwidthLimit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 

@@ -48,7 +48,7 @@ def emit_peak(kind: str, take: Parameters) -> None:
     from tvm.tirx.script import builder as T
 
     from pi2.backends.compiler import vectors as v
-    from pi2.backends.kernels.products import emit_vpdpbusd
+    from pi2.backends.kernels.operands import emit_vpdpbusd
 
     steps = take.take_number("steps")
     result = take.take_array("result", "float32" if kind == "float32" else "int32")

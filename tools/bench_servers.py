@@ -44,7 +44,7 @@ from limited.program import (
 from limited.rows import FEWEST, LEND, Row
 from pi2.caches import find_cache_folder
 from pi2.fitting.check import load_plan
-from pi2.measuring.bandwidth import BandwidthLimit
+from pi2.measuring.contestant import BandwidthLimit
 from pi2.plan.documents.quantities import approximate_bytes
 
 CHUNK = 64

@@ -25,8 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from pi2.importing.gguf_file import read_gguf
 from pi2.importing.gguf_tokenizer import make_tokenizer
-from pi2.importing.gguf_tokens import find_marks
-from pi2.importing.text_cuts import CUTS
+from pi2.importing.gguf_tokens import CUTS, find_marks
 
 FILE = Path(__file__).resolve().parents[1] / "tests/golden/gguf_tokenizers.json"
 TEXTS = (

@@ -24,8 +24,7 @@ from pi2.costs.kernel_times import Rates
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores
-from pi2.measuring.bandwidth import BandwidthMeter
-from pi2.measuring.contestant import Worker
+from pi2.measuring.contestant import BandwidthMeter, Worker
 from pi2.measuring.contestants import PlanContestant, PlanRecipe
 from pi2.measuring.samples import Workload
 from pi2.plan.documents.device import Device, ReadFigure

@@ -15,7 +15,7 @@ from pi2.backends.blocks.contract import FIELDS
 from pi2.backends.blocks.room import CHUNK
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.products import emit_vpdpbusd
+from pi2.backends.kernels.operands import emit_vpdpbusd
 
 _ANY = 1 << 46
 """Elements of an array of unknown size."""

@@ -48,8 +48,8 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return the parts that it cannot compute as a whole model. Next to the CPU it computes rows
-    and neurons of every model that the plan language can state, except a few precisions and a norm
-    inside the FFN."""
+    and neurons of every model that plans can state. A few precisions and a norm inside the FFN are
+    excepted."""
     from pi2.backends.gpu.alone.sizes import find_alone_limits
     from pi2.plan.arithmetic.units import list_unknown_weights
 

@@ -28,7 +28,7 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 
 def find_unit_obstacles(unit: Unit) -> list[str]:
     """Return what keeps the unit from being used here, and what to install."""
-    from pi2.backends.hexagon.machines import find_unit_obstacles
+    from pi2.backends.hexagon.session import find_unit_obstacles
 
     return find_unit_obstacles(unit)
 

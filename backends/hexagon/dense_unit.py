@@ -8,9 +8,8 @@ import numpy as np
 from pi2.arrays import F32, U8
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.hexagon.library import PROGRAMS, describe_library
-from pi2.backends.hexagon.machines import choose_machine, find_unit_obstacles
 from pi2.backends.hexagon.packing import Arrays, pack_neurons, pack_rows, pack_tokens
-from pi2.backends.hexagon.session import Session
+from pi2.backends.hexagon.session import Session, choose_machine, find_unit_obstacles
 from pi2.backends.hexagon.sizes import (
     FFN_OPERANDS,
     PRODUCT_OPERANDS,

@@ -10,8 +10,14 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
-from pi2.backends.kernels.products import DotPrimitive
+from pi2.backends.kernels.operands import (
+    FLOAT_PLANES,
+    Activations,
+    DotPrimitive,
+    Prefetch,
+    Vector,
+    list_runs,
+)
 from pi2.backends.kernels.unpacking import Block, Chunk, Unpacking, find_unpacking
 from pi2.plan.weights.layout import GROUP
 

@@ -19,10 +19,10 @@ from pi2.backends.kernels.operands import (
     Items,
     Prefetch,
     Vector,
+    emit_lane_order,
     emit_request,
     list_runs,
 )
-from pi2.backends.kernels.products import emit_lane_order
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import (
     GROUP,

@@ -13,7 +13,7 @@ from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.kv import Cache, count_lanes, load_scales
 from pi2.backends.kernels.matrix import LIMIT
 from pi2.backends.kernels.mixing_layout import LANES, PLANES, MixingLayout, count, lay_out_mixing
-from pi2.backends.kernels.products import emit_vpdpbusd
+from pi2.backends.kernels.operands import emit_vpdpbusd
 from pi2.backends.kernels.spec import KV_BLOCK, KernelSpec
 
 

@@ -11,7 +11,7 @@ from pi2.arrays import F32, U8
 from pi2.backends.protocol import Executor, RowDivider
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.diagnostics import UserError
-from pi2.engine.observation import ShareObserver
+from pi2.engine.parts import ShareObserver
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.resolved import DenseShare
 from pi2.plan.arithmetic.units import DividedRows

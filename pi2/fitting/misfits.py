@@ -192,7 +192,7 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
 
 def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
     """Refusals of a run about the store: P502-P506, P508, P520, P605, P689; none without it."""
-    from pi2.store.agreement import check_files, check_model, find_bundle_misfits
+    from pi2.store.identity import check_files, check_model, find_bundle_misfits
     from pi2.store.manifest import read_manifest
 
     path = resolved.store_path

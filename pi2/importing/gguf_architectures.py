@@ -1,21 +1,263 @@
-"""Families as GGUF files know them, by ``general.architecture``."""
+"""Families as GGUF files know them, by ``general.architecture``, and what files say of families
+that differ from Llama in more than names."""
 
 import json
+import math
 import re
 from collections import ChainMap
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pi2.arrays import F32
 from pi2.caches import show_path
-from pi2.importing import gguf_decoders, gguf_families, gguf_states
+from pi2.importing import gguf_decoders, gguf_states
+from pi2.importing.config import list_beginnings, rename_tensors
 from pi2.importing.families import list_families
-from pi2.importing.gguf_decoders import Metadata
+from pi2.importing.gguf_decoders import Metadata, name_kinds, read_decoder
 from pi2.importing.gguf_states import Scale
 from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.family import Architecture as Stated
+
+
+def read_bitnet(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """A decoder that states its activation; by default ``activation``, as in llama.cpp."""
+    stated = metadata.read("{arch}.hidden_activation", str, activation)
+    return read_decoder(metadata, config, stated)
+
+
+_LARGEST = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the models with 27 billion weights."""
+
+
+def read_gemma2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """Gemma 2 and 3; scores of the largest models have another scale."""
+    read = metadata.read
+    found = read_decoder(metadata, config, activation)
+    width = found["head_dim"]
+    if config["num_hidden_layers"] == _LARGEST[config["model_type"]]:
+        width = config["hidden_size"] // max(1, config["num_attention_heads"])
+    found |= {"hidden_activation": activation, "query_pre_attn_scalar": width}
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        found[key] = read(f"{{arch}}.{key}", float) if metadata.has(f"{{arch}}.{key}") else None
+    return found
+
+
+def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """The configuration, without facts that only tensors show. `UserError` P532."""
+    layers = config["num_hidden_layers"]
+    return {
+        "hidden_activation": activation,
+        "rms_norm_eps": metadata.read("{arch}.attention.layer_norm_rms_epsilon", float),
+        "activation_sparsity_pattern": read_shares(metadata, layers),
+    }
+
+
+def read_shares(metadata: Metadata, layers: int) -> list[float] | None:
+    """Shares of gates that cutoffs close: files state how many standard deviations above the mean
+    the cutoffs are, and -infinity where there is none."""
+    key = "{arch}.activation_sparsity_scale"
+    if not metadata.has(key):
+        return None
+    scales = metadata.read_list(key, layers, "iuf")
+    if scales is None or not all(scale < math.inf for scale in scales):
+        raise metadata.refuse(f"{key} has a number that is no cutoff")
+    from statistics import NormalDist
+
+    # Files have 32 bits of what people wrote in decimals; below -infinity lies nothing.
+    return [round(NormalDist().cdf(scale), 6) for scale in scales]
+
+
+def complete_gemma3n(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    """Add what tensors tell: LAuReL's rank, and how many tokens have embeddings of layers."""
+    laurel = tensors.get("model.layers.0.laurel.linear_left.weight")
+    if laurel is not None:
+        config["laurel_rank"] = laurel.shape[0]
+    table = tensors.get("model.embed_tokens_per_layer.weight")
+    if table is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+
+
+_STILL = 1e20
+"""Divisors of frequencies from here on turn nothing."""
+
+
+def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """The configuration, without facts that only tensors show. `UserError` P532."""
+    read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
+    kinds = _read_kinds(metadata, layers)
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    ffn = metadata.read_counts("{arch}.feed_forward_length", layers)
+    kv_heads = metadata.read_counts("{arch}.attention.head_count_kv", layers)
+    wide = count("{arch}.attention.key_length")
+    head_dim = count("{arch}.attention.key_length_swa", wide)
+    heads = {layer: {"head_dim": wide, "num_key_value_heads": kv_heads[layer]} for layer in full}
+    own = next((kv_heads[layer] for layer in range(layers) if layer not in full), kv_heads[0])
+    shared = read("{arch}.attention.shared_kv_layers", int, 0)
+    experts = read("{arch}.expert_count", int, 0)
+    softcap = "{arch}.final_logit_softcapping"
+    return {
+        "hidden_activation": activation,
+        "intermediate_size": ffn[0],
+        "use_double_wide_mlp": 0 < shared < layers and ffn[-1] == 2 * ffn[0],
+        "num_key_value_heads": own,
+        "head_dim": head_dim,
+        "per_layer_config": {str(layer): found for layer, found in heads.items()},
+        "layer_types": kinds,
+        "sliding_window": count("{arch}.attention.sliding_window"),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": read("{arch}.embedding_length_per_layer_input", int, 0),
+        "rms_norm_eps": read("{arch}.attention.layer_norm_rms_epsilon", float),
+        "final_logit_softcapping": read(softcap, float) if metadata.has(softcap) else None,
+        **(_read_experts(metadata, experts) if experts else {}),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": read("{arch}.rope.freq_base", float, 1_000_000.0),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": read("{arch}.rope.freq_base_swa", float, 10_000.0),
+            },
+        },
+    }
+
+
+def _read_kinds(metadata: Metadata, layers: int) -> list[str]:
+    """Kinds of attention; here one value counts for each layer, as a list of them does."""
+    key = "{arch}.attention.sliding_window_pattern"
+    flags = metadata.read_list(key, layers, "biu")
+    if flags is None and metadata.has(key):
+        flags = [metadata.read(key, int)] * layers
+    return metadata.read_layer_types(layers, 6) if flags is None else name_kinds(flags)
+
+
+def _read_experts(metadata: Metadata, experts: int) -> dict[str, Any]:
+    return {
+        "enable_moe_block": True,
+        "num_experts": experts,
+        "top_k_experts": metadata.read_count("{arch}.expert_used_count"),
+        "moe_intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
+    }
+
+
+def complete_gemma4(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    """Add facts of tensors: whether keys are values, and tokens with embeddings of layers."""
+    first_shared = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    kinds = config["layer_types"][:first_shared]
+    full = (layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    config["attention_k_eq_v"] = any(
+        f"model.layers.{layer}.self_attn.v_proj.weight" not in tensors for layer in full
+    )
+    table = tensors.get("model.embed_tokens_per_layer.weight")
+    if table is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+
+
+def scale_gemma4(config: dict[str, Any], divisors: F32) -> bool:
+    """State the part of a head that turns, by divisors of its pairs' frequencies; whether they say
+    that and nothing else."""
+    turning = int(np.count_nonzero(divisors == 1.0))
+    is_known = turning > 0 and (divisors[:turning] == 1.0).all()
+    if not is_known or not (divisors[turning:] >= _STILL).all():
+        return False
+    share = turning / len(divisors)
+    config["rope_parameters"]["full_attention"]["partial_rotary_factor"] = share
+    return True
+
+
+def read_granite_hybrid(
+    metadata: Metadata, config: dict[str, Any], activation: str
+) -> dict[str, Any]:
+    """Granite with Mamba-2 in most layers."""
+    read, count = metadata.read, metadata.read_count
+    found = read_decoder(metadata, config, activation)
+    experts = read("{arch}.expert_count", int, 0)
+    shared = read("{arch}.expert_shared_feed_forward_length", int, 0)
+    return found | {
+        "num_local_experts": experts,
+        # Where there are no experts, the shared FFN is the only one.
+        "shared_intermediate_size": shared if experts else found["intermediate_size"],
+        # llama.cpp's converter says so where no positions are turned.
+        "position_embedding_type": "rope"
+        if read("{arch}.rope.scaling.finetuned", bool, True)
+        else "nope",
+        "mamba_expand": count("{arch}.ssm.inner_size") / max(1, config["hidden_size"]),
+    }
+
+
+_WITHOUT_NORMS = 128
+"""Experts of the model whose heads have no norms: Maverick, as llama.cpp tells it."""
+
+
+def read_llama4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """A decoder with FFNs of two sizes."""
+    found = read_decoder(metadata, config, activation)
+    found |= {
+        "intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
+        "intermediate_size_mlp": found["intermediate_size"],
+        "use_qk_norm": metadata.read_count("{arch}.expert_count") != _WITHOUT_NORMS,
+    }
+    window = "{arch}.attention.sliding_window"
+    if metadata.has(window) and metadata.read(window, int) == 0:
+        # All layers turn heads, and see all tokens.
+        layers = config["num_hidden_layers"]
+        found |= {"attention_chunk_size": None, "no_rope_layers": [1] * layers}
+    return found
+
+
+_OWN = {
+    "mamba": ".mamba.in_proj.weight",
+    "attention": ".mixer.q_proj.weight",
+    "mlp": ".mixer.up_proj.weight",
+    "moe": ".mixer.gate.weight",
+}
+"""Tensors that tell what a block is."""
+
+
+def read_nemotron_hybrid(
+    metadata: Metadata, config: dict[str, Any], activation: str
+) -> dict[str, Any]:
+    """A decoder with Mamba-2 and shared experts."""
+    count = metadata.read_count
+    heads = count("{arch}.ssm.time_step_rank")
+    epsilon = "{arch}.attention.layer_norm_rms_epsilon"
+    found = read_decoder(metadata, config, activation) | {
+        "layer_norm_epsilon": metadata.read(epsilon, float, 1e-5),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": metadata.read_part("{arch}.ssm.inner_size", heads),
+    }
+    if metadata.read("{arch}.expert_count", int, 0):
+        shared = "{arch}.expert_shared_feed_forward_length"
+        found["moe_shared_expert_intermediate_size"] = count(shared)
+        latent = metadata.read("{arch}.moe_latent_size", int, 0)
+        found |= {"moe_latent_size": latent} if latent else {}
+    return found
+
+
+def complete_blocks(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
+    """State the kinds of blocks, as their tensors tell them, and biases; give tensors the names of
+    the layers that the blocks are."""
+    for key, part in (("use_conv_bias", "conv1d"), ("use_bias", "in_proj")):
+        config[key] = any(name.endswith(f".{part}.bias") for name in tensors)
+    kinds, blocks = [], config["num_hidden_layers"]
+    for block in range(blocks):
+        start = f"backbone.layers.{block}"
+        found = (kind for kind, end in _OWN.items() if f"{start}{end}" in tensors)
+        kinds.append(next(found, "block without tensors"))
+        dense = tensors.get(f"{start}{_OWN['mlp']}")
+        if dense is not None:
+            config["intermediate_size"] = dense.shape[0]
+    # Blocks are counted in a file, and become fewer layers.
+    config |= {"layers_block_type": kinds, "num_hidden_layers": None}
+    whole = {name.replace(".mamba.", ".mixer."): tensor for name, tensor in tensors.items()}
+    tensors.clear()
+    tensors |= rename_tensors(whole, list_beginnings(config))
+
 
 Names = dict[str, str]
 """Name in a Hugging Face checkpoint by name in a GGUF file; ``{layer}`` stands for a number."""
@@ -25,9 +267,6 @@ Raises `UserError` P532 as `Metadata.read`."""
 Complete = Callable[[dict[str, Any], dict[str, SourceTensor]], None]
 """Adds to a configuration what the tensors of a file tell, which are there by their names in the
 original, and may give them others."""
-
-
-_MODULES = (gguf_decoders, gguf_families, gguf_states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +294,8 @@ class Architecture:
 
 
 def _find_function(name: str) -> Any:
-    return next(vars(module)[name] for module in _MODULES if name in vars(module))
+    rooms = (vars(gguf_decoders), globals(), vars(gguf_states))
+    return next(room[name] for room in rooms if name in room)
 
 
 def list_architectures() -> list[str]:

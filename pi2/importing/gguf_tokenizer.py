@@ -15,8 +15,15 @@ import numpy as np
 
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
-from pi2.importing.gguf_tokens import BYTE, CONTROL, OWN, UNKNOWN, GgufTokens, refuse
-from pi2.importing.text_cuts import write_expression
+from pi2.importing.gguf_tokens import (
+    BYTE,
+    CONTROL,
+    OWN,
+    UNKNOWN,
+    GgufTokens,
+    refuse,
+    write_expression,
+)
 from pi2.sandbox.tokenizer import TokenizerRefused, call_library, open_tokenizer
 from pi2.tokens.table_tokenizer import FindMerge, Pairs, TableTokenizer
 from pi2.tokens.texts import ListedMerges, ScoredMerges, Texts

@@ -30,7 +30,7 @@ from pi2.arrays import F32, I32, I64, Bits, Raw
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.caches import read_regular, replace_file
 from pi2.diagnostics import UserError
-from pi2.engine.observation import DenseObserver, Routing
+from pi2.engine.parts import DenseObserver, Routing
 from pi2.importing.conversion_job import note_identity
 from pi2.importing.quantizers import MOMENTS, name_moments
 from pi2.measuring.texts import Passages
@@ -75,7 +75,7 @@ class Counts:
 
 
 class ActivationCounter:
-    """An observer of FFNs (`pi2.engine.observation`) that adds to ``counts``."""
+    """An observer of FFNs (`pi2.engine.parts`) that adds to ``counts``."""
 
     def __init__(self, counts: Counts, largest: float | None) -> None:
         """``largest``: share of a token's neurons that counts as active; None: non-zero ones."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.observation import DenseObserver
+from pi2.engine.parts import DenseObserver
 from pi2.fitting.sizes import find_needs
 from pi2.measuring.magnitudes import (
     KeptFindings,

@@ -14,7 +14,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I64, U8, Bits
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.observation import Routing
+from pi2.engine.parts import Routing
 from pi2.formats import find_packing
 from pi2.measuring.texts import Window
 from pi2.plan.documents.model import Model

@@ -10,7 +10,7 @@ from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.caches import check_regular
 from pi2.diagnostics import UserError
-from pi2.engine.observation import Routing
+from pi2.engine.parts import Routing
 from pi2.formats import find_packing
 from pi2.importing.conversion_job import read_counts
 from pi2.measuring.activations import ACTIVATIONS, Statistics

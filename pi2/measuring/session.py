@@ -8,8 +8,7 @@ from typing import Protocol
 
 from pi2.diagnostics import UserError
 from pi2.machine import detect_memory
-from pi2.measuring.bandwidth import BUFFER_BYTES, BandwidthLimit
-from pi2.measuring.contestant import Profile, Recipe, RemoteContestant
+from pi2.measuring.contestant import BUFFER_BYTES, BandwidthLimit, Profile, Recipe, RemoteContestant
 from pi2.measuring.contestants import PlanRecipe
 from pi2.measuring.samples import (
     Bandwidth,
@@ -39,7 +38,7 @@ class Measured(Protocol):
 
 
 class Limit(Protocol):
-    """What a session needs of `pi2.measuring.bandwidth`."""
+    """What a session needs of `pi2.measuring.contestant`."""
 
     def measure(self) -> list[float]: ...
 

@@ -13,8 +13,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.backends.executor import ExecutorObserver
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.observation import ShareObserver
-from pi2.engine.parts import Parts
+from pi2.engine.parts import Parts, ShareObserver
 from pi2.measuring.contestant import observe_parts
 from pi2.measuring.samples import TokenSource
 from pi2.memory.bundle_files import ReadObserver, WatchedRun

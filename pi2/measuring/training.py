@@ -15,7 +15,7 @@ from pi2.authoring.writing import write_document
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.caches import replace_file
 from pi2.diagnostics import UserError
-from pi2.engine.observation import DenseObserver
+from pi2.engine.parts import DenseObserver
 from pi2.fitting.sizes import find_needs
 from pi2.measuring.activations import measure_skew
 from pi2.measuring.evaluation import Evaluation, evaluate_plan

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel
 
 from pi2.machine import Machine, detect_machine
-from pi2.measuring.bandwidth import BandwidthMeter
+from pi2.measuring.contestant import BandwidthMeter
 from pi2.plan.documents.device import (
     ComputeFigure,
     Device,

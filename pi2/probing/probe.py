@@ -29,8 +29,7 @@ from pi2.machine import (
     inspect_storage,
     list_allowed_cores,
 )
-from pi2.measuring.bandwidth import BandwidthMeter
-from pi2.measuring.contestant import Worker
+from pi2.measuring.contestant import BandwidthMeter, Worker
 from pi2.probing import tokens
 from pi2.probing.steps import EXACT, GATES, USUAL, VARIANTS, Steps, TokenSteps, Variety
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample

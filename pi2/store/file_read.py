@@ -19,9 +19,9 @@ from pi2.diagnostics import UserError
 from pi2.model.tensor import EMBEDDING
 from pi2.plan.weights.layout import GROUP, Tensor, round_up
 from pi2.reads import describe_failure, is_direct, read_at
-from pi2.store.agreement import report_size
 from pi2.store.arrow_file import ALIGNMENT as ALIGNMENT_of_arrow_file
 from pi2.store.arrow_file import PAGE
+from pi2.store.identity import report_size
 from pi2.store.manifest import CHECKED_BYTES, DENSE_FILE, StoredFile
 from pi2.store.reader import NeuronStore, StoredLayer, view_tensor
 from pi2.store.verification import report_file

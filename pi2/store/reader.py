@@ -18,7 +18,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Tokenizer
 from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import BundleLayout, Tensor
-from pi2.store.agreement import check_files, check_model, report_size
+from pi2.store.identity import check_files, check_model, report_size
 from pi2.store.manifest import (
     DENSE_FILE,
     MANIFEST,

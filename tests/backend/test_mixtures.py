@@ -16,7 +16,7 @@ from pi2.backends.cpu.neurons import complete_pairs
 from pi2.backends.protocol import BuildRequest, Executor, PartGroup
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.observation import DenseObserver
+from pi2.engine.parts import DenseObserver
 from pi2.fitting.check import load_plan
 from pi2.measuring.contestant import Profiler, observe_parts
 from pi2.measuring.prediction import RecallCounter

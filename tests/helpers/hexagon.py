@@ -8,9 +8,8 @@ import pytest
 from pi2.arrays import F32, I64, U8, Scales
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.hexagon.library import PROGRAMS
-from pi2.backends.hexagon.machines import Emulator, find_unit_obstacles
 from pi2.backends.hexagon.packing import Arrays, Tokens, find_top_multiplier, pack_tokens
-from pi2.backends.hexagon.session import Session
+from pi2.backends.hexagon.session import Emulator, Session, find_unit_obstacles
 from pi2.backends.hexagon.sizes import (
     FFN_OPERANDS,
     PRODUCT_OPERANDS,

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from pi2.diagnostics import UserError
+from pi2.importing.gguf_architectures import read_shares
 from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_decoders import Metadata
-from pi2.importing.gguf_families import read_shares
 from pi2.importing.gguf_states import scale_llama3
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.new_model import describe_checkpoint

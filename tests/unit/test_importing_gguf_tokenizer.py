@@ -13,9 +13,8 @@ from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_tokenizer import make_tokenizer
-from pi2.importing.gguf_tokens import find_marks
+from pi2.importing.gguf_tokens import CUTS, find_marks
 from pi2.importing.new_model import describe_checkpoint
-from pi2.importing.text_cuts import CUTS
 from pi2.sandbox.tokenizer import list_endings
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import SPACE, make_sentence_piece, write_gguf

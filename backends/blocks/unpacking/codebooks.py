@@ -24,7 +24,7 @@ from pi2.backends.blocks.unpacking.block import (
     take_nibbles,
 )
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.products import look_up_bytes
+from pi2.backends.kernels.operands import look_up_bytes
 
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Weights that nibbles of IQ4_NL and IQ4_XS stand for."""

@@ -24,8 +24,8 @@ kernel                  parameters: arrays, then numbers
 ``add``                 x [T, length], y [T, length] (added to x, times the residual factor);
                         tokens
 ``add_norm``            x, y (normalised before it is added), weights, [biases]; tokens
-``spread``              y [T, length] becomes biases [length], in a mixture those of the experts
-                        [experts, length] times their weights: routes [T, experts]; tokens
+``spread``              y [T, length] becomes biases [length], in an MoE model biases
+                        [experts, length] of experts times routes [T, experts]; tokens
 ======================  ==========================================================================
 """
 

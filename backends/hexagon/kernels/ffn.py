@@ -211,13 +211,12 @@ def emit_call(
     weights: Weights,
     length: int,
     together: int,
-    codes: c.Expr,
-    multipliers: c.Expr,
-    inputs: c.Expr,
-    offsets: c.Expr,
+    tile: tuple[c.Expr, c.Expr],
+    block: tuple[c.Expr, c.Expr],
     sums: c.Expr,
 ) -> None:
-    """Multiply a tile with a block of tokens."""
+    """Multiply a tile, codes and multipliers, with a block of tokens, inputs and offsets."""
+    (codes, multipliers), (inputs, offsets) = tile, block
     name = name_multiply(weights, together)
     if LAYOUTS[weights].has_groups:
         pairs = T.int32(length // (2 * GROUP))
@@ -245,10 +244,8 @@ def emit_values(ffn: FfnShape, together: int, *operands: c.Expr) -> None:
                 ffn.weights,
                 ffn.length,
                 together,
-                o["weights"] + place * code_bytes,
-                o["multipliers"] + place * factor_bytes,
-                o["inputs"] + block * input_bytes,
-                o["offsets"] + block * offset_bytes,
+                (o["weights"] + place * code_bytes, o["multipliers"] + place * factor_bytes),
+                (o["inputs"] + block * input_bytes, o["offsets"] + block * offset_bytes),
                 o["sums"] + part * together * c.VECTOR_BYTES,
             )
         with T.serial(together) as index, T.serial(LANES) as lane:
@@ -339,10 +336,8 @@ def emit_product(weights: Weights, length: int, together: int, *operands: c.Expr
             weights,
             length,
             together,
-            o["weights"] + tile * code_bytes,
-            o["multipliers"] + tile * factor_bytes,
-            o["inputs"] + block * input_bytes,
-            o["offsets"] + block * offset_bytes,
+            (o["weights"] + tile * code_bytes, o["multipliers"] + tile * factor_bytes),
+            (o["inputs"] + block * input_bytes, o["offsets"] + block * offset_bytes),
             o["sums"],
         )
         with T.serial(together) as index, T.serial(LANES) as lane:

@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.products import DotPrimitive
+from pi2.backends.kernels.operands import DotPrimitive
 from pi2.backends.kernels.unpacking.unpacking import Block, Chunk, Place, Unpacking, look_up_floats
 from pi2.formats import find_packing
 from pi2.formats.packing import Packing

@@ -7,8 +7,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.operands import Vector
-from pi2.backends.kernels.products import DotPrimitive, look_up_bytes
+from pi2.backends.kernels.operands import DotPrimitive, Vector, look_up_bytes
 from pi2.backends.kernels.unpacking.integers import Nibbles
 from pi2.backends.kernels.unpacking.unpacking import Block, Place, look_up_floats
 from pi2.formats import find_packing

@@ -10,7 +10,7 @@ from pi2.backends.host import load_host_loops
 from pi2.caches import replace_file
 from pi2.diagnostics import UserError
 from pi2.machine import detect_machine, inspect_storage
-from pi2.measuring.bandwidth import BandwidthMeter
+from pi2.measuring.contestant import BandwidthMeter
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.toml.text import write_key, write_value
 from pi2.probing.document import describe_device
