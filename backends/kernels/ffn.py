@@ -9,9 +9,9 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.amx import emit_blocks, has_many, takes_blocks
-from pi2.backends.kernels.downs import add_squares, find_neighbour
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_split
+from pi2.backends.kernels.neurons import add_squares, find_neighbour
 from pi2.backends.kernels.operands import Activations, Chosen
 from pi2.backends.kernels.panel import (
     Opened,

@@ -8,10 +8,9 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
-from pi2.backends.kernels.downs import Squares
 from pi2.backends.kernels.ffn import DenseRoom, emit_dense
 from pi2.backends.kernels.gathered import Gathered, Run, Scratch, emit_gathered, emit_gathered_gates
-from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, emit_leave_lane_order
+from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, Squares, emit_leave_lane_order
 from pi2.backends.kernels.norms import (
     NormWeights,
     emit_add_normalized,

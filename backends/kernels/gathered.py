@@ -14,10 +14,20 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.dots import emit_dots
-from pi2.backends.kernels.downs import Squares, emit_add, emit_clear, emit_count, emit_downs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared, emit_split
-from pi2.backends.kernels.neurons import Bundles, Neuron, activate, adjust_up, is_firing
+from pi2.backends.kernels.neurons import (
+    Bundles,
+    Neuron,
+    Squares,
+    activate,
+    adjust_up,
+    emit_add,
+    emit_clear,
+    emit_count,
+    emit_downs,
+    is_firing,
+)
 from pi2.backends.kernels.operands import LINE, Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, weight_bytes

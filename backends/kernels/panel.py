@@ -10,11 +10,17 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.amx import emit_block_items, has_many, takes_blocks
 from pi2.backends.kernels.dots import emit_dots
-from pi2.backends.kernels.downs import find_neighbour, find_value, load_biases
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_token_tiles
-from pi2.backends.kernels.neurons import Bundles, Neuron, is_firing
+from pi2.backends.kernels.neurons import (
+    Bundles,
+    Neuron,
+    find_neighbour,
+    find_value,
+    is_firing,
+    load_biases,
+)
 from pi2.backends.kernels.operands import Activations, Chosen, Items, Vector
 from pi2.backends.kernels.spec import PANEL, KernelSpec
 from pi2.formats import find_packing

@@ -22,7 +22,12 @@ from dataclasses import dataclass, replace
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.downs import (
+from pi2.backends.kernels.gathered import Gathered
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.matrix import emit_shared, emit_split
+from pi2.backends.kernels.neurons import (
+    Bundles,
+    Neuron,
     Squares,
     emit_add,
     emit_add_parts,
@@ -32,10 +37,6 @@ from pi2.backends.kernels.downs import (
     emit_values,
     load_route,
 )
-from pi2.backends.kernels.gathered import Gathered
-from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import emit_shared, emit_split
-from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import LINE, Activations
 from pi2.plan.weights.layout import GROUP, weight_bytes
 

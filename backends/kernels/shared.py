@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.downs import add_squares, emit_count
 from pi2.backends.kernels.gathered import PlaceList, Run, emit_at_once, emit_in_turn
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared
+from pi2.backends.kernels.neurons import add_squares, emit_count
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING
 
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from pi2.chatting import Session
     from pi2.engine.loaded_model import LoadedModel
+    from pi2.serving.front import Scaling
     from pi2.serving.hosts import ServedPlan
-    from pi2.serving.ray_replicas import Scaling
 
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -268,8 +268,7 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     models: Models
     renew = None
     if given.on == "ray":
-        from pi2.serving.front import make_front
-        from pi2.serving.ray_replicas import RayReplicas
+        from pi2.serving.front import RayReplicas, make_front
 
         models = found = RayReplicas(chosen, scaling)
         application = make_front(chosen, found)
@@ -308,7 +307,7 @@ class Models(Protocol):
 
 def read_scaling(on: str, replicas: int | None, autoscale: str | None) -> Scaling:
     """How many replicas there are; click's UsageError for what does not go together."""
-    from pi2.serving.ray_replicas import Scaling
+    from pi2.serving.front import Scaling
 
     if on != "ray" and (replicas is not None or autoscale is not None):
         raise click.UsageError("--replicas and --autoscale need --on ray")
