@@ -25,7 +25,7 @@ from pi2.cli.options import read_model
 from pi2.engine.loading import read_tokenizer
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.measuring.conversion import (
+from pi2.measuring.importance import (
     PIECE_NEURONS,
     CheckpointWeights,
     LayerExecutor,

@@ -216,16 +216,16 @@ def test_attention_on_aarch64(features: str, kv: Any, tmp_path: Path) -> None:
 def vnni_schedule(monkeypatch: pytest.MonkeyPatch) -> Isa:
     """The schedule of VNNI, which machines without it run with the instruction written out."""
     from pi2.backends.compiler import vectors as v
-    from pi2.backends.kernels import products
+    from pi2.backends.kernels import operands
     from tests.helpers.kernels import list_runnable_isas, make_isa
 
     def write_out(total: Any, weights: Any, codes: Any, width: int) -> Any:
         lanes = 4 * width
         four = v.cast(weights, "int16", lanes) * v.cast(codes, "int16", lanes)
-        plain = products.DotPrimitive(make_isa("x86-64"), width)
+        plain = operands.DotPrimitive(make_isa("x86-64"), width)
         return total + plain.finish(v.let(four))
 
-    monkeypatch.setattr(products, "emit_vpdpbusd", write_out)
+    monkeypatch.setattr(operands, "emit_vpdpbusd", write_out)
     # Machine code for what this machine has.
     return dataclasses.replace(make_isa("avx512vnni"), mcpu=make_isa(list_runnable_isas()[-1]).mcpu)
 

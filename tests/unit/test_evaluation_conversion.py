@@ -10,7 +10,7 @@ import tomlkit
 from pi2.cli.main import run
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.measuring.conversion import CheckpointWeights
+from pi2.measuring.importance import CheckpointWeights
 from pi2.measuring.texts import Window, compute_losses
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
