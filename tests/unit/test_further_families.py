@@ -233,47 +233,32 @@ def test_contexts_end_where_an_index_would_choose_keys() -> None:
         assert describe(kind, **latent).shape.context == 128
 
 
-def test_a_gate_for_each_head_is_one_for_each_of_its_elements(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["element", "head"])
+def test_gates_of_heads_may_be_a_tensor_of_their_own(of: str, tmp_path: Path) -> None:
+    """A store is the same whether gates follow each query head, or have a tensor; one for each
+    head is one for each of its elements."""
     checkpoint = copy_checkpoint("qwen3-next", tmp_path / "checkpoint")
     model = describe_checkpoint(checkpoint, "golden").model
     shape, file = model.shape, checkpoint / "model.safetensors"
     tensors = load_file(file)
-    queries = [name for name in tensors if name.endswith("q_proj.weight")]
-    of_heads: dict[str, F16] = {}
-    for name in queries:
+    apart: dict[str, F16] = {}
+    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
         rows = tensors[name].reshape(shape.heads, 2, shape.head_dim, shape.hidden).copy()
-        gates = rows[:, 1, 0]
-        rows[:, 1] = gates[:, None]
+        if of == "head":
+            rows[:, 1] = rows[:, 1, :1].copy()
         tensors[name] = rows.reshape(tensors[name].shape)
-        own = rows[:, 0].reshape(shape.query, shape.hidden)
-        of_heads |= {name: own.copy(), name.replace("q_proj", "gate_proj"): gates.copy()}
+        gates = rows[:, 1, : 1 if of == "head" else None].reshape(-1, shape.hidden).copy()
+        own = rows[:, 0].reshape(shape.query, shape.hidden).copy()
+        apart |= {name: own, name.replace("q_proj", "gate_proj"): gates}
     save_file(tensors, file)
-    expected = convert(checkpoint, model, tmp_path / "elements")
-    save_file(tensors | of_heads, file)
+    expected = convert(checkpoint, model, tmp_path / "together")
+    save_file(tensors | apart, file)
     pattern = model.tensors.query.replace("q_proj", "gate_proj")
     update = {
         "tensors": model.tensors.model_copy(update={"query_gate": pattern}),
-        "attention": model.attention.model_copy(update={"output_gate_of": "head"}),
+        "attention": model.attention.model_copy(update={"output_gate_of": of}),
     }
-    assert convert(checkpoint, model.model_copy(update=update), tmp_path / "heads") == expected
-
-
-def test_gates_of_heads_may_be_a_tensor_of_their_own(tmp_path: Path) -> None:
-    """A store is the same whether gates follow each query head, or have a tensor."""
-    checkpoint = copy_checkpoint("qwen3-next", tmp_path / "checkpoint")
-    model = describe_checkpoint(checkpoint, "golden").model
-    expected = convert(checkpoint, model, tmp_path / "together")
-    shape, file = model.shape, checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
-        heads = tensors[name].reshape(shape.heads, 2, shape.head_dim, shape.hidden)
-        for part, own in enumerate((name, name.replace("q_proj", "gate_proj"))):
-            tensors[own] = heads[:, part].reshape(shape.query, shape.hidden).copy()
-    save_file(tensors, file)
-    pattern = model.tensors.query.replace("q_proj", "gate_proj")
-    names = model.tensors.model_copy(update={"query_gate": pattern})
-    apart = model.model_copy(update={"tensors": names})
-    assert convert(checkpoint, apart, tmp_path / "apart") == expected
+    assert convert(checkpoint, model.model_copy(update=update), tmp_path / "apart") == expected
 
 
 def test_minimax_m3_is_read_by_names_of_hub_and_by_those_of_transformers(tmp_path: Path) -> None:
