@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pi2.backends.blocks.building import Area, Builder, Routed
+from pi2.backends.blocks.building import Builder
+from pi2.backends.blocks.operands import Area, Routed
 from pi2.backends.blocks.residual import Residual, Sum
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Moe, SideFfn

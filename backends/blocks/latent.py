@@ -3,7 +3,8 @@ heads are made.  A head's query is turned into such a vector instead, and its mi
 
 from __future__ import annotations
 
-from pi2.backends.blocks.building import Area, Builder, Product
+from pi2.backends.blocks.building import Builder
+from pi2.backends.blocks.operands import Area, Product
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Latent

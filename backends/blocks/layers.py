@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-from pi2.backends.blocks.building import Area, Builder, Gates, Product
+from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.latent import LatentAttention
+from pi2.backends.blocks.operands import Area, Gates, Product
 from pi2.backends.blocks.recurrent import StateBuilder
 from pi2.backends.blocks.residual import Residual
 from pi2.backends.blocks.room import StateMemory

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.blocks.building import Builder, Matrix
+from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.instructions import FindWeight, Program, Threads
 from pi2.backends.blocks.layers import Layers
+from pi2.backends.blocks.operands import Matrix
 from pi2.backends.blocks.recurrent import STATE_MATRICES
 from pi2.backends.blocks.room import Allocate, KvCache, Libraries, StateMemory
 from pi2.backends.blocks.routed import PairTables, list_routed, view_floats

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, I32, I64
-from pi2.backends.blocks.building import Area, Builder, Gates, HeadNorm, Product, put_optional
+from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.contract import STATE_BLOCK
 from pi2.backends.blocks.instructions import Weight, put_float
+from pi2.backends.blocks.operands import Area, Gates, HeadNorm, Product, put_optional
 from pi2.backends.blocks.room import StateMemory
 from pi2.model.states import StateShape, list_state_tensors
 from pi2.model.tensor import DenseTensor, Place, split_mixer_kind, split_name

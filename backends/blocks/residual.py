@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pi2.backends.blocks.building import Area, Builder
+from pi2.backends.blocks.building import Builder
+from pi2.backends.blocks.operands import Area
 from pi2.backends.blocks.streams import Streams
 from pi2.plan.documents.model import Model
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pi2.backends.blocks.building import Area, Builder, Product
+from pi2.backends.blocks.building import Builder
+from pi2.backends.blocks.operands import Area, Product
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import AltUp
 

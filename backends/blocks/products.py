@@ -1,0 +1,525 @@
+"""Arrays of a program, and its products with the unconverted tensors of files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pi2.arrays import F32, I32, I64, U8, Raw
+from pi2.backends.arithmetic import RopeTables
+from pi2.backends.blocks.contract import PIECE
+from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
+from pi2.backends.blocks.operands import Area, Matrix, Product, Routed, find_address, put_optional
+from pi2.backends.blocks.room import (
+    Allocate,
+    KvCache,
+    Libraries,
+    count_quantized_bytes,
+    count_scratch_bytes,
+    count_together,
+    list_offsets,
+    make_tables,
+)
+from pi2.model.blocks import list_turns
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import Rope
+from pi2.plan.documents.model_parts import Norm as NormOptions
+
+A = TypeVar("A", bound=Raw)
+_GRAIN_BYTES = 1 << 16
+"""Bytes of weights that a thread takes at a time, at most."""
+_ANY_LENGTH = 1 << 40
+_LITTLE = {"gate": 2048, "cap": 2048, "quantize_q8_k": 16384, "quantize_q8_0": 16384}
+"""Elements up to which one thread computes a token."""
+_SHARES = 8
+"""Parts of a matrix that there are at least for each thread."""
+
+
+SCRATCH = {"scratch": 0, "scratch_stride": 0}
+"""Arguments that `Products.finish` sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    address: int
+    stride: int
+    planes: int
+    plane_stride: int
+
+
+class Products:
+    """Adds instructions, and allocates their arrays."""
+
+    def __init__(
+        self,
+        model: Model,
+        find: FindWeight,
+        libraries: Libraries,
+        cache: KvCache,
+        *,
+        tokens: int,
+        step_tokens: int,
+        context: int,
+        threads: int,
+        planes: int,
+        allocate: Allocate,
+    ) -> None:
+        """``tokens``: most of a call; ``step_tokens``: most that may be of different sequences."""
+        self._model = model
+        self._step_tokens, self._allocate = step_tokens, allocate
+        self._planes = planes
+        self._find = find
+        self._libraries = libraries
+        self._cache = cache
+        self._tokens = tokens
+        self._context = context
+        self._threads = threads
+        self._kept: list[U8] = []
+        """Everything that instructions know by its address."""
+        self._areas: dict[tuple[str, int, int], Area] = {}
+        self._codes: dict[tuple[str, int, int], int] = {}
+        self._grids: dict[str, U8] = {}
+        self._vectors: dict[tuple[str, int | None, int, float], F32] = {}
+        """By key, layer, mixer and offset, or by length and value."""
+        self._orders: dict[tuple[int, ...], I64] = {}
+        self._growths: dict[bytes, F32] = {}
+        self._scratch_size = self._partial_size = 0
+        self.routed: Routed | None = None
+        """What layers with experts share."""
+        self.instructions: list[Instruction] = []
+        self.matrices: list[Matrix] = []
+        self.layer: int | None = None
+        """Layer of the addition, and number of the mixer in it."""
+        self.mixer = 0
+        self.rms = model.norm.model_copy(update={"kind": "rmsnorm", "bias": False})
+        """The norm of heads, routers and latent vectors."""
+        self.numbers: I32 = self._take(4 * tokens).view(np.int32)
+        """Tokens of a call."""
+        self.sequences: I32 = self._take(4 * tokens).view(np.int32)
+        self.positions: I32 = self._take(4 * tokens).view(np.int32)
+        self.places: I32 = self._take(4 * tokens).view(np.int32)
+        """Rows of the learned positions."""
+        self.known_numbers: I32 = self._take(4 * tokens).view(np.int32)
+        """Rows of a table that has some tokens: others have the first one."""
+        self.ropes: dict[tuple[Rope, int], RopeTables] = {}
+        for turn in list_turns(model):
+            shape = 2, context, max(turn[1] // 2, 1)
+            arrays: F32 = self._take(4 * math.prod(shape)).view(np.float32).reshape(shape)
+            self.ropes[turn] = RopeTables(*turn, (arrays[0], arrays[1]))
+        experts, active = (
+            (1, 1) if model.moe is None else (model.moe.experts, model.moe.active_experts)
+        )
+        pairs = tokens * active
+        self._ones: F32 = self.keep(np.ones(experts, np.float32))
+        self._zeros: I32 = self._take(4 * pairs).view(np.int32)
+        self._steps: I32 = self.keep(np.arange(pairs, dtype=np.int32))
+
+    def _take(self, size: int, segment: str = "workspace") -> U8:
+        self._kept.append(self._allocate(segment, size))
+        return self._kept[-1]
+
+    def keep(self, array: A, segment: str = "workspace") -> A:
+        """Return a copy in memory of the budget."""
+        kept: Any = self._take(array.nbytes, segment).view(array.dtype).reshape(array.shape)
+        kept[...] = array
+        own: A = kept
+        return own
+
+    def fill(self, value: float, length: int) -> int:
+        """Return the address of so many numbers that are all the same."""
+        place = "constant", length, 0, value
+        if place not in self._vectors:
+            self._vectors[place] = self.keep(np.full(length, value, np.float32))
+        return self._vectors[place].ctypes.data
+
+    def find(self, key: str, layer: int | None = None) -> Weight | None:
+        return self._find(key, layer or 0, self.mixer)
+
+    def need(self, key: str, layer: int | None = None) -> Weight:
+        """Return a matrix that must be there, by default of the addition's layer."""
+        layer = self.layer if layer is None else layer
+        weight = self.find(key, layer)
+        assert weight is not None, f"the source has no tensor {key} of layer {layer}"
+        return weight
+
+    def read_values(self, key: str) -> F32:
+        """Return a vector of the addition's layer."""
+        return self.need(key).read()
+
+    def put_tokens(self) -> dict[str, int]:
+        """Return the arguments that say to what sequences tokens belong, and where they stand."""
+        return {"sequences": self.sequences.ctypes.data, "positions": self.positions.ctypes.data}
+
+    def take_area(
+        self,
+        name: str,
+        width: int,
+        each: int = 1,
+        tokens: int | None = None,
+        *,
+        is_tight: bool = False,
+    ) -> Area:
+        """Return the array of a name, for all tokens or some, ``each`` of one; nothing is between
+        the vectors of a tight one."""
+        key = name, width, each
+        if key not in self._areas:
+            stride = width if is_tight else -(-width // 16) * 16
+            array = self._take(4 * stride * each * (tokens or self._tokens))
+            self._areas[key] = Area(array.ctypes.data, stride)
+        return self._areas[key]
+
+    def read_vector(self, key: str, layer: int | None, offset: float = 0.0) -> int:
+        """Return the address of a vector as float32; 0 where the model has none."""
+        place = key, layer, self.mixer, offset
+        if place not in self._vectors:
+            weight = self.find(key, layer)
+            if weight is None:
+                return 0
+            self._vectors[place] = self.keep(weight.read() + np.float32(offset), "attention")
+        return self._vectors[place].ctypes.data
+
+    def add(
+        self,
+        kernel: str,
+        values: dict[str, int],
+        *,
+        own: str | None = None,
+        items: int = 0,
+        each: int = 0,
+        grain: int = 1,
+        waits: bool = True,
+        orders: tuple[int, int] | None = None,
+        plane: int = 0,
+        label: str = "",
+    ) -> int:
+        """Add an instruction of ``items``, or of so many for ``each`` token; return its number."""
+        way = Way(address=self._libraries.find(kernel, own), items=items, each=each, grain=grain)
+        return self._append(
+            Instruction(
+                kernel=kernel,
+                values=values,
+                ways=(way, way, way),
+                orders=orders,
+                plane=plane,
+                layer=self.layer,
+                waits=waits,
+                is_little=each > 0 and values.get("length", 0) <= _LITTLE.get(kernel, _ANY_LENGTH),
+                label=label or kernel,
+            )
+        )
+
+    def _append(self, instruction: Instruction) -> int:
+        self.instructions.append(instruction)
+        return len(self.instructions) - 1
+
+    def add_norm(
+        self,
+        key: str,
+        x: Area,
+        y: Area,
+        length: int,
+        *,
+        added: bool = False,
+        norm: NormOptions | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        """Normalise vectors with ``norm`` or the model's, times ``factor``; ``added``: to what y
+        holds."""
+        norm = norm or self._model.norm
+        offset = norm.weight_offset
+        weights = self.read_vector(key, self.layer, offset)
+        bias = self.read_vector(f"{key}_bias", self.layer) if norm.bias else 0
+        self.add(
+            "normalize",
+            {
+                **x.put("x"),
+                **put_optional("weights", weights),
+                **put_optional("bias", bias),
+                **y.put("y"),
+                "length": length,
+                "epsilon": put_float(norm.epsilon),
+                "centred": int(norm.kind == "layernorm"),
+                "added": int(added),
+                "factor": put_float(factor),
+            },
+            each=1,
+            label=key or "norm",
+        )
+
+    def make_product(
+        self, key: str, layer: int, y: Area, has_bias: bool = False, **more: Any
+    ) -> Product:
+        """Return the matrix ``key`` of a layer as a product, with its bias."""
+        bias = self.read_vector(f"{key}_bias", layer) if has_bias else 0
+        return Product(key=key, weight=self.need(key, layer), y=y, bias=bias, **more)
+
+    def list_inputs(
+        self, fused: str, layer: int, parts: list[tuple[str, Area]], has_bias: bool, **more: Any
+    ) -> list[Product]:
+        """Return the matrices of ``parts``, or one that has all of them."""
+        is_fused = getattr(self._model.tensors, fused, None) is not None
+        if is_fused and self.find(fused, layer) is not None:
+            parts = [(fused, parts[0][1])]
+        return [self.make_product(key, layer, y, has_bias, **more) for key, y in parts]
+
+    def add_zeros(self, y: Area, length: int) -> None:
+        self.add_cap(Area(self.fill(0.0, length), 0), length, 0.0, 1.0, y)
+
+    def add_products(
+        self, x: Area, length: int, products: Sequence[Product], *, each: int = 1
+    ) -> None:
+        """Add matrices times the same vectors, ``each`` of a token, which are quantised first as
+        the formats want."""
+        inputs: dict[str, _Codes] = {}
+        for product in products:
+            self._quantize(x, length, product.weight, inputs, each)
+        for place, product in enumerate(products):
+            codes = inputs[self._name_form(product.weight)]
+            number = self._multiply(product, codes, waits=place == len(products) - 1)
+            self.matrices.append(Matrix(product.key, self.layer, product.weight, (number,)))
+
+    def add_heads(self, x: Area, length: int, product: Product, heads: int, first: int = 0) -> None:
+        """Add a matrix of each head, from its row ``first`` on, times a vector of each.  Strides
+        are between heads, which follow each other without gaps."""
+        weight, y, inputs = product.weight, product.y, dict[str, _Codes]()
+        each = weight.rows // heads
+        self._quantize(x, length, weight, inputs, heads)
+        codes, numbers = inputs[self._name_form(weight)], []
+        for head in range(heads):
+            skip = (head * each + first) * weight.row_bytes
+            data = None if weight.data is None else weight.data[skip:]
+            own = replace(
+                product,
+                weight=replace(weight, rows=each - first, data=data),
+                y=Area(y.skip(head * y.stride).address, heads * y.stride),
+            )
+            place = replace(
+                codes, address=codes.address + head * codes.stride, stride=heads * codes.stride
+            )
+            numbers.append(self._multiply(own, place, waits=head == heads - 1))
+        skip = first * weight.row_bytes
+        self.matrices.append(Matrix(product.key, self.layer, weight, tuple(numbers), skip=skip))
+
+    def add_turned_heads(self, x: Area, rows: int, product: Product, heads: int) -> None:
+        """Add the first rows of each head's matrix, turned, times a vector of each.  Strides are
+        between heads, which follow each other without gaps."""
+        weight, y = product.weight, product.y
+        scale = weight.scales[0] if weight.scales else 1.0
+        way = Way(address=self._libraries.find("multiply_turned", weight.format), items=heads)
+        number = self._append(
+            Instruction(
+                kernel="multiply_turned",
+                values={
+                    "weights": find_address(weight),
+                    "grid": self._find_grid(weight.format),
+                    "x": x.address,
+                    "x_stride": heads * x.stride,
+                    "x_each": x.stride,
+                    "y": y.address,
+                    "y_stride": heads * y.stride,
+                    "y_each": y.stride,
+                    "blocks": weight.length // weight.kind.block,
+                    "tokens": 0,
+                    "rows": rows,
+                    "each": weight.rows // heads,
+                    "factor": put_float(scale),
+                },
+                ways=(way, way, way),
+                layer=self.layer,
+                label=product.key,
+            )
+        )
+        self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
+
+    def _quantize(
+        self, x: Area, length: int, weight: Weight, inputs: dict[str, _Codes], each: int
+    ) -> None:
+        """Bring vectors into the form that a format is multiplied with, unless they are."""
+        assert weight.length == length, f"a matrix has {weight.length} columns, not {length}"
+        kind = weight.kind.activations
+        form = self._name_form(weight)
+        if form in inputs:
+            return
+        if kind == "float":
+            inputs[form] = _Codes(x.address, 4 * x.stride, 1, 0)
+            return
+        stride = count_quantized_bytes(kind, length)
+        plane = stride * each * self._tokens
+        key = form, length, each
+        if key not in self._codes:
+            self._codes[key] = self._take(plane * self._planes).ctypes.data
+        target = self._codes[key]
+        inputs[form] = _Codes(target, stride, self._planes, plane)
+        if kind == "q8_k":
+            name, orders = "order", (self._find_order(weight.format), self._find_order(""))
+        else:
+            name, orders = "together", (self._count_together(weight.format), 1)
+        rest = self.take_area("rest", length, each) if self._planes > 1 else None
+        for number in range(self._planes):
+            is_last = number == self._planes - 1
+            source = x if number == 0 or rest is None else rest
+            self.add(
+                f"quantize_{kind}",
+                {
+                    **source.put("x"),
+                    "y": target + number * plane,
+                    "y_stride": stride,
+                    "length": length,
+                    "rest": 0 if is_last or rest is None else rest.address,
+                    "has_rest": int(not is_last),
+                    "rest_stride": 0 if rest is None else rest.stride,
+                    name: orders[0],
+                    # The rest is too small for an fp16 scale.
+                    **({"rounds": int(number == 0)} if kind == "q8_0" else {}),
+                },
+                plane=number,
+                each=each * length // (256 if kind == "q8_k" else 32),
+                grain=8,
+                orders=orders,
+                label="quantize",
+            )
+
+    def _name_form(self, weight: Weight) -> str:
+        kind = weight.kind.activations
+        if kind == "float":
+            return kind
+        find = self._find_order if kind == "q8_k" else self._count_together
+        return f"{kind} {find(weight.format)}"
+
+    def _count_together(self, name: str) -> int:
+        return count_together(name, 4 * self._libraries.isa.lanes)
+
+    def _find_order(self, name: str) -> int:
+        """Return the address of the order of a format's activations, the same for the same one."""
+        offsets = list_offsets(name, 4 * self._libraries.isa.lanes)
+        if offsets not in self._orders:
+            self._orders[offsets] = self.keep(np.array(offsets, np.int64))
+        return self._orders[offsets].ctypes.data
+
+    def _find_grid(self, name: str) -> int:
+        if name not in self._grids:
+            self._grids[name] = self.keep(make_tables(name))
+        return self._grids[name].ctypes.data
+
+    def _multiply(self, product: Product, codes: _Codes, *, waits: bool) -> int:
+        weight, y = product.weight, product.y
+        size = count_scratch_bytes(self._libraries.isa.lanes)
+        self._scratch_size = max(self._scratch_size, size)
+        return self._append(
+            Instruction(
+                kernel="multiply",
+                values={
+                    "weights": find_address(weight),
+                    "grid": self._find_grid(weight.format),
+                    "x": codes.address,
+                    "x_stride": codes.stride,
+                    "planes": codes.planes,
+                    "plane_stride": codes.plane_stride,
+                    **y.put("y"),
+                    "blocks": weight.length // weight.kind.block,
+                    "tokens": 0,
+                    **put_optional("bias", product.bias),
+                    "added": int(product.added),
+                    "factor": put_float(product.factor),
+                    "scales": self._place_scales(weight),
+                    "rows": weight.rows,
+                    **SCRATCH,
+                    **self._list_pairs(product),
+                },
+                ways=self._list_ways(weight, product.routed),
+                pairs=1 if product.routed is None else product.routed.active,
+                layer=self.layer,
+                waits=waits,
+                label=product.key,
+            )
+        )
+
+    def _place_scales(self, weight: Weight) -> int:
+        """Return the address of a number for each of a matrix's experts."""
+        if not weight.scales:
+            return self._ones.ctypes.data
+        return self.keep(np.array(weight.scales, np.float32)).ctypes.data
+
+    def _list_pairs(self, product: Product) -> dict[str, int]:
+        one, several, routed = self._zeros.ctypes.data, self._steps.ctypes.data, product.routed
+        if routed is None:
+            return {
+                "expert_of": one,
+                "place_of": one,
+                "x_of": several,
+                "y_of": several,
+                "expert_bytes": 0,
+                "pairs": several,
+                "starts": 0,
+                "experts": 1,
+                "routes": 0,
+                "has_routes": 0,
+            }
+        weight = product.weight
+        return {
+            "expert_of": routed.expert_of,
+            "place_of": routed.place_of,
+            "x_of": routed.token_of if product.of_tokens else several,
+            "y_of": several if product.of_tokens else routed.token_of,
+            "expert_bytes": weight.row_bytes * weight.rows,
+            "pairs": routed.pairs,
+            "starts": routed.starts,
+            "experts": routed.experts,
+            "routes": routed.weights,
+            "has_routes": int(product.is_weighed),
+        }
+
+    def _list_ways(self, weight: Weight, routed: Routed | None) -> tuple[Way, Way, Way]:
+        share = -(-weight.rows // (self._threads * _SHARES))
+        grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
+        one, few = (
+            Way(address=self._libraries.find(kernel, weight.format), items=weight.rows, grain=grain)
+            for kernel in ("multiply", "multiply_few")
+        )
+        if routed is not None:
+            few = one
+        if weight.kind.is_plain:
+            return one, few, few
+        panels = -(-weight.rows // self._libraries.isa.lanes)
+        many = self._libraries.find("multiply_many", weight.format)
+        return one, few, Way(address=many, items=panels)
+
+    def finish(self) -> None:
+        """Allocate what instructions share that were added so far."""
+        size = -(-self._scratch_size // 64) * 64
+        scratch = self._take(size * self._threads)
+        partials = self._take(self._partial_size)
+        for instruction in self.instructions:
+            if "partials" in instruction.values:
+                instruction.values["partials"] = partials.ctypes.data
+            if "scratch" in instruction.values:
+                instruction.values |= {"scratch": scratch.ctypes.data, "scratch_stride": size}
+
+    def add_cap(
+        self,
+        x: Area,
+        length: int,
+        limit: float,
+        factor: float,
+        y: Area | None = None,
+        *,
+        each: int = 1,
+    ) -> None:
+        """Multiply vectors, ``each`` of a token, and cap them with tanh or cut them at a negative
+        limit: into ``y``, or in place."""
+        self.add(
+            "cap",
+            {
+                **x.put("x"),
+                **(y or x).put("y"),
+                "length": length,
+                "limit": put_float(limit),
+                "factor": put_float(factor),
+            },
+            each=each * -(-length // PIECE),
+            label="cap" if limit else "scale",
+        )
