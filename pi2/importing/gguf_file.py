@@ -168,7 +168,7 @@ class _Header:
     def read(self) -> GgufFile:
         magic = self._take(4)
         if magic not in GGUF_MAGICS:
-            raise _bad_file(self._path, f"it begins with {magic.hex(' ')}: it is not a GGUF file")
+            raise _bad_file(self._path, "it is not a GGUF file")
         version = self._take_number("<I")
         if version not in _VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:

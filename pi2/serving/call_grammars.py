@@ -31,7 +31,7 @@ from pi2.serving.schema_grammars import (
 from pi2.serving.schemas import list_alternatives
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from tokenizers import Tokenizer
 
 
@@ -121,6 +121,8 @@ class GrammarWriter:
 
     def add_rule(self, body: str, options: str = "", *, is_terminal: bool = False) -> str:
         """A rule of its own, or a terminal; returns its name."""
+        if len(self._rules) == _MOST_RULES:
+            raise ValueError(f"it has more than {_MOST_RULES} parts")
         name = f"{'T' if is_terminal else 'r'}{len(self._rules)}"
         return self._rules.setdefault(f"{options}: {body}", name)
 
@@ -237,6 +239,8 @@ def _quote(text: str) -> str:
 
 
 _FORBIDDEN = np.float32(-np.inf)
+_MOST_RULES = 20_000
+"""The grammar library ends the process at some ten thousand more."""
 
 
 def load_vocabulary(tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> LLTokenizer:
@@ -268,12 +272,19 @@ def write_call_grammar(
     return _compile(lambda: writer.write_calls(tools, is_parallel=is_parallel), "tools")
 
 
+def _set_limits() -> LLParserLimits:
+    """Enough for choices among some ten thousand texts, keys or tools."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_items_in_row=100_000, step_max_items=2_000_000)
+
+
 def _compile(write: Callable[[], str], param: str) -> str:
     from llguidance import LLMatcher
 
     try:
         grammar: str = LLMatcher.grammar_from_lark(write())
-        problem = LLMatcher.validate_grammar(grammar)
+        problem = LLMatcher.validate_grammar(grammar, limits=_set_limits())
     except (ValueError, re.error, RecursionError) as error:
         problem = str(error)
     if problem:
@@ -305,12 +316,18 @@ class Grammar(Constraint):
             raise self._explain(f"token {token} does not go on with it")
 
     def _explain(self, problem: str) -> RuntimeError:
-        said = " ".join(self._matcher.get_error().split())[:300]
+        said = _read_error(self._matcher)
         return RuntimeError(f"the grammar of an answer has failed: {problem}; {said}")
+
+
+def _read_error(matcher: LLMatcher) -> str:
+    return " ".join(matcher.get_error().split())[:300]
 
 
 def make_constraint(vocabulary: LLTokenizer, grammar: str, size: int) -> Callable[[], Constraint]:
     from llguidance import LLMatcher
 
-    begun = LLMatcher(vocabulary, grammar)
+    begun = LLMatcher(vocabulary, grammar, limits=_set_limits())
+    if begun.is_error():
+        raise ApiError(400, f"the schema of the answer cannot be used: {_read_error(begun)}")
     return lambda: Grammar(begun.deep_copy(), size)

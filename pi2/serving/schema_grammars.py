@@ -256,14 +256,31 @@ def write_sequence(
     in_order: bool = False,
 ) -> str:
     """Items one after the other, ``between`` between two; those not needed may be missing, with
-    ``in_order`` only at the end."""
-    first = after = '""'
-    for item, is_needed in reversed(items):
-        begins, follows = f"{item} {after}", f"{between} {item} {after}"
-        without_first, without = ('""', '""') if in_order else (first, after)
-        first = add_rule(begins if is_needed else f"{begins} | {without_first}")
-        after = add_rule(follows if is_needed else f"{follows} | {without}")
-    return first
+    ``in_order`` only at the end.  Rules nest as deeply as a binary tree of the items: the grammar
+    library recurses into rules, and thousands of levels overflow its stack."""
+
+    def write(part: Sequence[tuple[str, bool]]) -> tuple[str, str]:
+        """Rules of one or more items of a part, and of all."""
+        if len(part) == 1:
+            return part[0][0], part[0][0]
+        left, right = part[: len(part) // 2], part[len(part) // 2 :]
+        (some, first), (others, last) = write(left), write(right)
+        whole = add_rule(f"{first} {between} {last}") if in_order else ""
+        ways = [f"{first if in_order else some} {between} {others}"]
+        if not _needs_any(right):
+            ways.append(some)
+        if not in_order and not _needs_any(left):
+            ways.append(others)
+        return add_rule(" | ".join(ways)), whole
+
+    if not items:
+        return '""'
+    some, _ = write(items)
+    return some if _needs_any(items) else add_rule(f'{some} | ""')
+
+
+def _needs_any(items: Sequence[tuple[str, bool]]) -> bool:
+    return any(is_needed for _, is_needed in items)
 
 
 def _go_deeper(schema: Any, depth: int) -> int:

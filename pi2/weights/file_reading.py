@@ -256,7 +256,14 @@ class FileFiller:
         tokenizer = None if given is None else path.parent / str(given)
         # A file that stands for its plan has no other; its name need not be text.
         stated = str(values["weights"])
-        file = path if is_gguf(path) else path.parent / stated
+        bare = describe_bare(path)
+        if bare is not None and stated != bare["weights"]:
+            raise UserError.of(
+                "P016",
+                f"`--set weights={stated}`: {path} has its own weights",
+                help=f"name the other file in place of it: {show_path(Path(stated))}",
+            )
+        file = path if bare is not None else path.parent / stated
         if stated.startswith(PACKAGE):
             file = find_package_file(stated)
         elif stated.startswith(HUB):

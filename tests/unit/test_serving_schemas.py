@@ -1,5 +1,6 @@
 """Answers that keep to a schema, in every notation, and end."""
 
+import itertools
 import json
 from typing import Any
 
@@ -159,3 +160,39 @@ def test_json_of_a_schema_ends(
     json.loads(fine)
     assert family.follow(grammar, fine) is None
     assert family.follow(grammar, endless) is not None
+
+
+def test_schemas_of_thousands_of_parts_are_kept_to_or_refused() -> None:
+    names = [f"k{number}" for number in range(3000)]
+    family = Family("hermes", "plain")
+
+    def write(count: int, *needed: str) -> str:
+        members = {f"k{number}": {"type": "null"} for number in range(count)}
+        schema = {"type": "object", "properties": members, "required": list(needed)}
+        return write_json_grammar(family.facts, schema, prompt="")
+
+    choice = write_json_grammar(family.facts, {"enum": names}, prompt="")
+    assert family.follow(choice, '"k2999"') is None and family.follow(choice, '"k3000"')
+    wide = write(3000, "k7")
+    assert family.follow(wide, '{"k7": null, "k2998": null}') is None
+    assert family.follow(wide, '{"k2998": null}') and family.follow(
+        wide, '{"k8": null, "k7": null}'
+    )
+    with pytest.raises(ApiError, match="it has more than 20000 parts") as refused:
+        write(20_000)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_properties_come_in_order_and_those_not_needed_may_be_missing(count: int) -> None:
+    family, names = Family("hermes", "plain"), [f"k{number}" for number in range(count)]
+    members = {name: {"type": "null"} for name in names}
+    for needed in (set[str](), set(names[1:2]), set(names[::2]), set(names)):
+        schema = {"type": "object", "properties": members, "required": sorted(needed)}
+        grammar = write_json_grammar(family.facts, schema, prompt="")
+        for kept in itertools.product([False, True], repeat=count):
+            chosen = list(itertools.compress(names, kept))
+            text = json.dumps(dict.fromkeys(chosen))
+            assert (family.follow(grammar, text) is None) == (needed <= set(chosen)), text
+        if count > 1:
+            assert family.follow(grammar, json.dumps(dict.fromkeys(reversed(names)))) is not None
