@@ -321,7 +321,7 @@ class Grammar(Constraint):
 
 
 def _read_error(matcher: LLMatcher) -> str:
-    return " ".join(matcher.get_error().split())[:300]
+    return " ".join(matcher.get_error().partition("<backtrace>")[0].split())[:300]
 
 
 def make_constraint(vocabulary: LLTokenizer, grammar: str, size: int) -> Callable[[], Constraint]:
@@ -329,5 +329,5 @@ def make_constraint(vocabulary: LLTokenizer, grammar: str, size: int) -> Callabl
 
     begun = LLMatcher(vocabulary, grammar, limits=_set_limits())
     if begun.is_error():
-        raise ApiError(400, f"the schema of the answer cannot be used: {_read_error(begun)}")
+        raise ApiError(400, f"the schema of the answer is too large: {_read_error(begun)}")
     return lambda: Grammar(begun.deep_copy(), size)

@@ -375,10 +375,11 @@ def _refuse(budget: int, needs: FileNeeds) -> UserError:
         "experts of a token": needs.slots,
         "the model that drafts": needs.draft,
     }
+    shorter = ", or a smaller kv.context" if needs.least - needs.kv <= budget else ""
     return UserError.of(
         "P026",
         f"{approximate_bytes(budget)} is not enough: this file needs at least "
         f"{write_least(needs.least)}",
-        help=f"--memory {-(-needs.least // _MIB)}MiB, or a shorter context, such as kv.context=256",
+        help=f"--memory {-(-needs.least // _MIB)}MiB{shorter}",
         notes=[f"{name}: {approximate_bytes(size)}" for name, size in parts.items() if size],
     )

@@ -154,8 +154,13 @@ def test_embeddings_have_the_length_one(file: Path) -> None:
 def test_a_budget_that_is_too_small_names_the_least(file: Path) -> None:
     with pytest.raises(UserError) as caught:
         pi2.load(file, memory="20 MiB")
-    assert [item.code for item in caught.value.diagnostics] == ["P026"]
-    assert "needs at least" in str(caught.value)
+    (found,) = caught.value.diagnostics
+    assert found.code == "P026" and "needs at least" in found.message
+    assert found.help is not None and "kv.context" not in found.help  # no context would fit
+    with pytest.raises(UserError) as caught:
+        pi2.load(file, memory="105 MiB", set={"kv.context": 200_000})
+    (found,) = caught.value.diagnostics
+    assert found.code == "P026" and str(found.help).endswith("or a smaller kv.context")
 
 
 def test_short_memory_shortens_a_context_as_a_short_budget_does(tmp_path: Path) -> None:

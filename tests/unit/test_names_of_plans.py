@@ -98,6 +98,11 @@ def test_a_gguf_file_is_a_plan_in_every_command_and_never_converted(
     assert list_models() == []
 
 
+def test_a_gguf_file_has_its_own_weights(forms: dict[str, str], ask: Ask) -> None:
+    said = ask(["show", forms[FORMS[0]], "--set", "weights=other.gguf"], 1).err
+    assert "P016" in said and "name the other file in place of it: other.gguf" in said
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gguf_file_is_planned_for_as_it_is(form: str, forms: dict[str, str], ask: Ask) -> None:
     wish = ["plan", forms[form], "--memory", "105MiB", "--device", "oneplus-12"]
