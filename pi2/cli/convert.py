@@ -161,9 +161,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
 def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
     """Write a GGUF file in several formats and report it; UsageError for stores' options."""
     output = given.output
-    from pi2.importing.imatrix import read_imatrix
     from pi2.importing.quantize import quantize_checkpoint
-    from pi2.importing.quantizers import ErrorReport
+    from pi2.importing.quantizers import ErrorReport, read_imatrix
 
     assert given.quantization is not None
     stores = ("predictors", "activations", "statistics")

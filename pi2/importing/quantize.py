@@ -30,9 +30,8 @@ from pi2.importing.gguf_architectures import (
 )
 from pi2.importing.gguf_checkpoint import FILES, OWN, GgufCheckpoint, GgufTensor, make_tensor
 from pi2.importing.gguf_file import GgufFile, read_gguf
-from pi2.importing.imatrix import Importance, refuse_imatrix
 from pi2.importing.new_model import find_mtp
-from pi2.importing.quantizers import ErrorReport
+from pi2.importing.quantizers import ErrorReport, Importance, refuse_imatrix
 from pi2.importing.safetensors_file import Shards, SourceTensor
 from pi2.model.tensors import MIXTURES, choose_formats, fit_width
 from pi2.plan.documents.model import Model

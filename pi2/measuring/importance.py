@@ -22,8 +22,8 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import pad_columns
 from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
-from pi2.importing.imatrix import Importance
 from pi2.importing.quantize import find_names, name_matrix
+from pi2.importing.quantizers import Importance
 from pi2.importing.rows import Rows
 from pi2.measuring.texts import Window, cut_texts, cut_windows, read_texts
 from pi2.model.blocks import Attention
