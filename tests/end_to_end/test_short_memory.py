@@ -8,7 +8,7 @@ import pytest
 
 import pi2
 from pi2.backends.faults import shortage
-from pi2.engine.memory_watch import describe_shortage
+from pi2.orchestrator import describe_shortage
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.programs import start_python
 

@@ -1,4 +1,4 @@
-"""Latent attention: what is kept of a token is one vector, of which keys and values of all heads
+"""Latent attention: the KV cache has one vector of a token, of which keys and values of all heads
 are made.
 
 ======================  ==========================================================================
