@@ -405,7 +405,9 @@ class MarkedReader:
         if form.end and text.startswith(form.end):
             self._held, self._state = text[len(form.end) :], "between"
             return True
-        if not last and (not text or form.end.startswith(text)):
+        if form.end.startswith(text) and (text or not last):
+            if last:  # the answer was cut inside the mark
+                self._held = ""
             return False
         is_next = form.is_repeated and not (form.is_json and not text.startswith("{"))
         try:

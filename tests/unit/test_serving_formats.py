@@ -79,6 +79,19 @@ def test_a_cut_call_is_content_as_it_was_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_a_whole_call_that_is_cut_in_its_closing_mark_is_a_call(name: str) -> None:
+    """An answer of the most tokens may end there."""
+    form = FORMATS[name].calls[0]
+    written = form.write(ONE)
+    cuts = [written[:-missing] for missing in range(1, len(form.end))]
+    for cut in cuts if written.endswith(form.end) else []:
+        reasoning, content, calls = read(
+            describe(FORMATS[name]).make_reader(tools=[TOOL, OTHER]), cut, 3
+        )
+        assert (reasoning, content, calls) in (("", "", ONE), ("", cut, [])), cut
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_without_tools_a_call_is_content(name: str) -> None:
     format = FORMATS[name]
     written = format.calls[0].write(ONE)
