@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from limited.random_gguf import add_tokenizer
-from limited.shapes import SHAPES, Shape, Tensor
+from limited.shapes import Shape, Tensor, read_shapes
 from pi2.arrays import U8
 from pi2.formats import find_format
 
@@ -97,13 +97,14 @@ def draw_tensor(tensor: Tensor, pools: dict[tuple[str, int], U8], begin: int) ->
 
 
 def main() -> None:
+    shapes = read_shapes()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=shapes)
     parser.add_argument("file", type=Path)
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--format", help="one for all, such as q4_0; default: as in Q4_K_M")
     options = parser.parse_args()
-    own = SHAPES[options.shape]
+    own = shapes[options.shape]
     if one := options.format:
         own = replace(own, dense=one, inputs=one, outputs=(one,), head=own.head and one)
     layers = options.layers or own.layers
