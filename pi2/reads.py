@@ -21,12 +21,15 @@ def read_at(descriptor: int, target: memoryview, offset: int, least: int) -> int
 
     A read past the page cache that the system refuses goes through the page cache, as all later
     ones of ``descriptor`` do. Raises `OSError`."""
-    done = 0
+    done, refused = 0, False
     while done < least:
         try:
             count = os.preadv(descriptor, [target[done:]], offset + done)
         except OSError as error:
-            if error.errno == errno.EINVAL and leave_direct(descriptor):
+            # Another thread may have let reads go through the page cache meanwhile.
+            if error.errno == errno.EINVAL and not refused:
+                leave_direct(descriptor)
+                refused = True
                 continue
             raise
         if count == 0:
@@ -40,14 +43,11 @@ def is_direct(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
 
 
-def leave_direct(descriptor: int) -> bool:
-    """Let reads of ``descriptor``, by any engine, go through the page cache; whether they did not
-    before."""
-    if not is_direct(descriptor):
-        return False
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return True
+def leave_direct(descriptor: int) -> None:
+    """Let reads of ``descriptor``, by any engine, go through the page cache."""
+    if is_direct(descriptor):
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
 def describe_failure(path: Path, offset: int, error: OSError) -> str:

@@ -228,6 +228,12 @@ class GgufWeights(TensorFiles):
             is_known = isinstance(own, GgufTensor | JoinedHeads)
             if not is_known or (isinstance(own, GgufTensor) and own.is_turned):
                 found.append(name)
+        routed = (layer for layer, own in enumerate(self.model.blocks) if own.ffn.has_router)
+        found += [
+            f"experts of layer {own}, which lie apart"
+            for own in routed
+            if not self.find("down", own)
+        ]
         formats = {tensor.format for _, _, tensor in self.list_matrices()}
         for name in sorted(formats):
             try:

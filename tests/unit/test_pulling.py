@@ -73,7 +73,6 @@ def test_weights_of_a_plan_are_pulled_when_asked_for_and_pinned(
         'schema_version = 3\nweights = "hf:org/tiny@v1/tiny.gguf"\nmemory.budget = "200 MiB"\n'
     )
     run_it = ["run", str(plan), "--prompt", "x", "--max-tokens", "1"]
-    run_it += ["--set", 'backends.cpu="reference"']
     code, said = run_command(environment, *run_it)
     assert (code, "was not pulled" in said, f"`pi2 pull {plan}`" in said) == (1, True, True)
     with serve_repository(tmp_path / "there", "org/tiny") as hub:

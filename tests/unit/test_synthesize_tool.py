@@ -55,6 +55,7 @@ def test_tool_says_of_model_that_nobody_knows(tmp_path: Path, environment: dict[
 def test_the_tool_writes_store_statistics_and_a_plan_that_runs(
     tmp_path: Path, model_file: Path, environment: dict[str, str]
 ) -> None:
+    (tmp_path / ".git").mkdir()  # a project: the plan names a model outside of its own folder
     plan = tmp_path / "plans" / "tiny.plan.toml"
     done = run_tool(
         environment, model_file, tmp_path / "store", "--plan", plan, "--backend", "reference"
