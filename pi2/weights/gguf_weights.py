@@ -15,7 +15,6 @@ from pi2 import pause_collection
 from pi2.arrays import F32
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
-from pi2.formats import find_format
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.dense_rows import read_state_vector
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
@@ -229,17 +228,7 @@ class GgufWeights(TensorFiles):
             if not is_known or (isinstance(own, GgufTensor) and own.is_turned):
                 found.append(name)
         routed = (layer for layer, own in enumerate(self.model.blocks) if own.ffn.has_router)
-        found += [
-            f"experts of layer {own}, which lie apart"
-            for own in routed
-            if not self.find("down", own)
-        ]
-        formats = {tensor.format for _, _, tensor in self.list_matrices()}
-        for name in sorted(formats):
-            try:
-                find_format(name)
-            except KeyError:
-                found.append(name)
+        found += [f"experts of layer {own} apart" for own in routed if not self.find("down", own)]
         return found
 
     @cached_property
