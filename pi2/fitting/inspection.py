@@ -315,7 +315,7 @@ class Inspection:
         if kind == "model" and self.facts is not None:
             text = f"# read from {self.facts.path.name}\n"
             self.files[kind] = SourceFile(self.facts.path, self.facts.path.name, text, {})
-            self.file_names[kind] = Path(f"{self.facts.model_id}.model.toml")
+            self.file_names[kind] = Path(f"{self.facts.said['model']}.model.toml")
             return
         reference = None if plan is None else plan.values.get(kind)
         if kind == "model" and plan is not None and reference is None and self.fill is not None:

@@ -305,7 +305,8 @@ def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
     for key, values in find_backend(name).FIXED.items():
         path: KeyPath = tuple(key.split("."))
         stated = _read_setting(resolved, path)
-        if stated in values or path in resolved.derived:
+        said = None if resolved.file is None else resolved.file.said.get(key)
+        if stated in values or stated == said or path in resolved.derived:
             continue
         yield Finding(
             path,

@@ -174,12 +174,18 @@ def derive_plan(
     memory["segments"] = segments | dict(memory.get("segments") or {})
     layers = dict(values.get("layers") or {})
     layers.setdefault("split", {"cpu": 1.0})
-    layers.setdefault("hot", round(hot / needs.matrices, 4))
+    stride = round_up(model.lay_out_bundle().used_bytes, 4096)
+    said = {
+        "model": model.id,
+        "bundle.stride": stride,
+        "layers.hot": round(hot / needs.matrices, 4),
+    }
+    layers.setdefault("hot", said["layers.hot"])
     filled = {
         "device": "host",
         "model": model.id,
         "backends": {"cpu": "blocks"},
-        "bundle": {"stride": f"{round_up(model.lay_out_bundle().used_bytes, 4096)} B"},
+        "bundle": {"stride": f"{stride} B"},
         **values,
         "memory": memory,
         "layers": layers,
@@ -191,7 +197,7 @@ def derive_plan(
     active = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     facts = FileFacts(
         path=weights.path,
-        model_id=model.id,
+        said=said,
         matrices=sum(1 for _ in weights.list_matrices()),
         matrix_bytes=needs.matrices,
         token_bytes=needs.streamable

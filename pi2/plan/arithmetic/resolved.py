@@ -82,7 +82,8 @@ class FileFacts:
     """What the metadata and the list of tensors say."""
 
     path: Path
-    model_id: str
+    said: Mapping[str, object]
+    """Values of keys that the file settles; a plan may state the same."""
     matrices: int
     """Matrices; the experts of a layer count as one."""
     matrix_bytes: int
