@@ -135,7 +135,7 @@ def _check_bound(bound: Sequence[int]) -> Iterator[Diagnostic]:
 
 def _check_memory(machine: Machine, budget_bytes: int) -> Iterator[Diagnostic]:
     memory = machine.memory
-    if memory.limit_bytes and budget_bytes > memory.limit_bytes:
+    if 0 < memory.limit_bytes <= budget_bytes - 4096:  # groups round their limits down to pages
         wanted, limit = compare_bytes(budget_bytes, memory.limit_bytes)
         kind = "installed" if memory.limit_bytes == memory.installed_bytes else "allowed here"
         yield Diagnostic(
