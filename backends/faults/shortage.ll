@@ -3,18 +3,17 @@
 ;
 ; The state is 64-bit numbers: 0 progress, 1 whether work is under way, 2 whether to stop, 3 major
 ; faults that prove a shortage, 4 whether memory is short, 5 whether the program has taken notice,
-; 6 text and 7 its length, 8 status to end with, 10 descriptor of /proc/self/statm, 12 regions; then
-; the address and bytes of each.
+; 6 text and 7 its length, 8 status to end with, 9 a `pollfd` that becomes readable when the thread
+; is to stop, 10 descriptor of /proc/self/statm, 12 regions; then the address and bytes of each.
 
 %rusage = type [18 x i64]
 
-declare i32 @nanosleep(ptr, ptr)
+declare i32 @poll(ptr, i64, i32)
 declare i32 @getrusage(i32, ptr)
 declare i64 @write(i32, ptr, i64)
 declare i64 @pread(i32, ptr, i64, i64)
 declare void @_exit(i32)
 
-@pi2_quarter = internal constant [2 x i64] [i64 0, i64 250000000], align 16
 @pi2_text = internal global [64 x i8] zeroinitializer, align 64
 @pi2_usage = internal global %rusage zeroinitializer, align 64
 
@@ -27,6 +26,13 @@ define internal i64 @get(ptr %state, i64 %number) {
 define internal void @put(ptr %state, i64 %number, i64 %value) {
   %place = getelementptr i64, ptr %state, i64 %number
   store atomic i64 %value, ptr %place seq_cst, align 8
+  ret void
+}
+
+; Waits for a quarter of a second, or until it is told to stop.
+define internal void @rest(ptr %state) {
+  %wakes = getelementptr i64, ptr %state, i64 9
+  %ready = call i32 @poll(ptr %wakes, i64 1, i32 250)
   ret void
 }
 
@@ -116,7 +122,7 @@ restart:
 
 look:
   %quarters = phi i64 [ 0, %restart ], [ %more, %judge ], [ %more, %count ]
-  %slept = call i32 @nanosleep(ptr @pi2_quarter, ptr null)
+  call void @rest(ptr %state)
   %stop = call i64 @get(ptr %state, i64 2)
   %stops = icmp ne i64 %stop, 0
   br i1 %stops, label %over, label %measure
@@ -158,7 +164,7 @@ let_go:
 
 await:
   %left = phi i64 [ %ticks, %let_go ], [ %fewer, %still ]
-  %rested = call i32 @nanosleep(ptr @pi2_quarter, ptr null)
+  call void @rest(ptr %state)
   %noticed = call i64 @get(ptr %state, i64 5)
   %ended = call i64 @get(ptr %state, i64 2)
   %either = or i64 %noticed, %ended

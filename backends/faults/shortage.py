@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import select
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ MOST_REGIONS = 512
 _TICKS_S = 4
 _STATUS = 2
 _PROGRESS, _WORKS, _STOPS, _LIMIT, _IS_SHORT, _NOTICED, _TEXT, _LENGTH, _CODE = range(9)
-_STATM, _REGIONS = 10, 12
+_WAKES, _STATM, _REGIONS = 9, 10, 12
 
 
 class MemoryWatch:
@@ -51,6 +52,8 @@ class MemoryWatch:
         if library is None:
             return
         self._state[_STATM] = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._wakes = os.eventfd(0)
+        self._state[_WAKES] = self._wakes | select.POLLIN << 32
         _lock_pages(ctypes.addressof(self._state), ctypes.sizeof(self._state))
         _lock_pages(ctypes.addressof(self._text), len(self._text))
         self._thread = threading.Thread(
@@ -112,8 +115,10 @@ class MemoryWatch:
         self._state[_STOPS] = 1
         self._state[_REGIONS] = 0
         if self._thread is not None:
+            os.eventfd_write(self._wakes, 1)
             self._thread.join()
             os.close(self._state[_STATM])
+            os.close(self._wakes)
             self._thread = None
 
 
@@ -127,7 +132,7 @@ def _find_library() -> ctypes.CDLL | None:
         libc = ctypes.CDLL(None)
         for first, size in _list_maps(str(path)):
             _lock_pages(first, size)
-        for name in ("nanosleep", "getrusage", "pread", "mmap", "write"):
+        for name in ("poll", "getrusage", "pread", "mmap", "write"):
             place = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value
             _lock_pages(place or 0, 1)
         return library
