@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pi2 import orchestrator
 from pi2.plan.documents.quantities import parse_size
+from pi2.progress import Progress, ignore_progress
 from pi2.refit import read_plan
 from pi2.weights.file_reading import FileFiller
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from pi2.engine.assembly import MakeObserver
     from pi2.engine.loaded_model import LoadedModel
     from pi2.plan.reading.thresholds import GivenThresholds
-    from pi2.progress import Progress
 
 
 def load(
@@ -42,9 +42,9 @@ def load(
     `UserError` with all findings."""
     plan, files = Path(path), FileFiller()
     if not plan.name.endswith(".plan.toml") and not files.runs_as_it_is(plan):
-        from pi2.cli.named_plans import find_plan_path
+        from pi2.named_plans import find_plan
 
-        plan = find_plan_path(plan, files=files)
+        plan = find_plan(plan, files=files, progress=progress or ignore_progress)
     fitted = read_plan(
         plan,
         overrides=set,

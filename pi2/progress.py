@@ -1,5 +1,6 @@
 """Progress of a long job: its label and the share done."""
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,11 @@ COMPILING = "compiling kernels"
 
 def ignore_progress(label: str, share: float) -> None:
     """Ignore reports."""
+
+
+def say(line: str) -> None:
+    """Tell on standard error what a long job does."""
+    print(line, file=sys.stderr)
 
 
 class ByteProgress:

@@ -33,7 +33,7 @@ import httpx2
 
 import pi2
 from load_server import GROWTH_BYTES, HEAD, KEY, Load, ask, divide_in_quarters, follow
-from pi2.cli.named_plans import find_plan_path
+from pi2.named_plans import find_plan
 from pi2.weights.file_reading import FileFiller
 
 TURNS = 6
@@ -275,7 +275,7 @@ def main() -> int:
         models = []
         for path in options.models:
             is_file = path.suffix == ".gguf"
-            own = Path(shutil.copy(path, scratch)) if is_file else find_plan_path(path)
+            own = Path(shutil.copy(path, scratch)) if is_file else find_plan(path)
             models.append(own)
         command = [sys.executable, "-m", "pi2", "serve", *map(str, models)]
         command += ["--memory", options.memory, "--set", "serve.prefix_cache=32 MiB"]
@@ -295,7 +295,7 @@ def main() -> int:
         for name, path in zip(server.names, options.models, strict=True):
             # The replaced file may answer as the file that it was, or as the one that it is.
             paths = [path, options.models[1]] if models[0].stem == name else [path]
-            plans = [find_plan_path(one, files=FileFiller()) for one in paths]
+            plans = [find_plan(one, files=FileFiller()) for one in paths]
             followed[name] = find_wrong(session, name, plans, options.followed)
     quarters = [divide_in_quarters(life) for life in session.lives if len(life) > 20]
     grown = max((life[-1] - max(life[:2]) for life in quarters), default=0)

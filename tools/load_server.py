@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 import pi2
-from pi2.cli.named_plans import find_plan_path
 from pi2.engine.answer import Sampler
 from pi2.engine.loaded_model import LoadedModel
+from pi2.named_plans import find_plan
 from pi2.plan.toml.source import parse_assignments
 
 KEY = "load"
@@ -311,7 +311,7 @@ def main() -> int:
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    options.plan = find_plan_path(options.plan)
+    options.plan = find_plan(options.plan)
     command = [sys.executable, "-m", "pi2", "serve", str(options.plan), "--port", "0"]
     command += [part for setting in options.settings for part in ("--set", setting)]
     environment = {**os.environ, "PI2_API_KEY": KEY}

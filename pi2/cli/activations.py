@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.caches import replace_file
-from pi2.cli.commands import ProgressBar, in_help
+from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     FILE,
     JSON,
@@ -49,7 +49,6 @@ class ReplayOptions:
     as_json: bool = JSON()
 
 
-@in_help("More commands", "Replay recorded routing through caches of experts.")
 @click.command("replay")
 @click.argument("trace", type=click.Path(path_type=Path))
 @take_options(ReplayOptions)
@@ -161,7 +160,6 @@ class TraceOptions:
     """Tokens to generate before recording, to warm the neuron cache."""
 
 
-@in_help("More commands", "Record a timeline of a run, for Perfetto and Chrome.")
 @click.command("trace")
 @take_options(TraceOptions)
 @take_plan(in_store=True)
@@ -208,7 +206,6 @@ class ActivationsOptions(TextOptions):
     as_json: bool = JSON()
 
 
-@in_help("More commands", "Record which neurons fire on a text.")
 @click.command("activations")
 @take_options(ActivationsOptions)
 @take_plan(in_store=True)

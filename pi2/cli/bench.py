@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar, in_help
+from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     FILE,
     JSON,
@@ -43,7 +43,6 @@ class EvaluateOptions(TextOptions):
     as_json: bool = JSON()
 
 
-@in_help("More commands", "Measure the perplexity of a plan's model.")
 @click.command("evaluate")
 @take_options(EvaluateOptions)
 @take_plan()
@@ -133,7 +132,6 @@ class BenchOptions:
     settings: tuple[str, ...] = SET()
 
 
-@in_help("Run", "Measure the speed of a plan against the limits of the machine.")
 @click.command("bench")
 @click.argument(
     "plans",

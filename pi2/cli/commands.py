@@ -1,18 +1,15 @@
-"""Commands of ``pi2``: functions with the decorator `in_help`, imported when they run."""
+"""Commands of ``pi2``, imported when they run."""
 
 from __future__ import annotations
 
 import importlib
 import io
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from threading import Lock, Timer
-from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import click
 
@@ -174,14 +171,6 @@ class ProgressBar:
             print(f"{text}: `pi2 cache`", file=sys.stderr)
 
 
-_FOLDER = Path(__file__).parent
-_COMMAND = re.compile(
-    r'^@in_help\(\s*"(?P<group>[\w ]+)",\s*"(?P<line>[^"]+)",?\s*\)\n'
-    r'@click\.\w+\(\s*"(?P<name>[\w-]+)"[\s\S]*?^def (?P<function>\w+)\(',
-    re.MULTILINE,
-)
-Command = TypeVar("Command", bound=click.Command)
-
 OLD_SPELLINGS = {
     "--replace": "--force",
     "--output-format": "--format",
@@ -192,43 +181,56 @@ OLD_SPELLINGS = {
 }
 """Options that go on working with a warning, some of them of one command."""
 
-GROUPS = ("Run", "Author", "Plan", "Convert", "More commands")
-"""Sections of the help, in order."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A command as the help shows it, and where it is."""
-
-    group: str
-    line: str
-    module: str
-    function: str
-
-
-def in_help(group: str, line: str) -> Callable[[Command], Command]:
-    assert group in GROUPS and line, (group, line)
-    return lambda command: command
+COMMANDS = {
+    "Run": {
+        "bench": ("bench", "Measure the speed of a plan against the limits of the machine"),
+        "chat": ("serve", "Talk to a model in the terminal"),
+        "doctor": ("doctor", "Check this machine, and which shipped plans can run on it"),
+        "list": ("models", "List models that were pulled or converted"),
+        "pull": ("models", "Fetch a model from the hub and convert it"),
+        "remove": ("models", "Delete a model that was pulled or converted"),
+        "run": ("run", "Generate text from a plan"),
+        "serve": ("serve", "Serve plans over HTTP, for OpenAI and Anthropic clients"),
+    },
+    "Author": {
+        "explain": ("validate", "Explain a finding's code, or a key: meaning, origin and cost"),
+        "new": ("new", "Write a valid starter document: a device, model or plan"),
+        "show": ("documents", "Print a document with everything resolved"),
+        "validate": ("validate", "Check plans, devices and models"),
+    },
+    "Plan": {
+        "plan": ("plan", "Find the fastest plan for a memory limit, or one for a speed"),
+        "probe": ("probe", "Measure this machine and write a device file"),
+    },
+    "Convert": {"convert": ("convert", "Convert a checkpoint into a neuron store")},
+    "More commands": {
+        "activations": ("activations", "Record which neurons fire on a text"),
+        "build": ("probe", "Build a bundle that runs a plan without TVM"),
+        "cache": ("models", "List what pi2 keeps on this machine, and clear it"),
+        "completion": ("documents", "Print a shell completion script"),
+        "diff": ("diff", "Compare two plans, devices or models; their memory and speed"),
+        "evaluate": ("bench", "Measure the perplexity of a plan's model"),
+        "fit": ("documents", "Fit a plan to another memory budget, context or batch"),
+        "lsp": ("documents", "Start the language server for editors"),
+        "migrate": ("documents", "Upgrade documents to the current version of the plan language"),
+        "model": ("new", "Write the model document of a checkpoint"),
+        "predictor": ("sparsity", "Train a model's activation predictors"),
+        "profile": ("profile", "Fetch, lock, verify and publish device descriptions"),
+        "replay": ("activations", "Replay recorded routing through caches of experts"),
+        "schema": ("documents", "Write the JSON Schemas that editors use"),
+        "simulate": ("simulate", "Predict what a plan does on its device, without the device"),
+        "sparsity": ("sparsity", "Calibrate which neurons of a SiLU or GELU model can be skipped"),
+        "store": ("store", "Inspect, verify, reorder or repack a store"),
+        "sweep": ("simulate", "Plan and simulate many devices, models and memory limits"),
+        "trace": ("activations", "Record a timeline of a run, for Perfetto and Chrome"),
+    },
+}
+"""Modules and lines of help by the names of commands, in the sections of the help."""
 
 
 def list_commands() -> dict[str, str]:
-    return {name: entry.line for name, entry in _read_commands().items()}
-
-
-def list_groups() -> dict[str, dict[str, str]]:
-    groups: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
-    for name, entry in _read_commands().items():
-        groups[entry.group][name] = entry.line
-    return {group: commands for group, commands in groups.items() if commands}
-
-
-def _read_commands() -> dict[str, Entry]:
-    found = {}
-    for path in _FOLDER.glob("*.py"):
-        for item in _COMMAND.finditer(path.read_text(encoding="utf-8")):
-            line = item["line"].rstrip(".")
-            found[item["name"]] = Entry(item["group"], line, path.stem, item["function"])
-    return dict(sorted(found.items()))
+    commands = [item for group in COMMANDS.values() for item in group.items()]
+    return {name: line for name, (_, line) in sorted(commands)}
 
 
 class PipeClosed(Exception):
@@ -236,17 +238,17 @@ class PipeClosed(Exception):
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are found by `in_help`."""
+    """The group of `COMMANDS`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(list_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = _read_commands().get(cmd_name)
-        if entry is None:
+        place = next((group[cmd_name][0] for group in COMMANDS.values() if cmd_name in group), None)
+        if place is None:
             return None
-        module = importlib.import_module(f"pi2.cli.{entry.module}")
-        command: click.Command = getattr(module, entry.function)
+        module = importlib.import_module(f"pi2.cli.{place}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         if not any(item.name == "verbose" for item in command.params):
             command.params.append(make_verbose_option())
         name_numbers(command)
@@ -261,11 +263,11 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, list(respell(args, ctx.resilient_parsing)))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups = list_groups()
-        width = max(len(name) for commands in groups.values() for name in commands)
-        for group, commands in groups.items():
+        width = max(map(len, list_commands()))
+        for group, commands in COMMANDS.items():
             with formatter.section(group):
-                formatter.write_dl([(name.ljust(width), line) for name, line in commands.items()])
+                rows = ((name.ljust(width), line) for name, (_, line) in commands.items())
+                formatter.write_dl([*rows])
 
     def invoke(self, ctx: click.Context) -> Any:
         # click would end the process with 1, which means findings here.

@@ -11,32 +11,27 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pi2.caches import has_gguf_suffix
-from pi2.cli.commands import ProgressBar, in_help
+from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     FILE,
     MIB,
     TOKENIZER,
     option,
-    read_device,
     read_model,
     suggest_models,
     take_options,
     write_file,
 )
 from pi2.diagnostics import UserError
-from pi2.formats import find_packing, name_packings
+from pi2.formats import name_packings
 from pi2.model.tensors import MIXTURES
+from pi2.model_folders import BEST, choose_precision, runs_as_it_is, write_notes
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
     from pi2.importing.quantizers import TensorError
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_parts import FfnPrecision
-    from pi2.plan.weights.layout import ScalesPlace
-
-BEST = "q4_k_m"
-"""Mix of GGUF formats with the least error at about 4.5 bits per weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +68,6 @@ class ConvertOptions:
     """Overwrite an existing neuron store."""
 
 
-@in_help("Convert", "Convert a checkpoint into a neuron store.")
 @click.command("convert")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @take_options(ConvertOptions)
@@ -197,16 +191,6 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
     click.echo(f"next: pi2 run {output} --prompt 'Hello'", err=True)
 
 
-def runs_as_it_is(source: Checkpoint, model: Model) -> bool:
-    """Whether a GGUF file of a checkpoint serves better than its store: every neuron is computed,
-    and no weights are quantised already."""
-    from pi2.backends.blocks.contract import find_unknown
-    from pi2.importing.decoded_tensor import DecodedTensor, PackedTensor
-
-    plain = not any(isinstance(t, DecodedTensor | PackedTensor) for t in source.tensors.values())
-    return plain and model.is_smooth and model.predictor is None and not find_unknown(model)
-
-
 def write_errors(file: Path, found: Sequence[TensorError]) -> str:
     """Write the errors of all tensors; returns a line about the worst of them."""
     from dataclasses import asdict
@@ -217,52 +201,3 @@ def write_errors(file: Path, found: Sequence[TensorError]) -> str:
         return f"{file}: nothing was quantised; what a resumed job had done is not listed"
     worst = max(found, key=lambda error: error.relative)
     return f"{file}: {len(found)} tensors; the worst is {worst.tensor}, {worst.relative:.2%} off"
-
-
-def choose_precision(model: Model, precision: FfnPrecision | None, source: Checkpoint) -> Model:
-    """The model with weights of one type; tables, heads and predictors have 8 bits at least, and
-    as projections have that cannot have that type.  None: no fewer bits than a GGUF file has."""
-    from pi2.importing.requirements import keep_bits
-    from pi2.plan.documents.model_parts import Quantization
-
-    if precision is None:
-        return keep_bits(source, model)
-    packing = find_packing(precision)
-    attention = precision if "projections" in packing.uses else "int8"
-    careful = precision if packing.is_plain else "int8"
-    chosen = Quantization(
-        ffn=precision, attention=attention, embedding=careful, head=careful, predictor=careful
-    )
-    return model.model_copy(update={"quantization": chosen})
-
-
-def write_notes(
-    checkpoint: Path | Checkpoint, model: Model, origin: str, scales: ScalesPlace = "inline"
-) -> tuple[dict[str, bytes], str]:
-    """The files that a store has in addition to its weights: the model document and, if one is
-    possible, a plan for this machine. Returns them by name, and the reason if there is no plan."""
-    from pi2.importing.checkpoint import Checkpoint, open_checkpoint
-    from pi2.importing.config import read_sampling
-    from pi2.importing.new_model import write_model
-
-    if model.sampling is None:
-        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-        model = model.model_copy(update={"sampling": read_sampling(opened)})
-    notes = {f"{model.id}.model.toml": write_model(model, origin).encode()}
-    try:
-        notes[PLAN] = draft_plan_here(model, scales).encode()
-    except UserError as error:
-        return notes, error.diagnostics[0].message
-    return notes, ""
-
-
-def draft_plan_here(model: Model, scales: ScalesPlace) -> str:
-    """A plan for this machine; raises as `pi2.importing.new_model.draft_first_plan`."""
-    from pi2.importing.new_model import draft_first_plan
-    from pi2.machine import detect_machine
-    from pi2.machine.memory import count_own_bytes
-
-    available_bytes = detect_machine().memory.available_bytes
-    if available_bytes:
-        available_bytes += count_own_bytes()
-    return draft_first_plan(model, read_device("host"), available_bytes, ".", scales)

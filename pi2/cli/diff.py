@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import in_help
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import add_json_option, measure_host, print_found, read_sound, suggest_plans
 from pi2.diagnostics import UserError
@@ -49,7 +48,6 @@ class Difference:
         return not self.changes and not self.layers
 
 
-@in_help("More commands", "Compare two plans, devices or models; their memory and speed.")
 @click.command("diff")
 @click.argument("before", metavar="A", shell_complete=suggest_plans)
 @click.argument("after", metavar="B", shell_complete=suggest_plans)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import in_help, is_verbose
+from pi2.cli.commands import is_verbose
 from pi2.cli.main import wants_colour
 from pi2.cli.options import add_json_option, print_found
 
@@ -31,7 +31,6 @@ MAX_COLUMNS = 100
 VERDICT_COLOURS = {"runs": "green", "dry run": "yellow", "cannot run": "red"}
 
 
-@in_help("Run", "Check this machine, and which shipped plans can run on it.")
 @click.command("doctor")
 @add_json_option
 def doctor_command(as_json: bool) -> int:

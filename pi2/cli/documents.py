@@ -12,7 +12,6 @@ from typing import Literal
 import click
 
 from pi2.cli import collect_as_usual
-from pi2.cli.commands import in_help
 from pi2.cli.main import print_diagnostics
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import (
@@ -35,7 +34,6 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 
 
-@in_help("More commands", "Upgrade documents to the current version of the plan language.")
 @click.command("migrate")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=suggest_files)
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file would change.")
@@ -82,7 +80,6 @@ def migrate_command(files: tuple[str, ...], check: bool) -> int:
     return 1 if findings or (check and changed) else 0
 
 
-@in_help("More commands", "Write the JSON Schemas that editors use.")
 @click.command("schema")
 @click.option(
     "-o",
@@ -137,7 +134,6 @@ class ShowOptions:
     settings: tuple[str, ...] = SET()
 
 
-@in_help("Author", "Print a document with everything resolved.")
 @click.command("show")
 @click.argument("plan", metavar="FILE", shell_complete=suggest_plans)
 @take_options(ShowOptions)
@@ -169,7 +165,6 @@ def show_command(plan: str, given: ShowOptions) -> None:
     sys.stdout.write(text)
 
 
-@in_help("More commands", "Print a shell completion script.")
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_command(shell: str) -> None:
@@ -197,7 +192,6 @@ def completion_command(shell: str) -> None:
     click.echo(text.strip())
 
 
-@in_help("More commands", "Start the language server for editors.")
 @click.command("lsp")
 def lsp_command() -> None:
     """Start the language server on standard input and output.
@@ -224,7 +218,6 @@ class FitOptions:
     force: bool = FORCE()
 
 
-@in_help("More commands", "Fit a plan to another memory budget, context or batch.")
 @click.command("fit")
 @take_options(FitOptions)
 @take_plan()

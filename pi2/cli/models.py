@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from dataclasses import dataclass
-from dataclasses import replace as change
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import ProgressBar, Subcommands, in_help
+from pi2.cli.commands import ProgressBar, Subcommands
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
 from pi2.formats import name_packings
-from pi2.pulled_models import LocalSource, PulledModel, Source
+from pi2.model_folders import fetch_model
+from pi2.pulled_models import NAME
 
 if TYPE_CHECKING:
     from pi2.pulled_models import CachedThing
 
 
-@in_help("Run", "List models that were pulled or converted.")
 @click.command("list")
 def list_command() -> None:
     """List pulled models, and models converted to be run: name, size and origin."""
@@ -57,7 +55,6 @@ class PullOptions:
     """Replace the model that has the name."""
 
 
-@in_help("Run", "Fetch a model from the hub and convert it.")
 @click.command("pull")
 @click.argument("model", metavar="[hf:]ORG/NAME[@REV][/FILE.gguf]|PLAN")
 @take_options(PullOptions)
@@ -75,7 +72,17 @@ def pull_command(model: str, given: PullOptions) -> None:
     if model.endswith(".plan.toml"):
         pull_weights(Path(model))
         return
-    made = fetch_model(model, given.quantization, given.file, given.name, replace=given.replace)
+    if given.name is not None and not NAME.fullmatch(given.name):
+        raise click.UsageError("--name takes letters, digits, '.', '_' and '-'")
+    with ProgressBar() as progress:
+        made = fetch_model(
+            model,
+            given.quantization,
+            given.file,
+            given.name,
+            replace=given.replace,
+            progress=progress,
+        )
     if made.plan.exists():
         click.echo(f"next: pi2 run {made.name} --prompt 'Hello', or pi2 chat {made.name}", err=True)
 
@@ -102,84 +109,6 @@ def pull_weights(plan: Path) -> None:
     click.echo(f"{path}: pinned in pi2.lock; next: pi2 run {plan}", err=True)
 
 
-def fetch_model(
-    model: str,
-    quantization: str | None = None,
-    file: str | None = None,
-    name: str | None = None,
-    *,
-    replace: bool = False,
-) -> PulledModel:
-    from huggingface_hub import is_offline_mode
-
-    from pi2.caches import find_cache_folder
-    from pi2.cli.named_plans import describe_titled, make_model
-    from pi2.importing.hub import find_repository, hold_folder, open_repository, parse_reference
-    from pi2.pulled_models import NAME, find_model, find_models_folder
-    from pi2.weights.file_reading import HubFile
-
-    text = model if ":" in model else f"hf:{model}"
-    if text.endswith(".gguf") and text.count("/") > 1:
-        wanted = HubFile.parse(text)
-        text, file = f"{wanted.repository}{wanted.revision}", wanted.file
-    reference = parse_reference(text)
-    chosen = reference.repository.partition("/")[2] if name is None else name
-    if not NAME.fullmatch(chosen):
-        raise click.UsageError("--name takes letters, digits, '.', '_' and '-'")
-    there = find_model(chosen)
-    if there is not None and not replace and is_offline_mode():
-        own = there.source
-        asked = (reference.repository, reference.revision, file, quantization)
-        if isinstance(own, Source) and asked in (
-            (own.repository, revision, own.file, own.quantization)
-            for revision in (own.revision, own.commit)
-        ):
-            click.echo(f"{chosen} was pulled already, at commit {own.commit[:12]}", err=True)
-            return there
-    repository = find_repository(reference, file)
-    source = Source(
-        repository=repository.name,
-        revision=reference.revision,
-        commit=repository.commit,
-        quantization=quantization,
-        file=file,
-    )
-    if there is not None and not replace:
-        check_same(there, source)
-        click.echo(f"{chosen} was pulled already, at commit {source.commit[:12]}", err=True)
-        return there
-    owner = repository.name.replace("/", "--")
-    work = find_cache_folder("downloads") / owner / repository.commit
-    with hold_folder(work), ProgressBar() as progress:
-        checkpoint = open_repository(repository, work, progress)
-        output = find_models_folder() / chosen
-        make_model(
-            checkpoint,
-            source,
-            output,
-            progress,
-            document=describe_titled(checkpoint, repository.name.partition("/")[2]),
-            origin=source.name,
-            replace=replace,
-        )
-        shutil.rmtree(work, ignore_errors=True)
-    made = find_model(chosen)
-    assert made is not None
-    return made
-
-
-def check_same(model: PulledModel, source: Source) -> None:
-    """`UserError` P765 if ``model`` was not made from ``source``."""
-    own = model.source
-    if isinstance(own, LocalSource) or change(own, revision="") != change(source, revision=""):
-        raise UserError.of(
-            "P765",
-            f"{model.name} is {own.name}, {own.quantization or 'as it is by default'}",
-            help="choose another name with --name, or replace it with --force",
-        )
-
-
-@in_help("Run", "Delete a model that was pulled or converted.")
 @click.command("remove")
 @click.argument("name")
 def remove_command(name: str) -> None:
@@ -215,7 +144,6 @@ def check_kinds(
     return names
 
 
-@in_help("More commands", "List what pi2 keeps on this machine, and clear it.")
 @click.group("cache", cls=Subcommands, invoke_without_command=True)
 @add_json_option
 @click.pass_context

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import Subcommands, in_help
+from pi2.cli.commands import Subcommands
 from pi2.cli.options import (
     COUNT,
     FORCE,
@@ -47,7 +47,6 @@ class OutputOptions:
         return path
 
 
-@in_help("More commands", "Write the model document of a checkpoint.")
 @click.group("model", cls=Subcommands)
 def model_command() -> None:
     """Write model documents."""
@@ -72,7 +71,6 @@ def new(checkpoint: Path, given: OutputOptions) -> None:
     click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)
 
 
-@in_help("Author", "Write a valid starter document: a device, model or plan.")
 @click.group("new", cls=Subcommands)
 def new_command() -> None:
     """Write a valid starter document: a device, model or plan.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -41,7 +43,7 @@ def suggest_files(
 def suggest_plans(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    from pi2.cli.named_plans import list_names
+    from pi2.named_plans import list_names
 
     names = [name for name in list_names() if name.startswith(word)]
     return [CompletionItem(word, type="file"), *map(CompletionItem, names)]
@@ -248,13 +250,13 @@ def read_texts(kind: type[Any]) -> dict[str, str]:
     """The strings below the fields of a dataclass: the options' help."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
-        source = Path(sys.modules[base.__module__].__file__ or "").read_text(encoding="utf-8")
-        body = source.partition(f"\nclass {base.__name__}")[2].partition("\n\n\n")[0]
-        found |= {name: re.sub(r"\n *", " ", text) for name, text in _FIELD.findall(body)}
+        (stated,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(stated, ast.ClassDef)
+        for item, text in pairwise(stated.body):
+            match item, text:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                    found[name] = re.sub(r"\n *", " ", words)
     return found
-
-
-_FIELD = re.compile(r'^    (\w+): .*\n(?:(?:     .*|    \))\n)*    """([^"]*)"""$', re.MULTILINE)
 
 
 def _make_option(item: Field[Any], hint: Any, text: str | None) -> Callable[[Any], Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pi2.caches import is_gguf
-from pi2.cli.commands import ProgressBar, in_help
+from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     COUNT,
     FILE,
@@ -86,7 +86,6 @@ class PlanOptions:
     """Plot the curve of --pareto (needs the extra `plot`)."""
 
 
-@in_help("Plan", "Find the fastest plan for a memory limit, or one for a speed.")
 @click.command("plan")
 @click.argument(
     "wishes",

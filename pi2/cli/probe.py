@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar, in_help
+from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     FORCE,
     ChosenPlan,
@@ -47,7 +47,6 @@ class BuildOptions:
     """Compute threads.  [default: the plan's, or the device's cores]"""
 
 
-@in_help("More commands", "Build a bundle that runs a plan without TVM.")
 @click.command("build")
 @take_options(BuildOptions)
 @take_plan(locked=True)
@@ -103,7 +102,6 @@ class ProbeOptions:
     """Its threads."""
 
 
-@in_help("Plan", "Measure this machine and write a device file.")
 @click.command("probe")
 @take_options(ProbeOptions)
 def probe_command(given: ProbeOptions) -> None:

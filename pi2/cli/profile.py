@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import Subcommands, in_help
+from pi2.cli.commands import Subcommands
 from pi2.cli.main import print_diagnostics
 from pi2.cli.options import add_json_option
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pi2.sharing.project import Outcome, Project
 
 
-@in_help("More commands", "Fetch, lock, verify and publish device descriptions.")
 @click.group("profile", cls=Subcommands)
 def profile_command() -> None:
     """Fetch, lock, verify and publish device descriptions.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import ProgressBar, in_help, is_verbose, write_text
+from pi2.cli.commands import ProgressBar, is_verbose, write_text
 from pi2.cli.options import JSON, ChosenPlan, SamplingOptions, option, take_options, take_plan
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import find_needs
@@ -211,7 +211,6 @@ class RunOptions(SamplingOptions, PromptOptions):
         return {**self.sampling, **own}
 
 
-@in_help("Run", "Generate text from a plan.")
 @click.command("run")
 @take_options(RunOptions)
 @take_plan(locked=True, tokenizer=True)

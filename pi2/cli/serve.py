@@ -14,8 +14,8 @@ import click
 
 from pi2.caches import show_path
 from pi2.cli import collect_as_usual
-from pi2.cli.commands import ProgressBar, in_help, show_controls
-from pi2.cli.named_plans import find_retokenized, find_title
+from pi2.cli.commands import ProgressBar, show_controls
+from pi2.cli.named_plans import find_retokenized
 from pi2.cli.options import (
     SET,
     TOKENIZER,
@@ -26,6 +26,7 @@ from pi2.cli.options import (
     take_plan,
 )
 from pi2.diagnostics import UserError
+from pi2.model_folders import find_title
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.toml.source import parse_assignments
 
@@ -52,7 +53,6 @@ class ChatOptions(SamplingOptions):
     """Longest answer, in tokens."""
 
 
-@in_help("Run", "Talk to a model in the terminal.")
 @click.command("chat")
 @take_options(ChatOptions)
 @take_plan(tokenizer=True)
@@ -218,7 +218,6 @@ class ServeOptions:
     """Let Ray choose how many replicas there are."""
 
 
-@in_help("Run", "Serve plans over HTTP, for OpenAI and Anthropic clients.")
 @click.command("serve")
 @click.argument("plans", type=click.Path(path_type=Path), nargs=-1, required=True)
 @take_options(ServeOptions)

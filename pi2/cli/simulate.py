@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar, in_help
+from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     COUNT,
     FILE,
@@ -66,7 +66,6 @@ class SweepOptions:
     """Plot which device runs which model how fast (needs the extra `plot`)."""
 
 
-@in_help("More commands", "Plan and simulate many devices, models and memory limits.")
 @click.command("sweep")
 @take_options(SweepOptions)
 def sweep_command(given: SweepOptions) -> None:
@@ -170,7 +169,6 @@ class SimulateOptions:
     as_json: bool = JSON()
 
 
-@in_help("More commands", "Predict what a plan does on its device, without the device.")
 @click.command("simulate")
 @take_options(SimulateOptions)
 @take_plan()

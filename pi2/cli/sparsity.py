@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar, Subcommands, in_help
+from pi2.cli.commands import ProgressBar, Subcommands
 from pi2.cli.options import (
     FILE,
     FORCE,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pi2.measuring.training import Training
 
 
-@in_help("More commands", "Train a model's activation predictors.")
 @click.group("predictor", cls=Subcommands)
 def predictor_command() -> None:
     """Train a model's activation predictors."""
@@ -119,7 +118,6 @@ def write_training(training: Training) -> str:
     return "\n".join(lines)
 
 
-@in_help("More commands", "Calibrate which neurons of a SiLU or GELU model can be skipped.")
 @click.group("sparsity", cls=Subcommands)
 def sparsity_command() -> None:
     """Calibrate which neurons of a SiLU or GELU model can be skipped."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pi2.caches import is_gguf
-from pi2.cli.commands import ProgressBar, Subcommands, in_help
+from pi2.cli.commands import ProgressBar, Subcommands
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _find_store(ctx: click.Context, option: click.Parameter, path: Path) -> Path:
-    from pi2.cli.named_plans import FILE as MODEL_FILE
+    from pi2.model_folders import FILE as MODEL_FILE
     from pi2.pulled_models import find_model
 
     model = None if path.exists() else find_model(str(path))
@@ -41,7 +41,6 @@ take_store = click.argument(
 )
 
 
-@in_help("More commands", "Inspect, verify, reorder or repack a store.")
 @click.group("store", cls=Subcommands)
 def store_command() -> None:
     """Inspect, verify, reorder or repack a store."""

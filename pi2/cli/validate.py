@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import ProgressBar, in_help
+from pi2.cli.commands import ProgressBar
 from pi2.cli.main import print_diagnostics, wants_colour
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import (
@@ -52,7 +52,6 @@ class ExplainOptions:
     """With --cost, also write a plot (needs the extra `plot`)."""
 
 
-@in_help("Author", "Explain a finding's code, or a key: meaning, origin and cost.")
 @click.command("explain")
 @click.argument("what", required=False, metavar="[CODE|KEY]", shell_complete=suggest_codes)
 @click.argument("file", required=False, metavar="[FILE]", shell_complete=suggest_plans)
@@ -210,7 +209,6 @@ class ValidateOptions:
     """Fail if pi2.lock is out of date."""
 
 
-@in_help("Author", "Check plans, devices and models.")
 @click.command("validate")
 @click.argument(
     "files",

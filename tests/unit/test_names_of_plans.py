@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli.commands import list_groups
+from pi2.cli.commands import COMMANDS
 from pi2.cli.main import run
-from pi2.cli.named_plans import find_document_path, find_plan_path, list_names
+from pi2.cli.named_plans import find_document_path, find_plan_path
 from pi2.diagnostics import UserError
+from pi2.named_plans import list_names
 from pi2.plan.reading.references import list_shipped
 from pi2.pulled_models import PulledModel, Source, list_models
 from tests.helpers.gguf_files import write_random_gguf
@@ -199,11 +200,11 @@ def test_a_model_of_the_hub_is_fetched_if_somebody_says_so(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
 
-    def fetch(name: str) -> PulledModel:
+    def fetch(name: str, **_: object) -> PulledModel:
         asked.append(name)
         return made
 
-    monkeypatch.setattr("pi2.cli.models.fetch_model", fetch)
+    monkeypatch.setattr("pi2.model_folders.fetch_model", fetch)
     for answer in (False, True):
         monkeypatch.setattr("click.confirm", lambda *_, answer=answer, **__: answer)
         if answer:
@@ -237,7 +238,7 @@ def test_old_spellings_of_options_go_on_working(ask: Ask, tmp_path: Path) -> Non
 
 
 def test_the_help_begins_with_the_commands_of_every_day() -> None:
-    *sections, more = list_groups().values()
+    *sections, more = COMMANDS.values()
     assert sum(map(len, sections)) <= 16
     assert {"run", "chat", "pull", "convert", "plan", "validate"} <= set().union(*sections)
-    assert list(list_groups())[-1] == "More commands" and "fit" in more
+    assert list(COMMANDS)[-1] == "More commands" and "fit" in more
