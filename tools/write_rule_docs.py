@@ -27,7 +27,7 @@ RANGES = {
     "P7": "Sharing, and editors",
     "P9": "Mistakes of pi2",
 }
-NOTICE = "<!-- Written by tools/write_rule_docs.py: change the rule's docstring instead. -->\n\n"
+NOTICE = "<!-- Written by tools/write_rule_docs.py: change pi2/diagnostics/pages instead. -->\n\n"
 
 
 def make_files() -> dict[str, str]:

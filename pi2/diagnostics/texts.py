@@ -1,10 +1,8 @@
-"""Findings as text: in full, a line each, or as JSON; and a page about a code, made of its rule's
-docstring with the paragraphs ``Why``, ``Example`` and ``Fix``."""
+"""Findings as text: in full, a line each, or as JSON; and pages about codes."""
 
 from __future__ import annotations
 
 import json
-import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -110,8 +108,6 @@ def show_line(line: str) -> tuple[str, list[int]]:
 
 SECTIONS = ("Why", "Example", "Fix")
 
-_HEADING = re.compile(rf"^({'|'.join(SECTIONS)}): *", re.MULTILINE)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
@@ -134,21 +130,8 @@ FindPage = Callable[[str], Page | None]
 """Looks up the page of a code."""
 
 
-def parse_page(code: str, text: str) -> Page:
-    """Read a page; a text without one of the sections is a programmer's mistake."""
-    what, *parts = _HEADING.split(text.replace("``", "`"))
-    assert tuple(parts[::2]) == SECTIONS, f"{code}: expected {SECTIONS}, got {parts[::2]}"
-    why, example, fix = (_join_lines(part) for part in parts[1::2])
-    return Page(code=code, what=_join_lines(what), why=why, example=example, fix=fix)
-
-
 def begin_sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _join_lines(text: str) -> str:
-    paragraphs = re.split(r"\n\s*\n", text.strip())
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 MAX_COLUMNS = 110

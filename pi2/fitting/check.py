@@ -1,8 +1,7 @@
 """From a path to a plan that may run: read, compose, resolve, and run all rules.
 
-A rule's page is its docstring. Codes without a rule, such as the code of a missing file, have their
-pages in a TOML file per range of codes. It has a table per code with the keys ``what``, ``why``,
-``example`` and ``fix``, which are Markdown.
+The pages of codes are in a TOML file per range of codes. It has a table per code with the keys
+``what``, ``why``, ``example`` and ``fix``, which are Markdown.
 
 A finding is shown at a line of its author, never in a document that comes with pi2. A document may
 extend a shipped or a fetched one, which is not changed. A finding about a value from there is shown
@@ -17,7 +16,7 @@ from typing import Any
 
 import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.diagnostics.texts import Page, parse_page
+from pi2.diagnostics.texts import Page
 from pi2.fitting import find_alone
 from pi2.fitting.inspection import Inspection, Reuse
 from pi2.fitting.rules import list_rules
@@ -46,7 +45,7 @@ def load_pages() -> dict[str, Page]:
     """All pages by code, in the order of the codes."""
     import tomli
 
-    pages = [parse_page(rule.code, rule.documentation) for rule in list_rules()]
+    pages = []
     for file in FOLDER.glob("*.toml"):
         tables = tomli.loads(file.read_text(encoding="utf-8"))
         pages += [Page(code=code, **texts) for code, texts in tables.items()]

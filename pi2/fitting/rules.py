@@ -38,19 +38,6 @@ _REMEDIES = {
 
 @rule("P202", "error", "resolved")
 def check_segments_hold_needs(facts: Facts) -> Iterator[Finding]:
-    """Segment too small.
-
-    Why: sizes follow from the model's shape and quantisation and the plan's settings
-    (`pi2.plan.arithmetic.sizes` and backends have the formulas), so a plan that cannot work is
-    known before anything is read. ``attention`` holds the dense weights, ``kv`` the context,
-    ``predictor`` the data for finding active neurons, ``hot`` the resident neurons. ``cold`` holds
-    at least the neurons that one layer activates for a token, ``workspace`` the activations of a
-    prefill chunk, logits and staging buffers.
-
-    Example: ``kv = "1 MiB"`` for a context of 1024 tokens that takes 4 MiB.
-
-    Fix: raise the segment, or lower the setting behind it: ``kv.context``, ``layers.hot``,
-    ``prefill.chunk``, the precision of the model."""
     resolved = facts.resolved
     for name, need in find_needs(resolved).items():
         size = getattr(resolved.plan.memory.segments, name)
@@ -99,18 +86,6 @@ ENOUGH = {"lru": 1.0, "lfu": 0.25}
 
 @rule("P204", "warning", "resolved")
 def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
-    """Cache smaller than one token's neurons.
-
-    Why: a cache that is smaller than one token's neurons has lost the first layers' neurons when
-    the next token needs them, and little of it is used twice. A cache that keeps often used neurons
-    (``cache.policy = "lfu"``) works with a quarter of that size, except for an MoE model whose
-    router names whole experts (``decode.predictor = "router"``). The number of neurons is an
-    estimate from the model's ``sparsity`` and ``predictor``, or the router's choice in every layer.
-
-    Example: ``cold = "40 MiB"`` if a token uses 200 MiB of neurons that are not hot.
-
-    Fix: raise ``memory.segments.cold``. If the budget has no room, lower ``kv.context``, or take a
-    part of ``hot``: fewer hot neurons and a cache that works can be faster."""
     resolved = facts.resolved
     stride = resolved.bundle.stride
     layers = [resolved.layers[number] for number in resolved.named_layers]
@@ -152,15 +127,6 @@ _LEAST_BYTES = 1 << 20
 
 @rule("P205", "warning", "resolved")
 def check_cold_is_used(facts: Facts) -> Iterator[Finding]:
-    """Cache in a plan that computes every neuron.
-
-    Why: with ``decode.predictor = "none"`` cold neurons are streamed for every token, and none of
-    them is kept: memory of the segment ``cold`` stays empty. As hot neurons it would save reads.
-
-    Example: ``cold = "1000 MiB"`` with ``predictor = "none"``.
-
-    Fix: give the segment's memory to ``hot``, and raise ``layers.hot``; `pi2 run --memory` does
-    both."""
     resolved = facts.resolved
     plan, size = resolved.plan, resolved.plan.memory.segments.cold
     if plan.decode.predictor != "none" or resolved.file is not None:  # a ring of what streams by
@@ -187,16 +153,6 @@ PATIENCE = 2.0
 
 @rule("P237", "warning", "resolved")
 def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
-    """Reads take longer than attention.
-
-    Why: ``look_ahead = "attention"`` asks for a layer's neurons before its attention, to finish the
-    reads by the start of the FFN. If they take much longer, the FFN waits all the same. Times are
-    estimates from the device's figures and the model's statistics.
-
-    Example: ``look_ahead = "attention"`` with 0.4 ms of attention and 6 ms of reads.
-
-    Fix: ``look_ahead = "layer"``, which begins a layer earlier, or more memory for ``hot`` and
-    ``cold``, for fewer reads."""
     resolved = facts.resolved
     memory_rate, read_rate = find_memory_rate(facts.device), find_read_rate(facts.device)
     if resolved.plan.decode.look_ahead != "attention" or not memory_rate or not read_rate:
@@ -237,16 +193,6 @@ def _count_attention_bytes(resolved: ResolvedPlan) -> int:
 
 @rule("P265", "error", "resolved")
 def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
-    """Backend cannot compute the plan.
-
-    Why: backends differ. Not every one serves a unit other than the sparse one, or computes a whole
-    model; some know no MoE models, or not every activation or precision. Asking them first is
-    better than failing when the model has been loaded.
-
-    Example: ``units.second.backend = "cpu"`` for a dense share.
-
-    Fix: name another backend for the unit, or give its share to another unit. ``null`` computes
-    nothing, and is for all units of a plan or for none."""
     resolved = facts.resolved
     names = (resolved.sparse_unit, *resolved.dense_units)
     backends = {unit: resolved.name_backend(unit) for unit in names if resolved.has_backend(unit)}
@@ -289,14 +235,6 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
 
 @rule("P269", "error", "resolved")
 def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
-    """Setting that the backend does not follow.
-
-    Why: backends have different choices. A setting that changes nothing would state something
-    untrue about the run, its memory and its speed.
-
-    Example: ``experts.keep_best = 2`` for a GGUF file, all of whose chosen experts compute.
-
-    Fix: write the value that the finding names, leave the key out, or name another backend."""
     resolved = facts.resolved
     unit = resolved.sparse_unit
     if resolved.file is None and not resolved.has_backend(unit):  # another rule names it
@@ -336,16 +274,6 @@ def _find_path(facts: Facts, unit: str) -> KeyPath:
 
 @rule("P277", "warning", "resolved")
 def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
-    """Graph exceeds the NPU's own memory.
-
-    Why: an NPU reads its own memory (VTCM) many times as fast as main memory. A graph keeps the
-    values of its neurons for all of its tokens; if they do not fit, main memory holds them, and
-    every tile of the second product waits for it.
-
-    Example: graphs of 128 tokens and all of 14,336 neurons, 8.8 MiB, with ``own_memory = "8 MiB"``.
-
-    Fix: name smaller ``shares`` or ``tokens``: a job that is larger runs several graphs. Without
-    ``shares``, sizes that fit are chosen."""
     resolved = facts.resolved
     for name in resolved.dense_units:
         settings, hexagon = resolved.plan.units.get(name), resolved.device.units[name].hexagon
@@ -371,15 +299,6 @@ def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
 
 @rule("P264", "error", "resolved")
 def check_units_hold_needs(facts: Facts) -> Iterator[Finding]:
-    """Unit without memory for its neurons.
-
-    Why: a unit's neurons are in its own memory, such as a graphics card's, and its backend knows
-    their size: a plan that cannot work is known before anything is read. A unit that uses main
-    memory may have a budget as well; without one, its neurons are part of ``memory.segments.hot``.
-
-    Example: a share for ``gpu`` without ``[memory.units.gpu]``, or with less than its neurons take.
-
-    Fix: write ``memory.units.NAME.budget``, or lower the unit's share."""
     resolved = facts.resolved
     for name, need in count_unit_needs(resolved).items():
         memory = resolved.plan.memory.units.get(name)

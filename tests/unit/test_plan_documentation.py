@@ -50,14 +50,9 @@ def test_the_commands_work(monkeypatch: pytest.MonkeyPatch) -> None:
             assert run(arguments) == 0, line
 
 
-def test_every_rule_documents_itself() -> None:
+def test_codes_of_rules_are_unique() -> None:
     codes = [rule.code for rule in list_rules()]
     assert len(codes) == len(set(codes))
-    for rule in list_rules():
-        title, _, rest = rule.documentation.partition("\n")
-        assert title.endswith("."), rule.code
-        for part in ("\nWhy: ", "\nExample: ", "\nFix: "):
-            assert part in rest, (rule.code, part)
 
 
 def test_the_pages_of_keys_are_as_the_docstrings_are() -> None:

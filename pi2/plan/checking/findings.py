@@ -1,6 +1,5 @@
 """What rules work with: the facts of a plan, and the findings they make."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +135,6 @@ class Rule:
     needs: tuple[Fact, ...]
     """The facts that the rule reads; a rule without any looks at each single document."""
     check: Check
-    documentation: str
 
     @property
     def document(self) -> Kind:
@@ -145,14 +143,8 @@ class Rule:
 
 
 def rule(code: str, severity: Literal["error", "warning"], *needs: Fact) -> Callable[[Check], Rule]:
-    """Make a rule of a function whose docstring is the page of ``code``."""
-
-    def make(check: Check) -> Rule:
-        title, gap, rest = inspect.cleandoc(check.__doc__ or "").partition("\n\n")
-        page = " ".join(title.split()) + gap + rest
-        return Rule(code=code, severity=severity, needs=needs, check=check, documentation=page)
-
-    return make
+    """Make a rule of a function; pi2/diagnostics/pages has the page of ``code``."""
+    return lambda check: Rule(code=code, severity=severity, needs=needs, check=check)
 
 
 def report_private(facts: Facts, kind: PrivateKind, what: str) -> Iterator[Finding]:

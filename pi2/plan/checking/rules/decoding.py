@@ -9,14 +9,6 @@ from pi2.plan.documents.model import Model
 
 @rule("P233", "error", "plan", "model")
 def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
-    """Low-rank predictor for a model without predictors.
-
-    Why: low-rank predictors are trained with the model and are part of its store.
-
-    Example: ``predictor = "low-rank"`` for a model file without ``[predictor]``.
-
-    Fix: ``"gate"``, which is exact for the ReLU family, ``"router"`` for an MoE model, or
-    ``"none"``; or a model with predictors."""
     if facts.plan.decode.predictor != "low-rank" or facts.model.predictor is not None:
         return
     other = "none" if facts.model.is_smooth else "gate"
@@ -32,17 +24,6 @@ def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
 
 @rule("P268", "error", "plan", "model")
 def check_router_needs_experts(facts: Facts) -> Iterator[Finding]:
-    """Router predictor for a model without experts.
-
-    Why: the router of an MoE model says which experts compute a token; a model without experts has
-    none, and every token takes all of its FFN.  Experts that read what their weights have
-    multiplied (``moe.weighs = "input"``) are computed as a whole: predictors and gates do not know
-    the weights.
-
-    Example: ``predictor = "router"`` for a model file without ``[moe]``.
-
-    Fix: ``"low-rank"`` for a model with predictors, ``"gate"`` for the ReLU family, else
-    ``"none"``."""
     model = facts.model
     is_weighed = model.moe is not None and model.moe.weighs == "input"
     if is_weighed and facts.plan.decode.predictor not in ("none", "router"):
@@ -74,18 +55,6 @@ def _refuse_router(path: tuple[str, ...], model: Model, remedy: str) -> Finding:
 
 @rule("P234", "error", "plan", "model")
 def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
-    """Gate predictor without zero gates or ``[sparsity]``.
-
-    Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds nothing
-    and may be left out; a cutoff (``ffn.gate_sparsity``) closes gates the same way. SiLU and GELU
-    are zero nowhere: thresholds must define zero. With ``"router"``, a ``[sparsity]`` needs
-    thresholds as well. A plan that computes nothing, with the backend ``null`` for every unit, may
-    state only ``sparsity.target``: it is simulated with that share.
-
-    Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
-
-    Fix: ``predictor = "none"``, or ``"router"`` for an MoE model; or calibrate thresholds with `pi2
-    sparsity calibrate`."""
     plan, smooth = facts.plan, facts.model.is_smooth
     if plan.decode.predictor != "gate" or not smooth:
         return
@@ -115,16 +84,6 @@ def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
 
 @rule("P254", "error", "plan")
 def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
-    """``decode.look_ahead`` without a predictor or router.
-
-    Why: before attention a layer's gates are not known yet: computed there, they would name other
-    neurons, and exact decoding would not be exact. Dense decoding predicts nothing. A router may be
-    asked early: experts that it missed then are read when it is asked again.
-
-    Example: ``look_ahead = "attention"`` with ``predictor = "gate"``.
-
-    Fix: ``look_ahead = "none"``; or ``predictor = "low-rank"`` for a model with predictors, or
-    ``"router"`` for an MoE model."""
     decode = facts.plan.decode
     if decode.look_ahead == "none" or decode.predictor in ("low-rank", "router"):
         return
@@ -139,14 +98,6 @@ def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
 
 @rule("P292", "error", "plan")
 def check_leave_out_has_scores(facts: Facts) -> Iterator[Finding]:
-    """``decode.leave_out`` out of place.
-
-    Why: ``leave_out`` is a share of the scores that low-rank predictors give. Other predictors have
-    no scores, and ``missing_threshold`` states the limit that ``leave_out`` would find.
-
-    Example: ``leave_out = 0.02`` with ``missing_threshold = 1.0``.
-
-    Fix: ``leave_out`` without ``missing_threshold``, and ``predictor = "low-rank"``."""
     decode = facts.plan.decode
     if decode.leave_out is None:
         return
@@ -170,15 +121,6 @@ def check_leave_out_has_scores(facts: Facts) -> Iterator[Finding]:
 
 @rule("P255", "error", "plan")
 def check_missing_threshold_saves_reads(facts: Facts) -> Iterator[Finding]:
-    """``decode.missing_threshold`` has no effect.
-
-    Why: neurons are named by ``threshold`` first; of those, the ones that are not in memory are
-    read only from ``missing_threshold`` on.  One that is not higher leaves nothing out, and where
-    no predictor gives scores there is nothing to compare.
-
-    Example: ``threshold = 0.5`` with ``missing_threshold = 0.0``.
-
-    Fix: a higher ``missing_threshold``, or none."""
     decode = facts.plan.decode
     if decode.missing_threshold is None:
         return
@@ -202,16 +144,6 @@ def check_missing_threshold_saves_reads(facts: Facts) -> Iterator[Finding]:
 
 @rule("P222", "warning", "resolved")
 def check_phases_save_reads(facts: Facts) -> Iterator[Finding]:
-    """Two-phase reads save nothing.
-
-    Why: ``pipeline.phases = 2`` reads the gate first, and up and down only of an open gate. Reads
-    begin and end at the device's blocks. If the gate's block is also the bundle's last one, or
-    neurons have no gate, the first read is the whole bundle. Nothing is saved either if no gate is
-    ever closed (SiLU, GELU), or if the gate's bias comes with the end of the bundle.
-
-    Example: ``phases = 2`` for bundles of 432 bytes and blocks of 512.
-
-    Fix: ``phases = 1``."""
     resolved = facts.resolved
     plan, bundle, model = resolved.plan, resolved.bundle, resolved.model
     if plan.pipeline.phases == 1 or count_gate_read_bytes(resolved):
@@ -237,13 +169,6 @@ def check_phases_save_reads(facts: Facts) -> Iterator[Finding]:
 
 @rule("P235", "warning", "plan")
 def check_chunk_within_context(facts: Facts) -> Iterator[Finding]:
-    """Prefill chunk longer than the context.
-
-    Why: no prompt is longer than the context, so the rest of the chunk's workspace is never used.
-
-    Example: ``prefill.chunk = 512`` with ``kv.context = 256``.
-
-    Fix: lower ``prefill.chunk``."""
     chunk, context = facts.plan.prefill.chunk, facts.plan.kv.context
     if chunk <= context:
         return

@@ -33,13 +33,6 @@ from pi2.plan.toml.text import KeyPath
 
 @rule("P252", "error", "device")
 def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
-    """Clusters or features out of place.
-
-    Why: a GPU or NPU has no CPU cores to give threads to, and plans name clusters by their id.
-
-    Example: ``features = ["neon"]`` in a unit with ``kind = "gpu"``.
-
-    Fix: move them to the unit of kind ``cpu``; give every cluster its own id."""
     seen: set[str] = set()
     for name, unit in facts.device.units.items():
         for key in ("features", "clusters"):
@@ -62,13 +55,6 @@ def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
 
 @rule("P251", "error", "device")
 def check_device_block_size(facts: Facts) -> Iterator[Finding]:
-    """Storage block is no multiple of 512 bytes.
-
-    Why: it is the smallest block of any drive; another number is a slip, often bits or kilobytes.
-
-    Example: ``block_size = "500 B"``.
-
-    Fix: the logical block that the system reports: 512 or 4096 bytes."""
     block = facts.device.storage.block_size
     if block is None or (block > 0 and block % DEFAULT_BLOCK_BYTES == 0):
         return
@@ -81,13 +67,6 @@ def check_device_block_size(facts: Facts) -> Iterator[Finding]:
 
 @rule("P250", "error", "device")
 def check_device_memory_order(facts: Facts) -> Iterator[Finding]:
-    """Usable memory above installed memory.
-
-    Why: ``usable`` is what the system leaves of ``capacity`` to one process.
-
-    Example: ``capacity = "8 GiB"`` with ``usable = "12 GiB"``.
-
-    Fix: correct one of the two."""
     device = facts.device
     memories: list[tuple[KeyPath, Memory]] = [(("memory",), device.memory)]
     for name, unit in device.units.items():
@@ -106,14 +85,6 @@ def check_device_memory_order(facts: Facts) -> Iterator[Finding]:
 
 @rule("P244", "error", "device")
 def check_device_named_by_file(facts: Facts) -> Iterator[Finding]:
-    """Device id differs from the file name.
-
-    Why: plans name shipped devices by file name, reports and benches by id; the two must not
-    differ.
-
-    Example: ``id = "acme12"`` in ``acme-12.device.toml``.
-
-    Fix: change the id, or rename the file."""
     name = facts.files["device"].name.removesuffix(".device.toml")
     if facts.device.id != name:
         yield Finding(
@@ -144,14 +115,6 @@ _LIMITS: tuple[tuple[type[BaseModel], str, _Bounds], ...] = (
 
 @rule("P261", "error", "device")
 def check_figures_are_possible(facts: Facts) -> Iterator[Finding]:
-    """Implausible figure of a device.
-
-    Why: predictions divide by them. A rate of zero has no meaning. A rate that is a million times
-    too large or too small is a wrong unit or a slipped digit.
-
-    Example: ``rate = "0 MB/s"`` or ``frequency = "3.3 kHz"``.
-
-    Fix: correct the number or its unit; leave the figure out if it is unknown."""
     for path, item in walk_values(facts.device, ()):
         for kind, key, (least, most, units) in _LIMITS:
             if not isinstance(item, kind):
@@ -176,16 +139,6 @@ def _write(value: float, key: str, units: Units | None) -> str:
 
 @rule("P256", "error", "device")
 def check_figures_stated_once(facts: Facts) -> Iterator[Finding]:
-    """Figure or feature stated twice.
-
-    Why: of two rates for the same reads, or for the same operands, it is unclear which one counts;
-    a feature that is listed twice was meant to be another one.
-
-    Example: two ``[[storage.reads]]`` with ``pattern = "random"`` and ``block = "4 KiB"`` and no
-    other difference.
-
-    Fix: remove one of them, or state the difference: ``range``, ``depth``, ``threads``,
-    ``cluster``, ``burst``."""
     device = facts.device
     reads = [
         (item.pattern, item.block, item.range, item.depth, item.threads, item.cluster, item.burst)
@@ -219,13 +172,6 @@ MOST_CORES = 1024
 
 @rule("P236", "error", "plan")
 def check_threads_bound_to_cores(facts: Facts) -> Iterator[Finding]:
-    """Bound cores missing or named twice.
-
-    Why: two threads that are bound to one core take turns, and every layer waits for both.
-
-    Example: ``threads.cores = "4-6"`` with ``threads.compute = 4``; ``"0,0"``; ``"7-4"``.
-
-    Fix: name as many different cores as there are compute threads."""
     threads = facts.plan.threads
     if threads.cores is None:
         return
@@ -260,14 +206,6 @@ def check_threads_bound_to_cores(facts: Facts) -> Iterator[Finding]:
 
 @rule("P230", "error", "plan", "device")
 def check_threads_fit_cores(facts: Facts) -> Iterator[Finding]:
-    """More compute threads than cores.
-
-    Why: threads without a core of their own take turns and wait for each other at every layer.
-
-    Example: ``threads.compute = 8`` for a device with 6 cores.
-
-    Fix: lower the number, or leave it out: one thread per core.  If a device states no cores, the
-    machine is asked when the plan runs."""
     threads = facts.plan.threads.compute
     clusters = {
         name: sum(cluster.cores for cluster in unit.clusters)

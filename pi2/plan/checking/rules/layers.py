@@ -15,16 +15,6 @@ from pi2.plan.documents.plan_units import parse_selector
 
 @rule("P275", "error", "model")
 def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
-    """Recurrent layers incompletely described.
-
-    Why: every layer has a kind. States of one kind have one shape, and there is at most one kind in
-    addition to attention. Value heads share the keys of key heads evenly, and norms divide the
-    output evenly. Between two mixers of a layer there is one norm and nothing else, and no layer
-    has attention twice.
-
-    Example: ``kinds = ["delta", "attention"]`` without a table ``[recurrence]``.
-
-    Fix: copy the values of the checkpoint's configuration."""
     model = facts.model
     if model.attention.output_gate and model.tensors.fused_qkv is not None:
         yield Finding(
@@ -194,17 +184,6 @@ _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
 
 @rule("P247", "error", "model")
 def check_tensor_names_layers(facts: Facts) -> Iterator[Finding]:
-    """``{layer}`` or ``{expert}`` missing or out of place.
-
-    Why: ``{layer}`` stands for the layer's number and ``{expert}`` for the expert's; without them,
-    all layers would get the same tensor, and all experts the same predictor. A part of an FFN
-    without ``{expert}`` is a tensor of all experts. Names of tensors that belong to states may have
-    ``{mixer}``, the number of the mixer in its layer, and must if a layer has two states. Norms
-    between several mixers need it as well.
-
-    Example: ``gate = "model.layers.0.mlp.gate_proj.weight"``.
-
-    Fix: put ``{layer}`` in the place of the number."""
     model = facts.model
     numbered = _list_numbered(model)
     for key, name in model.tensors:
@@ -257,14 +236,6 @@ def _list_numbered(model: Model) -> frozenset[str]:
 
 @rule("P215", "error", "plan")
 def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
-    """Override id used twice.
-
-    Why: plans that extend this one change and remove overrides by their ``id``; with the same id
-    twice it is unclear which one is meant, and the arrays do not merge at all.
-
-    Example: two ``[[layers.overrides]]`` with ``id = "first-layers"``.
-
-    Fix: give them different names, or none."""
     first: dict[str, int] = {}
     for number, override in enumerate(facts.plan.layers.overrides):
         name = override.id
@@ -283,13 +254,6 @@ def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
 
 @rule("P214", "warning", "plan")
 def check_overrides_set_something(facts: Facts) -> Iterator[Finding]:
-    """Override sets nothing.
-
-    Why: an override with only a selector changes nothing; a key is missing.
-
-    Example: ``[[layers.overrides]]`` with ``select = "0-3"`` and nothing else.
-
-    Fix: add ``split`` or ``hot``, or remove the override."""
     for number, override in enumerate(facts.plan.layers.overrides):
         if override.split is None and override.hot is None:
             yield Finding(
@@ -304,15 +268,6 @@ Range = tuple[int, int]
 
 @rule("P213", "warning", "plan")
 def check_selectors_disjoint(facts: Facts) -> Iterator[Finding]:
-    """Override without effect.
-
-    Why: of two overrides that set the same key of a layer, the later one counts. An override whose
-    layers are all set again by later ones does nothing, which is a mistake.
-
-    Example: an override of ``hot`` for ``"0-3"``, followed by one for ``"0-7"``.
-
-    Fix: put the general one first, or remove the one that does nothing; name every layer of a
-    selector once."""
     overrides = facts.plan.layers.overrides
     ranges = [parse_selector(override.select) for override in overrides]
     for number, override in enumerate(overrides):
@@ -387,14 +342,6 @@ def _name_layers(layers: Range) -> str:
 
 @rule("P212", "error", "plan", "model")
 def check_selectors_in_range(facts: Facts) -> Iterator[Finding]:
-    """Selector names missing or unordered layers.
-
-    Why: a number beyond the model's last layer, or a range whose end is before its start, selects
-    nothing.
-
-    Example: ``select = "6-8"`` for a model with 8 layers, which are numbered 0 to 7; ``"7-4"``.
-
-    Fix: correct the numbers."""
     count = facts.model.shape.layers
     tables = [
         (("layers", "overrides", number, "select"), item.select)

@@ -13,15 +13,6 @@ from pi2.plan.weights.layout import round_up
 
 @rule("P203", "error", "plan", "device")
 def check_budget_fits_device(facts: Facts) -> Iterator[Finding]:
-    """Budget above the device's memory.
-
-    Why: a plan for more memory than the device has, or than its system leaves to one process, ends
-    in swapping or in the process being killed.
-
-    Example: ``budget = "12 GiB"`` for a device with ``usable = "10 GiB"``.
-
-    Fix: lower ``memory.budget`` and its segments.  If a device states no memory, the machine is
-    asked when the plan runs."""
     budget, memory = facts.plan.memory.budget, facts.device.memory
     key = "usable" if memory.usable is not None else "capacity"
     limit = memory.usable if memory.usable is not None else memory.capacity
@@ -38,15 +29,6 @@ def check_budget_fits_device(facts: Facts) -> Iterator[Finding]:
 
 @rule("P201", "error", "plan", "device")
 def check_segments_fit_budget(facts: Facts) -> Iterator[Finding]:
-    """Segments exceed the budget.
-
-    Why: the budget is a promise about the whole process; memory that no segment accounts for cannot
-    be kept.
-
-    Example: ``budget = "32 MiB"`` with segments of 20 MiB and 16 MiB.
-
-    Fix: raise ``memory.budget``, or lower the segment that can give: usually ``cold``, the cache.
-    """
     memory = facts.plan.memory
     sizes = {name: int(size) for name, size in memory.segments}
     cold = sizes["cold"]
@@ -87,14 +69,6 @@ def _find_key(name: str) -> KeyPath:
 
 @rule("P223", "error", "plan", "model")
 def check_scales_exist(facts: Facts) -> Iterator[Finding]:
-    """Resident scales of weights without scales.
-
-    Why: int4 and int8 have a scale for every 32 weights; fp16 weights have none that could be kept
-    elsewhere.
-
-    Example: ``scales = "resident"`` for a model with ``quantization.ffn = "fp16"``.
-
-    Fix: leave ``bundle.scales`` out, or quantise the neurons."""
     precision = facts.model.quantization.ffn
     if facts.plan.bundle.scales == "resident" and not find_packing(precision).has_scales:
         path = ("quantization", "ffn")
@@ -108,13 +82,6 @@ def check_scales_exist(facts: Facts) -> Iterator[Finding]:
 
 @rule("P221", "error", "plan", "device", "model")
 def check_stride_fits_blocks(facts: Facts) -> Iterator[Finding]:
-    """Stride is no multiple of the device's block.
-
-    Why: direct reads begin and end at blocks, so only then is a neuron one read into its place.
-
-    Example: ``stride = "448 B"`` for a device with blocks of 512 bytes.
-
-    Fix: round up to the next multiple.  If a device states no block, it is 512 bytes."""
     stride, block = facts.plan.bundle.stride, find_block_bytes(facts.device)
     model = facts.model
     if not has_packable_shape(model):
@@ -141,16 +108,6 @@ LARGE_BLOCK_BYTES = 4096
 
 @rule("P220", "error", "plan", "device", "model")
 def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
-    """Stride smaller than a bundle.
-
-    Why: a bundle is the gate row, the up row and the down column of a neuron, each with its scales;
-    its size follows from the model's width and the precision of its FFN.  A stride that is too
-    small would let neurons overlap, one that is far too large would fill memory and reads with
-    nothing.
-
-    Example: ``stride = "256 B"`` for neurons of 432 bytes.
-
-    Fix: the smallest multiple of the device's block that is not below the size."""
     model = facts.model
     if not has_packable_shape(model):
         return
@@ -181,14 +138,6 @@ def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
 
 @rule("P278", "warning", "plan")
 def check_prefix_cache_is_used(facts: Facts) -> Iterator[Finding]:
-    """Prefix files without prefixes.
-
-    Why: with ``serve.prefixes = "none"`` every prompt is read from its beginning, and nothing is
-    kept.
-
-    Example: ``serve.prefixes = "none"`` with ``serve.prefix_cache = "4 GiB"``.
-
-    Fix: remove ``serve.prefix_cache``, or ``serve.prefixes``."""
     serve = facts.plan.serve
     if serve.prefix_cache is None or serve.prefixes != "none":
         return

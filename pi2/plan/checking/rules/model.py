@@ -16,13 +16,6 @@ from pi2.plan.weights.layout import GROUP
 
 @rule("P249", "error", "model")
 def check_experts_exist(facts: Facts) -> Iterator[Finding]:
-    """More experts per token than in the layer.
-
-    Why: the router picks ``active_experts`` different ones of ``experts``.
-
-    Example: ``active_experts = 8`` with ``experts = 4``.
-
-    Fix: take both numbers from the checkpoint's configuration."""
     moe = facts.model.moe
     if moe is None or moe.active_experts <= moe.experts:
         return
@@ -36,14 +29,6 @@ def check_experts_exist(facts: Facts) -> Iterator[Finding]:
 
 @rule("P245", "error", "model")
 def check_fatrelu_threshold(facts: Facts) -> Iterator[Finding]:
-    """FATReLU threshold missing or out of place.
-
-    Why: FATReLU is zero at or below its threshold, which is a number of the checkpoint; with 0 it
-    is ReLU.  Other activations would ignore it.
-
-    Example: ``activation = "fatrelu"`` without ``threshold``.
-
-    Fix: write the checkpoint's threshold, or name the activation that it has."""
     ffn = facts.model.ffn
     activation = Origin("model", ("ffn", "activation"), f'activation = "{ffn.activation}"')
     if ffn.activation == "fatrelu" and ffn.threshold <= 0:
@@ -64,13 +49,6 @@ def check_fatrelu_threshold(facts: Facts) -> Iterator[Finding]:
 
 @rule("P241", "error", "model")
 def check_head_is_even(facts: Facts) -> Iterator[Finding]:
-    """Odd head width.
-
-    Why: rotary positions turn pairs of elements, one from each half of a head.
-
-    Example: ``head_dim = 33``.
-
-    Fix: take the number from the checkpoint's configuration."""
     model, other = facts.model, facts.model.other_heads
     latent = model.attention.latent
     turned = model.shape.head_dim if latent is None else latent.rotated
@@ -88,13 +66,6 @@ def check_head_is_even(facts: Facts) -> Iterator[Finding]:
 
 @rule("P240", "error", "model")
 def check_heads_share_keys(facts: Facts) -> Iterator[Finding]:
-    """Heads are no multiple of key-value heads.
-
-    Why: in grouped-query attention each key and value head serves the same number of query heads.
-
-    Example: ``heads = 8`` with ``kv_heads = 3``.
-
-    Fix: take both numbers from the checkpoint's configuration."""
     shape, other = facts.model.shape, facts.model.other_heads
     stated = {"shape": (shape.heads, shape.kv_heads)}
     if other is not None:
@@ -114,15 +85,6 @@ def check_heads_share_keys(facts: Facts) -> Iterator[Finding]:
 
 @rule("P248", "error", "model")
 def check_rope_scaling(facts: Facts) -> Iterator[Finding]:
-    """Position scaling incomplete or without effect.
-
-    Why: ``plain`` positions ignore ``factor``; ``llama3`` scales between two wavelengths, ``yarn``
-    between two numbers of rotations, which must be in order; elements turn in pairs, of which each
-    has its factors with ``longrope``.
-
-    Example: ``kind = "plain"`` with ``factor = 4.0``.
-
-    Fix: take kind and factors from the checkpoint's configuration."""
     model = facts.model
     for rope, width in list_turns(model):
         yield from _check_rope("other_rope" if rope is model.other_rope else "rope", rope, width)
@@ -175,14 +137,6 @@ def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:
 
 @rule("P242", "error", "model")
 def check_rank_fills_groups(facts: Facts) -> Iterator[Finding]:
-    """Predictor rank is no multiple of 32.
-
-    Why: quantised weights share a scale in groups of 32, and a group never spans two rows.  Widths
-    of the model may be any: `pi2 convert` fills up their last group with zeros.
-
-    Example: ``rank = 50``.
-
-    Fix: take the next multiple of 32; `pi2 convert` fills up the predictors' matrices."""
     predictor = facts.model.predictor
     if predictor is not None and predictor.rank % GROUP:
         yield Finding(
@@ -194,17 +148,6 @@ def check_rank_fills_groups(facts: Facts) -> Iterator[Finding]:
 
 @rule("P322", "error", "plan", "model")
 def check_sequences_share_positions(facts: Facts) -> Iterator[Finding]:
-    """Sequences with different position scaling.
-
-    Why: the positions of LongRoPE are computed otherwise in a sequence that is longer than the
-    model's original context; several sequences at a time, or tokens that are verified together,
-    share one table of them.
-
-    Example: ``decode.batch = 4`` and a context of 8,192 tokens for a model whose original context
-    has 4,096.
-
-    Fix: set ``kv.context`` to the original context at most, or ``decode.batch = 1`` without
-    ``decode.speculation``."""
     decode, context = facts.plan.decode, facts.plan.kv.context
     if decode.step_tokens == 1:
         return
@@ -230,13 +173,6 @@ def check_sequences_share_positions(facts: Facts) -> Iterator[Finding]:
 
 @rule("P246", "error", "model")
 def check_tokens_in_vocabulary(facts: Facts) -> Iterator[Finding]:
-    """Special token outside the vocabulary.
-
-    Why: an end token that the model cannot produce never ends a text.
-
-    Example: ``eos = [32000]`` with ``vocab = 32000``, whose last token is 31999.
-
-    Fix: take the ids from the tokenizer's file."""
     tokenizer, vocab = facts.model.tokenizer, facts.model.shape.vocab
     tokens: list[tuple[KeyPath, int]] = [
         (("tokenizer", "eos", number), token) for number, token in enumerate(tokenizer.eos)
@@ -260,14 +196,6 @@ def check_tokens_in_vocabulary(facts: Facts) -> Iterator[Finding]:
 
 @rule("P231", "error", "plan", "model")
 def check_context_within_model(facts: Facts) -> Iterator[Finding]:
-    """Context longer than the model's.
-
-    Why: beyond the length that a model was trained for its positions mean nothing to it, and its
-    text falls apart.
-
-    Example: ``kv.context = 4096`` for a model with ``context = 2048``.
-
-    Fix: lower ``kv.context``."""
     wanted, known = facts.plan.kv.context, facts.model.shape.context
     if wanted <= known:
         return
@@ -290,13 +218,6 @@ def _list_sections(facts: Facts) -> Iterator[tuple[KeyPath, Sections]]:
 
 @rule("P295", "error", "family")
 def check_model_keys(facts: Facts) -> Iterator[Finding]:
-    """Unknown model key in a family.
-
-    Why: what `read`, `set` and `names` state becomes a model document, which has no other keys.
-
-    Example: ``norm.epsilom = ["rms_norm_eps", 1e-6]`` in ``[read]``.
-
-    Fix: write the key as the reference of model documents does."""
     for base, sections in _list_sections(facts):
         for section in ("read", "set"):
             for path, _ in walk_values(getattr(sections, section), (*base, section)):
@@ -323,15 +244,6 @@ def _report_key(path: KeyPath, own: KeyPath) -> Finding:
 
 @rule("P296", "error", "family")
 def check_expressions(facts: Facts) -> Iterator[Finding]:
-    """Unreadable expression in a family.
-
-    Why: a text that begins with ``=``, a condition and a requirement are computed from a
-    checkpoint's configuration: arithmetic, comparisons, ``and``, ``or``, ``not``, ``a if b else c``
-    and calls of functions.
-
-    Example: ``multipliers.embedding = "= shape.hidden **"``.
-
-    Fix: write the expression as Python has it."""
     for base, sections in _list_sections(facts):
         texts = {(*base, "require", name): text for name, text in sections.require.items()}
         for section in ("assume", "fix", "set"):

@@ -11,21 +11,6 @@ from pi2.plan.weights.layout import GROUP
 
 @rule("P253", "error", "model")
 def check_operators_agree(facts: Facts) -> Iterator[Finding]:
-    """Contradicting options of a model's operators.
-
-    Why: dReLU is an activation of gate and up, and neurons need a gate for it. Layers with a
-    sliding window need its width, and selected layers must exist. Shared experts with biases cannot
-    be stored, and norms of outputs have no biases. A weight of shared experts needs shared experts;
-    groups of experts have equal size. Latent attention has norms, biases and heads of its own.
-    Layers that share a KV cache need an earlier, similar layer. Several residual streams go with
-    embeddings of layers, and cutoffs of gates are stated for each layer. Shared parts of experts
-    with a width of their own are kept next to them. A norm of activations belongs to one FFN
-    without biases. Blocks of GGUF files fill gate and up rows. Values that are narrower than keys
-    have a projection of their own.
-
-    Example: ``activation = "drelu"`` with ``gated = false``.
-
-    Fix: take the options from the checkpoint's configuration."""
     model = facts.model
     if not model.ffn.gated and model.ffn.activation == "drelu":
         yield Finding(

@@ -19,14 +19,6 @@ _CLAIM = re.compile(
 
 @rule("P402", "warning", "device")
 def check_claims_are_no_measurements(facts: Facts) -> Iterator[Finding]:
-    """Vendor's claim called measured.
-
-    Why: a data sheet states a rate under the vendor's conditions, which is often never reached in
-    use. A prediction that takes it for a measurement promises too much.
-
-    Example: ``status = "measured"`` with ``source = "data sheet: up to 4200 MB/s"``.
-
-    Fix: write ``status = "vendor-claimed"``, or measure it."""
     for path, figure in walk_figures(facts.device):
         found = _CLAIM.search(figure.source) if figure.status == "measured" else None
         if found is not None:
@@ -42,16 +34,6 @@ _RANGE = re.compile(r"\d\s*(?:to|-|–|\.\.)\s*\d|±|\+/-")  # noqa: RUF001  # p
 
 @rule("P401", "warning", "device")
 def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
-    """Measured figure without samples or spread.
-
-    Why: one measurement may be the best of many or the only one; without its spread, another figure
-    cannot be compared with it.
-
-    Example: ``status = "measured"`` with neither ``samples`` nor ``spread``, and no range such as
-    "44 to 48 GB/s" in ``source``.
-
-    Fix: measure a few times and write ``samples`` and ``spread``, the standard deviation relative
-    to the mean; if they are lost, the figure is ``estimated``."""
     for path, figure in walk_figures(facts.device):
         if figure.status != "measured" or figure.spread is not None:
             continue
@@ -65,16 +47,6 @@ def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
 
 @rule("P403", "warning", "plan", "device")
 def check_plan_rests_on_claims(facts: Facts) -> Iterator[Finding]:
-    """Plan rests on vendor-claimed read rates.
-
-    Why: the speed of a token depends on the read rates of memory and flash. Vendors state the rate
-    of the interface or of an empty device; `pi2 simulate` takes it for the rate of programs.
-
-    Example: a plan for a device whose only random read rate has ``status = "vendor-claimed"``.
-
-    Fix: run ``pi2 probe -o my.device.toml`` on the device, and name that file as the plan's device;
-    or use other people's: docs/reference/devices.md lists the shipped devices. For memory,
-    ``peak_bandwidth`` is the rate of the interface."""
     claimed = [path for path, figure in _list_rates(facts) if figure.status == "vendor-claimed"]
     if not claimed:
         return
@@ -113,42 +85,16 @@ def _list_overridden(facts: Facts) -> Iterator[str]:
 
 @rule("P412", "warning")
 def check_no_account_names(facts: Facts) -> Iterator[Finding]:
-    """Account, mail address or host name in a document.
-
-    Why: documents are shared, and names of accounts and hosts tell who wrote them and where to try
-    to get in.
-
-    Example: ``source = "alice@build-7: pi2 bench"``.
-
-    Fix: leave it out; name the tool and its version instead. Authors can be credited in the
-    repository's history."""
     yield from report_private(facts, "account", "an account, a mail address or a key")
 
 
 @rule("P413", "warning")
 def check_no_home_folders(facts: Facts) -> Iterator[Finding]:
-    """Home folder in a document.
-
-    Why: a path such as ``/home/alice`` exists on one machine only, and tells the name of an
-    account.
-
-    Example: ``weights = "/home/alice/stores/bamboo-7b"``.
-
-    Fix: write the path relative to the plan, such as ``../stores/bamboo-7b``."""
     yield from report_private(facts, "home", "a home folder")
 
 
 @rule("P411", "warning")
 def check_no_serial_numbers(facts: Facts) -> Iterator[Finding]:
-    """Serial number in a document.
-
-    Why: a document describes a kind of machine, for everybody who has one. A serial number, an IMEI
-    or a hardware address tells whose machine it was, and cannot be taken back once it is shared.
-
-    Example: ``source = "measured on serial number R58N70ABCDE"``.
-
-    Fix: leave it out; `pi2 profile publish` takes it out too, from comments as well. Keep notes
-    about your own units elsewhere."""
     yield from report_private(facts, "serial", "a serial number or hardware address")
 
 
@@ -157,13 +103,6 @@ _PLACEHOLDER = re.compile(r"(?<![A-Za-z])(?:REPLACE|CHANGE)[ _-]?(?:ME|THIS)(?![
 
 @rule("P420", "error")
 def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
-    """Placeholder left in a document.
-
-    Why: a template's placeholder is no value, and its value is missing.
-
-    Example: ``weights = "stores/REPLACE_ME"``.
-
-    Fix: write the value, or remove the key if it has a default."""
     for document in KINDS:
         for path, text in walk_texts(facts.known.get(document)):
             found = _PLACEHOLDER.search(text)
@@ -178,14 +117,6 @@ def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
 
 @rule("P243", "error", "model")
 def check_model_named_by_file(facts: Facts) -> Iterator[Finding]:
-    """Model id differs from the file name.
-
-    Why: plans name shipped models by file name, stores remember them by id; the two must not
-    differ.
-
-    Example: ``id = "bamboo"`` in ``bamboo-7b.model.toml``.
-
-    Fix: change the id, or rename the file."""
     name = facts.files["model"].name.removesuffix(".model.toml")
     if facts.model.id != name:
         yield Finding(

@@ -12,17 +12,6 @@ from pi2.plan.documents.quantities import approximate_bytes
 
 @rule("P257", "error", "plan", "model")
 def check_sparsity_fits_model(facts: Facts) -> Iterator[Finding]:
-    """``[sparsity]`` does not fit the model's activation.
-
-    Why: inactive neurons of the ReLU family are exactly zero, and ``predictor = "gate"`` leaves
-    them out without loss; thresholds would only add an error. ``cats-teal`` skips down behind a
-    gate: neurons without gates have nothing else to skip, the kernel for biases reads a neuron as a
-    whole, and the neurons of an MoE model are computed together, for which its experts' second
-    thresholds would differ.
-
-    Example: ``[sparsity]`` for a model with ``activation = "relu"``.
-
-    Fix: remove the table, or write ``method = "cats"``."""
     sparsity, model = facts.plan.sparsity, facts.model
     if sparsity is None:
         return
@@ -52,14 +41,6 @@ def explain_method(method: SparsityMethod, model: Model) -> str | None:
 
 @rule("P259", "error", "plan")
 def check_sparsity_has_one_goal(facts: Facts) -> Iterator[Finding]:
-    """``[sparsity]`` without exactly one goal.
-
-    Why: thresholds are calibrated to leave out a share of the work, or as much as a loss of quality
-    allows; one follows from the other.
-
-    Example: both of them, or neither.
-
-    Fix: keep one of them."""
     sparsity = facts.plan.sparsity
     if sparsity is None or (sparsity.target is None) != (sparsity.max_perplexity_increase is None):
         return
@@ -76,15 +57,6 @@ def check_sparsity_has_one_goal(facts: Facts) -> Iterator[Finding]:
 
 @rule("P260", "warning", "plan")
 def check_sparsity_is_used(facts: Facts) -> Iterator[Finding]:
-    """``[sparsity]`` without the gate predictor.
-
-    Why: thresholds are compared with gates, which only this predictor computes first and keeps in
-    memory.  ``none`` computes every neuron, ``router`` all neurons of the chosen experts, and a
-    low-rank predictor names neurons by itself.
-
-    Example: ``[sparsity]`` in a plan with ``predictor = "none"``.
-
-    Fix: ``predictor = "gate"``, with room for the gate rows in ``memory.segments.predictor``."""
     plan = facts.plan
     if plan.sparsity is None or plan.decode.predictor == "gate":
         return
@@ -97,16 +69,6 @@ def check_sparsity_is_used(facts: Facts) -> Iterator[Finding]:
 
 @rule("P258", "error", "resolved")
 def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
-    """Thresholds of another model or target.
-
-    Why: the magnitudes of activations differ from model to model and from layer to layer;
-    thresholds of another model leave out other neurons than they were measured with, and the
-    perplexity that the file states says nothing.
-
-    Example: ``thresholds = "llama.thresholds.toml"`` in a plan for Mistral; or ``target = 0.7``
-    with thresholds that were made for 0.5.
-
-    Fix: calibrate again with `pi2 sparsity calibrate PLAN --text FILE`."""
     resolved = facts.resolved
     sparsity, found = resolved.plan.sparsity, resolved.thresholds
     if sparsity is None or found is None or not resolved.model.is_smooth:
@@ -132,16 +94,6 @@ def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
 
 @rule("P279", "error", "plan", "model")
 def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
-    """``[experts]`` without effect.
-
-    Why: ``prefer_cached``, ``least_weight``, ``read_best`` and ``most_reads`` choose among the
-    experts that a router names. With another predictor, or in a model without experts, they do
-    nothing. ``prefer_cached`` compares scores of a plain softmax or sigmoid: groups of experts,
-    biases that only choose, and a mixer are refused.
-
-    Example: ``least_weight = 0.05`` with ``predictor = "low-rank"``.
-
-    Fix: ``decode.predictor = "router"``, or leave the table out."""
     experts, moe = facts.plan.experts, facts.model.moe
     if not experts.is_lossy:
         return
@@ -182,19 +134,6 @@ def find_other_choice(moe: Moe) -> str | None:
 
 @rule("P281", "error", "resolved")
 def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
-    """Drafts that the unit cannot verify cheaply.
-
-    Why: draft tokens go through the model together, and rejected ones are taken back; a unit that
-    has the whole model in its own memory takes one token of each sequence at a time. Drafts of
-    resident neurons (``drafts = "resident"``) leave out missing neurons that a predictor or a
-    router names. Without either, every neuron computes; with cutoffs, the same holds for layers
-    without one.
-
-    Example: ``decode.speculation = {}`` with ``layers.split = { gpu = 1.0 }``, or with ``drafts =
-    "resident"`` and ``decode.predictor = "none"``.
-
-    Fix: remove ``decode.speculation``, give some of the neurons to a CPU, or take another kind of
-    ``drafts``."""
     resolved = facts.resolved
     decode = resolved.plan.decode
     if decode.speculation is None:
@@ -219,17 +158,6 @@ def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
 
 @rule("P284", "error", "resolved")
 def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
-    """Draft model does not fit.
-
-    Why: the larger model verifies the drafts, and both need the same vocabulary. Rejected drafts
-    are taken back, and layers with a state cannot do that. An MTP head reads its own model's last
-    hidden states, and does not run without it; in a GGUF file it shares the model's output head.
-    The budget is a promise for the whole process.
-
-    Example: ``drafts = "plan"`` without ``plan``, or with one whose model has another vocabulary.
-
-    Fix: name the plan of a smaller model of the same family, without speculation of its own, on the
-    ``cpu`` backend, and leave room for its segments in ``memory.budget``."""
     resolved = facts.resolved
     settings = resolved.plan.decode.speculation
     if settings is None:

@@ -20,14 +20,6 @@ from pi2.plan.toml.text import KeyPath
 
 @rule("P232", "error", "plan", "device")
 def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
-    """Unit without a backend.
-
-    Why: a backend computes for a kind of unit, or for the unit that `units` names; without one, the
-    unit's share of the neurons would not be computed.
-
-    Example: ``split = { npu = 1.0 }`` with ``backends = { cpu = "cpu" }``.
-
-    Fix: name a backend for the kind, or give its share to another unit."""
     plan, device = facts.plan, facts.device
     paths: dict[str, KeyPath] = {}
     for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
@@ -54,16 +46,6 @@ def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
 
 @rule("P414", "warning", "resolved")
 def check_settings_reach_units(facts: Facts) -> Iterator[Finding]:
-    """Unit setting without effect.
-
-    Why: the sparse unit computes in pi2's own process, is lost only with it, and has the segments
-    of ``[memory.segments]``; ``process``, ``on_failure`` and ``[memory.units.NAME]`` are for the
-    other units. A GPU that has the whole model has memory of its own, and no other unit can go on
-    for it.
-
-    Example: ``[memory.units.cpu]`` in a plan whose sparse unit is ``cpu``.
-
-    Fix: remove the setting, or give it to the unit that keeps hot neurons."""
     plan, name = facts.resolved.plan, facts.resolved.sparse_unit
     ignored: list[KeyPath] = []
     settings = plan.units.get(name)
@@ -88,16 +70,6 @@ _STEP = 8
 
 @rule("P276", "error", "resolved")
 def check_graphs_have_shapes(facts: Facts) -> Iterator[Finding]:
-    """Impossible graph shape.
-
-    Why: an NPU's programs have fixed shapes and compute a few tokens in one pass over weights: 1,
-    2, 4 or 8.  Graphs of a number that is no multiple of these cannot be compiled, one that is
-    named twice would be compiled twice, and units of other kinds have no graphs.
-
-    Example: ``units.npu.graphs.tokens = [1, 3, 128]``, or graphs of a GPU.
-
-    Fix: name 1, 2, 4 and multiples of 8, each once, and shares above 0; a job runs the smallest
-    graph that holds it."""
     resolved = facts.resolved
     for name, settings in resolved.plan.units.items():
         graphs, path = settings.graphs, ("units", name, "graphs")
@@ -139,16 +111,6 @@ def _find_twice(values: Sequence[float], path: KeyPath) -> Iterator[Finding]:
 
 @rule("P262", "error", "resolved")
 def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
-    """Layer divided among too many units.
-
-    Why: the dense unit owns the first neurons in stored order, the hottest ones, and computes all
-    of them; the sparse unit computes what a predictor names of the rest.  There is one such
-    boundary.
-
-    Example: ``split = { cpu = 0.4, gpu = 0.3, npu = 0.3 }``.
-
-    Fix: give each layer to one unit other than the sparse one; other layers may have another
-    (``layers.overrides``)."""
     sparse = find_sparse_unit(facts.plan, facts.device)
     subjects = {}
     for placed in list_placed_splits(facts.plan):
@@ -206,17 +168,6 @@ def _list_splits_of_layers(facts: Facts) -> list[dict[KeyPath, Mapping[str, floa
 
 @rule("P267", "error", "plan", "device")
 def check_rows_have_one_unit(facts: Facts) -> Iterator[Finding]:
-    """Projection rows divided among too many units.
-
-    Why: the other unit keeps the first rows of each matrix and computes them while the sparse unit
-    computes the rest; there is one such boundary, and the sparse unit has the last rows. If the
-    unit is lost, its rows are not read again, and the run cannot go on.
-
-    Example: ``projections.attention = { npu = 0.5, gpu = 0.5 }``, or rows for a unit with
-    ``on_failure = "cpu"``.
-
-    Fix: name the sparse unit and one other in both splits, and leave ``on_failure`` at
-    ``"stop"``."""
     plan, sparse = facts.plan, find_sparse_unit(facts.plan, facts.device)
     found: list[str] = []
     for placed in list_row_splits(plan):
@@ -253,13 +204,6 @@ TOLERANCE = 1e-6
 
 @rule("P210", "error", "plan")
 def check_split_adds_up(facts: Facts) -> Iterator[Finding]:
-    """Split shares do not add up to 1.
-
-    Why: every neuron of a layer is computed exactly once, by one unit.
-
-    Example: ``split = { cpu = 0.3, npu = 0.8 }``.
-
-    Fix: change one of the shares; 0 leaves a unit out."""
     for placed in (*list_placed_splits(facts.plan), *list_row_splits(facts.plan)):
         yield from _check_split(placed.split, placed.path, placed.subject)
 
@@ -279,14 +223,6 @@ def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Ite
 
 @rule("P211", "error", "plan", "device")
 def check_split_names_units(facts: Facts) -> Iterator[Finding]:
-    """Unit unknown to the device.
-
-    Why: work cannot be given to a missing unit; the device's ``[units.NAME]`` tables define the
-    names.
-
-    Example: ``split = { cpu = 0.5, npu = 0.5 }`` for a device whose only unit is ``cpu``.
-
-    Fix: use one of the device's units, or another device."""
     plan = facts.plan
     for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
         yield from _check_names(facts, placed.split, placed.path)
@@ -316,15 +252,6 @@ def _check_names(
 
 @rule("P263", "error", "resolved")
 def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
-    """Dense unit's neurons are not hot.
-
-    Why: a dense unit computes all of its neurons for every token, and they have to stay in its
-    memory; ``layers.hot`` is the share that stays, the unit's neurons included. A GPU that has the
-    whole model reads nothing while it computes.
-
-    Example: ``split = { npu = 0.5, cpu = 0.5 }`` with ``hot = 0.3``.
-
-    Fix: raise ``hot`` to the unit's share at least, or lower the share."""
     seen = set()
     if facts.resolved.has_whole_unit:
         yield from _check_whole(facts)
@@ -371,15 +298,6 @@ def _check_whole(facts: Facts) -> Iterator[Finding]:
 
 @rule("P266", "error", "plan")
 def check_batches_are_in_order(facts: Facts) -> Iterator[Finding]:
-    """Splits for several sequences unordered or unreachable.
-
-    Why: an entry of ``layers.batches`` counts from its ``sequences`` up to the next entry's; one
-    that is out of order, or beyond ``decode.batch``, would never be used.
-
-    Example: ``batches = [{ sequences = 4, … }, { sequences = 2, … }]``, or ``sequences = 4`` with
-    ``decode.batch = 2``.
-
-    Fix: sort the entries, and raise ``decode.batch`` or remove the entries beyond it."""
     layers, batch = facts.plan.layers, facts.plan.decode.step_tokens
     yield from _check_table(layers.batches, ("layers", "batches"), batch)
     for number, override in enumerate(layers.overrides):
