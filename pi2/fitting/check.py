@@ -107,7 +107,7 @@ def check_file(
             reuse=reuse,
             fill=fill,
         )
-    check = Inspection(resolver)
+    check = Inspection(resolver, root=path.parent)
     if kind is None:
         check.diagnostics += _report_suffix(path, shown)
         return _report(check, kind="plan")
@@ -152,11 +152,14 @@ def check_plan(
     drafts: bool = True,
     fill: FillPlan | None = None,
     values: Mapping[str, Any] | None = None,
+    root: Path | None = None,
 ) -> Report:
     """Read, resolve and validate a plan with its device and model. ``thresholds`` replace the
     plan's; without ``drafts`` a draft plan is not read; ``fill`` completes plans of GGUF files;
-    ``values`` stand for a file that is no plan."""
-    check = Inspection(resolver, reuse, fill)
+    ``values`` stand for a file that is no plan; ``root``: folder of the document that the user
+    named, if it is another one."""
+    root = path.parent if root is None else root
+    check = Inspection(resolver, reuse, fill, root)
     if overrides:
         check.override(overrides)
     shown = name or str(path)
@@ -179,7 +182,9 @@ def check_plan(
     resolved = _resolve(check, thresholds)
     draft = check.locate_draft() if drafts else None
     if draft is not None:
-        report = check_plan(draft.path, name=draft.name, resolver=resolver, drafts=False, fill=fill)
+        report = check_plan(
+            draft.path, name=draft.name, resolver=resolver, drafts=False, fill=fill, root=root
+        )
         check.add_draft(report.diagnostics, report.sources)
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)

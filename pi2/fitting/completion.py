@@ -104,6 +104,8 @@ def leaves_out(values: Mapping[str, Any]) -> bool:
 def fill_gaps(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a plan, with arbitrary ones for the values to derive."""
     found = Completion(copy.deepcopy(dict(values)))
+    if read_percent(found.read("memory", "budget")) is not None:
+        del found.values["memory"]["budget"]
     for path in (("memory", "budget"), ("bundle", "stride")):
         found.derive(path, "1 B", "")
     for name in Segments.model_fields:
@@ -117,7 +119,14 @@ def fill_gaps(values: Mapping[str, Any]) -> dict[str, Any]:
 def complete_plan(
     values: Mapping[str, Any], device: Device, model: Model, find_memory: FindMemory | None = None
 ) -> Completion:
-    """Derive what ``values`` of a plan leave out; `UserError` P026 for a small budget, P242."""
+    """Derive what ``values`` of a plan leave out; `UserError` P026 for a small budget, P242.
+
+    Nothing is derived from values that the schema refuses."""
+    whole = fill_gaps(values)
+    try:
+        Plan.model_validate_json(json.dumps(whole))
+    except (ValidationError, TypeError):
+        return Completion(whole, is_sound=False)
     if not has_packable_shape(model):
         raise UserError.of("P242", "the rank of the model's predictors is not a multiple of 32")
     found = Completion(copy.deepcopy(dict(values)))
@@ -221,15 +230,11 @@ def _choose_sizes(
     memory["segments"] = dict.fromkeys(Segments.model_fields, "0 B") | stated
     memory.setdefault("budget", "0 B")
     trial["layers"].setdefault("hot", 1.0)
-    try:
-        if found.read("prefill", "chunk") is None and "workspace" not in stated:
-            chunk = _choose_chunk(trial, device, model, budget)
-            found.derive(("prefill", "chunk"), chunk, "the most that this model gains from")
-            trial["prefill"] = {**trial.get("prefill", {}), "chunk": chunk}
-        wanted = resolve_values(trial, device, model)
-    except (ValidationError, TypeError):
-        found.values, found.is_sound = trial, False  # the schema says what is wrong
-        return
+    if found.read("prefill", "chunk") is None and "workspace" not in stated:
+        chunk = _choose_chunk(trial, device, model, budget)
+        found.derive(("prefill", "chunk"), chunk, "the most that this model gains from")
+        trial["prefill"] = {**trial.get("prefill", {}), "chunk": chunk}
+    wanted = resolve_values(trial, device, model)
     if "hot" in stated and found.read("layers", "hot") is None:
         wanted = find_largest_hot(wanted, wanted.plan.memory.segments.hot)
     fitted = _fit(wanted, budget, stated, find_memory)
@@ -355,13 +360,14 @@ def _choose_chunk(
 ) -> int:
     """Tokens of a prompt's chunk: the most that are of use to the model, as far as those beyond the
     usual take little of the ``budget``."""
-    usual = min(USUAL_CHUNK, int(values["kv"]["context"]))
+    context: int = values["kv"]["context"]
+    usual = min(USUAL_CHUNK, context)
 
     def resolve(chunk: int) -> ResolvedPlan:
         prefill = {**values.get("prefill", {}), "chunk": chunk}
         return resolve_values({**values, "prefill": prefill}, device, model)
 
-    longest = list_chunks(model, values["kv"]["context"])[-1]
+    longest = list_chunks(model, context)[-1]
     if budget is None or longest == usual:
         return longest
     more = find_needs(resolve(longest)).workspace.bytes - find_needs(resolve(usual)).workspace.bytes

@@ -57,7 +57,8 @@ class Reuse:
     findings: dict[tuple[str, int], tuple[Diagnostic, ...]] = field(default_factory=dict)
     """Findings by the rule's code and the document's identity, which ``documents`` keeps alive."""
     composed: (
-        dict[tuple[Kind, Path, str], tuple[Inspection, tuple[SourceFile, bool] | None]] | None
+        dict[tuple[Kind, Path, str, Path | None], tuple[Inspection, tuple[SourceFile, bool] | None]]
+        | None
     ) = None
     """What a run has read and put together, for which no file is read twice; None where files may
     change meanwhile."""
@@ -89,7 +90,10 @@ class Inspection:
         resolver: Resolver | None = None,
         reuse: Reuse | None = None,
         fill: FillPlan | None = None,
+        root: Path | None = None,
     ) -> None:
+        self.root = root
+        """Folder of the document that the user named."""
         self.resolver = resolver
         self.reuse = reuse
         self.fill = fill
@@ -127,9 +131,9 @@ class Inspection:
     def read(self, located: Located, kind: Kind, text: str | None = None) -> None:
         """Read the file of a document, or take its ``text``, and validate it against its schema."""
         known = None if self.reuse is None or text is not None else self.reuse.composed
-        place = (kind, located.path, located.name)
+        place = (kind, located.path, located.name, self.root)
         if known is None or place not in known:
-            other = Inspection(self.resolver)
+            other = Inspection(self.resolver, root=self.root)
             found = (other, other.put_together(located, kind, text))
             if known is not None:
                 known[place] = found
@@ -157,7 +161,8 @@ class Inspection:
         if text is not None:
             source = parse_source(path, name, text)
         else:
-            source = read_document(path, name, f".{kind}.toml")
+            root = self.root if located.reference is None else None
+            source = read_document(path, name, f".{kind}.toml", root)
         if isinstance(source, list):
             self.diagnostics += source
             return None
@@ -301,7 +306,7 @@ class Inspection:
         """Put a document together with the documents it extends; False if one is missing."""
         from pi2.plan.composing.compose import compose
 
-        result = compose(source, kind, resolver=self.resolver, origin=reference)
+        result = compose(source, kind, resolver=self.resolver, origin=reference, root=self.root)
         self.diagnostics += result.diagnostics + result.warnings
         self.removed += result.removed
         self.sources.update({name: file.text for name, file in result.files.items()})
@@ -353,8 +358,8 @@ class Inspection:
         path, place = ("sparsity", "thresholds"), file.path.parent / plan.sparsity.thresholds
         try:
             if not self.is_replaced(path):
-                check_inside(place, file.path.parent)
-            return read_thresholds(place)
+                check_inside(place, file.path.parent, self.root)
+            return read_thresholds(place, self.root)
         except UserError as error:
             self.sources.update(error.sources)
             for item in error.diagnostics:
@@ -387,6 +392,7 @@ class Inspection:
                 resolver=self.resolver,
                 origin=origin,
                 is_given=is_given or self.is_replaced(path),
+                root=self.root,
             )
         except UserError as error:
             self.note_at(path, error.diagnostics)

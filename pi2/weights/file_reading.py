@@ -293,7 +293,7 @@ class FileFiller:
             check_inside(folder / plan, folder)
         except UserError:
             return 0
-        found = check_plan(folder / plan, drafts=False, fill=self).resolved
+        found = check_plan(folder / plan, drafts=False, fill=self, root=folder).resolved
         return 0 if found is None else found.beside_bytes
 
     def open(self, file: Path, tokenizer: Path | None = None) -> GgufWeights:

@@ -17,7 +17,7 @@ from pi2.diagnostics import UserError
 from pi2.diagnostics.texts import list_formats, render
 from pi2.fitting.check import Report, check_file, check_plan, load_plan
 from pi2.plan.toml.source import parse_source
-from pi2.plan.toml.text import format_path, write_key, write_value
+from pi2.plan.toml.text import KeyPath, format_path, write_key, write_value
 from pi2.weights.file_reading import FileFiller, check_document
 
 ROOT = Path(__file__).parents[2]
@@ -190,24 +190,55 @@ def beside_a_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("value", [3, 1.5, True, "x", [], [{}], {"x": 1}, date(2026, 1, 1)])
-def test_any_type_at_any_key_of_a_plan_of_a_file(beside_a_file: Path, value: object) -> None:
-    """Each ends with findings that have a place and help, in the file as in an override."""
-    usual = {"schema_version": 3, "weights": "m.gguf"}
-    plain = beside_a_file / "plain.plan.toml"
+ANYTHING = [
+    *(3, -1, 1.5, float("inf"), 10**400, True, "x", "-1 GiB", "100 %", date(2026, 1, 1)),
+    *([], ["x"], [{}], {"x": 1}, {"cpu": -1}),
+]  # fmt: skip
+STORE = {"weights": "w", "device": "oneplus-12", "model": "bamboo-7b"}
+FILE = {"weights": "m.gguf"}
+
+
+def check_value(folder: Path, said: dict[str, Any], key: KeyPath, value: object) -> None:
+    """A plan that leaves all else out ends with findings that have a place, in the file as in an
+    override."""
+    usual = {"schema_version": 3, **said}
+    plain, path = folder / "plain.plan.toml", folder / "x.plan.toml"
     plain.write_text(write_document(usual))
-    for key in list_keys():
-        values: dict[str, Any] = dict(usual)
-        set_value(values, key, value)
-        path = beside_a_file / "x.plan.toml"
-        path.write_text(write_document(values))
-        for report in (
-            check_document(path),
-            check_plan(plain, overrides={format_path(key): value}, fill=FileFiller()),
-        ):
-            assert report.is_sound or report.resolved is None
-            for item in report.diagnostics:
-                assert item.span is not None and item.span.line >= 1
+    values = dict(usual)
+    set_value(values, key, value)
+    path.write_text(write_document(values))
+    for report in (
+        check_document(path),
+        check_plan(plain, overrides={format_path(key): value}, fill=FileFiller()),
+    ):
+        assert report.is_sound or report.resolved is None
+        for item in report.diagnostics:
+            assert item.span is not None and item.span.line >= 1
+
+
+@pytest.mark.parametrize(
+    "shift", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(ANYTHING)))]
+)
+@pytest.mark.parametrize("said", [FILE, STORE], ids=["file", "store"])
+def test_any_value_at_any_key(beside_a_file: Path, said: dict[str, Any], shift: int) -> None:
+    for number, key in enumerate(list_keys(), shift):
+        check_value(beside_a_file, said, key, ANYTHING[number % len(ANYTHING)])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (("kv", "context"), "x"),
+        (("kv", "context"), float("inf")),
+        (("prefill", "unit"), []),
+        (("layers", "split"), {"cpu": [1]}),
+        (("memory", "budget"), "100 %"),
+    ],
+)
+def test_nothing_is_derived_from_what_the_schema_refuses(
+    beside_a_file: Path, key: KeyPath, value: object
+) -> None:
+    check_value(beside_a_file, STORE, key, value)
 
 
 @pytest.mark.parametrize(

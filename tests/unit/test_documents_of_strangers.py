@@ -182,6 +182,68 @@ def test_a_project_is_the_folder_of_the_repository_or_of_the_lock(
     assert ("P032" in capsys.readouterr().out) == (mark is None)
 
 
+def write_parts(folder: Path, part: str) -> Path:
+    """A plan outside of any repository, with a part in another folder of it."""
+    for place in ("parts", "devices"):
+        (folder / place).mkdir(parents=True)
+    shutil.copy(PARTS / "phone.device.toml", folder / "devices")
+    shutil.copy(PARTS / "small.model.toml", folder / "parts")
+    text = (PARTS / "base.plan.toml").read_text()
+    text = text.replace('"phone.device.toml"', '"../devices/phone.device.toml"')
+    (folder / "parts" / "base.plan.toml").write_text(text)
+    (folder / "parts" / "more.plan.toml").write_text(f"schema_version = 3\n{part}\n")
+    plan = folder / "p.plan.toml"
+    plan.write_text(
+        'schema_version = 3\nextends = ["parts/base.plan.toml", "parts/more.plan.toml"]\n'
+    )
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [
+        ('[sparsity]\nmethod = "cats"\nthresholds = "../devices/none.thresholds.toml"', "P028"),
+        ('extends = ["../p.plan.toml"]', "P021"),
+        ('extends = ["../devices/phone.device.toml"]', "P014"),
+        ('extends = ["../../p.plan.toml"]', "P032"),
+        ('extends = ["/etc/hosts.toml"]', "P032"),
+        ('extends = ["linked.plan.toml"]', "P032"),
+        ('extends = ["../devices/../../outside/phone.device.toml"]', "P032"),
+        ("[io]\nthreads = 2", None),
+        ('extends = ["near.plan.toml"]', None),
+    ],
+)
+def test_parts_belong_to_the_project_of_the_plan_that_names_them(
+    part: str, code: str | None, tmp_path: Path, capsys: Capture
+) -> None:
+    """Outside of any repository, a part names files of the plan's folder and none above."""
+    plan = write_parts(tmp_path / "plans", part)
+    (tmp_path / "plans" / "parts" / "linked.plan.toml").symlink_to(tmp_path / "p.plan.toml")
+    (tmp_path / "plans" / "parts" / "near.plan.toml").symlink_to(tmp_path / "plans" / "n.plan.toml")
+    (tmp_path / "plans" / "n.plan.toml").write_text("schema_version = 3\n[io]\nthreads = 2\n")
+    shutil.copy(plan, tmp_path)
+    assert run(["validate", str(plan), "--format", "concise"]) == (0 if code is None else 1)
+    found = capsys.readouterr().out
+    assert not found if code is None else f" {code} " in found or f"error[{code}]" in found
+    # The part alone is another document that the user names: its project is its own folder.
+    assert run(["validate", str(tmp_path / "plans" / "parts" / "base.plan.toml")]) == 1
+    assert "P032" in capsys.readouterr().out
+
+
+def test_a_device_and_a_draft_belong_to_the_project_of_their_plan(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    plan = write_parts(tmp_path, '[decode.speculation]\ndrafts = "plan"\nplan = "base.plan.toml"')
+    device = tmp_path / "devices" / "own" / "own-phone.device.toml"
+    device.parent.mkdir()
+    device.write_text('schema_version = 3\nextends = ["../phone.device.toml"]\nid = "own-phone"\n')
+    more = 'device = "devices/own/own-phone.device.toml"\nmemory.budget = "512 MiB"\n'
+    plan.write_text(plan.read_text() + more)
+    assert run(["validate", str(plan)]) == 0, capsys.readouterr().out
+    assert run(["validate", str(device)]) == 1
+    assert "P032" in capsys.readouterr().out
+
+
 def test_the_user_names_any_file(project: Path, tmp_path: Path, capsys: Capture) -> None:
     """``--set`` names a device outside of the project; a plan from there is named itself."""
     device = tmp_path / "elsewhere" / "phone.device.toml"

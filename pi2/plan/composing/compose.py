@@ -100,10 +100,16 @@ class Composition:
 
 
 def compose(
-    source: SourceFile, kind: Kind, *, resolver: Resolver | None = None, origin: str | None = None
+    source: SourceFile,
+    kind: Kind,
+    *,
+    resolver: Resolver | None = None,
+    origin: str | None = None,
+    root: Path | None = None,
 ) -> Composition:
-    """Put ``source`` together with all that it extends."""
-    composer = _Composer(kind, resolver)
+    """Put ``source`` together with all that it extends; ``root``: folder of the document that the
+    user named, if it is another one."""
+    composer = _Composer(kind, resolver, root or source.path.parent)
     stack = (os.path.realpath(source.path),)
     tree = composer.assemble(source, (), stack, origin)
     result = composer.result
@@ -114,7 +120,8 @@ def compose(
 
 
 class _Composer:
-    def __init__(self, kind: Kind, resolver: Resolver | None) -> None:
+    def __init__(self, kind: Kind, resolver: Resolver | None, root: Path) -> None:
+        self.root = root
         self.kind: Kind = kind
         self.resolver = resolver
         self.count = 0
@@ -220,7 +227,12 @@ class _Composer:
         reference = link.reference
         try:
             located = locate_document(
-                reference, self.kind, link.file.path.parent, resolver=self.resolver, origin=origin
+                reference,
+                self.kind,
+                link.file.path.parent,
+                resolver=self.resolver,
+                origin=origin,
+                root=self.root,
             )
         except UnknownName as error:
             self.report(link.file, link.path, "P020", str(error), error.hint)
@@ -243,7 +255,8 @@ class _Composer:
         """Read a file, once; its errors are reported at their places."""
         first = located.path not in self.read
         if first:
-            read = read_document(located.path, located.name, f".{self.kind}.toml")
+            root = self.root if located.reference is None else None
+            read = read_document(located.path, located.name, f".{self.kind}.toml", root)
             if not isinstance(read, list):
                 read, warnings = modernise(read, self.kind)
                 self.result.warnings += warnings

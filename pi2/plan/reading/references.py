@@ -183,12 +183,16 @@ FOREIGN = frozenset({"P032", "P033"})
 """Codes of files that documents may not name, or that are no documents."""
 
 
-def check_inside(file: Path, folder: Path) -> None:
+def check_inside(file: Path, folder: Path, root: Path | None = None) -> None:
     """`UserError` P032 for a ``file`` that a document in ``folder`` may not name: it is outside of
-    the project, or a link leads there, and it does not come with pi2."""
+    the project, or a link leads there, and it does not come with pi2.
+
+    The user named a document in the folder ``root``: documents below share its project."""
     if "\0" in str(file):
         return  # reading it says so
-    real, project = Path(os.path.realpath(file)), find_project(folder)
+    real, project = Path(os.path.realpath(file)), find_project(root or folder)
+    if root is not None and not Path(os.path.realpath(folder)).is_relative_to(project):
+        project = find_project(folder)  # the user named it too
     if real.is_relative_to(project) or real.is_relative_to(find_shipped_folder()):
         return
     raise UserError.of(
@@ -198,13 +202,15 @@ def check_inside(file: Path, folder: Path) -> None:
     )
 
 
-def read_document(file: Path, name: str, ending: str) -> SourceFile | list[Diagnostic]:
+def read_document(
+    file: Path, name: str, ending: str, root: Path | None = None
+) -> SourceFile | list[Diagnostic]:
     """Read a document whose name has the ``ending``; tell nothing of another program's file.
 
-    P032 for a link out of the file's own project.  P033 for a file whose real name has not the
-    ending, unless it states a schema version."""
+    P032 for a link out of the file's project (``root``: as `check_inside`).  P033 for a file whose
+    real name has not the ending, unless it states a schema version."""
     try:
-        check_inside(file, file.parent)
+        check_inside(file, file.parent, root)
     except UserError as error:
         return [replace(item, span=Span.of_file(name)) for item in error.diagnostics]
     source = read_source(file, name)
@@ -251,10 +257,11 @@ def locate_document(
     resolver: Resolver | None = None,
     origin: str | None = None,
     is_given: bool = False,
+    root: Path | None = None,
 ) -> Located:
     """File that ``reference`` means in ``base``; ``origin``: the document's own reference;
-    ``is_given``: the user names it, no document.  `UnknownName`; `UserError` P032, or as
-    ``resolver``."""
+    ``is_given``: the user names it, no document; ``root``: as `check_inside`.  `UnknownName`;
+    `UserError` P032, or as ``resolver``."""
     path = is_path(reference)
     if kind == "plan" and not reference.endswith(".toml"):
         path = False  # plans lie in folders, and their short names have them
@@ -262,7 +269,7 @@ def locate_document(
         if origin is None or resolver is None:
             file = base / reference
             if not is_given:
-                check_inside(file, base)
+                check_inside(file, base, root)
             return Located(path=file, file_name=file.name, name=display_path(file))
         reference = resolver.join(origin, reference)
     if has_scheme(reference):

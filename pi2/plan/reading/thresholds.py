@@ -92,15 +92,17 @@ GivenThresholds = Thresholds | Literal["none"] | None
 """What counts instead of a plan's thresholds; ``none``: there are none yet; None: the plan's do."""
 
 
-def read_thresholds(path: Path) -> Thresholds:
-    """Read thresholds; UserError P028 if unreadable, P0xx and P1xx with places."""
+def read_thresholds(path: Path, root: Path | None = None) -> Thresholds:
+    """Read thresholds; UserError P028 if unreadable, P0xx and P1xx with places.
+
+    ``root``: folder of the document that the user named."""
     # A bundle has thresholds without their text.
     from pi2.plan.reading.references import read_document
     from pi2.plan.reading.schema_check import check_schema
     from pi2.plan.toml.source import display_path
 
     name = display_path(path)
-    source = read_document(path, name, ".thresholds.toml")
+    source = read_document(path, name, ".thresholds.toml", root)
     if isinstance(source, list):
         raise UserError(tuple(_explain_unread(item, name) for item in source))
     found, findings = check_schema(source, Thresholds)
