@@ -21,7 +21,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from outside.mapped import predict_mapped
 from paper.document import render_document
 from pi2.costs.cost import cost_description
 from pi2.costs.description import Description, describe_plan
@@ -133,8 +132,6 @@ def predict(kind: str, device: str, model: str, settings: Mapping[str, Any]) -> 
     resolved = make_plan(kind, device, model, settings)
     description = describe_plan(resolved, position=settings.get("position", POSITION))
     description = restate(description, resolved.model, settings)
-    if "mmap" in kind:
-        return predict_mapped(resolved, description, settings["memory"] * GIB)
     cost = cost_description(description, settings.get("prompt", 128))
     return cost.tokens_s if "prompt" not in settings else cost.prefill_tokens_s or 0.0
 
@@ -247,8 +244,8 @@ def make_device(name: str, settings: Mapping[str, Any]) -> Device:
         units["gpu"] = {"kind": "gpu", "architecture": stated["gpu"]}
     if "npu" in stated:
         figure = {"giga_ops": stated["npu"]["giga_ops"], "precision": "int8"}
-        claim = {**ORIGIN, "status": "vendor-claimed"}
-        units["npu"] = {"kind": "npu", "architecture": "hexagon", "compute": [figure | claim]}
+        figure |= {"peak": True, **ORIGIN}
+        units["npu"] = {"kind": "npu", "architecture": "hexagon", "compute": [figure]}
     values: dict[str, Any] = {
         "schema_version": 2,
         "id": name,

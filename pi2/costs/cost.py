@@ -22,7 +22,7 @@ from math import ceil, hypot
 from pathlib import Path
 
 from pi2.costs.activity import PredictorMode
-from pi2.costs.cost_layer import LayerCost, cost_layer
+from pi2.costs.cost_layer import LayerCost
 from pi2.costs.description import Activity, Description, describe_plan
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PROMPT, cost_prompt
@@ -193,17 +193,7 @@ def cost_description(
     rates, settings = description.rates, description.settings
     costs: dict[int, LayerCost] = {}
     for kind in description.kinds:
-        sizes, own = description.choose(kind)
-        cost = cost_layer(
-            rates,
-            sizes,
-            own,
-            kind.activity,
-            hot=kind.hot,
-            cold=kind.cold,
-            dense=description.find_dense(kind),
-        )
-        costs |= dict.fromkeys(kind.layers, cost)
+        costs |= dict.fromkeys(kind.layers, description.cost_layer(kind))
     return Cost(
         layers=tuple(costs[number] for number in range(description.layers)),
         head_s=description.head_s,

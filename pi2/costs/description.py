@@ -17,7 +17,7 @@ from pi2.costs.activity import (
     describe_target_activity,
 )
 from pi2.costs.constants import Constants, Figure
-from pi2.costs.cost_layer import CostedLayer, find_layer
+from pi2.costs.cost_layer import CostedLayer, LayerCost, cost_layer, find_layer
 from pi2.costs.kernel_times import Linear, Rates
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
 from pi2.costs.rates import MISSING_FIGURE, find_card_share, is_fast_card, read_rates
@@ -148,6 +148,9 @@ def _find_memory_rate(
     return share * float(peak.value), [figure], f"estimated: {origin}"
 
 
+_READING_WEIGHT = 3.0
+"""A processor is slowest where a third of the time of reads and token is reads."""
+
 Activity = tuple[tuple[LayerActivity, ...], str]
 """Activity of every layer, and its source."""
 
@@ -233,6 +236,24 @@ class Description:
             self.rates, sizes, settings, kind.activity, hot=hot, cold=cold, dense=dense
         )
 
+    def cost_layer(self, kind: LayerKind) -> LayerCost:
+        """Expected cost of a layer."""
+        sizes, settings = self.choose(kind)
+        hot, cold, dense = kind.hot, kind.cold, self.find_dense(kind)
+        return cost_layer(
+            self.rates, sizes, settings, kind.activity, hot=hot, cold=cold, dense=dense
+        )
+
+    def find_core_share(self) -> float:
+        """Part of its speed that the processor keeps: the less, the longer a token reads."""
+        most = 1.0 - self.rates.core_share
+        if most <= 0.0 or all(kind.hot >= 1.0 for kind in self.kinds):
+            return 1.0
+        costs = [(kind.count, self.cost_layer(kind)) for kind in self.kinds]
+        read_s = sum(count * cost.read_s for count, cost in costs)
+        token_s = self.head_s + sum(count * cost.total_s for count, cost in costs)
+        return 1.0 - most * min(1.0, _READING_WEIGHT * read_s / (read_s + token_s))
+
     def count_statuses(self) -> Mapping[str, int]:
         return Counter(figure.status for figure in self.figures)
 
@@ -256,8 +277,6 @@ def describe_plan(
         width = model.shape.stored_hidden
         rates = read_rates(resolved.device, width, constants, unit=units[0] if units else None)
     rates = rates.choose(plan.kv.type, plan.decode.activations)
-    if any(layer.hot < 1.0 for layer in resolved.layers):
-        rates = rates.warm_up()
     mode, batch = plan.decode.predictor, plan.decode.batch
     if activity is None and mode == "gate" and resolved.thresholds is not None:
         activity = describe_cut_activity(model, resolved.thresholds, batch=batch)
@@ -265,18 +284,31 @@ def describe_plan(
         activity = describe_target_activity(model, plan.sparsity.target, batch=batch)
     elif activity is None:
         activity = describe_activity(model, mode, store, rates.constants, batch=batch)
-    uses, source = activity
-    sizes = measure_sizes(model, mode, plan.kv.type, resolved.bundle)
-    whole = None
-    if resolved.named_layers and resolved.whole_layers:
-        every = measure_sizes(model, "none", plan.kv.type, resolved.bundle)
-        whole = every, read_settings(resolved, rates, every, position, store, named=False)
     own = list(rates.figures)
     if model.sparsity is not None and mode not in ("none", "router"):
         sparsity = model.sparsity
         own.append(Figure(name="sparsity", status=sparsity.status, source=sparsity.source))
     if mode == "low-rank" and model.predictor is not None and model.predictor.active is not None:
         own.append(Figure(name="predictor.active", status="estimated", source="model document"))
+    described = _describe(resolved, rates, activity, store, position)
+    described = replace(described, figures=tuple(dict.fromkeys(own)))
+    share = described.find_core_share()
+    if share == 1.0:
+        return described
+    slow = _describe(resolved, rates.slow_cores(share), activity, store, position)
+    return replace(slow, figures=described.figures)
+
+
+def _describe(
+    resolved: ResolvedPlan, rates: Rates, activity: Activity, store: Path | None, position: int
+) -> Description:
+    plan, model, (uses, source) = resolved.plan, resolved.model, activity
+    mode = plan.decode.predictor
+    sizes = measure_sizes(model, mode, plan.kv.type, resolved.bundle)
+    whole = None
+    if resolved.named_layers and resolved.whole_layers:
+        every = measure_sizes(model, "none", plan.kv.type, resolved.bundle)
+        whole = every, read_settings(resolved, rates, every, position, store, named=False)
     return Description(
         name=plan.name or resolved.path.name,
         digest=resolved.digest if resolved.path.name else "",
@@ -289,7 +321,6 @@ def describe_plan(
         is_smooth=model.is_smooth,
         embedding_s=count_read_rows(plan, model) * time_row(rates, model),
         activity_source=source,
-        figures=tuple(dict.fromkeys(own)),
         assumptions=_list_assumptions(resolved, rates),
     )
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from pi2.costs.constants import Constants, Figure, Flash
-from pi2.plan.documents.device import KernelFigure, KernelName, Unit
+from pi2.plan.documents.device import ComputeFigure, KernelFigure, KernelName, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
 
 _FEW_CORES = 16
@@ -180,7 +180,12 @@ class KernelTimes:
             return chosen.giga_ops * 1e9
         order = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
         stated = min(self._unit.compute, key=lambda item: order[item.precision], default=None)
-        return None if stated is None else stated.giga_ops * 1e9
+        return None if stated is None else count_ops(stated, self._constants)
+
+
+def count_ops(figure: ComputeFigure, constants: Constants) -> float:
+    """Operations per second that programs reach."""
+    return figure.giga_ops * 1e9 * (constants.vendor_ops_share if figure.peak else 1.0)
 
 
 def _choose_figures(
@@ -266,8 +271,8 @@ class Rates:
     cores: int
     enough_cores: float = 5.0
     """Cores that read as fast as all, if fewer were not measured."""
-    warm_share: float = 1.0
-    """Part of the processor's rates that stays in long runs which read from flash."""
+    core_share: float = 1.0
+    """Part of the processor's rates that stays in runs which read from flash all the time."""
     core_ops_s: float | None = None
     """Operations per second of a core for one token; None if kernels were measured."""
     bandwidth_bytes_s: float
@@ -333,15 +338,12 @@ class Rates:
     constants: Constants = field(default_factory=Constants)
     """Replacements of figures that the device does not state."""
 
-    def warm_up(self) -> Rates:
-        share = self.warm_share
-        if share == 1.0:
-            return self
-
+    def slow_cores(self, share: float) -> Rates:
+        """These rates of a processor that keeps ``share`` of its speed."""
         core_ops_s = None if self.core_ops_s is None else share * self.core_ops_s
         bytes_s = share * self.bandwidth_bytes_s
-        warm = replace(self, warm_share=1.0, bandwidth_bytes_s=bytes_s, core_ops_s=core_ops_s)
-        return warm.scale_kernels(share)
+        slow = replace(self, bandwidth_bytes_s=bytes_s, core_ops_s=core_ops_s)
+        return slow.scale_kernels(share)
 
     def scale_kernels(self, share: float) -> Rates:
         """These rates with kernels that read at ``share`` of their rate."""

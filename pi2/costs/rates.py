@@ -5,9 +5,9 @@ from math import isinf
 from typing import Any, get_args
 
 from pi2.costs.constants import Constants, Figure, Flash, keep_core
-from pi2.costs.kernel_times import DenseUnit, KernelTimes, Rates
+from pi2.costs.kernel_times import DenseUnit, KernelTimes, Rates, count_ops
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.documents.device import ComputeFigure, Device, Unit
+from pi2.plan.documents.device import Device, ShareFigure, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
 
 MISSING_FIGURE = "P351"
@@ -67,7 +67,7 @@ class _Reader:
         self._figures: dict[Figure, None] = {}
 
     def read(self, chosen: str | None = None) -> Rates:
-        constants, cpu, overlap = self._constants, self._cpu, self._device.storage.overlap
+        constants, cpu, storage = self._constants, self._cpu, self._device.storage
         bandwidth = self._read_bandwidth(cpu, self._find_cpu_share(), self._name)
         norm_s = self._times.find_time("norm", self._times.barrier_s)
         dense = self._read_dense(chosen)
@@ -88,7 +88,7 @@ class _Reader:
         rates = Rates(
             measured=self._times.measured,
             cores=self._times.cores,
-            warm_share=constants.reading_core_share if self._is_unseen else 1.0,
+            core_share=self._choose(storage.core_share, constants.reading_core_share),
             core_ops_s=self._find_core_ops(),
             enough_cores=4.0 if cpu.architecture == "x86-64" else _ENOUGH_CORES,
             bandwidth_bytes_s=bandwidth,
@@ -114,8 +114,8 @@ class _Reader:
             ),
             dense=dense,
             flash=self._read_flash(),
-            overlap=self._read_overlap(),
-            beside_overlap=1.0 if overlap is None else float(overlap.value),
+            overlap=self._choose(storage.overlap, constants.unseen_overlap),
+            beside_overlap=1.0 if storage.overlap is None else float(storage.overlap.value),
             power_w=self._read_power(),
             both_w=self._read_both_power(dense),
             bandwidths=tuple(
@@ -163,15 +163,11 @@ class _Reader:
             if (kv, activations) != ("fp16", "int16")
         }
 
-    @property
-    def _is_warm(self) -> bool:
-        return (self._device.storage.kind == "ufs") and self._is_unseen
-
-    @property
-    def _is_unseen(self) -> bool:
-        """Whether the device was never run: its rates come from benchmarks or a vendor."""
-        reads = self._device.storage.reads
-        return self._cpu.read_bandwidth is None and any(x.status != "estimated" for x in reads)
+    def _choose(self, figure: ShareFigure | None, assumed: float) -> float:
+        """The figure; else 1 where the device ran pi2's kernels, and what is assumed elsewhere."""
+        if figure is not None:
+            return float(figure.value)
+        return 1.0 if self._times.measured else assumed
 
     def _find_cpu_share(self) -> float:
         constants, peak = self._constants, self._device.memory.peak_bandwidth
@@ -183,10 +179,12 @@ class _Reader:
         return constants.x86_of_peak if is_x86 else constants.arm_of_peak
 
     def _find_core_ops(self) -> float | None:
-        """Operations per second of a core for a token; None if unknown or hidden by reading."""
-        stated = self._times.measured or self._cpu.read_bandwidth is not None
-        if stated or self._cpu.architecture is None:
+        """Operations per second of a core for a token; None if unknown or in kernels' times."""
+        if self._times.measured or self._cpu.architecture is None:
             return None
+        if self._cpu.compute:
+            best = max(count_ops(figure, self._constants) for figure in self._cpu.compute)
+            return best / self._times.cores
         if self._cpu.architecture == "x86-64":
             return self._constants.x86_core_ops_s
         peak = self._device.memory.peak_bandwidth
@@ -243,14 +241,10 @@ class _Reader:
             name=name,
             bytes_s=bytes_s,
             launch_s=self._find_launch(unit),
-            ops_s=None if best is None else self._count_ops(best),
+            ops_s=None if best is None else count_ops(best, self._constants),
             is_npu=unit.kind == "npu",
             has_memory=unit.memory is not None,
         )
-
-    def _count_ops(self, figure: ComputeFigure) -> float:
-        claimed = figure.status == "vendor-claimed"
-        return figure.giga_ops * 1e9 * (self._constants.vendor_ops_share if claimed else 1.0)
 
     def _find_dense_rate(self, name: str, unit: Unit, *, estimated: bool) -> float | None:
         if unit.memory is None:
@@ -300,13 +294,6 @@ class _Reader:
         powers = [item.power for item in (self._cpu, unit) if item is not None]
         return max((float(item.value) for item in powers if item is not None), default=None)
 
-    def _read_overlap(self) -> float:
-        """The measurement; 1 on devices that state nothing but on which a model was seen."""
-        figure = self._device.storage.overlap
-        if figure is not None:
-            return float(figure.value)
-        return self._constants.unseen_overlap if self._is_unseen else 1.0
-
     def _read_flash(self) -> Flash | None:
         storage = self._device.storage
         patterns = {item.pattern for item in storage.reads}
@@ -322,11 +309,9 @@ class _Reader:
         penalty = storage.reader_penalty
         if penalty is not None:
             self._use("storage.reader_penalty", penalty.status, penalty.source)
-        if self._is_warm:
-            points = [
-                item.model_copy(update={"rate": item.rate * self._constants.warm_share})
-                for item in points
-            ]
+        usual = self._constants.warm_share if storage.kind == "ufs" else 1.0
+        if (kept := self._choose(storage.sustained, usual)) != 1.0:
+            points = [item.model_copy(update={"rate": kept * item.rate}) for item in points]
         usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
         return Flash(
             points=tuple(points),

@@ -21,7 +21,8 @@ HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
 FASTER = {"bandwidth.value", "rate", "giga_ops"}
 """Twice as much is never slower, and at most twice as fast."""
 SLOWER = {"latency"}
-NEUTRAL = {"power.value", "frequency", "cores", "queue_depth", "queues", "capacity", "usable"}
+SLOWER |= {"cores"}  # the same memory for twice the cores is a board's, whose cores are slow
+NEUTRAL = {"power.value", "frequency", "queue_depth", "queues", "capacity", "usable"}
 NEUTRAL |= {"own_memory"}
 NOISE = 2e-3
 MATTERS = {
@@ -49,6 +50,7 @@ def read_values() -> Any:
 def _walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
     """Paths of figures; what identifies a figure, such as its block, is none."""
     names = {"block", "range", "samples", "spread", "schema_version", "block_size", "depth"}
+    names |= {"peak", "overlap", "core_share", "sustained"}  # nothing to double: all are 1
     if isinstance(value, dict):
         for key, item in value.items():
             if key not in names:

@@ -57,6 +57,8 @@ class ComputeFigure(Origin):
     """Operations per second, in units of 1e9; a multiply-add counts as two."""
     precision: Literal["int4", "int8", "fp16", "fp32"]
     """Type of the operands."""
+    peak: bool = False
+    """Whether it is the most that the unit can do, as data sheets say: programs reach a part."""
 
 
 class ThreadsFigure(RateFigure):
@@ -241,6 +243,12 @@ class Storage(Table):
     overlap: ShareFigure | None = None
     """Part of the time of reads that computing with all cores hides: 1 where reading costs the
     cores nothing, 0 where it needs them all."""
+    sustained: ShareFigure | None = None
+    """Part of these rates that stays in a run that reads all the time; default: 0.67 of UFS, which
+    gets hot."""
+    core_share: ShareFigure | None = None
+    """Part of its speed that the processor keeps in such a run; default: 0.5, and 1 where pi2's
+    kernels were measured."""
     reads: tuple[ReadFigure, ...] = ()
     """Measured or published read rates."""
 
