@@ -30,9 +30,9 @@ from limited.llama_cpp import LlamaRecipe, check_installed
 from limited.program import drop_page_cache, run_program, start_limited, was_killed
 from limited.read_ahead import DENSE_KIB, MIXTURE_KIB, set_read_ahead
 from pi2.engine.statistics import read_peak_rss_bytes
-from pi2.refit import read_plan
 from pi2.measuring.contestant import BandwidthLimit
 from pi2.measuring.samples import Workload
+from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
     approximate_bytes,
@@ -40,6 +40,7 @@ from pi2.plan.documents.quantities import (
     parse_quantity,
 )
 from pi2.progress import ignore_progress
+from pi2.refit import read_plan
 
 CONTEXT = 1024
 READ_BYTES, READS = 1 << 20, 512
@@ -72,7 +73,7 @@ def measure_file(arguments: argparse.Namespace) -> None:
         plan.write_text("\n".join((*lines, *settings, "")), "utf-8")
         job = {"plan": str(plan), "tokens": arguments.tokens, "limit": limit}
         job |= {"file": str(arguments.file.resolve()), "prefill": arguments.prompt, "set": {}}
-        kib = DENSE_KIB if read_plan(plan).report.resolved.model.moe is None else MIXTURE_KIB
+        kib = DENSE_KIB if read_model(plan).moe is None else MIXTURE_KIB
         jobs: dict[str, dict[str, Any]] = {
             "pi2": {**job, "kind": "pi2"},
             "llama.cpp, mapped": {**job, "kind": "llama.cpp"},
@@ -114,11 +115,22 @@ def list_rows(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[st
         yield f"| {engine} | {' | '.join(cells)} |"
 
 
+def read_model(plan: Path) -> Model:
+    """The model of a plan; `UserError` with all findings."""
+    report = read_plan(plan).report
+    if report.resolved is None:
+        raise report.make_error()
+    return report.resolved.model
+
+
 def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run llama.cpp on the file."""
-    model = read_plan(Path(job["plan"])).report.resolved.model
     recipe = LlamaRecipe(
-        model=model, context=CONTEXT, threads=2, file=Path(job["file"]), repack=False
+        model=read_model(Path(job["plan"])),
+        context=CONTEXT,
+        threads=2,
+        file=Path(job["file"]),
+        repack=False,
     )
     peer = recipe(ignore_progress)
     kinds = {True: Workload("pp", job["prefill"], 0)}
