@@ -1,4 +1,4 @@
-"""Plans by name, as commands take them: what is not on this machine is offered on a terminal."""
+"""Plans by name, as commands take them: missing models are offered on a terminal."""
 
 from __future__ import annotations
 
