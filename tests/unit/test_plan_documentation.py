@@ -2,14 +2,23 @@
 
 import re
 import shlex
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from pi2.cli.main import run
 from pi2.diagnostics.texts import render_full as full
 from pi2.fitting.check import check_file
 from pi2.fitting.rules import list_rules
+from pi2.plan.checking import rules
+from pi2.plan.documents.common import find_type
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
+from pi2.plan.toml.expressions import list_names, parse_expression
 from tools import write_key_docs
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +57,39 @@ def test_the_commands_work(monkeypatch: pytest.MonkeyPatch) -> None:
         assert program == "pi2"
         if arguments[0] != "run":
             assert run(arguments) == 0, line
+
+
+def list_expressions(table: object) -> Iterator[str]:
+    """Conditions of a stated rule, and expressions in its texts."""
+    if isinstance(table, str):
+        yield from re.findall(r"\{([^{}]+?)(?::g|:and)?\}", table)
+    elif isinstance(table, list):
+        for item in table:
+            yield from list_expressions(item)
+    elif isinstance(table, dict):
+        for key, value in table.items():
+            if key in ("cases", "needs"):
+                yield from (*value.values(), *list_expressions([*value]))
+            elif key == "when":
+                yield value
+            else:
+                yield from list_expressions(value)
+
+
+def test_stated_rules_name_keys_of_documents() -> None:
+    kinds: dict[str, type[BaseModel]] = {"plan": Plan, "model": Model, "device": Device}
+    tables = tomllib.loads((Path(rules.__path__[0]) / "stated.toml").read_text("utf-8"))
+    for code, table in tables.items():
+        for text in list_expressions(table):
+            for name in list_names(parse_expression(text.replace("{each}", "shape.layers"))):
+                kind, _, key = name.partition(".")
+                if name in ("each", "case", *kinds):
+                    continue
+                if len(table["of"]) == 1:
+                    kind, key = table["of"][0], name
+                *outer, last = key.split(".")
+                is_known = find_type(kinds[kind], (*outer, last)) is not None
+                assert is_known or hasattr(find_type(kinds[kind], outer), last), (code, name)
 
 
 def test_codes_of_rules_are_unique() -> None:

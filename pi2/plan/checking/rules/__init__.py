@@ -1,4 +1,4 @@
-"""Rules by topic: functions with the decorator `findings.rule`, found by being here."""
+"""Rules by topic: functions with the decorator `findings.rule`, and what stated.toml states."""
 
 import importlib
 import pkgutil
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from pi2.plan.checking.findings import Rule
+from pi2.plan.checking.rules.stated import read_stated_rules
 
 
 @cache
@@ -15,6 +16,7 @@ def load_rules() -> tuple[Rule, ...]:
 
 
 def _import_rules() -> Iterator[Rule]:
+    yield from read_stated_rules()
     for found in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{found.name}")
         yield from (value for value in vars(module).values() if isinstance(value, Rule))

@@ -4,7 +4,6 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from pydantic import BaseModel
 
-from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.device import (
     ComputeFigure,
@@ -51,18 +50,6 @@ def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
                     "give every cluster its own id",
                 )
             seen.add(cluster.id)
-
-
-@rule("P251", "error", "device")
-def check_device_block_size(facts: Facts) -> Iterator[Finding]:
-    block = facts.device.storage.block_size
-    if block is None or (block > 0 and block % DEFAULT_BLOCK_BYTES == 0):
-        return
-    yield Finding(
-        ("storage", "block_size"),
-        f"a block of {block} bytes, expected a multiple of {DEFAULT_BLOCK_BYTES}",
-        'write "512 B" or "4 KiB"',
-    )
 
 
 @rule("P250", "error", "device")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-from pi2.formats import find_packing
 from pi2.plan.arithmetic.resolved import has_packable_shape, uses_main_memory
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
@@ -67,19 +66,6 @@ def _find_key(name: str) -> KeyPath:
     return ("memory", "units", unit, "budget") if unit != name else ("memory", "segments", name)
 
 
-@rule("P223", "error", "plan", "model")
-def check_scales_exist(facts: Facts) -> Iterator[Finding]:
-    precision = facts.model.quantization.ffn
-    if facts.plan.bundle.scales == "resident" and not find_packing(precision).has_scales:
-        path = ("quantization", "ffn")
-        yield Finding(
-            ("bundle", "scales"),
-            f"neurons of {precision} have no scales that could be resident",
-            'write scales = "inline"',
-            origins=(Origin("model", path, f'ffn = "{precision}"'),),
-        )
-
-
 @rule("P221", "error", "plan", "device", "model")
 def check_stride_fits_blocks(facts: Facts) -> Iterator[Finding]:
     stride, block = facts.plan.bundle.stride, find_block_bytes(facts.device)
@@ -134,16 +120,3 @@ def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
             f'write stride = "{format_bytes(fitting)}"',
             origins=origins,
         )
-
-
-@rule("P278", "warning", "plan")
-def check_prefix_cache_is_used(facts: Facts) -> Iterator[Finding]:
-    serve = facts.plan.serve
-    if serve.prefix_cache is None or serve.prefixes != "none":
-        return
-    yield Finding(
-        ("serve", "prefix_cache"),
-        "nothing is kept in files: prompts are read from their beginning",
-        "remove it, or serve.prefixes",
-        origins=(Origin("plan", ("serve", "prefixes"), 'prefixes = "none"'),),
-    )

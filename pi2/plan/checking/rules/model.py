@@ -11,76 +11,6 @@ from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.private import walk_values
 from pi2.plan.toml.expressions import is_expression, parse_expression
 from pi2.plan.toml.text import KeyPath, format_path
-from pi2.plan.weights.layout import GROUP
-
-
-@rule("P249", "error", "model")
-def check_experts_exist(facts: Facts) -> Iterator[Finding]:
-    moe = facts.model.moe
-    if moe is None or moe.active_experts <= moe.experts:
-        return
-    yield Finding(
-        ("moe", "active_experts"),
-        f"{moe.active_experts} active experts, a layer has {moe.experts}",
-        "take the number from the checkpoint's configuration",
-        origins=(Origin("model", ("moe", "experts"), f"experts = {moe.experts}"),),
-    )
-
-
-@rule("P245", "error", "model")
-def check_fatrelu_threshold(facts: Facts) -> Iterator[Finding]:
-    ffn = facts.model.ffn
-    activation = Origin("model", ("ffn", "activation"), f'activation = "{ffn.activation}"')
-    if ffn.activation == "fatrelu" and ffn.threshold <= 0:
-        yield Finding(
-            ("ffn", "threshold"),
-            f"fatrelu needs a threshold above 0, it is {ffn.threshold:g}",
-            'write the checkpoint\'s threshold, or activation = "relu"',
-            origins=(activation,),
-        )
-    elif ffn.activation != "fatrelu" and ffn.threshold != 0:
-        yield Finding(
-            ("ffn", "threshold"),
-            f"{ffn.activation} has no threshold",
-            'remove it, or write activation = "fatrelu"',
-            origins=(activation,),
-        )
-
-
-@rule("P241", "error", "model")
-def check_head_is_even(facts: Facts) -> Iterator[Finding]:
-    model, other = facts.model, facts.model.other_heads
-    latent = model.attention.latent
-    turned = model.shape.head_dim if latent is None else latent.rotated
-    heads = {"shape": (turned, model.shape.head_dim)}
-    if other is not None:
-        heads["other_heads"] = (other.head_dim, other.head_dim)
-    for table, (turned, width) in heads.items():
-        if turned % 2:
-            yield Finding(
-                (table, "head_dim"),
-                f"a head of {width} elements has no two halves to rotate",
-                "take head_dim from the checkpoint's configuration",
-            )
-
-
-@rule("P240", "error", "model")
-def check_heads_share_keys(facts: Facts) -> Iterator[Finding]:
-    shape, other = facts.model.shape, facts.model.other_heads
-    stated = {"shape": (shape.heads, shape.kv_heads)}
-    if other is not None:
-        stated["other_heads"] = (other.heads or shape.heads, other.kv_heads)
-    for table, (count, kv_heads) in stated.items():
-        if count % kv_heads == 0:
-            continue
-        owner = table if table == "shape" or (other and other.heads) else "shape"
-        heads = Origin("model", (owner, "heads"), f"heads = {count}")
-        yield Finding(
-            (table, "kv_heads"),
-            f"{count} heads cannot share {kv_heads} key and value heads evenly",
-            "take heads and kv_heads from the checkpoint's configuration",
-            origins=(heads,),
-        )
 
 
 @rule("P248", "error", "model")
@@ -135,17 +65,6 @@ def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:
         )
 
 
-@rule("P242", "error", "model")
-def check_rank_fills_groups(facts: Facts) -> Iterator[Finding]:
-    predictor = facts.model.predictor
-    if predictor is not None and predictor.rank % GROUP:
-        yield Finding(
-            ("predictor", "rank"),
-            f"rank is {predictor.rank}, expected a multiple of {GROUP}",
-            "take the number from the checkpoint's configuration",
-        )
-
-
 @rule("P322", "error", "plan", "model")
 def check_sequences_share_positions(facts: Facts) -> Iterator[Finding]:
     decode, context = facts.plan.decode, facts.plan.kv.context
@@ -192,19 +111,6 @@ def check_tokens_in_vocabulary(facts: Facts) -> Iterator[Finding]:
             "prompts begin with `bos`, which is not stated",
             "add `bos`, or write add_bos = false",
         )
-
-
-@rule("P231", "error", "plan", "model")
-def check_context_within_model(facts: Facts) -> Iterator[Finding]:
-    wanted, known = facts.plan.kv.context, facts.model.shape.context
-    if wanted <= known:
-        return
-    yield Finding(
-        ("kv", "context"),
-        f"context {wanted} exceeds the limit of the model `{facts.model.id}`: {known}",
-        f"write context = {known} or less",
-        origins=(Origin("model", ("shape", "context"), f"context = {known}"),),
-    )
 
 
 _PARTS = ("gate", "up", "down")

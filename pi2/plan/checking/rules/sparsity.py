@@ -39,34 +39,6 @@ def explain_method(method: SparsityMethod, model: Model) -> str | None:
     return None
 
 
-@rule("P259", "error", "plan")
-def check_sparsity_has_one_goal(facts: Facts) -> Iterator[Finding]:
-    sparsity = facts.plan.sparsity
-    if sparsity is None or (sparsity.target is None) != (sparsity.max_perplexity_increase is None):
-        return
-    message = "[sparsity] needs target or max_perplexity_increase"
-    if sparsity.target is not None:
-        message = "[sparsity] states target and max_perplexity_increase: one follows from the other"
-    yield Finding(
-        ("sparsity",) if sparsity.target is None else ("sparsity", "target"),
-        message,
-        "for example target = 0.5" if sparsity.target is None else "remove one of them",
-        at="key",
-    )
-
-
-@rule("P260", "warning", "plan")
-def check_sparsity_is_used(facts: Facts) -> Iterator[Finding]:
-    plan = facts.plan
-    if plan.sparsity is None or plan.decode.predictor == "gate":
-        return
-    yield Finding(
-        ("decode", "predictor"),
-        f'[sparsity] does nothing with predictor = "{plan.decode.predictor}"',
-        'write predictor = "gate"',
-    )
-
-
 @rule("P258", "error", "resolved")
 def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
