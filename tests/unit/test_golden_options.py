@@ -17,6 +17,7 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
 from tests.helpers.goldens import EXACT, FOLDER, copy_checkpoint, list_goldens, write_plan
+from tests.unit.test_goldens import COMPARED, COVERING
 
 OPERATORS = (
     "norm", "rope", "other_rope", "positions", "attention", "other_heads", "layers", "layer_scale",
@@ -54,8 +55,17 @@ ELSEWHERE = {
 
 
 @pytest.fixture(scope="module")
-def described() -> list[Model]:
-    return [describe_checkpoint(FOLDER / name).model for name in list_goldens()]
+def stated() -> dict[str, set[str]]:
+    """Options that each golden model states."""
+    models = {name: describe_checkpoint(FOLDER / name).model for name in list_goldens()}
+    return {
+        name: {
+            option
+            for key in OPERATORS
+            for option in list_stated(getattr(model, key), Model.model_fields[key].default, key)
+        }
+        for name, model in models.items()
+    }
 
 
 def list_options(kind: type[BaseModel], prefix: str) -> Iterator[str]:
@@ -90,19 +100,25 @@ def list_stated(value: Any, default: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def test_every_option_is_compared_with_the_reference_implementation(described: list[Model]) -> None:
+def test_every_option_is_compared_with_the_reference_implementation(
+    stated: dict[str, set[str]],
+) -> None:
     wanted = {
         option
         for key in OPERATORS
         for option in list_values(Model.model_fields[key].annotation, key)
     }
-    stated = {
-        option
-        for model in described
-        for key in OPERATORS
-        for option in list_stated(getattr(model, key), Model.model_fields[key].default, key)
-    }
-    assert sorted(wanted - stated) == sorted(ELSEWHERE)
+    assert sorted(wanted.difference(*stated.values())) == sorted(ELSEWHERE)
+
+
+def test_models_that_the_cpu_computes_on_each_push_have_every_option(
+    stated: dict[str, set[str]],
+) -> None:
+    wanted = set[str]().union(*(stated[name] for name in COMPARED))
+    assert wanted == set[str]().union(*(stated[name] for name in COVERING))
+    for name in COVERING:
+        others = (stated[other] for other in COVERING - {name})
+        assert stated[name].difference(*others), f"{name} covers nothing"
 
 
 def test_shared_experts_may_have_no_router(tmp_path: Path) -> None:
