@@ -7,6 +7,7 @@ import pytest
 
 from pi2.backends.gpu.launchers.interface import Launcher
 from tests.helpers.gpu import require_launcher
+from tests.helpers.slow import GPU_APIS
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,7 +19,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["opencl", "webgpu", "cuda"])
+@pytest.fixture(params=GPU_APIS)
 def launcher(
     request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> Launcher:

@@ -35,13 +35,16 @@ def pair(values: Iterable[str], few: tuple[str, ...]) -> list[Any]:
     process, which computes what a thread computes."""
     pairs = ((kind, value) for kind in KINDS for value in values)
     return [
-        pytest.param(kind, value, id=f"{kind.name}-{value}")
+        pytest.param(kind, value, id=f"{kind.name}-{value}", marks=kind.marks)
         for kind, value in pairs
         if value in few or kind.api is None
     ]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
+PARAMETERS = [pytest.param(kind, id=kind.name, marks=kind.marks) for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def kind(request: pytest.FixtureRequest) -> UnitKind:
     found = request.param
     assert isinstance(found, UnitKind)

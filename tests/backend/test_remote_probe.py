@@ -22,6 +22,7 @@ from pi2.plan.documents.device import Device
 from pi2.probing import remote
 from tools.emulate_phone import TVM, start_emulated
 
+pytestmark = pytest.mark.slow
 NEEDED = ("tornado", "psutil", "cloudpickle")
 SERVER = """
 import sys
@@ -96,7 +97,6 @@ def tracker() -> Iterator[int]:
         yield port
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 def test_a_machine_at_a_tracker_gets_a_device_file_with_times_of_its_kernels(
     tracker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +117,6 @@ def test_a_machine_at_a_tracker_gets_a_device_file_with_times_of_its_kernels(
     assert all(item.time > 0 and "through RPC" in item.source for item in cpu.kernels)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 def test_an_emulated_arm64_at_a_tracker_gets_a_device_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from tests.helpers.gpu import require_launcher
 from tests.helpers.programs import start_pi2
+from tests.helpers.slow import GPU_APIS
 
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "plans" / "demo.plan.toml"
@@ -41,7 +42,7 @@ def cpu() -> Iterator[LoadedModel]:
         yield model
 
 
-@pytest.fixture(scope="module", params=["opencl", "webgpu", "cuda"])
+@pytest.fixture(scope="module", params=GPU_APIS)
 def gpu(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     plan = require_plan(request.param)
     with pi2.load(
@@ -76,7 +77,7 @@ def test_prompts_and_steps_are_those_of_the_cpu(cpu: LoadedModel, gpu: LoadedMod
     assert gpu.stats.active_share is None
 
 
-@pytest.mark.parametrize("api", ["webgpu", "cuda"])
+@pytest.mark.parametrize("api", GPU_APIS[1:])
 def test_keys_and_values_may_be_int8(cpu: LoadedModel, api: Api) -> None:
     plan, room = require_plan(api), {"memory.budget": "1 GiB", "memory.units.gpu.budget": "60 MiB"}
     prompt = "def read_lines(path):\n"
@@ -144,7 +145,7 @@ def test_neurons_cannot_be_observed(gpu: LoadedModel) -> None:
     assert caught.value.diagnostics[0].code == "P662"
 
 
-@pytest.mark.parametrize("api", ["opencl", "webgpu", "cuda"])
+@pytest.mark.parametrize("api", GPU_APIS)
 def test_a_run_stays_within_its_budget_and_says_what_is_emulated(api: Api) -> None:
     arguments = ["run", require_plan(api), "--prompt", "def ", "--max-tokens", "8", "--ignore-eos"]
     # The kernels of the tests above: compiling others would take most of the time.

@@ -14,6 +14,7 @@ from pi2.arrays import F32
 from pi2.backends.gpu.kernels.specification import Api
 from tests.helpers.gpu import require_launcher
 from tests.helpers.programs import start_pi2
+from tests.helpers.slow import GPU_APIS
 
 ROOT = Path(__file__).parents[2]
 ALONE = ROOT / "plans" / "demo.plan.toml"
@@ -31,7 +32,7 @@ Mode = Literal["decode", "prefill"]
 Result = tuple[F32, tuple[int, ...]]
 
 
-@pytest.fixture(params=["opencl", "webgpu", "cuda"])
+@pytest.fixture(params=GPU_APIS)
 def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     api: Api = request.param
     require_launcher(api)

@@ -17,6 +17,8 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     text = read_page().decode("utf-8")

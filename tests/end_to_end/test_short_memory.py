@@ -11,6 +11,7 @@ from pi2.backends.faults import shortage
 from pi2.orchestrator import describe_shortage
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.programs import start_python
+from tests.helpers.slow import mark_slow
 
 PROGRAM = """
 import mmap, os, sys, time
@@ -80,9 +81,7 @@ needs_watch = pytest.mark.skipif(
     ("how", "told"),
     [
         ("re-read", "['P696'] 0\n"),
-        ("progress", f"goes on {1 << 22}\n"),
-        ("idle", f"goes on {1 << 22}\n"),
-        ("cold", f"goes on {1 << 22}\n"),
+        *(mark_slow((how, f"goes on {1 << 22}\n")) for how in ("progress", "idle", "cold")),
     ],
 )
 def test_only_stall_in_which_pages_go_out_is_shortage(tmp_path: Path, how: str, told: str) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 
 from pi2.arrays import F32, F64, I32, U8
 from pi2.backends.gpu.dense_unit import GpuUnit
@@ -34,6 +35,10 @@ class UnitKind:
     """What must have a device."""
     find_obstacles: Callable[[], list[str]] = list
     """What this machine lacks for it."""
+
+    @property
+    def marks(self) -> tuple[pytest.MarkDecorator, ...]:
+        return (pytest.mark.slow,) if self.api == "webgpu" else ()
 
 
 def _describe_gpu(api: Api, architecture: Literal["opencl", "vulkan", "cuda"]) -> UnitKind:

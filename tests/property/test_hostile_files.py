@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fuzzing.documents import PLANS, read_documents
 from fuzzing.targets import Target, make_targets
+from tests.helpers.slow import keep_quick
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 CASES = sorted(CORPUS.glob("*/*.case"))
@@ -53,12 +54,15 @@ TRIALS = {
     "document": 50, "references": 25, "config": 150, "gguf": 125, "file-plan": 25, "companions": 40,
     "store": 100, "disk": 30, "tokenizer": 50, "template": 25,
 }  # fmt: skip
-"""Cases of each target."""
+"""Cases of each target; each push tries a fifth."""
 
 
+@pytest.mark.parametrize("part", keep_quick([5, 1], [5]))
 @pytest.mark.parametrize("name", TRIALS)
-def test_spoilt_cases_become_what_the_target_allows(targets: dict[str, Target], name: str) -> None:
-    @settings(some, max_examples=TRIALS[name])
+def test_spoilt_cases_become_what_the_target_allows(
+    targets: dict[str, Target], name: str, part: int
+) -> None:
+    @settings(some, max_examples=TRIALS[name] // part)
     @given(random=randoms)
     def run(random: Random) -> None:
         """Make a case and give it to pi2; the target itself says what may become of it."""

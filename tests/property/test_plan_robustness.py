@@ -19,6 +19,7 @@ from pi2.fitting.check import Report, check_file, check_plan, load_plan
 from pi2.plan.toml.source import parse_source
 from pi2.plan.toml.text import KeyPath, format_path, write_key, write_value
 from pi2.weights.file_reading import FileFiller, check_document
+from tests.helpers.slow import keep_quick
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "plans/demo.plan.toml").read_bytes()
@@ -216,9 +217,7 @@ def check_value(folder: Path, said: dict[str, Any], key: KeyPath, value: object)
             assert item.span is not None and item.span.line >= 1
 
 
-@pytest.mark.parametrize(
-    "shift", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(ANYTHING)))]
-)
+@pytest.mark.parametrize("shift", keep_quick(range(len(ANYTHING)), [0]))
 @pytest.mark.parametrize("said", [FILE, STORE], ids=["file", "store"])
 def test_any_value_at_any_key(beside_a_file: Path, said: dict[str, Any], shift: int) -> None:
     for number, key in enumerate(list_keys(), shift):

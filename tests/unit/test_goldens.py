@@ -16,6 +16,7 @@ from tests.helpers.goldens import (
     read_golden,
     run_golden,
 )
+from tests.helpers.slow import keep_quick
 
 REFERENCE_ERROR = 1e-4
 
@@ -78,10 +79,7 @@ COVERING = {
 COMPARED = sorted({*list_goldens()} - COMPUTED_ALIKE)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in COVERING else pytest.mark.slow) for name in COMPARED],
-)
+@pytest.mark.parametrize("name", keep_quick(COMPARED, COVERING))
 def test_the_cpu_backend_agrees_as_the_reference_does_where_nothing_is_rounded(
     make_plan: Callable[[str], Path], name: str
 ) -> None:

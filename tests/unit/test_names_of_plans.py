@@ -15,6 +15,7 @@ from pi2.plan.reading.references import list_shipped
 from pi2.pulled_models import PulledModel, Source, list_models
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.programs import Ask
+from tests.helpers.slow import keep_quick
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ PHONE = ["--set", "device=oneplus-12"]
 FORMS = ["file", "plan", "folder"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", keep_quick(FORMS, ["plan"]))
 def test_a_gguf_file_is_a_plan_in_every_command_and_never_converted(
     form: str, forms: dict[str, str]
 ) -> None:
@@ -104,7 +105,7 @@ def test_a_gguf_file_has_its_own_weights(forms: dict[str, str], ask: Ask) -> Non
     assert "P016" in said and "name the other file in place of it: other.gguf" in said
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", keep_quick(FORMS, ["file"]))
 def test_a_gguf_file_is_planned_for_as_it_is(form: str, forms: dict[str, str], ask: Ask) -> None:
     wish = ["plan", forms[form], "--memory", "105MiB", "--device", "oneplus-12"]
     shown = ask([*wish, "--context", "256", "--exact", "-o", "made/my.plan.toml"]).out

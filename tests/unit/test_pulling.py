@@ -25,6 +25,7 @@ from tests.helpers.hub import COMMIT, Hub, serve_repository
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.programs import Ask, start_pi2
 from tests.helpers.sharing import start_server
+from tests.helpers.slow import keep_quick
 
 
 @pytest.fixture
@@ -137,8 +138,9 @@ def test_a_pulled_model_is_listed_run_and_removed(
     assert "P766" in ask(["remove", "tiny"], 2).err
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize(
+    ("is_cached", "parts"), keep_quick([(False, 1), (False, 4), (True, 1), (True, 4)], [(True, 4)])
+)
 def test_a_gguf_file_of_the_hub_stays_as_it_is(
     parts: int, is_cached: bool, environment: dict[str, str], tmp_path: Path
 ) -> None:
