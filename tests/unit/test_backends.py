@@ -94,6 +94,7 @@ def test_the_plan_language_imports_no_backend_in_any_way(tmp_path: Path) -> None
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_a_backend_is_added_by_its_folder_alone(tmp_path: Path) -> None:
     folder = tmp_path / "toy"
     folder.mkdir()

@@ -13,6 +13,7 @@ from pi2.plan.weights.layout import vector_bytes
 from pi2.progress import ignore_progress
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_model
+from tests.helpers.slow import keep_quick
 
 SHAPE = {"hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32}
 
@@ -59,7 +60,7 @@ def test_a_mixture_has_the_matrices_of_all_its_experts(tmp_path: Path) -> None:
     assert reader.get_field("llama.expert_used_count").contents() == 2
 
 
-@pytest.mark.parametrize("embedding", ["int4", "int8", "fp16"])
+@pytest.mark.parametrize("embedding", keep_quick(["int4", "int8", "fp16"], ["int4"]))
 def test_a_mixture_like_a_store_chooses_experts_as_it_does(tmp_path: Path, embedding: str) -> None:
     import gguf
 

@@ -121,6 +121,7 @@ def test_hints_name_what_is_slow_and_what_changes_it(tmp_path: Path) -> None:
     assert "the CPU has no i8mm" in features
 
 
+@pytest.mark.slow
 def test_report_of_this_machine() -> None:
     checkup = examine_machine()
     assert checkup.machine.cpu.name in read(checkup)

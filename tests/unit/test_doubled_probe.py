@@ -21,6 +21,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.simulate import read_inputs, simulate
 from tests.helpers.shipped_plans import read_model
+from tests.helpers.slow import keep_quick
 
 MODEL = read_model("bamboo-7b")
 PROBED = Path(__file__).with_name("probed.device.toml")
@@ -111,7 +112,7 @@ def simulate_speed(device: Device, plan: str) -> float:
     return simulate(read_inputs(resolve(device, plan)), tokens=8).tokens_s
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", keep_quick(PLANS, list(PLANS)[:1]))
 def test_a_doubled_figure_of_a_probe_moves_predictions_in_the_right_direction(plan: str) -> None:
     values = tomllib.loads(PROBED.read_text())
     usual = Device.model_validate_json(json.dumps(values))

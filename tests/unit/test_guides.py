@@ -35,6 +35,7 @@ def test_the_python_reference_has_every_public_name() -> None:
         assert f"### {name}\n" in text
 
 
+@pytest.mark.slow
 def test_the_examples_in_python_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
