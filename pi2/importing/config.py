@@ -140,8 +140,6 @@ _DESCRIBED = {int: "a whole number", float: "a number", bool: "true or false", s
 
 ROTATED_SHARE = "gguf_rotated_share"
 """Key of a configuration that pi2 makes of a GGUF file: it counts for any family."""
-FUSED_ORDER = "gguf_fused_order"
-"""Another: order of query, key and value in a tensor of Falcon."""
 NORMALISED_EXPERTS = "gguf_normalised_experts"
 """Another: whether weights of experts add up to 1, if the family's code takes no word on it."""
 TURN_FACTOR = "gguf_turn_factor"

@@ -14,37 +14,31 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.caches import show_path
-from pi2.importing import gguf_decoders, gguf_states
 from pi2.importing.config import list_beginnings, rename_tensors
 from pi2.importing.families import list_families
-from pi2.importing.gguf_decoders import Metadata, name_kinds, read_decoder
-from pi2.importing.gguf_states import Scale
+from pi2.importing.gguf_decoders import (
+    Metadata,
+    complete_latent,
+    complete_llama,
+    complete_minimax_m3,
+    complete_opt,
+    compute,
+    name_kinds,
+    read_decoder,
+    read_gpt_oss,
+)
+from pi2.importing.gguf_states import (
+    Scale,
+    complete_kimi,
+    complete_kinds,
+    complete_ling,
+    read_qwen_hybrid,
+    scale_llama3,
+)
 from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.family import Architecture as Stated
-
-
-def read_bitnet(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """A decoder that states its activation; by default ``activation``, as in llama.cpp."""
-    stated = metadata.read("{arch}.hidden_activation", str, activation)
-    return read_decoder(metadata, config, stated)
-
-
-_LARGEST = {"gemma2": 46, "gemma3_text": 62}
-"""Layers of the models with 27 billion weights."""
-
-
-def read_gemma2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Gemma 2 and 3; scores of the largest models have another scale."""
-    read = metadata.read
-    found = read_decoder(metadata, config, activation)
-    width = found["head_dim"]
-    if config["num_hidden_layers"] == _LARGEST[config["model_type"]]:
-        width = config["hidden_size"] // max(1, config["num_attention_heads"])
-    found |= {"hidden_activation": activation, "query_pre_attn_scalar": width}
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        found[key] = read(f"{{arch}}.{key}", float) if metadata.has(f"{{arch}}.{key}") else None
-    return found
+from pi2.plan.toml.expressions import is_expression
 
 
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
@@ -170,26 +164,6 @@ def scale_gemma4(config: dict[str, Any], divisors: F32) -> bool:
     return True
 
 
-def read_granite_hybrid(
-    metadata: Metadata, config: dict[str, Any], activation: str
-) -> dict[str, Any]:
-    """Granite with Mamba-2 in most layers."""
-    read, count = metadata.read, metadata.read_count
-    found = read_decoder(metadata, config, activation)
-    experts = read("{arch}.expert_count", int, 0)
-    shared = read("{arch}.expert_shared_feed_forward_length", int, 0)
-    return found | {
-        "num_local_experts": experts,
-        # Where there are no experts, the shared FFN is the only one.
-        "shared_intermediate_size": shared if experts else found["intermediate_size"],
-        # llama.cpp's converter says so where no positions are turned.
-        "position_embedding_type": "rope"
-        if read("{arch}.rope.scaling.finetuned", bool, True)
-        else "nope",
-        "mamba_expand": count("{arch}.ssm.inner_size") / max(1, config["hidden_size"]),
-    }
-
-
 _WITHOUT_NORMS = 128
 """Experts of the model whose heads have no norms: Maverick, as llama.cpp tells it."""
 
@@ -217,26 +191,6 @@ _OWN = {
     "moe": ".mixer.gate.weight",
 }
 """Tensors that tell what a block is."""
-
-
-def read_nemotron_hybrid(
-    metadata: Metadata, config: dict[str, Any], activation: str
-) -> dict[str, Any]:
-    """A decoder with Mamba-2 and shared experts."""
-    count = metadata.read_count
-    heads = count("{arch}.ssm.time_step_rank")
-    epsilon = "{arch}.attention.layer_norm_rms_epsilon"
-    found = read_decoder(metadata, config, activation) | {
-        "layer_norm_epsilon": metadata.read(epsilon, float, 1e-5),
-        "mamba_num_heads": heads,
-        "mamba_head_dim": metadata.read_part("{arch}.ssm.inner_size", heads),
-    }
-    if metadata.read("{arch}.expert_count", int, 0):
-        shared = "{arch}.expert_shared_feed_forward_length"
-        found["moe_shared_expert_intermediate_size"] = count(shared)
-        latent = metadata.read("{arch}.moe_latent_size", int, 0)
-        found |= {"moe_latent_size": latent} if latent else {}
-    return found
 
 
 def complete_blocks(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
@@ -269,6 +223,30 @@ Complete = Callable[[dict[str, Any], dict[str, SourceTensor]], None]
 original, and may give them others."""
 
 
+_READERS: Mapping[str, Read] = {
+    "decoder": read_decoder,
+    "gemma3n": read_gemma3n,
+    "gemma4": read_gemma4,
+    "gpt_oss": read_gpt_oss,
+    "llama4": read_llama4,
+    "nothing": lambda metadata, config, activation: {},
+    "qwen_hybrid": read_qwen_hybrid,
+}
+_COMPLETED: Mapping[str, Complete] = {
+    "blocks": complete_blocks,
+    "gemma3n": complete_gemma3n,
+    "gemma4": complete_gemma4,
+    "kimi": complete_kimi,
+    "kinds": complete_kinds,
+    "latent": complete_latent,
+    "ling": complete_ling,
+    "llama": complete_llama,
+    "minimax_m3": complete_minimax_m3,
+    "opt": complete_opt,
+}
+"""Functions by the names in families' documents."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A family as GGUF files know it."""
@@ -279,23 +257,15 @@ class Architecture:
 
     @property
     def read(self) -> Read:
-        read: Read = _find_function(f"read_{self.stated.read}")
-        return read
+        return _READERS[self.stated.read]
 
     @property
     def complete(self) -> Complete | None:
-        name = self.stated.complete
-        return _find_function(f"complete_{name}") if name else None
+        return _COMPLETED.get(self.stated.complete)
 
     @property
     def scale(self) -> Scale:
-        scale: Scale = _find_function(f"scale_{self.stated.scale}")
-        return scale
-
-
-def _find_function(name: str) -> Any:
-    rooms = (vars(gguf_decoders), globals(), vars(gguf_states))
-    return next(room[name] for room in rooms if name in room)
+        return scale_gemma4 if self.stated.scale == "gemma4" else scale_llama3
 
 
 def list_architectures() -> list[str]:
@@ -365,7 +335,10 @@ def make_config(
     found = config | architecture.read(metadata, config, activation)
     for key, (own, *default) in architecture.stated.keys.items():
         path = f"{{arch}}.{own}"
-        found[key] = read(path, type(default[0]), default[0]) if default else count(path)
+        if is_expression(own):
+            found[key] = compute(own, metadata, found)
+        else:
+            found[key] = read(path, type(default[0]), default[0]) if default else count(path)
     if architecture.stated.sliding_every:
         found["layer_types"] = metadata.read_layer_types(layers, architecture.stated.sliding_every)
     # A setting of the family says what its files do not.

@@ -9,9 +9,10 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.importing.config import FUSED_ORDER, NORMALISED_EXPERTS, ROTATED_SHARE, TURN_FACTOR
+from pi2.importing.config import NORMALISED_EXPERTS, ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded, refuse_shape
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.toml.expressions import evaluate, list_names, parse_expression
 
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -101,6 +102,14 @@ class Metadata:
             flags = [every == 0 or layer % every < every - 1 for layer in range(layers)]
         return name_kinds(flags)
 
+    def find(self, name: str) -> Any:
+        """The value of a key after the architecture's name, of any type; None if not stated."""
+        key = f"{{arch}}.{name}"
+        value = self.values.get(self._complete(key))
+        if isinstance(value, np.ndarray):
+            return self.read(key, float if value.dtype.kind == "f" else int)
+        return None if value is None else self.read(key, type(value))
+
     def has(self, key: str) -> bool:
         """Whether ``key`` is stated."""
         return self._complete(key) in self.values
@@ -118,6 +127,46 @@ class Metadata:
             f"cannot read {self.file}: {problem}",
             help="export the file again, or convert the original checkpoint",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What names mean in an expression: keys of a file, and of the configuration so far."""
+
+    metadata: Metadata
+    config: Mapping[str, Any]
+
+    @property
+    def layers(self) -> int:
+        layers: int = self.config["num_hidden_layers"]
+        return layers
+
+    def find(self, name: str) -> Any:
+        own = name.removeprefix("config.")
+        return self.config.get(own) if own != name else self.metadata.find(name)
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        """``count(WHOLE)``, a number of 1 or more, and ``count(WHOLE, PARTS)``, of each part."""
+        whole, parts = [*arguments, 1][:2]
+        if name != "count" or whole < 1 or whole % parts:
+            raise ValueError
+        return whole // parts
+
+
+def compute(text: str, metadata: Metadata, config: Mapping[str, Any]) -> Any:
+    """The value of a family's expression; `UserError` P532 where the file lacks a key of it."""
+    tree, names = parse_expression(text), _Names(metadata, config)
+    try:
+        return evaluate(tree, names)
+    except (TypeError, ValueError, ArithmeticError):
+        own = [name for name in list_names(tree) if not name.startswith("config.")]
+        values = {name: names.find(name) for name in own}
+        stated = (f"{metadata.architecture}.{name} is {values[name]!r}" for name in values)
+        missing = (
+            f"it does not state {metadata.architecture}.{n}" for n in values if values[n] is None
+        )
+        problem = next(missing, f"{' and '.join(stated)}, which makes no {text.strip('= ')}")
+        raise metadata.refuse(problem) from None
 
 
 def name_kinds(slides: Iterable[object]) -> list[str]:
@@ -312,16 +361,6 @@ def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
     return scaling
 
 
-def read_llama(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Llama, which files call Mistral and Mixtral too."""
-    found = read_decoder(metadata, config, activation)
-    if metadata.read("{arch}.expert_count", int, 0):
-        found["model_type"] = "mixtral"
-    elif "sliding_window" in found:
-        found["model_type"] = "mistral"
-    return found
-
-
 def complete_llama(config: dict[str, Any], tensors: Iterable[str]) -> None:
     """Llama with biases only in QKV is Qwen 2, exactly."""
     ends = ("q_proj.bias", "o_proj.bias")
@@ -330,14 +369,6 @@ def complete_llama(config: dict[str, Any], tensors: Iterable[str]) -> None:
     )
     if config["model_type"] == "llama" and has_qkv and not has_output:
         config["model_type"] = "qwen2"
-
-
-def read_mixture(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Families all of whose layers are MoE layers: the only size is the experts'."""
-    found = read_decoder(metadata, config, activation)
-    if "moe_intermediate_size" in found:
-        found["intermediate_size"] = found["moe_intermediate_size"]
-    return found
 
 
 def complete_minimax_m3(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
@@ -357,42 +388,10 @@ def complete_minimax_m3(config: dict[str, Any], tensors: Mapping[str, SourceTens
 
 def read_gpt_oss(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """gpt-oss, whose scaling of positions is not cut to whole pairs."""
-    found = read_mixture(metadata, config, activation)
+    found = read_decoder(metadata, config, activation)
     if "rope_scaling" in found:
         found["rope_scaling"]["truncate"] = False
     return found
-
-
-def read_cohere(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """Cohere's Command, with a factor of logits."""
-    found = read_decoder(metadata, config, activation)
-    return found | {"logit_scale": metadata.read("{arch}.logit_scale", float)}
-
-
-def read_olmo2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """OLMo 2, and OLMo 3, which has a window."""
-    found = read_decoder(metadata, config, activation)
-    return found | ({"model_type": "olmo3"} if found.get("sliding_window") else {})
-
-
-def read_falcon(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    found = read_decoder(metadata, config, activation)
-    kv_heads = found["num_key_value_heads"]
-    return found | {
-        "ffn_hidden_size": found["intermediate_size"],
-        "layer_norm_epsilon": metadata.read("{arch}.attention.layer_norm_epsilon", float, 1e-5),
-        "num_kv_heads": kv_heads,
-        "multi_query": kv_heads == 1,
-        FUSED_ORDER: "stacked",
-    }
-
-
-def read_opt(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """OPT, which turns nothing; all of its models compute ReLU."""
-    return {
-        "ffn_dim": metadata.read_count("{arch}.feed_forward_length"),
-        "activation_function": activation,
-    }
 
 
 def complete_opt(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:

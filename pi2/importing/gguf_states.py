@@ -208,14 +208,6 @@ def complete_ling(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> N
             tensors[name] = replace(own, is_negated=False)
 
 
-def read_lfm2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """LFM2, with short convolutions."""
-    found = read_decoder(metadata, config, activation)
-    if metadata.has("{arch}.shortconv.l_cache"):
-        found["conv_L_cache"] = metadata.read_count("{arch}.shortconv.l_cache")
-    return found | {"norm_eps": found.get("rms_norm_eps", found.get("norm_eps"))}
-
-
 def complete_kinds(config: dict[str, Any], tensors: Container[str]) -> None:
     config["layer_types"] = [
         "full_attention"

@@ -84,7 +84,9 @@ class Architecture(Table):
         default={}, examples=[{"index_topk": ["attention.indexer.top_k", 2048]}]
     )
     """Further keys of the configuration, each with the file's key after the architecture's name and
-    its default; without one it is a whole number of 1 or more. `extends` adds its keys."""
+    its default; without one it is a whole number of 1 or more. A text that begins with ``=`` is an
+    expression of the file's keys, and of the configuration's as ``config.KEY``. `extends` adds its
+    keys."""
     settings: dict[str, Any] = Field(default={}, examples=[{"norm_topk_prob": True}])
     """Further keys of the configuration, which files do not state."""
     read: str = Field(default="decoder", examples=["gemma3"])
