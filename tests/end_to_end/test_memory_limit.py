@@ -22,6 +22,7 @@ from tests.end_to_end.test_demo import PLAN, run_json
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import start_pi2
+from tests.helpers.slow import keep_quick
 
 MIB = 1 << 20
 KEYS = 32
@@ -119,8 +120,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("prompt", [6, 300])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("batch", "prompt"), keep_quick([(1, 6), (1, 300), (4, 6), (4, 300)], [(1, 6), (4, 300)])
+)
 def test_drafts_of_a_streamed_file_stay_within_a_group_of_the_budget(
     file: Path, batch: int, prompt: int
 ) -> None:
@@ -166,7 +168,7 @@ def test_the_demo_runs_within_100_mib() -> None:
     assert any(change.startswith("runtime: 111 MiB -> ") for change in result["budget_changes"])
 
 
-@pytest.mark.parametrize("predictor", ["low-rank", "none"])
+@pytest.mark.parametrize("predictor", keep_quick(["low-rank", "none"], ["low-rank"]))
 def test_a_small_models_peak_is_what_was_predicted_to_3_percent(predictor: str) -> None:
     run_json("--prompt", "def ", "--max-tokens", "1")
     sets = {"decode.predictor": predictor, "threads.compute": 2}

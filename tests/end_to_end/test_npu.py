@@ -43,6 +43,7 @@ def test_a_run_says_that_the_npu_is_emulated_and_how_much_was_padding() -> None:
     assert 0 < found["units"]["npu"]["padding"] < 0.9
 
 
+@pytest.mark.slow
 def test_its_arithmetic_hardly_changes_the_perplexity(tmp_path: Path) -> None:
     """Within 0.5 % of the CPU's, every neuron of the text computed by the NPU."""
     dense = tmp_path / "dense.plan.toml"
