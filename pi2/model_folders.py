@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pi2.caches import VARIABLE, find_cache_folder, has_gguf_suffix, show_path
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
+from pi2.model.tensors import MIXTURES
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -32,6 +33,7 @@ from pi2.pulled_models import (
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
+    from pi2.importing.quantize import Wish
     from pi2.plan.documents.model_parts import FfnPrecision
     from pi2.plan.weights.layout import ScalesPlace
 
@@ -184,18 +186,21 @@ def make_model(
     origin: str,
     replace: bool,
 ) -> Path:
-    """Make the folder ``output`` with a plan and weights.  Without a precision that is asked for
-    they are the GGUF files of the checkpoint, or a new one, if these run as they are; else a store.
-    Return the plan's path, if there is one."""
+    """Make the folder ``output`` with a plan and weights: GGUF files of a checkpoint that are run
+    as they are, a new one of another model whose neurons are all computed, else a store. Return the
+    plan's path, if there is one."""
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import find_mtp
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts
 
     own = list_own_files(checkpoint, document) if source.quantization is None else {}
-    is_file = bool(own) or (source.quantization is None and runs_as_it_is(checkpoint, document))
+    is_file = bool(own) or is_computed_whole(document)
+    wish: Wish | None = None
+    if is_file and not own:
+        document, wish = choose_wish(checkpoint, document, source.quantization, BEST)
     if is_file:
-        kept = "the file as it is" if own else f"{BEST}, runs as it is"
+        kept = "the file as it is" if wish is None else f"{wish.describe(document)}, runs as it is"
         notes, refusal = {PLAN: write_file_plan(next(iter(own), FILE))}, ""
     else:
         document = choose_precision(document, source.quantization, checkpoint)
@@ -212,8 +217,9 @@ def make_model(
         ) from None
     if own:
         size_bytes = keep_files(own, output, notes, replace)
-    elif is_file:
-        size_bytes = make_file(checkpoint, document, output, notes, replace, progress)
+    elif wish is not None:
+        made = _Job(checkpoint, document, wish, output, replace)
+        size_bytes = make_file(made, notes, progress)
     else:
         manifest = convert_checkpoint(
             checkpoint,
@@ -234,35 +240,41 @@ def make_model(
     return output / PLAN
 
 
-def make_file(
-    checkpoint: Checkpoint,
-    document: Model,
-    output: Path,
-    notes: Mapping[str, bytes],
-    replace: bool,
-    progress: Progress,
-) -> int:
-    """Make the folder ``output`` of a GGUF file and ``notes``; return the file's bytes. A job whose
-    weights are fetched meanwhile resumes when called again. Raises as `convert_checkpoint`."""
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A file to be made."""
+
+    checkpoint: Checkpoint
+    document: Model
+    wish: Wish
+    output: Path
+    replace: bool
+
+
+def make_file(made: _Job, notes: Mapping[str, bytes], progress: Progress) -> int:
+    """Make the folder of a GGUF file and ``notes``; return the file's bytes. A job whose weights
+    are fetched meanwhile resumes when called again. Raises as `convert_checkpoint`."""
     from pi2.importing.conversion_job import describe_files, keep_old_notes, read_extra_files
     from pi2.importing.quantize import quantize_checkpoint
     from pi2.importing.requirements import check_checkpoint
     from pi2.store.verification import UnfinishedStore
 
+    checkpoint, document = made.checkpoint, made.document
     check_checkpoint(checkpoint, document)
     read_extra_files(checkpoint, document, None, {})
-    job = hashlib.sha256(repr((version("pi2"), BEST, describe_files(checkpoint))).encode())
-    room = UnfinishedStore(output, job=job.hexdigest(), replace=replace)
+    asked = version("pi2"), made.wish, document.quantization, describe_files(checkpoint)
+    job = hashlib.sha256(repr(asked).encode())
+    room = UnfinishedStore(made.output, job=job.hexdigest(), replace=made.replace)
     try:
         place = room.folder / FILE
-        made = quantize_checkpoint(checkpoint, document, place, BEST, progress=progress)
-        for path, content in keep_old_notes(output, notes).items():
+        file = quantize_checkpoint(checkpoint, document, place, made.wish, progress=progress)
+        for path, content in keep_old_notes(made.output, notes).items():
             (room.folder / path).write_bytes(content)
     except BaseException:
         room.abandon(keep=checkpoint.shards is not None)
         raise
     room.publish()
-    return made.size_bytes
+    return file.size_bytes
 
 
 def list_own_files(checkpoint: Checkpoint, document: Model) -> dict[str, Path]:
@@ -316,14 +328,43 @@ def link_or_copy(file: Path, place: Path) -> None:
             os.fsync(target.fileno())
 
 
-def runs_as_it_is(source: Checkpoint, model: Model) -> bool:
-    """Whether a GGUF file of a checkpoint serves better than its store: every neuron is computed,
-    and no weights are quantised already."""
+def is_computed_whole(model: Model) -> bool:
+    """Whether every neuron of a chosen expert, or of a dense FFN, is computed: such a model is a
+    GGUF file, others are neuron stores."""
     from pi2.backends.blocks.contract import find_unknown
-    from pi2.importing.decoded_tensor import DecodedTensor, PackedTensor
+    from pi2.importing.plain_layout import make_plain
 
-    plain = not any(isinstance(t, DecodedTensor | PackedTensor) for t in source.tensors.values())
-    return plain and model.is_smooth and model.predictor is None and not find_unknown(model)
+    return model.is_smooth and model.predictor is None and not find_unknown(make_plain(model))
+
+
+def find_obstacles(source: Checkpoint, model: Model) -> list[str]:
+    """Why nothing computes a GGUF file as it is; empty if it is computed, and of other
+    checkpoints."""
+    from pi2.importing.gguf_checkpoint import GgufCheckpoint
+    from pi2.weights.gguf_weights import GgufWeights
+
+    if not isinstance(source, GgufCheckpoint):
+        return []
+    return GgufWeights(source, model).find_obstacles()
+
+
+def choose_wish(
+    source: Checkpoint, model: Model, quantization: str | None, usual: str | None = None
+) -> tuple[Model, Wish]:
+    """How a GGUF file of a checkpoint stores weights, and the document that says so: as a type of
+    GGUF files or a precision of stores asks for; without either as they are, or, of plain numbers,
+    as the ``usual`` type."""
+    from pi2.importing.quantize import Wish
+
+    arranges = bool(find_obstacles(source, model))
+    if quantization is None:
+        is_plain = all(tensor.is_stored for tensor in source.tensors.values())
+        quantization = usual if is_plain else None
+    if quantization in MIXTURES:
+        return model, Wish(mixture=quantization, arranges=arranges)
+    if quantization is not None:
+        model = choose_precision(model, quantization, source)
+    return model, Wish(keeps=quantization is None, arranges=arranges)
 
 
 def choose_precision(model: Model, precision: FfnPrecision | None, source: Checkpoint) -> Model:

@@ -117,7 +117,7 @@ class Layers:
         for builder.mixer, mixer in enumerate(model.blocks[layer].mixers):
             norm = "inner_norm" if builder.mixer else "attention_norm"
             other = read = self._residual.normalize(norm, self.u)
-            if is_parallel and model.norm.inputs and builder.find("ffn_norm", layer) is not None:
+            if is_parallel and self._has_own_norm(layer):
                 # Both read the layer's input, and attention changes it.
                 other = self._residual.normalize("ffn_norm", builder.take_area("v", self._hidden))
             if isinstance(mixer, Attention) and self._latent is not None:
@@ -144,6 +144,12 @@ class Layers:
             scale = float(builder.need("layer_scale", layer).read()[0])
             builder.add_cap(self.x, self._hidden, 0.0, scale)
         builder.layer = None
+
+    def _has_own_norm(self, layer: int) -> bool:
+        """Whether an FFN next to attention has a norm that is not attention's."""
+        names = self._model.tensors
+        is_other = self._model.norm.inputs and names.ffn_norm != names.attention_norm
+        return is_other and self._builder.find("ffn_norm", layer) is not None
 
     def add_head(self) -> int:
         """Add the last norm and the head; return the number of the first instruction."""

@@ -25,7 +25,7 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 from pi2.formats import name_packings
 from pi2.model.tensors import MIXTURES
-from pi2.model_folders import BEST, choose_precision, runs_as_it_is, write_notes
+from pi2.model_folders import BEST, choose_precision, choose_wish, is_computed_whole, write_notes
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class ConvertOptions:
     """Output folder of the new neuron store, or a GGUF file."""
     quantization: str | None = option(type=click.Choice((*name_packings("neurons"), *MIXTURES)))
     """Weight precision; overrides the model document's.  q4_0 and the following are types of
-    GGUF formats: the output is a GGUF file then.  [default: q4_k_m for -o FILE.gguf; in a store
-    int4, or no fewer bits than a GGUF file has]"""
+    GGUF formats: the output is a GGUF file then.  [default: for -o FILE.gguf the
+    checkpoint's, or q4_k_m by a text; in a store int4, or no fewer bits than a GGUF file has]"""
     imatrix: Path | None = option(type=FILE, metavar="FILE")
     """Importance matrix of llama-imatrix, for rounding to those types: .dat or GGUF."""
     calibrate: tuple[Path, ...] = option("--calibrate", metavar="TEXT")
@@ -102,9 +102,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
         if has_gguf_suffix(given.output) or given.quantization in MIXTURES:
             raise click.UsageError("--mtp makes a neuron store")
         document = describe_mtp(opened, document)
-    if given.quantization is None and has_gguf_suffix(given.output):
-        given = replace(given, quantization=BEST)
-    if given.quantization in MIXTURES:
+    if given.quantization in MIXTURES or has_gguf_suffix(given.output):
         quantize(opened, document, given)
         return
     if given.imatrix is not None or given.calibrate:
@@ -141,8 +139,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     if given.model is None and name_mtp_tensors(opened, document)[1]:
         advice = f"pi2 convert {checkpoint} --mtp -o {given.output}-mtp"
         click.echo(f"its MTP head drafts tokens: `{advice}`", err=True)
-    if given.quantization is None and runs_as_it_is(opened, document):
-        advice = f"pi2 convert {checkpoint} -o {given.output.name}.gguf"
+    if given.quantization is None and is_computed_whole(document):
+        advice = f"pi2 convert {checkpoint} -o {given.output.name}.gguf --quantization {BEST}"
         click.echo(f"every neuron is computed: {BEST} rounds less, `{advice}`", err=True)
     if rounding.errors is not None and given.errors is not None:
         click.echo(write_errors(given.errors, rounding.errors.list_errors()), err=True)
@@ -153,12 +151,13 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
 
 
 def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
-    """Write a GGUF file in several formats and report it; UsageError for stores' options."""
+    """Write a GGUF file and report it; UsageError for stores' options."""
     output = given.output
     from pi2.importing.quantize import quantize_checkpoint
     from pi2.importing.quantizers import ErrorReport, read_imatrix
 
-    assert given.quantization is not None
+    kind = given.quantization or (BEST if given.imatrix or given.calibrate else None)
+    model, wish = choose_wish(source, model, kind)
     stores = ("predictors", "activations", "statistics")
     named = [name for name in stores if getattr(given, name)]
     if named:
@@ -178,14 +177,12 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
             from pi2.measuring.importance import record_importance
 
             importance = record_importance(source, model, given.calibrate, progress)
-        made = quantize_checkpoint(
-            source, model, output, given.quantization, importance, errors=errors, progress=progress
-        )
+        wish = replace(wish, importance=importance)
+        made = quantize_checkpoint(source, model, output, wish, errors=errors, progress=progress)
     weighed = "" if importance is None else f", {made.weighed} weighed by {importance.file}"
     size_mib = made.size_bytes / MIB
-    click.echo(
-        f"{output}: {size_mib:.1f} MiB, {made.quantized} matrices quantised{weighed}", err=True
-    )
+    count = "the checkpoint's precision" if kind is None else f"{made.quantized} matrices quantised"
+    click.echo(f"{output}: {size_mib:.1f} MiB, {count}{weighed}", err=True)
     if errors is not None and given.errors is not None:
         click.echo(write_errors(given.errors, errors.list_errors()), err=True)
     click.echo(f"next: pi2 run {output} --prompt 'Hello'", err=True)

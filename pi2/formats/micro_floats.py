@@ -46,6 +46,17 @@ class _ScaledByBytes(Format):
         found: Bits = ((blocks[..., :count] & mask) == mask).any(axis=-1)
         return found
 
+    def encode(self, rows: F32, importance: F32 | None = None) -> U8:
+        codes, exponents = find_codes(rows.reshape(len(rows), -1, GROUP), axis=2)
+        if exponents.max(initial=0) > 253:
+            raise ValueError("a weight does not fit into mxfp4")
+        blocks = np.empty((*exponents.shape, self.block_bytes), np.uint8)
+        # Files count halves of the units that scales of stores count.
+        blocks[..., 0] = exponents + 1
+        nibbles = codes.view(np.uint8)
+        blocks[..., 1:] = nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << np.uint8(4)
+        return blocks.reshape(len(rows), -1)
+
 
 class _PowersOfTwo(Packing):
     """Groups are along rows, or, if spread, across 32 rows, which share exponents: a row's
@@ -100,7 +111,9 @@ def find_codes(groups: F32, axis: int) -> tuple[I8, U8]:
 
 
 FORMATS = (
-    _ScaledByBytes(name="mxfp4", number=39, block=32, block_bytes=17, activations="q8_0"),
+    _ScaledByBytes(
+        name="mxfp4", number=39, block=32, block_bytes=17, activations="q8_0", can_encode=True
+    ),
     _ScaledByBytes(name="nvfp4", number=40, block=64, block_bytes=36, activations="q8_0"),
 )
 PACKINGS = (

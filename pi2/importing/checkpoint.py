@@ -168,6 +168,11 @@ class Checkpoint:
         file = self.folder / "1_Pooling/config.json"
         return content is not None and parse_json(file, content).get(_LAST) is True
 
+    @property
+    def document(self) -> bytes | None:
+        """The model's document, as JSON, if the checkpoint has it."""
+        return None
+
     def find_unread(self, model: Model) -> Iterator[Diagnostic]:
         """Statements of the checkpoint outside of its tensors that its ``model`` leaves out."""
         for name in _ADAPTERS:

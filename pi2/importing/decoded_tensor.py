@@ -29,6 +29,10 @@ class PackedTensor(SourceTensor, ABC):
     factors: F32 | None = None
     """Factors of the columns, float32 [columns], or [1] where all have the same."""
 
+    @property
+    def is_stored(self) -> bool:
+        return False
+
     @abstractmethod
     def _read_stored(self, start: int, stop: int) -> Raw:
         """Stored rows: plain numbers [n, ...], or bytes uint8 [n, bytes] that must be decoded."""
@@ -189,6 +193,10 @@ class DecodedTensor(SourceTensor, ABC):
 
     parts: tuple[SourceTensor, ...]
     """All that it is made of, and what else belongs to it."""
+
+    @property
+    def is_stored(self) -> bool:
+        return False
 
     @abstractmethod
     def decode(self, start: int, stop: int) -> F32:

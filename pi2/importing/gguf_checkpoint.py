@@ -38,7 +38,7 @@ from pi2.importing.gguf_states import (
     scale_positions,
 )
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, may_have_table
-from pi2.importing.gguf_tokens import GgufTokens, read_chat_files, read_named_templates
+from pi2.importing.gguf_tokens import WHOLE, GgufTokens, read_chat_files, read_named_templates
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
@@ -129,6 +129,9 @@ class GgufCheckpoint(Checkpoint):
 
     def read_file(self, name: str) -> bytes | None:
         if name == "tokenizer.json":
+            whole = self.metadata.get(WHOLE)
+            if isinstance(whole, str):
+                return whole.encode()
             return make_tokenizer(self.folder, self.metadata)
         if name == "generation_config.json":
             return make_generation_config(self.metadata)
@@ -146,7 +149,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def has_lists(self) -> bool:
-        return self.given_tokenizer is None
+        return self.given_tokenizer is None and WHOLE not in self.metadata
 
     @property
     def may_have_table(self) -> bool:
@@ -179,6 +182,10 @@ OWN = "pi2"
 """Architecture of files that `pi2.importing.quantize` makes of a folder."""
 FILES = "pi2.file."
 """Begins the keys of the small files of the folder."""
+DOCUMENT = "pi2.model"
+"""Key of the model's document, as JSON."""
+TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +209,17 @@ class FolderFile(GgufCheckpoint):
         return text.encode() if isinstance(text, str) else None
 
     def list_templates(self) -> dict[str, bytes]:
-        return {}
+        start, end = f"{FILES}{TEMPLATES}/", ".jinja"
+        return {
+            key.removeprefix(start).removesuffix(end): str(text).encode()
+            for key, text in self.metadata.items()
+            if key.startswith(start)
+        }
+
+    @property
+    def document(self) -> bytes | None:
+        text = self.metadata.get(DOCUMENT)
+        return text.encode() if isinstance(text, str) else None
 
     def describe_name(self, name: str) -> str:
         return name

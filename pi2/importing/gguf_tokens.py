@@ -34,7 +34,7 @@ class Cut:
     U+2581 for a space, and bytes have tokens of their own."""
 
 
-_TABLE: Mapping[str, Any] = tomli.loads(
+TABLE: Mapping[str, Any] = tomli.loads(
     Path(__file__).with_name("text_cuts.toml").read_text("utf-8")  # importlib.resources takes 10 ms
 )
 
@@ -48,15 +48,15 @@ def _fill(expression: str) -> str:
     """An expression with its parts in place of their names."""
 
     def find(name: re.Match[str]) -> str:
-        ranges = _TABLE["ranges"].get(name[1])
-        return _fill(_TABLE["parts"][name[1]]) if ranges is None else _write_ranges(ranges)
+        ranges = TABLE["ranges"].get(name[1])
+        return _fill(TABLE["parts"][name[1]]) if ranges is None else _write_ranges(ranges)
 
     return re.sub("<([a-z0-9_]+)>", find, expression)
 
 
 def _read_cuts() -> Mapping[str, Cut]:
     found: dict[str, Cut] = {}
-    for table in _TABLE["cuts"]:
+    for table in TABLE["cuts"]:
         flags = {key: value for key, value in table.items() if key not in ("names", "expressions")}
         cut = Cut(tuple(map(_fill, table["expressions"])), **flags)
         found |= dict.fromkeys(table["names"], cut)
@@ -71,13 +71,15 @@ def write_expression(expression: str) -> str:
     """An expression of a cut for the tokenizer library, whose Unicode is newer than llama.cpp's."""
 
     def write(found: re.Match[str]) -> str:
-        return rf"[\p{{{found[1]}}}&&[^{_write_ranges(_TABLE['later'][found[1]])}]]"
+        return rf"[\p{{{found[1]}}}&&[^{_write_ranges(TABLE['later'][found[1]])}]]"
 
     return re.sub(r"\\p\{([LNMPS])\}", write, expression)
 
 
 ORDINARY, UNKNOWN, CONTROL, OWN, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens: ``tokenizer.ggml.token_type``."""
+WHOLE = "tokenizer.huggingface.json"
+"""Key of a ``tokenizer.json``, which counts before any lists."""
 
 _ENDS = frozenset(
     (

@@ -113,6 +113,25 @@ def describe_checkpoint(
     place = path.folder if isinstance(path, Checkpoint) else path
     file = checkpoint.config_file
     config = Config(file, checkpoint.config)
+    if checkpoint.document is not None:
+        tables = parse_json(file, checkpoint.document) | ({"id": name} if name else {})
+        if has_texts and checkpoint.given_tokenizer is not None:
+            tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
+        model = _validate(config, tables)
+        says = "its document says"
+    else:
+        model, says = _derive_model(checkpoint, config, name, has_texts=has_texts)
+    check_checkpoint(checkpoint, model, says=says)
+    left = [*checkpoint.find_unread(model), *find_leftovers(checkpoint, model, says)]
+    raise_findings(left)
+    return NewModel(model=model, text=write_model(model, name_origin(place)))
+
+
+def _derive_model(
+    checkpoint: Checkpoint, config: Config, name: str | None, *, has_texts: bool
+) -> tuple[Model, str]:
+    """The model that a configuration describes, and the name of its source."""
+    file, place = checkpoint.config_file, checkpoint.folder
     tables = describe_family(config)
     _match_names(checkpoint, tables)
     _match_blocks(checkpoint, tables)
@@ -138,11 +157,7 @@ def describe_checkpoint(
     elif has_ternary_weights(checkpoint, model):
         tables["quantization"] = {"ffn": "ternary", "attention": "ternary"}
         model = _validate(config, tables)
-    says = f"{file.name} says" if file.suffix == ".json" else "its metadata says"
-    check_checkpoint(checkpoint, model, says=says)
-    left = [*checkpoint.find_unread(model), *find_leftovers(checkpoint, model, says)]
-    raise_findings(left)
-    return NewModel(model=model, text=write_model(model, name_origin(place)))
+    return model, f"{file.name} says" if file.suffix == ".json" else "its metadata says"
 
 
 _SHARED = ("embedding", "head", "final_norm")

@@ -1,14 +1,13 @@
-"""Quantises a checkpoint into one GGUF file, which runs as it is.
+"""Makes one GGUF file, which runs as it is, of a checkpoint.
 
 A GGUF file keeps its metadata and names: other programs also read the new file.  Other checkpoints
 become files of the architecture ``pi2``, which only pi2 reads: tensors have the names of the
-checkpoint, and metadata are the small files of its folder."""
+checkpoint, metadata are the model's document and the small files of the folder."""
 
 import json
 import os
 import re
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F32, U8
+from pi2.arrays import F32, U8, Raw
 from pi2.caches import open_stream
-from pi2.diagnostics import UserError
-from pi2.formats import Format, find_format
+from pi2.formats import Format, find_format, list_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import explain_weight, map_in_order
 from pi2.importing.gguf_architectures import (
@@ -28,126 +26,24 @@ from pi2.importing.gguf_architectures import (
     list_architectures,
     name_in_file,
 )
-from pi2.importing.gguf_checkpoint import FILES, OWN, GgufCheckpoint, GgufTensor, make_tensor
-from pi2.importing.gguf_file import GgufFile, read_gguf
+from pi2.importing.gguf_checkpoint import (
+    DOCUMENT,
+    FILES,
+    OWN,
+    TEMPLATES,
+    GgufCheckpoint,
+    GgufTensor,
+    make_tensor,
+)
+from pi2.importing.gguf_file import GgufFile, join_blocks, read_gguf
+from pi2.importing.gguf_writer import NewTensor, Part, Pieces, count_bytes, write_gguf, write_key
 from pi2.importing.new_model import find_mtp
+from pi2.importing.plain_layout import find_plain, make_plain
 from pi2.importing.quantizers import ErrorReport, Importance, refuse_imatrix
-from pi2.importing.safetensors_file import Shards, SourceTensor
-from pi2.model.tensors import MIXTURES, choose_formats, fit_width
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.tensors import MIXTURES, choose_formats, fit_width, list_sources
 from pi2.plan.documents.model import Model
 from pi2.progress import ByteProgress, Progress, ignore_progress
-
-_ALIGNMENT = 32
-_UINT32, _TEXT = 4, 8
-Pieces = Callable[[], Iterable[U8]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewTensor:
-    name: str
-    shape: tuple[int, ...]
-    """Rows first."""
-    format: Format
-    pieces: Pieces
-    """Gives its bytes, one after the other."""
-    source: Path
-    """The file that it is made from."""
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape[:-1]) * self.format.count_bytes(self.shape[-1])
-
-
-def write_number(key: str, value: int) -> bytes:
-    """A key with a whole number of 32 bits."""
-    return _write_text(key.encode()) + struct.pack("<II", _UINT32, value)
-
-
-def write_text(key: str, value: bytes) -> bytes:
-    return _write_text(key.encode()) + struct.pack("<I", _TEXT) + _write_text(value)
-
-
-def write_gguf(
-    file: Path,
-    keys: Mapping[str, bytes],
-    tensors: Sequence[NewTensor],
-    shards: Shards | None = None,
-) -> None:
-    """Write ``file``, which appears when it is whole.  ``keys``: each with its value, as bytes.
-
-    ``shards`` bring sources one by one; bytes written before a failure are then kept, for a call
-    with the same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
-    and shards raise."""
-    keys = {"general.alignment": write_number("general.alignment", _ALIGNMENT), **keys}
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
-    head += b"".join([*keys.values(), *_describe(tensors)])
-    first = _align(len(head))
-    places = dict(zip((tensor.name for tensor in tensors), _place_all(tensors), strict=True))
-    part, journal = (file.with_name(f".{file.name}.{end}") for end in ("part", "done.part"))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        goes_on = shards is not None and part.exists() and journal.exists()
-        done = journal.read_text("utf-8").splitlines() if goes_on else []
-        sources = {tensor.source if shards else file: None for tensor in tensors}
-        left = [source for source in sources if source.name not in done]
-        if shards is not None:
-            shards.reserve(left, max(map(shards.measure, left), default=0))
-        with part.open("r+b" if done else "wb") as stream:
-            stream.write(head)
-            for source in left:
-                if shards is not None:
-                    shards.bring(source)
-                for tensor in tensors:
-                    if shards is None or tensor.source == source:
-                        start = stream.seek(first + places[tensor.name])
-                        for piece in tensor.pieces():
-                            piece.tofile(stream)
-                        assert stream.tell() - start == tensor.size_bytes, tensor.name
-                stream.flush()
-                os.fsync(stream.fileno())
-                if shards is not None:
-                    with journal.open("a", encoding="utf-8") as list_of_done:
-                        list_of_done.write(f"{source.name}\n")
-                    shards.drop(source)
-        part.replace(file)
-        journal.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError.of(
-            "P523",
-            f"cannot write {file}: {error.strerror}",
-            help="choose another file with -o, or free disk space",
-        ) from None
-    finally:
-        if shards is None:
-            part.unlink(missing_ok=True)
-
-
-def _align(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _place_all(tensors: Iterable[NewTensor]) -> Iterator[int]:
-    """Yield the place of each tensor after the header."""
-    offset = 0
-    for tensor in tensors:
-        yield offset
-        offset += _align(tensor.size_bytes)
-
-
-def _describe(tensors: Sequence[NewTensor]) -> Iterator[bytes]:
-    for tensor, offset in zip(tensors, _place_all(tensors), strict=True):
-        sizes = tensor.shape[::-1]
-        yield _write_text(tensor.name.encode())
-        yield struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
-        yield struct.pack("<IQ", tensor.format.number, offset)
-
-
-def _write_text(text: bytes) -> bytes:
-    return struct.pack("<Q", len(text)) + text
-
-
-_PLAIN, _EXACT = "f16", "f32"
-
 
 TEXTS = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
@@ -158,6 +54,11 @@ _REPLACED = re.compile(r"general\.(alignment|file_type|quantization_version)|spl
 _PIECE_WEIGHTS = 2**19
 """Weights that a thread quantises at once."""
 _COPY_BYTES = 2**24
+_FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32, "mxfp4": 38}
+"""What ``general.file_type`` calls files most of whose matrices have a format."""
+_PLAIN_TYPES = {"F64": "f32", "F32": "f32", "F16": "f16", "BF16": "bf16"}
+_FEW_BITS = 5.0
+"""Of a weight, scales included, in checkpoints of 4 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,26 +72,42 @@ class Quantized:
     """Matrices that were rounded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """How a new file stores weights; by default in the precisions of the model's document."""
+
+    mixture: str | None = None
+    """Name of a mix of formats instead."""
+    importance: Importance | None = None
+    keeps: bool = False
+    """Whether weights keep the precision that they have."""
+    arranges: bool = False
+    """Whether tensors of a GGUF file, which is not run as it is, are laid out as a folder's."""
+
+    def describe(self, model: Model) -> str:
+        """The precision in a few words."""
+        if self.keeps:
+            return "precision of the checkpoint"
+        return self.mixture or model.quantization.ffn
+
+
 def quantize_checkpoint(
     source: Checkpoint,
     model: Model,
     output: Path,
-    mixture: str,
-    importance: Importance | None = None,
+    wish: Wish,
     *,
     errors: ErrorReport | None = None,
     progress: Progress = ignore_progress,
 ) -> Quantized:
-    """Write ``source`` in the formats of a ``mixture`` to the GGUF file ``output``.
+    """Write ``source`` to the GGUF file ``output``.
 
-    Matrices that already have as few bits stay as they are; an MTP head is kept. ``errors``
-    collects the error of each tensor. Raises `UserError` P539 for weights that cannot be stored,
-    P548 for an importance matrix of another model, P523 if the file cannot be written."""
-    wanted = MIXTURES[mixture]
-    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    formats, head = choose_formats(shapes, model, wanted), find_mtp(source, model)
-    if head is not None:
-        formats |= choose_formats(shapes, head, wanted)
+    Matrices of a GGUF file that already have as few bits as a type asks for stay as they are; an
+    MTP head is kept. ``errors`` collects the error of each tensor.
+
+    Raises `UserError` P539 for weights that no file stores, P548 for an importance matrix of
+    another model, P523 if the file cannot be written."""
+    importance = wish.importance
     with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
         shards = source.shards
         sizes = (
@@ -198,19 +115,117 @@ def quantize_checkpoint(
         )
         report = ByteProgress(progress, "quantising", sum(sizes))
         work = _Work(source, importance, errors, pool, report)
-        if isinstance(source, GgufCheckpoint):
+        wanted = None if wish.mixture is None else MIXTURES[wish.mixture]
+        models = [model, *(own for own in [find_mtp(source, model)] if own is not None)]
+        if isinstance(source, GgufCheckpoint) and not wish.arranges:
+            formats: dict[str, str] = {}
+            shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+            for own in models if not wish.keeps else ():
+                formats |= choose_formats(shapes, own, wanted)
             keys, tensors = work.take_file(source, formats)
         else:
-            keys, tensors = work.take_folder(source, formats)
+            laid = lay_out(source, models)
+            shapes = {own.name: own.shape for own in laid}
+            formats = {}
+            # Which of them a store has in float32, any mixture tells.
+            chosen = MIXTURES["q8_0"] if wish.keeps else wanted
+            for own in map(make_plain, models):
+                formats |= choose_formats(shapes, own, chosen)
+            if wish.keeps:
+                formats = {own.name: keep_format(own, formats[own.name]) for own in laid}
+            keys = describe_folder(source, model)
+            tensors = work.take_folder(laid, formats)
         if importance is not None and not work.weighed:
             raise refuse_imatrix(importance.file, "it names none of its matrices")
-        numbers = {"general.file_type": wanted.number, "general.quantization_version": 2}
-        keys |= {key: write_number(key, number) for key, number in numbers.items()}
+        number = _number_type(tensors) if wanted is None else wanted.number
+        numbers = {"general.file_type": number, "general.quantization_version": 2}
+        keys |= {key: write_key(key, number) for key, number in numbers.items()}
         write_gguf(output, keys, tensors, shards)
     progress("quantising", 1.0)
     return Quantized(
         size_bytes=output.stat().st_size, weighed=work.weighed, quantized=work.quantized
     )
+
+
+def _number_type(tensors: Sequence[NewTensor]) -> int:
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.format.name] = sizes.get(tensor.format.name, 0) + tensor.size_bytes
+    return _FILE_TYPES.get(max(sizes, key=sizes.__getitem__), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """A tensor of the new file."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensors: tuple[SourceTensor, ...]
+    """Its parts, one after the other."""
+    matrix: str
+    """What importance matrices call it."""
+
+
+def lay_out(source: Checkpoint, models: Sequence[Model]) -> list[Laid]:
+    """Tensors that only pi2 reads, of a model and of its MTP head; experts lie side by side."""
+    names, found = find_names(source), dict[str, tuple[int, Laid]]()
+    for model in models:
+        plain = make_plain(model)
+        for own in list_sources(plain):
+            name = own.name(plain.tensors)
+            tensor = None if name in found else find_plain(source.tensors, model, own)
+            if tensor is not None:
+                matrix = name_matrix(names, name, tensor)
+                # A vector of four dimensions (Kimi's rates of decay) is one.
+                own_shape = tuple(size for size in tensor.shape if size > 1)
+                shape = (own_shape if len(tensor.shape) > 3 else tensor.shape) or (1,)
+                laid = Laid(name=name, shape=shape, tensors=(tensor,), matrix=matrix)
+                is_whole = "{layer}" not in getattr(plain.tensors, own.key, own.key)
+                found[name] = (-1 if is_whole else own.layer), laid
+    # Experts of a layer, and streams, follow each other.
+    return [laid for _, laid in sorted(found.values(), key=lambda own: own[0])]
+
+
+def keep_format(own: Laid, other: str) -> str:
+    """The format with the bits of a tensor in its checkpoint; ``other`` of vectors, and of weights
+    of few bits that are none of GGUF's."""
+    tensor = own.tensors[0]
+    if len(own.shape) < 2 or other == "f32":
+        return "f32"
+    kept: str | None = None
+    if isinstance(tensor, GgufTensor):
+        kept = tensor.block.name
+    elif tensor.is_stored:
+        kept = _PLAIN_TYPES.get(tensor.dtype)
+    elif tensor.is_mxfp4:
+        kept = "mxfp4"
+    if kept is None:
+        raw = tensor.read_raw(0, 1)
+        codes = (("int4", "q4_0"), ("int8", "q8_0"))
+        kept = next((like for name, like in codes if tensor.take_codes(raw, name)), None)
+    if kept is None:
+        bits = 8 * tensor.size_bytes / prod(own.shape)
+        kept = "q4_k" if bits <= _FEW_BITS else "q8_0" if bits <= 2 * _FEW_BITS else "bf16"
+    return fit_width(kept, own.shape[-1])
+
+
+def describe_folder(source: Checkpoint, model: Model) -> dict[str, bytes]:
+    """Keys of a file that only pi2 reads."""
+    config = {key: v for key, v in source.config.items() if key != "quantization_config"}
+    texts = {name: source.read_file(name) for name in TEXTS}
+    texts |= {
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.json": source.read_tokenizer(),
+        "chat_template.jinja": source.read_template(),
+    }
+    named = source.list_templates()
+    texts |= {f"{TEMPLATES}/{name}.jinja": text for name, text in named.items()}
+    # Files have all neurons, and no predictors.
+    plain = make_plain(model).model_copy(update={"predictor": None})
+    document = plain.model_dump_json(exclude_defaults=True)
+    values = {"general.architecture": OWN.encode(), DOCUMENT: document.encode()}
+    values |= {f"{FILES}{name}": text for name, text in texts.items() if text is not None}
+    return {key: write_key(key, value) for key, value in values.items()}
 
 
 @dataclass(slots=True)
@@ -241,37 +256,35 @@ class _Work:
                 wanted = find_format(fit_width(own.get(entry.name, "f32"), entry.shape[-1]))
                 bits = 8 * entry.block.block_bytes * wanted.block, 8 * wanted.block_bytes
                 if len(entry.shape) < 2 or bits[0] <= bits[1] * entry.block.block:
-                    tensors.append(self._keep(tensor))
-                    continue
-                rows = replace(tensor, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
-                experts = entry.shape[0] if len(entry.shape) > 2 else 1
-                weights = self._weigh(entry.name, entry.shape[-1], experts)
-                tensors.append(self._round(entry.name, entry.shape, rows, wanted, weights))
+                    part = Part(tensor.file, tensor.size_bytes, self._keep(tensor))
+                    own_format, parts = tensor.block, (part,)
+                else:
+                    rows = replace(tensor, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
+                    experts = entry.shape[0] if len(entry.shape) > 2 else 1
+                    weights = self._weigh(entry.name, entry.shape[-1], experts)
+                    own_format = wanted
+                    parts = (self._round(entry.name, entry.shape, rows, wanted, weights),)
+                tensors.append(
+                    NewTensor(name=entry.name, shape=entry.shape, format=own_format, parts=parts)
+                )
         return keys, tensors
 
-    def take_folder(
-        self, source: Checkpoint, formats: Mapping[str, str]
-    ) -> tuple[dict[str, bytes], list[NewTensor]]:
-        """Return keys and tensors that only pi2 reads; experts lie side by side."""
-        config = {key: v for key, v in source.config.items() if key != "quantization_config"}
-        texts = {name: source.read_file(name) for name in TEXTS}
-        texts |= {
-            "config.json": json.dumps(config).encode(),
-            "tokenizer.json": source.read_tokenizer(),
-            "chat_template.jinja": source.read_template(),
-        }
-        keys = {"general.architecture": write_text("general.architecture", OWN.encode())}
-        for name, text in texts.items():
-            if text is not None:
-                keys[name] = write_text(f"{FILES}{name}", text)
-        names, tensors = find_names(source), []
-        for name in sorted(formats, key=_place):
-            tensor, wanted = source.tensors[name], find_format(formats[name])
+    def take_folder(self, laid: Sequence[Laid], formats: Mapping[str, str]) -> list[NewTensor]:
+        tensors = []
+        for own in laid:
+            wanted, count = find_format(formats[own.name]), len(own.tensors)
             weights = None
-            if len(tensor.shape) > 1 and not wanted.is_plain:
-                weights = self._weigh(name_matrix(names, name, tensor), tensor.shape[-1], 1)
-            tensors.append(self._round(name, tensor.shape or (1,), tensor, wanted, weights))
-        return keys, tensors
+            if len(own.shape) > 1 and not wanted.is_plain:
+                weights = self._weigh(own.matrix, own.shape[-1], count)
+            shape = own.shape[1:] if count > 1 else own.shape
+            parts = []
+            for number, tensor in enumerate(own.tensors):
+                each = weights if count == 1 or weights is None else weights[number : number + 1]
+                parts.append(self._round(own.name, shape, tensor, wanted, each))
+            tensors.append(
+                NewTensor(name=own.name, shape=own.shape, format=wanted, parts=tuple(parts))
+            )
+        return tensors
 
     def _weigh(self, name: str, columns: int, experts: int) -> F32 | None:
         if self.importance is None:
@@ -280,20 +293,14 @@ class _Work:
         self.weighed += found is not None
         return found
 
-    def _keep(self, tensor: GgufTensor) -> NewTensor:
+    def _keep(self, tensor: GgufTensor) -> Pieces:
         def read() -> Iterator[U8]:
             end = tensor.offset + tensor.size_bytes
             for start in range(tensor.offset, end, _COPY_BYTES):
                 yield tensor.read_flat(start, min(_COPY_BYTES, end - start), "|u1").view(np.uint8)
             self._advance(tensor)
 
-        return NewTensor(
-            name=tensor.name,
-            shape=tensor.shape,
-            format=tensor.block,
-            pieces=read,
-            source=tensor.file,
-        )
+        return read
 
     def _round(
         self,
@@ -302,7 +309,7 @@ class _Work:
         rows: SourceTensor,
         wanted: Format,
         weights: F32 | None,
-    ) -> NewTensor:
+    ) -> Part:
         """``rows``: the tensor, of several dimensions as one matrix; ``weights`` float32 [experts,
         columns]: what its columns count."""
         self.quantized += not wanted.is_plain
@@ -313,9 +320,15 @@ class _Work:
 
         def encode(piece: tuple[int, int, int]) -> U8:
             number, start, stop = piece
-            values = rows.read(number * count + start, number * count + stop).reshape(-1, width)
+            raw = rows.read_raw(number * count + start, number * count + stop)
+            blocks = take_blocks_of(rows, raw, wanted)
+            if blocks is not None and self.errors is None:
+                return blocks
+            values = rows.widen(raw).reshape(-1, width)
             try:
-                found = wanted.encode(values, None if weights is None else weights[number])
+                found = blocks
+                if found is None:
+                    found = wanted.encode(values, None if weights is None else weights[number])
             except ValueError as error:
                 raise explain_weight(rows, error) from None
             if self.errors is not None and not wanted.is_plain:
@@ -331,11 +344,25 @@ class _Work:
             yield from map_in_order(self.pool, encode, pieces)
             self._advance(rows)
 
-        return NewTensor(name=name, shape=shape, format=wanted, pieces=make, source=rows.file)
+        return Part(rows.file, count_bytes(shape, wanted), make)
 
     def _advance(self, tensor: SourceTensor) -> None:
         self.done_bytes += tensor.size_bytes
         self.progress(self.done_bytes)
+
+
+def take_blocks_of(rows: SourceTensor, raw: Raw, wanted: Format) -> U8 | None:
+    """Rows in the format ``wanted`` if their checkpoint has the same codes; None if not."""
+    if isinstance(rows, GgufTensor):
+        is_same = rows.block.name == wanted.name and raw.dtype == np.uint8
+        return raw.view(np.uint8) if is_same and not rows.added and rows.factors is None else None
+    like = next((own for own in list_packings().values() if own.like == wanted.name), None)
+    if like is None or like.scaled != "groups" or like.top == 0 or raw.ndim != 2:
+        return None
+    taken = rows.take_codes(raw, like.name)
+    if taken is None or taken[1] is None:
+        return None
+    return join_blocks(like.unpack(taken[0], rows.shape[-1]), taken[1], wanted)
 
 
 def _copy_keys(file: GgufFile) -> dict[str, bytes]:
@@ -363,12 +390,3 @@ def find_names(source: Checkpoint) -> dict[str, str]:
 def name_matrix(names: Mapping[str, str], name: str, tensor: SourceTensor) -> str:
     """Return what importance matrices call a tensor that a checkpoint has by ``name``."""
     return tensor.name if isinstance(tensor, GgufTensor) else name_in_file(dict(names), name)
-
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
-def _place(name: str) -> tuple[int, str, list[int]]:
-    """Order of tensors: by layer, then by name, then by expert."""
-    numbers = [int(number) for number in _NUMBER.findall(name)]
-    return numbers[0] if numbers else -1, _NUMBER.sub("", name), numbers

@@ -68,6 +68,10 @@ class ExpertTensor(SourceTensor):
         return self.whole.widen(raw)
 
     @property
+    def is_stored(self) -> bool:
+        return self.whole.is_stored
+
+    @property
     def is_mxfp4(self) -> bool:
         return self.whole.is_mxfp4
 
@@ -92,6 +96,10 @@ class TurnedTensor(SourceTensor):
 
     def widen(self, raw: Raw) -> F32:
         return self.stored.widen(raw)
+
+    @property
+    def is_stored(self) -> bool:
+        return self.stored.is_stored
 
     @property
     def is_mxfp4(self) -> bool:

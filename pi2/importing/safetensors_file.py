@@ -97,6 +97,11 @@ class SourceTensor:
         return turn(self.read_raw())
 
     @property
+    def is_stored(self) -> bool:
+        """Whether the file has its numbers as they are, in the type ``dtype``."""
+        return True
+
+    @property
     def is_mxfp4(self) -> bool:
         """Whether its numbers are 4-bit floats of which 32 share a power of two."""
         return False

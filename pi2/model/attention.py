@@ -200,24 +200,28 @@ def _list_projected(at: Place, own: Attention, suffix: str, *columns: int) -> It
         yield at.take("query_gate", own.heads, *columns, rows=rows)
 
 
+def list_fused_heads(
+    own: Attention, part: str, order: Literal["stacked", "grouped"]
+) -> Sequence[int]:
+    """Places of the heads of queries, keys or values in a tensor of all."""
+    together = own.heads // own.kv_heads
+    if order == "stacked":
+        first = {"query": 0, "key": own.heads, "value": own.heads + own.kv_heads}[part]
+        return range(first, first + (own.heads if part == "query" else own.kv_heads))
+    if part == "query":
+        groups = range(own.kv_heads)
+        return [group * (together + 2) + n for group in groups for n in range(together)]
+    return range(together + (part == "value"), own.heads + 2 * own.kv_heads, together + 2)
+
+
 def _list_fused_rows(
     own: Attention, part: str, order: Literal["stacked", "grouped"]
 ) -> Sequence[int]:
     """Rows of queries, keys or values in a tensor of all."""
-    size, together = own.head_dim, own.heads // own.kv_heads
-    if order == "stacked":
-        first = {"query": 0, "key": own.heads, "value": own.heads + own.kv_heads}[part]
-        places: Sequence[int] = range(
-            first, first + (own.heads if part == "query" else own.kv_heads)
-        )
-    elif part == "query":
-        groups = range(own.kv_heads)
-        places = [group * (together + 2) + n for group in groups for n in range(together)]
-    else:
-        places = range(together + (part == "value"), own.heads + 2 * own.kv_heads, together + 2)
     turned = own.head_order if part != "value" else None
-    inside = range(size) if turned is None else turned
-    return [place * size + row for place in places for row in inside]
+    inside = range(own.head_dim) if turned is None else turned
+    heads = list_fused_heads(own, part, order)
+    return [place * own.head_dim + row for place in heads for row in inside]
 
 
 def list_latent_projected(

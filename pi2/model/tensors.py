@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pi2.formats import find_format
+from pi2.formats import Packing, find_format, find_packing
 from pi2.formats.packing import fill_groups
 from pi2.model.attention import list_attention_tensors
 from pi2.model.blocks import Attention, Block
@@ -254,18 +254,24 @@ MIXTURES: Mapping[str, Mixture] = {
 
 
 def choose_formats(
-    shapes: Mapping[str, tuple[int, ...]], model: Model, mixture: Mixture
+    shapes: Mapping[str, tuple[int, ...]], model: Model, mixture: Mixture | None = None
 ) -> dict[str, str]:
     """Return the format of each of a model's tensors by its name in a checkpoint, which has these
-    ``shapes``; vectors and what a store keeps in float32 stay that."""
+    ``shapes``: of a type such as Q4_K_M, or the document's precisions; a store's float32 stays.
+    `KeyError` for a precision that no file has."""
     found: dict[str, str] = {}
-    for source, is_exact in _list_all(model):
+    for source, packing in _list_all(model):
         name = source.name(model.tensors)
         if name not in shapes or name in found:
             continue
         shape = shapes[name]
-        is_plain = is_exact or len(shape) < 2
-        found[name] = _EXACT if is_plain else fit_width(mixture.choose(source, model), shape[-1])
+        if packing.is_float32 or len(shape) < 2:
+            found[name] = _EXACT
+            continue
+        wanted = packing.like if mixture is None else mixture.choose(source, model)
+        if wanted is None or not find_format(wanted).can_encode:
+            raise KeyError(packing.name)
+        found[name] = fit_width(wanted, shape[-1])
     return found
 
 
@@ -276,9 +282,12 @@ def fit_width(name: str, width: int) -> str:
     return name
 
 
-def _list_all(model: Model) -> Iterator[tuple[Source, bool]]:
-    """Yield what a checkpoint must have, and whether a store keeps it in float32."""
+def _list_all(model: Model) -> Iterator[tuple[Source, Packing]]:
+    """Yield what a checkpoint must have, and how a store keeps it."""
     for tensor in list_tensors(model):
-        yield from ((own, tensor.packing.is_float32) for own in tensor.sources if own.key)
+        yield from ((own, tensor.packing) for own in tensor.sources if own.key)
+    kinds = model.quantization
     for layer, block in enumerate(model.blocks):
-        yield from ((own, False) for own in list_neuron_sources(Place(model, layer), block.ffn))
+        for own in list_neuron_sources(Place(model, layer), block.ffn):
+            is_gate = not own.key.endswith("down")
+            yield own, find_packing(kinds.gates if is_gate else kinds.ffn)

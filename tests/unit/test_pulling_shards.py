@@ -15,7 +15,7 @@ from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.hub import HubShards, Repository, open_repository
 from pi2.importing.new_model import describe_checkpoint
-from pi2.importing.quantize import quantize_checkpoint
+from pi2.importing.quantize import Wish, quantize_checkpoint
 from pi2.plan.documents.model import Model
 from pi2.store.manifest import MANIFEST
 from tests.helpers.checkpoints import write_checkpoint
@@ -143,7 +143,7 @@ def test_a_gguf_file_is_made_file_by_file_too(tmp_path: Path, changes: Any) -> N
     model = make_model(changes)
     with publish(tmp_path / "checkpoint", model, shards=4, in_order=False) as hub:
         work, made, own = (tmp_path / name for name in ("work", "made.gguf", "own.gguf"))
-        quantize_checkpoint(open_checkpoint(hub.folder), model, own, "q4_k_m")
+        quantize_checkpoint(open_checkpoint(hub.folder), model, own, Wish(mixture="q4_k_m"))
         for point in (2, 2, 9):
             events: list[str] = []
 
@@ -156,10 +156,10 @@ def test_a_gguf_file_is_made_file_by_file_too(tmp_path: Path, changes: Any) -> N
             checkpoint = open_remote(hub, work)
             watch(checkpoint, stop)
             if point == 9:
-                quantize_checkpoint(checkpoint, model, made, "q4_k_m")
+                quantize_checkpoint(checkpoint, model, made, Wish(mixture="q4_k_m"))
             else:
                 with pytest.raises(Stopped):
-                    quantize_checkpoint(checkpoint, model, made, "q4_k_m")
+                    quantize_checkpoint(checkpoint, model, made, Wish(mixture="q4_k_m"))
         assert set(count_fetched(hub).values()) == {1}
     assert made.read_bytes() == own.read_bytes()
     assert not list(tmp_path.glob(".made.gguf.*")) and not list(work.glob("*.safetensors"))

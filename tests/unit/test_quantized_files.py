@@ -19,6 +19,7 @@ from pi2.measuring.importance import record_importance
 from pi2.model.tensors import MIXTURES, takes_care
 from pi2.sandbox.tokenizer import open_tokenizer
 from tests.helpers.gguf_files import write_random_gguf
+from tests.helpers.goldens import UNROUNDED, measure_error
 from tests.helpers.models import MIXTURE
 from tests.helpers.programs import Ask
 from tests.unit.test_imatrix import write_old
@@ -82,16 +83,33 @@ def test_matrices_that_err_most_get_more_bits(sources: tuple[Path, Path], tmp_pa
     assert types["token_embd.weight"] == "Q6_K"
 
 
-def test_a_file_has_the_best_mixture_if_none_is_asked_for(
+def test_a_file_keeps_the_precision_of_its_checkpoint_unless_one_is_asked_for(
     sources: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, folder = sources
     assert run(["convert", str(folder), "-o", str(tmp_path / "store")]) == 0
-    advice = f"pi2 convert {folder} -o store.gguf"
+    advice = f"pi2 convert {folder} -o store.gguf --quantization q4_k_m"
     assert advice in capsys.readouterr().err
     made = tmp_path / "store.gguf"
-    assert run([*advice.split()[1:-1], str(made)]) == 0
-    assert list_types(made) == list_types(quantize(folder, tmp_path / "asked.gguf", "q4_k_m"))
+    assert run([*advice.split()[1:-3], str(made)]) == 0
+    assert set(list_types(made).values()) == {"F32"}
+    with pi2.load(made, set=UNROUNDED) as one, pi2.load(sources[0], set=UNROUNDED) as other:
+        own, expected = (model.logits([1, 2, 3, 4, 5]) for model in (one, other))
+    assert measure_error(own, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "matrix", "table"),
+    [("int4", "Q4_0", "Q8_0"), ("int8", "Q8_0", "Q8_0"), ("fp16", "F16", "F16")],
+)
+def test_precisions_of_stores_are_formats_of_files(
+    sources: tuple[Path, Path], tmp_path: Path, kind: str, matrix: str, table: str
+) -> None:
+    types = list_types(quantize(sources[1], tmp_path / "made.gguf", kind))
+    assert types["model.layers.1.mlp.down_proj.weight"] == matrix
+    assert types["model.layers.1.self_attn.q_proj.weight"] == matrix
+    assert types["model.embed_tokens.weight"] == table
+    assert types["model.norm.weight"] == "F32"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""Writes GGUF files: keys with values, then tensors piece by piece."""
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from pi2.arrays import U8
+from pi2.diagnostics import UserError
+from pi2.formats import Format
+from pi2.importing.safetensors_file import Shards
+
+_ALIGNMENT = 32
+_TEXT, _LIST = 8, 9
+Pieces = Callable[[], Iterable[U8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring bytes of a tensor."""
+
+    source: Path
+    """The file that they are made from."""
+    size_bytes: int
+    pieces: Pieces
+    """Gives them, one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTensor:
+    name: str
+    shape: tuple[int, ...]
+    """Rows first."""
+    format: Format
+    parts: tuple[Part, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return count_bytes(self.shape, self.format)
+
+
+def count_bytes(shape: Sequence[int], own: Format) -> int:
+    return prod(shape[:-1]) * own.count_bytes(shape[-1])
+
+
+Value = bool | int | float | str | bytes | Sequence[bool] | Sequence[int] | Sequence[float]
+"""What a key may have; ``bytes`` are a text as it is."""
+_PLAIN = ((bool, 7, "<?"), (int, 4, "<I"), (float, 6, "<f"))
+_NEGATIVE = 5, "<i"
+
+
+def write_key(key: str, value: Value | Sequence[str] | Sequence[bytes]) -> bytes:
+    """A key with its value: whole numbers have 32 bits, and so have others."""
+    return _write_text(key.encode()) + _write_value(value)
+
+
+def _write_value(value: object) -> bytes:
+    if isinstance(value, str | bytes):
+        return struct.pack("<I", _TEXT) + _write_text(_encode(value))
+    if not isinstance(value, Sequence):
+        kind, form = _find_kind([value])
+        return struct.pack("<I", kind) + struct.pack(form, value)
+    start = struct.pack("<I", _LIST)
+    if value and isinstance(value[0], str | bytes):
+        texts = b"".join(_write_text(_encode(text)) for text in value)
+        return start + struct.pack("<IQ", _TEXT, len(value)) + texts
+    kind, form = _find_kind(value)
+    numbers = struct.pack(f"<{len(value)}{form[1]}", *value)
+    return start + struct.pack("<IQ", kind, len(value)) + numbers
+
+
+def _encode(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+
+
+def _find_kind(values: Sequence[object]) -> tuple[int, str]:
+    first = values[0] if values else 0
+    if type(first) is int and any(isinstance(own, int) and own < 0 for own in values):
+        return _NEGATIVE
+    return next((kind, form) for own, kind, form in _PLAIN if isinstance(first, own))
+
+
+def write_gguf(
+    file: Path,
+    keys: Mapping[str, bytes],
+    tensors: Sequence[NewTensor],
+    shards: Shards | None = None,
+) -> None:
+    """Write ``file``, which appears when it is whole.  ``keys``: each with its value, as bytes.
+
+    ``shards`` bring sources one by one; bytes written before a failure are then kept, for a call
+    with the same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
+    and shards raise."""
+    keys = {"general.alignment": write_key("general.alignment", _ALIGNMENT), **keys}
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    head += b"".join([*keys.values(), *_describe(tensors)])
+    first = _align(len(head))
+    parts = [
+        (first + place, own)
+        for tensor, start in zip(tensors, _place_all(tensors), strict=True)
+        for place, own in _place_parts(tensor, start)
+    ]
+    part, journal = (file.with_name(f".{file.name}.{end}") for end in ("part", "done.part"))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        goes_on = shards is not None and part.exists() and journal.exists()
+        done = journal.read_text("utf-8").splitlines() if goes_on else []
+        sources = {own.source if shards else file: None for _, own in parts}
+        left = [source for source in sources if source.name not in done]
+        if shards is not None:
+            shards.reserve(left, max(map(shards.measure, left), default=0))
+        with part.open("r+b" if done else "wb") as stream:
+            stream.write(head)
+            for source in left:
+                if shards is not None:
+                    shards.bring(source)
+                for place, own in parts:
+                    if shards is None or own.source == source:
+                        stream.seek(place)
+                        for piece in own.pieces():
+                            piece.tofile(stream)
+                        assert stream.tell() - place == own.size_bytes, (place, own)
+                stream.flush()
+                os.fsync(stream.fileno())
+                if shards is not None:
+                    with journal.open("a", encoding="utf-8") as list_of_done:
+                        list_of_done.write(f"{source.name}\n")
+                    shards.drop(source)
+        part.replace(file)
+        journal.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError.of(
+            "P523",
+            f"cannot write {file}: {error.strerror}",
+            help="choose another file with -o, or free disk space",
+        ) from None
+    finally:
+        if shards is None:
+            part.unlink(missing_ok=True)
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _place_all(tensors: Iterable[NewTensor]) -> Iterator[int]:
+    """Yield the place of each tensor after the header."""
+    offset = 0
+    for tensor in tensors:
+        yield offset
+        offset += _align(tensor.size_bytes)
+
+
+def _place_parts(tensor: NewTensor, start: int) -> Iterator[tuple[int, Part]]:
+    for part in tensor.parts:
+        yield start, part
+        start += part.size_bytes
+
+
+def _describe(tensors: Sequence[NewTensor]) -> Iterator[bytes]:
+    for tensor, offset in zip(tensors, _place_all(tensors), strict=True):
+        sizes = tensor.shape[::-1]
+        yield _write_text(tensor.name.encode())
+        yield struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        yield struct.pack("<IQ", tensor.format.number, offset)
+
+
+def _write_text(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
