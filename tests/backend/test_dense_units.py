@@ -14,6 +14,7 @@ from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
 from tests.helpers.dense_units import KINDS, Neurons, UnitKind, make_neurons
 from tests.helpers.gpu import require_launcher
+from tests.helpers.slow import keep_quick
 
 MIXTURE = {"moe": {"experts": 4, "active_experts": 2}, "shape": {"ffn": 9}}
 ACTIVATIONS = ("relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh")
@@ -186,7 +187,7 @@ def test_neurons_may_be_added_as_they_come(
     check(kind, unit.finish(job), neurons.compute(1, inputs, None, range(10, 30)))
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+@pytest.mark.parametrize("precision", keep_quick(["int4", "int8", "fp16"], ["int4"]))
 def test_it_multiplies_with_rows_of_matrices(
     kind: UnitKind, units: list[DenseUnit], precision: Precision
 ) -> None:

@@ -15,6 +15,7 @@ from pi2.engine.waves import Foresight
 from pi2.measuring.contestant import Profiler, observe_parts
 from pi2.orchestrator import load
 from tests.helpers.kernels import DEMO_LIKE, RandomModel
+from tests.helpers.slow import keep_quick
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -31,7 +32,7 @@ class InParts:
         return getattr(self._executor, name)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", keep_quick([1, 3], [3]))
 def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) -> None:
     model = RandomModel(**DEMO_LIKE)
     request = dataclasses.replace(

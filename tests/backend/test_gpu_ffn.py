@@ -15,6 +15,7 @@ from pi2.backends.gpu.sizes import DenseSizes, describe_ffn
 from pi2.plan.documents.model_parts import Activation, Ffn
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import Bench, RandomNeurons, measure_error
+from tests.helpers.slow import mark_slow
 
 CLOSE = 3e-6
 """Of the largest value: everything is added up in float32, in an order of the device's own."""
@@ -46,8 +47,8 @@ VARIED = FfnKernels(
     [
         PLAIN,
         # Neurons that are zero for all tokens of a work group are not read.
-        dataclasses.replace(PLAIN, precision="int8", options=Ffn(activation="relu")),
-        dataclasses.replace(PLAIN, precision="fp16"),
+        mark_slow(dataclasses.replace(PLAIN, precision="int8", options=Ffn(activation="relu"))),
+        mark_slow(dataclasses.replace(PLAIN, precision="fp16")),
         VARIED,
     ],
     ids=["int4", "int8", "fp16", "ungated, biases, experts"],

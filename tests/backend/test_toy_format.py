@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.additions import run_with
 
 FORMAT = '''
@@ -118,5 +120,6 @@ assert np.abs(logits - own_logits).max() < 1e-3 * np.abs(logits).max()
 """
 
 
+@pytest.mark.slow
 def test_a_format_of_five_bits_needs_its_file_and_its_unpacking(tmp_path: Path) -> None:
     run_with(tmp_path, {"formats": FORMAT, "unpacking": UNPACKING}, SCRIPT)

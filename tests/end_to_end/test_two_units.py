@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.programs import start_pi2
+from tests.helpers.slow import keep_quick
 
 ROOT = Path(__file__).parents[2]
 ALONE = ROOT / "plans" / "demo.plan.toml"
@@ -39,7 +40,7 @@ def alone() -> dict[str, Any]:
     return run(ALONE)
 
 
-@pytest.mark.parametrize("prompts", ["cpu", "second"])
+@pytest.mark.parametrize("prompts", keep_quick(["cpu", "second"], ["second"]))
 def test_two_units_write_what_one_writes(alone: dict[str, Any], prompts: str) -> None:
     found = run(TWO, f'prefill.unit="{prompts}"')
     assert len(found["token_ids"]) == TOKENS and found["text"] == alone["text"]

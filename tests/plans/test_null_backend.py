@@ -74,9 +74,9 @@ def describe_model(store: Path, model: Model) -> None:
     [
         pytest.param(take_demo, None, id="the demo's store"),
         pytest.param(write_file, None, id="a GGUF file"),
-        pytest.param(write_moe, None, id="an MoE model"),
+        pytest.param(write_moe, None, id="an MoE model", marks=pytest.mark.slow),
         pytest.param(write_dense, "oneplus-12", id="a phone"),
-        pytest.param(write_dense, "oneplus-ace-2", id="another phone"),
+        pytest.param(write_dense, "oneplus-ace-2", id="another phone", marks=pytest.mark.slow),
     ],
 )
 def test_the_shortest_plan_validates_shows_simulates_and_runs(

@@ -16,6 +16,7 @@ from pi2.plan.toml.source import detect_kind
 from pi2.refit import read_plan
 from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import has_package, list_plans
+from tests.helpers.slow import keep_quick
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "plans").rglob("*.toml"))
@@ -62,7 +63,7 @@ def test_what_show_prints_is_the_same_plan(path: Path, ask: Ask, tmp_path: Path)
     assert ask(["show", str(again)]).out.splitlines()[0] == text.splitlines()[0]
 
 
-@pytest.mark.parametrize("path", list_plans(), ids=_name)
+@pytest.mark.parametrize("path", keep_quick(list_plans(), list_plans()[::3]), ids=_name)
 def test_another_context_batch_or_budget_fits_or_says_the_least(path: Path) -> None:
     budget = read_plan(path).resolved.plan.memory.budget
     wishes: list[tuple[dict[str, object], int | None]] = [

@@ -10,6 +10,7 @@ import pytest
 from pi2.cli.main import run
 from pi2.lsp.checked import Checked
 from tests.helpers.broken_plans import BROKEN
+from tests.helpers.slow import keep_quick
 
 Capture = pytest.CaptureFixture[str]
 PARTS = BROKEN / "parts"
@@ -117,7 +118,7 @@ ATTACKS: dict[str, Attack] = {
 """What a pull request changes in a repository, by the secret's place."""
 
 
-@pytest.mark.parametrize("kind", SECRETS)
+@pytest.mark.parametrize("kind", keep_quick(SECRETS, ["no TOML", "TOML"]))
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("place", ["outside", "inside"])
 def test_no_report_shows_a_secret(

@@ -41,6 +41,7 @@ from tests.helpers.goldens import (
     read_golden,
     write_plan,
 )
+from tests.helpers.slow import mark_slow
 
 
 def propose(ids: Sequence[int], match: int = 2, most: int = 3) -> list[int]:
@@ -320,11 +321,10 @@ GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": Tr
 @pytest.mark.parametrize(
     ("name", "is_blind", "is_made"),
     [
-        ("glm4-moe", False, False),
-        ("glm4-moe", True, False),
+        *(mark_slow(("glm4-moe", is_blind, False)) for is_blind in (False, True)),
         ("glm4-moe", True, True),
         ("qwen3-next", False, False),  # layers keep states
-        ("qwen3-next", True, False),
+        mark_slow(("qwen3-next", True, False)),
     ],
 )
 def test_the_head_in_a_file_drafts_and_the_text_stays(

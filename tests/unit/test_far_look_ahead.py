@@ -10,6 +10,7 @@ import pi2
 from pi2.arrays import F32, I32
 from pi2.engine.statistics import RunStatistics
 from tests.helpers.mixtures import SHAPE, make_mixture_plan
+from tests.helpers.slow import keep_quick
 
 TOKENS = [7, 100, 8, 290, 3, 3, 41, 250]
 LAYERS, CHOSEN, FFN = 5, 2, 200
@@ -61,7 +62,7 @@ def whole(deep: Path) -> F32:
 
 
 @pytest.mark.parametrize("experts", [CHOSEN, CHOSEN + 1, 3 * CHOSEN, 8 * CHOSEN])
-@pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.parametrize("is_idle", keep_quick([False, True], [False]))
 def test_no_bit_depends_on_how_far_it_looks(
     deep: Path, whole: F32, experts: int, is_idle: bool
 ) -> None:

@@ -19,6 +19,7 @@ from pi2.plan.reading.references import list_shipped
 from pi2.refit import FittedPlan, read_plan
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.shipped_plans import read_device, read_model
+from tests.helpers.slow import mark_slow
 
 DEMO = list_shipped("plan")["demo"]
 PLANS = ("demo", "oneplus-12/turbosparse-mixtral-47b", "cloud-vm-zen5/bamboo-7b")
@@ -105,7 +106,7 @@ def test_the_engine_loads_what_was_fitted(tmp_path: Path) -> None:
     [
         ["show", "demo"],
         ["explain", "memory.budget", "demo"],
-        ["explain", "demo", "--cost"],
+        mark_slow(["explain", "demo", "--cost"]),
         ["simulate", "oneplus-12/bamboo-7b"],
     ],
     ids=" ".join,

@@ -38,6 +38,7 @@ from tests.helpers.goldens import (
     read_golden,
     write_plan,
 )
+from tests.helpers.slow import keep_quick
 
 MakePlan = Callable[[str], Path]
 
@@ -90,6 +91,7 @@ def test_tokens_beyond_the_table_have_its_first_row(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, compute_decoded(plan, [5, 39, 70, 95], {}))
 
 
+@pytest.mark.slow
 def test_several_tokens_take_the_ffn_beside_their_experts(make_plan: MakePlan) -> None:
     plan = make_plan("gemma4-moe")
     golden = read_golden("gemma4-moe")
@@ -244,7 +246,7 @@ def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path, count: int, ali
         assert found == pytest.approx(values.mean() - 1.5 * values.std(), rel=1e-5)
 
 
-@pytest.mark.parametrize("backend", [TWO, CPU_TWO])
+@pytest.mark.parametrize("backend", keep_quick([TWO, CPU_TWO], [TWO]))
 def test_neurons_may_come_from_flash(make_plan: MakePlan, backend: dict[str, Any]) -> None:
     plan = make_plan("gemma3n")
     golden = read_golden("gemma3n")

@@ -35,6 +35,7 @@ from tests.helpers.gguf_goldens import (
 from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import EXACT, change_config, copy_checkpoint, write_plan
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.slow import keep_quick
 
 
 def expect_same_stores(tmp_path: Path, checkpoint: Path, *sources: Path) -> None:
@@ -167,7 +168,7 @@ def keep(file: Path, store: Path, checkpoint: Path) -> Model:
     return model
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_1"])
+@pytest.mark.parametrize("kind", keep_quick(["Q4_K", "Q6_K", "Q5_1"], ["Q4_K"]))
 def test_gate_and_up_rows_stay_whole_blocks(tmp_path: Path, kind: str) -> None:
     kinds = {"ffn_gate.weight": kind, "ffn_up.weight": kind, "ffn_down.weight": "Q8_0"}
     file, checkpoint = write_tiny(tmp_path, "F16", kinds, shape={"hidden": 256, "head_dim": 64})

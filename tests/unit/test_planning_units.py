@@ -1,5 +1,6 @@
 """`pi2 plan` for devices with several units: shares, hot neurons and memories agree."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from tests.helpers.programs import Ask
+from tests.helpers.slow import mark_slow
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -38,11 +40,15 @@ def write(folder: Path, *wish: str) -> ResolvedPlan:
 
 @pytest.mark.parametrize(
     "wish",
-    [PHONE, (*GPU, "--memory", "4GiB", "--unit-memory", "gpu=2GiB"), (*GPU, "--speed", "10tok/s")],
+    [
+        PHONE,
+        mark_slow([*GPU, "--memory", "4GiB", "--unit-memory", "gpu=2GiB"]),
+        mark_slow([*GPU, "--speed", "10tok/s"]),
+    ],
     ids=["npu", "gpu", "gpu, least memory"],
 )
 def test_a_plan_for_several_units_validates_and_runs_dry(
-    wish: tuple[str, ...], tmp_path: Path, ask: Ask
+    wish: Iterable[str], tmp_path: Path, ask: Ask
 ) -> None:
     resolved = write(tmp_path, *wish)
     assert "no findings" in ask(["validate", str(resolved.path)]).err

@@ -12,6 +12,7 @@ from pi2.planning.speed import find_device_memory
 from pi2.planning.wish import Wish
 from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import read_device, read_model
+from tests.helpers.slow import keep_quick
 
 PHONES = Path(__file__).parents[2] / "plans/devices"
 
@@ -84,7 +85,7 @@ def make_wish(device: str, model: str, speed: float | None = None) -> Wish:
     return Wish(device=found["device"], model=found["model"], tokens_s=speed)
 
 
-@pytest.mark.parametrize(("device", "model", "speed"), SPEEDS)
+@pytest.mark.parametrize(("device", "model", "speed"), keep_quick(SPEEDS, SPEEDS[:1]))
 def test_a_speed_is_reached_with_the_least_memory(device: str, model: str, speed: float) -> None:
     wish = make_wish(device, model, speed)
     found = make_plan(wish)

@@ -13,6 +13,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.refit import Refit, refit_plan
+from tests.helpers.slow import mark_slow
 
 TWO_UNITS = find_shipped_folder() / "demo-two-units.plan.toml"
 DEMO = find_shipped_folder() / "demo.plan.toml"
@@ -43,14 +44,16 @@ SEVERAL: dict[str, object] = {
 }
 
 
+OWNED: list[dict[str, Any]] = [
+    {},
+    {"memory__units__second__budget": "3 MiB", "memory__segments__hot": "1 MiB"},
+    {"pipeline__prefill": "layers-first"},
+]
+
+
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"memory__units__second__budget": "3 MiB", "memory__segments__hot": "1 MiB"},
-        {"pipeline__prefill": "layers-first"},
-        SEVERAL,
-    ],
+    [*map(mark_slow, OWNED), SEVERAL],
     ids=["part of hot", "a budget of its own", "several chunks", "several sequences"],
 )
 def test_what_a_unit_owns_becomes_less_with_the_hot_neurons(settings: dict[str, Any]) -> None:
