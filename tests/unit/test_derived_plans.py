@@ -10,6 +10,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.refit import FittedPlan, read_plan
 from tests.helpers.programs import Ask
+from tests.helpers.slow import mark_slow
 from tests.unit.test_checkpoint_models import write_model
 
 STORE = find_shipped_folder() / "stores" / "pi2-demo"

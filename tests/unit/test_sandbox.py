@@ -31,6 +31,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model, make_tiny
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.plans import write_plan
+from tests.helpers.slow import keep_quick
 from tests.helpers.templates import ENDLESS, FAILING, GREEDY
 from tests.helpers.tokenizers import HARMLESS, HOSTILE, write_tokenizer
 
@@ -43,7 +44,10 @@ def render(source: str, **variables: Any) -> str:
 
 
 # Chat templates
-@pytest.mark.parametrize("source", [*ENDLESS.values(), *GREEDY.values(), *FAILING.values()])
+TOO_MUCH = [*ENDLESS.values(), *GREEDY.values(), *FAILING.values()]
+
+
+@pytest.mark.parametrize("source", keep_quick(TOO_MUCH, TOO_MUCH[::3]))
 def test_a_template_that_takes_too_much_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
@@ -66,6 +70,7 @@ def test_a_template_that_takes_too_much_is_a_finding(
     assert after.ru_maxrss - before.ru_maxrss < 64 << 10
 
 
+@pytest.mark.slow
 def test_a_process_that_stays_has_the_same_limits_for_each_template() -> None:
     def render_there(source: str) -> str:
         return ChatTemplate(Path("t.jinja"), source, {}).render(HELLO, child=child)

@@ -29,6 +29,7 @@ from tests.helpers.answers import (
     write_reasoning,
     write_template,
 )
+from tests.helpers.slow import keep_quick
 
 pytest.importorskip("llguidance")
 KINDS: tuple[Kind, ...] = ("special", "added", "plain")
@@ -76,7 +77,7 @@ class Family:
         return read(self.facts.make_reader(tools=[TOOL, OTHER], prompt=prompt), text, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", keep_quick(KINDS, KINDS[:1]))
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_written_in_the_familys_own_marks(name: str, kind: Kind) -> None:
     family = Family(name, kind)

@@ -12,6 +12,7 @@ from pi2.serving import schema_grammars
 from pi2.serving.call_grammars import write_call_grammar, write_json_grammar
 from pi2.serving.errors import ApiError
 from tests.helpers.answers import FORMATS, Kind
+from tests.helpers.slow import keep_quick
 from tests.unit.test_serving_grammars import KINDS, Family
 
 WHOLE: dict[str, Any] = {
@@ -60,7 +61,7 @@ NO_PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", keep_quick(KINDS, KINDS[:1]))
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_of_every_family_keep_to_the_whole_schema(name: str, kind: Kind) -> None:
     family = Family(name, kind)
