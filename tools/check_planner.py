@@ -44,7 +44,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import BYTE_UNITS, format_bytes, parse_quantity
 from pi2.planning.planner import plan
-from pi2.planning.problem import Problem, pose_problem
+from pi2.planning.search import Problem, pose_problem
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish, read_document
 from planner_run import scale_rates
@@ -199,21 +199,21 @@ def draw_values(
     assert wish.memory_bytes is not None
     while True:
         found: dict[str, Any] = json.loads(json.dumps(values))
-        mode = problem.modes[random.integers(len(problem.modes))].predictor
+        mode = problem.predictors[random.integers(len(problem.predictors))]
         ahead = problem.look_aheads[random.integers(len(problem.look_aheads))]
         io = problem.ios[random.integers(len(problem.ios))]
-        found["kv"]["type"] = problem.kvs[random.integers(len(problem.kvs))].type
+        found["kv"]["type"] = problem.kv_types[random.integers(len(problem.kv_types))]
         found["decode"]["predictor"] = mode
         found["decode"]["look_ahead"] = ahead if mode == "low-rank" else "none"
         found["io"] = {"engine": io.engine, "threads": io.threads, "depth": io.depth}
         found["pipeline"] = {"cluster": int(random.choice(CLUSTERS))}
-        found["prefill"]["chunk"] = problem.chunks[random.integers(len(problem.chunks))].tokens
+        found["prefill"]["chunk"] = problem.chunks[random.integers(len(problem.chunks))]
         part = float(random.uniform(0.0, 1.0))
         cpu = next(name for name, unit in wish.device.units.items() if unit.kind == "cpu")
         found["layers"] = {"split": {cpu: 1.0}, "hot": 0.0}
         bare = resolve_values(found, wish.device, wish.model)
         room = find_room(bare, wish.memory_bytes, problem.runtime_bytes)
-        whole = problem.neurons * problem.stride * wish.model.shape.layers
+        whole = problem.layer_bytes * wish.model.shape.layers
         most = max(room, 0) / whole
         found["layers"]["hot"] = round_share(min(1.0, most if mode == "none" else part * most))
         try:

@@ -12,8 +12,9 @@ from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash, check_power, read_rates
 from pi2.costs.settings import StoredLayout, read_stored
 from pi2.diagnostics import UserError
-from pi2.fitting.budget import MIB, Shortage, add_runtime
+from pi2.fitting.budget import MIB, Shortage, fit_plan
 from pi2.fitting.completion import resolve_values
+from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.plan import PredictorMode
@@ -24,27 +25,23 @@ from pi2.plan.documents.quantities import (
     write_least,
 )
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.problem import Problem, list_predictors, pose_problem
 from pi2.planning.refinement import (
     REWRITE_GAIN,
     Decision,
     LayoutDecision,
     LayoutOption,
     list_bundles,
-    list_whole,
     list_whole_plans,
     needs_rewriting,
     refine_values,
 )
-from pi2.planning.search import Goal, Solution, find_best
+from pi2.planning.search import Goal, Problem, count_least, find_best, list_predictors, pose_problem
 from pi2.planning.speed import check_device_memory, reach_speed
 from pi2.planning.wish import Wish, list_split_units, write_values
 from pi2.progress import Progress, ignore_progress
 
 _PROMPTS_WORTH = 0.03
 """Part of a token's time that prompts on another unit are worth."""
-_NEAR = 3
-"""Plans of the search, one for each way to find neurons, whose costs are compared."""
 _SPARE = 1.1
 """Memory relative to the fastest plan of the search in which nothing is in the way."""
 
@@ -57,8 +54,6 @@ class PlannedPlan:
     values: dict[str, Any]
     resolved: ResolvedPlan
     cost: Cost
-    solution: Solution | None = None
-    """What the search found; None where a unit has the whole model, and nothing is divided."""
     full_tokens_s: float | None = None
     """Speed once the context is full: there is more to attend to, and nothing left to lend."""
     decisions: tuple[Decision, ...] = ()
@@ -100,10 +95,15 @@ def _leave_units(problem: Problem) -> Problem:
 
 def find_bounds(problem: Problem) -> tuple[int, int]:
     """The least memory of any plan, and one in which everything fits."""
-    least, fastest = find_best(_leave_units(problem), "memory"), find_best(problem, "time")
-    if not least or not fastest:
-        raise _explain_impossible(problem)
-    return _find_budget(problem, least[0]), int(_find_budget(problem, fastest[0]) * _SPARE)
+    least = count_least(_leave_units(problem))
+    wish = problem.wish
+    choices = replace(
+        least[0][1], kv=problem.kv_types[0], embedding="resident", chunk=problem.chunks[-1]
+    )
+    values = problem.make_values(choices)
+    values["layers"]["hot"] = 1.0
+    whole = fit_plan(resolve_values(values, wish.device, wish.model), None)
+    return least[0][0], int(whole.plan.memory.budget * _SPARE)
 
 
 Posed = dict[tuple[BundleLayout, bool], Problem]
@@ -163,17 +163,7 @@ def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
                 posed[key] = pose_problem(wish, choice, bundle)
             problem = replace(posed[key], wish=wish)
             problems.append(problem)
-            solutions = find_best(
-                problem,
-                choose_goal(wish),
-                memory_bytes=wish.memory_bytes,
-                token_s=_find_step_s(wish),
-            )
-            near: list[PlannedPlan] = []
-            for solution in solutions[:_NEAR]:
-                # The search rounds otherwise: in a hair's breadth there may be no plan.
-                with suppress(Shortage):
-                    near.append(finish_plan(problem, solution))
+            near = list(_list_near(problem))
             if near:
                 nearest = min(near, key=lambda item: score_plan(wish, item))
                 found.append(refine_plan(problem, nearest))
@@ -265,11 +255,6 @@ def choose_goal(wish: Wish) -> Goal:
     return "memory" if wish.memory_bytes is None or wish.objective == "memory" else "time"
 
 
-def _find_step_s(wish: Wish) -> float | None:
-    goes_for_time = choose_goal(wish) == "time"
-    return None if wish.tokens_s is None or goes_for_time else wish.batch / wish.tokens_s
-
-
 def score_plan(wish: Wish, item: PlannedPlan) -> tuple[float, float]:
     cost, memory = item.cost, float(item.resolved.plan.memory.budget)
     slow = max((wish.tokens_s or 0.0) - cost.tokens_s, 0.0)
@@ -285,13 +270,20 @@ def score_plan(wish: Wish, item: PlannedPlan) -> tuple[float, float]:
             return slow, cost.token_j or cost.token_s
 
 
-def finish_plan(problem: Problem, solution: Solution) -> PlannedPlan:
-    values = write_values(problem, solution)
-    wish = problem.wish
-    resolved = resolve_values(values, wish.device, wish.model)
-    activity = problem.activities[resolved.plan.decode.predictor]
-    cost = cost_resolved(resolved, problem.rates, store=wish.store, activity=activity)
-    return PlannedPlan(wish=wish, values=values, resolved=resolved, solution=solution, cost=cost)
+def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
+    """Plans of the search's best choices, one for each way to find neurons."""
+    wish, goal = problem.wish, choose_goal(problem.wish)
+    memory = count_least(problem)[0][0] if goal == "memory" else wish.memory_bytes
+    if memory is None or memory > (wish.memory_bytes or memory):
+        return
+    for choices, layout in find_best(problem, goal, memory):
+        # The search rounds otherwise: in a hair's breadth there may be no plan.
+        with suppress(Shortage):
+            values = write_values(problem, choices, layout, memory)
+            resolved = resolve_values(values, wish.device, wish.model)
+            activity = problem.activities[choices.predictor]
+            cost = cost_resolved(resolved, problem.rates, store=wish.store, activity=activity)
+            yield PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
 
 
 def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
@@ -301,12 +293,7 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
     def score(cost: Cost) -> float:
         return (cost.token_j if energy else None) or cost.token_s
 
-    starts = [planned.values]
-    if choose_goal(wish) != "memory":
-        starts.extend(list_whole(problem, planned.values))
-    values, cost, decisions = min(
-        (refine_values(problem, item, score) for item in starts), key=lambda found: score(found[1])
-    )
+    values, cost, decisions = refine_values(problem, planned.values, score)
     resolved = resolve_values(values, wish.device, wish.model)
     full = cost_resolved(
         resolved,
@@ -349,35 +336,22 @@ def _explain_impossible(problem: Problem) -> UserError:
     """P350 with the limit in the way and the nearest possible wishes; P351 if reads are unknown."""
     wish = problem.wish
     problem = _leave_units(problem)
-    found = find_best(problem, "memory")
-    if not found:
-        return UserError.of("P350", "no plan exists for this device and model at all")
-    least = found[0]
-    embedding = ", embedding" if least.embedding.place == "resident" else ""
-    notes = [
-        f"attention, norms, head{embedding}: {approximate_bytes(least.embedding.bytes)}",
-        f"KV cache of {wish.context} tokens: {approximate_bytes(least.kv.bytes)} ({least.kv.type})",
-        f"finding active neurons ({least.mode.predictor}): "
-        f"{approximate_bytes(least.mode.predictor_bytes)}",
-        f"workspace: {approximate_bytes(least.chunk.workspace_bytes)}",
-        f"Python and libraries: {approximate_bytes(problem.runtime_bytes)}",
-    ]
     if problem.rates.flash is None:
         check_flash(problem.rates, wish.device)
-    memory, needed = wish.memory_bytes or 0, _find_budget(problem, least)
-    if memory >= needed:
-        # The search rounds otherwise than plans do.
-        needed = memory + 16 * MIB
-    has, needs = compare_bytes(memory, needed)
+    needed, least = count_least(problem)[0]
+    needs = find_needs(problem.find_frame(least, whole=False).resolved)
+    embedding = ", embedding" if least.embedding == "resident" else ""
+    notes = [
+        f"attention, norms, head{embedding}: {approximate_bytes(needs.attention.bytes)}",
+        f"KV cache of {wish.context} tokens: {approximate_bytes(needs.kv.bytes)} ({least.kv})",
+        f"finding active neurons ({least.predictor}): {approximate_bytes(needs.predictor.bytes)}",
+        f"workspace: {approximate_bytes(needs.workspace.bytes)}",
+        f"Python and libraries: {approximate_bytes(problem.runtime_bytes)}",
+    ]
+    has, needs_text = compare_bytes(wish.memory_bytes or 0, needed)
     return UserError.of(
         "P350",
-        f"{has} is not enough: every plan needs at least {needs}",
+        f"{has} is not enough: every plan needs at least {needs_text}",
         help=f"--memory '{write_least(needed)}', or a --context below {wish.context}",
         notes=notes,
     )
-
-
-def _find_budget(problem: Problem, solution: Solution) -> int:
-    """Bytes of a plan's budget: what the search counts, and what the runtime takes of as much."""
-    other = int(solution.memory_bytes) - problem.runtime_bytes
-    return add_runtime(problem.wish.model, other + MIB, problem.unit_kinds)

@@ -39,7 +39,7 @@ from pi2.plan.documents.quantities import (
     round_size,
 )
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
-from pi2.planning.problem import Problem
+from pi2.planning.search import Problem
 from pi2.planning.wish import Wish, make_plan_values
 
 _CHUNK = 256
@@ -229,7 +229,7 @@ CLUSTERS = (64, 32, 128, 16, 256)
 """Fewest neurons that are read and computed together; of equal ones the first is taken."""
 MERGE_GAPS = (0, 1, 2, 3)
 """Most unwanted neurons between two that are read with them."""
-HOT_FACTORS = (0.8, 1.25)
+HOT_FACTORS = (0.8, 1.25, 1.5)
 """Factors of shares of hot neurons that are tried."""
 _ROUNDS = 2
 _LEAST_GAIN = 1e-4
@@ -290,40 +290,6 @@ def refine_values(
         if score(cost) >= before * (1.0 - _LEAST_GAIN):
             break
     return best, cost, tuple(decisions.values())
-
-
-def list_whole(problem: Problem, values: Values) -> Iterator[Values]:
-    """Plans with every neuron hot, one for each KV type, with the longest prompt pieces that fit.
-    The search does not know of the look-ups they save."""
-    if problem.wish.memory_bytes is None or values["layers"]["hot"] >= 1.0:
-        return
-    layers = values["layers"]
-    overrides = [{**item, "hot": 1.0} for item in layers.get("overrides", ()) if "split" in item]
-    for kv in problem.kvs:
-        best: Values | None = None
-        for tokens in sorted({item.tokens for item in problem.chunks}):
-            found = copy.deepcopy(values)
-            found["layers"] = {**layers, "hot": 1.0, "overrides": overrides}
-            found["kv"].pop("lend", None)
-            found["kv"]["type"] = kv.type
-            found["prefill"]["chunk"] = tokens
-            found["decode"]["look_ahead"] = "none"
-            found["decode"].pop("leave_out", None)
-            if not _fit_whole(problem, found):
-                # Longer ones need more room.
-                break
-            best = found
-        if best is not None:
-            yield best
-
-
-def _fit_whole(problem: Problem, values: Values) -> bool:
-    for changes in _refit(problem.wish, values):
-        values["memory"] |= changes["memory"]
-        values["layers"] = changes["layers"]
-        tables = [values["layers"], *values["layers"].get("overrides", ())]
-        return all(table.get("hot", 1.0) >= 1.0 for table in tables)
-    return False
 
 
 def _list_dimensions(

@@ -1,284 +1,451 @@
-"""The best plan of a problem: every combination of choices spends its memory on the neurons that
-save the most time for a byte.
+"""The best plan within a memory: choices are improved one after the other, by the cost model.
 
-Time falls along a convex curve with the neurons in memory, so steps taken in the order of what a
-byte saves are the best for any memory (fractional knapsack)."""
+Where memory goes is tried in plain numbers. Plans with sizes are made of the best choices only
+(`pi2.planning.refinement`), and tried with all else that the search leaves open."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, product
-from typing import Literal
+from __future__ import annotations
 
-from pi2.costs.activity import LOOK_AHEAD_MODES
-from pi2.costs.reads import IoChoice
-from pi2.costs.settings import LookAhead
-from pi2.fitting.budget import MIB, SHARE_STEPS
-from pi2.planning.problem import ChunkChoice, EmbeddingChoice, KvChoice, Mode, Point, Problem
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from statistics import mean
+from typing import Any, Literal
+
+import numpy as np
+
+from pi2.costs.activity import LOOK_AHEAD_MODES, PredictorMode, average_chances, describe_activity
+from pi2.costs.description import Activity, Description, LayerKind, describe_plan
+from pi2.costs.kernel_times import Rates
+from pi2.costs.reads import IoChoice, list_io_choices
+from pi2.costs.settings import LookAhead, count_run, find_range_bytes, read_stored
+from pi2.fitting.budget import MIB, SHARE_STEPS, Shortage, count_runtime, find_room, fit_plan
+from pi2.fitting.completion import choose_backends, resolve_values
+from pi2.fitting.sizes import find_needs
+from pi2.memory.arena import count_lent_bytes
+from pi2.plan.arithmetic.costs import SHORT_CHUNK, list_chunks
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.documents.device import UnitKind
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import BundleLayout, round_up
+from pi2.planning.wish import LEAST_DENSE, Wish, divide_rest, make_plan_values
 
 Goal = Literal["time", "memory", "energy"]
+Place = Literal["resident", "flash"]
+_CACHE_SHARES = (0.1, 0.25, 0.5, 0.9)
+"""Parts of the neurons in memory that may be a cache."""
+_RESPECTS = ("cached", "embedding", "kv", "lends", "chunk", "by_activity")
+_ROUNDS = 3
+_HALVINGS = 7
+_CLUSTER = 16
+"""Neurons that are read and computed together before others are tried."""
 _PROMPT_PART = 0.03
 """What a prompt's token counts for against a generated one."""
-_BYTE_WORTH = {"time": 1e-15, "memory": 1e-6, "energy": 1e-15}
-"""Seconds, or joules, that a byte must save: a microsecond for a gigabyte, or a second for a
-megabyte where the least memory is wanted."""
+_READ_PART = 0.01
+"""What hidden reads count for: of plans that are as fast, the one that reads less is better."""
+_SPARE_BYTES = 2 * MIB
+"""Sizes are written in whole MiB, rounded up: hot neurons, and the cache."""
+_STREAMS = IoChoice(engine="io_uring", threads=1, depth=128, neuron_s=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
-    """The choices of the best plan."""
+class Choices:
+    """What decides where memory goes."""
 
-    mode: Mode
-    kv: KvChoice
-    embedding: EmbeddingChoice
-    chunk: ChunkChoice
-    io: IoChoice
-    look_ahead: LookAhead
-    resident: tuple[float, ...]
-    """Share of neurons in memory by group of layers."""
-    dense: tuple[float, ...]
-    """Share that a dense unit computes, by group."""
-    lent_bytes: float
-    """What the cache has of the context's memory."""
-    token_s: float
-    memory_bytes: float
+    predictor: PredictorMode
+    kv: KvType
+    embedding: Place
+    chunk: int
+    cached: float
+    """Part of the neurons in main memory that is a cache, unless all are there."""
+    dense: float = 0.0
+    """Share of each layer that the dense unit computes."""
+    lends: bool = False
+    """Whether the cache has the context's memory until it is used."""
+    by_activity: bool = False
+    """Whether layers keep neurons by how often they are used, else the same share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """From a point of a group's curve to the next, in all of its layers."""
+class Frame:
+    """All of a plan but where its neurons are."""
 
-    group: int
-    before: Point
-    after: Point
-    bytes: float
-    seconds: float
-    """Change of a token's time, negative as a rule."""
-    worth: float
-    """Seconds or joules that a byte saves, as a mean up to the next corner of the convex line."""
+    resolved: ResolvedPlan
+    description: Description
+    least_cold_bytes: int
+    lent_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Path:
-    """Curves of a mode: the points with the least memory, and steps from there, best first."""
+class Layout:
+    """Where neurons are, by kind of layers."""
 
-    mode: Mode
-    first: tuple[Point, ...]
-    steps: tuple[_Step, ...]
+    frame: Frame
+    kinds: tuple[LayerKind, ...]
+
+    def write(self) -> tuple[list[float], list[float]]:
+        """Hot and dense shares of each layer."""
+        hots: dict[int, float] = {}
+        denses: dict[int, float] = {}
+        for kind in self.kinds:
+            hots |= dict.fromkeys(kind.layers, kind.hot)
+            denses |= dict.fromkeys(kind.layers, kind.dense)
+        return [hots[n] for n in sorted(hots)], [denses[n] for n in sorted(denses)]
 
 
-def find_best(
-    problem: Problem, goal: Goal, *, memory_bytes: float | None = None, token_s: float | None = None
-) -> list[Solution]:
-    """The best plan of each mode within the limits, the best first."""
-    power_w = problem.rates.power_w or 1.0
-    ranked: list[tuple[float, Solution]] = []
-    for mode in problem.modes:
-        best: tuple[float, Solution] | None = None
-        path = _draw_path(problem, mode, goal)
-        for kv, embedding, chunk in product(problem.kvs, problem.embeddings, problem.chunks):
-            most_s = float("inf") if token_s is None else token_s
-            bare = Solution(
-                mode=mode,
-                kv=kv,
-                embedding=embedding,
-                chunk=chunk,
-                io=problem.ios[0],
-                look_ahead=problem.look_aheads[-1]
-                if mode.predictor in LOOK_AHEAD_MODES
-                else "none",
-                resident=(),
-                dense=(),
-                lent_bytes=0.0,
-                token_s=problem.head_s + kv.token_s + embedding.token_s,
-                memory_bytes=_count_fixed(problem, mode, kv, embedding, chunk),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A wish, what its device does, and what the model and device leave open."""
+
+    wish: Wish
+    rates: Rates
+    bundle: BundleLayout
+    predictors: tuple[PredictorMode, ...]
+    ios: tuple[IoChoice, ...]
+    look_aheads: tuple[LookAhead, ...]
+    activities: Mapping[PredictorMode, Activity]
+    by_expert: bool = False
+    """Whether the store's order puts an expert's neurons together."""
+    frames: dict[tuple[Choices, bool], Frame] = field(default_factory=dict)
+    """Known ones; the same for all memories."""
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.wish.model.layer_neurons * self.bundle.stride
+
+    @property
+    def unit_kinds(self) -> list[UnitKind]:
+        dense = self.rates.dense
+        return [] if dense is None else [self.wish.device.units[dense.name].kind]
+
+    @property
+    def runtime_bytes(self) -> int:
+        """The segment ``runtime`` of the budget that is asked for, if any."""
+        return count_runtime(self.wish.model, self.wish.memory_bytes or 0, units=self.unit_kinds)
+
+    @property
+    def kv_types(self) -> tuple[KvType, ...]:
+        """fp16, and int8 unless the result may not change."""
+        return ("fp16",) if self.wish.exact else ("fp16", "int8")
+
+    @property
+    def embeddings(self) -> tuple[Place, ...]:
+        """In memory, or on flash unless it is also the head or reads are unmeasured."""
+        if self.wish.model.tied_head or self.rates.flash is None:
+            return ("resident",)
+        return ("resident", "flash")
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return list_chunks(self.wish.model, self.wish.context)
+
+    def make_values(self, choices: Choices) -> dict[str, Any]:
+        """A plan without sizes and shares of neurons."""
+        values = make_plan_values(
+            self.wish,
+            predictor=choices.predictor,
+            kv=choices.kv,
+            chunk=choices.chunk,
+            bundle=self.bundle,
+        )
+        if choices.embedding == "flash":
+            values["memory"]["embedding"] = "flash"
+        if choices.lends:
+            values["kv"]["lend"] = True
+        return values
+
+    def find_frame(self, choices: Choices, *, whole: bool) -> Frame:
+        """The plan around its neurons, all of which are in memory if it is ``whole``."""
+        bare = replace(choices, cached=0.0, dense=float(choices.dense > 0.0), by_activity=False)
+        if (bare, whole) not in self.frames:
+            self.frames[bare, whole] = self._make_frame(bare, whole=whole)
+        return self.frames[bare, whole]
+
+    def _make_frame(self, choices: Choices, *, whole: bool) -> Frame:
+        wish, values = self.wish, self.make_values(choices)
+        dense, least = self.rates.dense, 0.0
+        if dense is not None and choices.dense > 0.0:
+            (cpu,) = values["layers"]["split"]
+            least = 1.0 / SHARE_STEPS
+            values["layers"]["split"] = {dense.name: least, cpu: 1.0 - least}
+            kinds = {wish.device.units[name].kind for name in (cpu, dense.name)}
+            values["backends"] = choose_backends(kinds)
+            divide_rest(wish, self.rates, values)
+        values["layers"]["hot"] = 1.0 if whole else least
+        values["io"] = self.ios[0].write()
+        values["pipeline"] = {"cluster": _CLUSTER, "phases": 1}
+        if choices.predictor in LOOK_AHEAD_MODES:
+            values["decode"]["look_ahead"] = self.look_aheads[-1]
+        if choices.predictor == "low-rank" and wish.leave_out > 0.0:
+            values["decode"]["leave_out"] = wish.leave_out
+        resolved = resolve_values(values, wish.device, wish.model)
+        activity = self.activities[choices.predictor]
+        return Frame(
+            resolved=resolved,
+            description=describe_plan(resolved, self.rates, store=wish.store, activity=activity),
+            least_cold_bytes=0 if whole else find_needs(resolved).cold.bytes,
+            lent_bytes=count_lent_bytes(resolved),
+        )
+
+
+def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:
+    """Choices that device and model leave; by default the closest ``bundle``."""
+    model = wish.model
+    if bundle is None:
+        least = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
+        bundle = model.lay_out_bundle(least)
+    modes, ahead = list_predictors(wish)
+    activities = {
+        mode: describe_activity(model, mode, wish.store, batch=wish.batch) for mode in modes
+    }
+    ios: tuple[IoChoice, ...] = (_STREAMS,)
+    if rates.flash is not None:
+        range_bytes = find_range_bytes(model, bundle.stride, wish.store)
+        run = 1
+        if "router" in modes:
+            values = make_plan_values(
+                wish, predictor="router", kv="fp16", chunk=SHORT_CHUNK, bundle=bundle
             )
-            for found, dense_j in _lend(problem, path, bare, goal, memory_bytes, most_s):
-                prompt_s = _PROMPT_PART * _time_prompt_token(problem, chunk)
-                match goal:
-                    case "memory":
-                        score = found.memory_bytes + (found.token_s + prompt_s) * 1e6
-                    case "energy":
-                        score = power_w * (found.token_s + prompt_s) + dense_j
-                    case "time":
-                        score = found.token_s + prompt_s
-                score += found.memory_bytes * 1e-15
-                if best is None or score < best[0]:
-                    best = score, found
-        ranked += [] if best is None else [best]
-    return [solution for _, solution in sorted(ranked, key=lambda item: item[0])]
+            run = count_run(resolve_values(values, wish.device, model), wish.store)
+        listed = list_io_choices(rates.flash, bundle.stride, range_bytes, rates.room_s, run=run)
+        # UFS is the storage of phones, whose system forbids programs to use io_uring.
+        ios = tuple(x for x in listed if x.engine == "pread" or rates.flash.has_io_uring)
+    stored = read_stored(wish.store)
+    return Problem(
+        wish=wish,
+        rates=rates,
+        bundle=bundle,
+        predictors=tuple(modes),
+        ios=ios,
+        look_aheads=ahead,
+        activities=activities,
+        by_expert=stored is not None and stored.order == "expert",
+    )
 
 
-def _time_prompt_token(problem: Problem, chunk: ChunkChoice) -> float:
-    """Seconds per prompt token that depend on the chunk: all neurons stream or unpack."""
-    layers = sum(group.count for group in problem.groups)
-    size = layers * problem.neurons * problem.stride
-    flash = problem.rates.flash
-    rate = problem.rates.gather.bytes_s if flash is None else flash.find_stream_rate()
-    return size / rate / chunk.tokens + chunk.pass_s
+def list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, ...]]:
+    """Ways to find neurons, and when reads may begin."""
+    model = wish.model
+    exact: PredictorMode = "none" if model.moe is None else "router"
+    modes: list[PredictorMode] = []
+    if model.predictor is not None and not wish.exact:
+        modes.append("low-rank")
+    if not model.is_smooth or model.cut_layers:
+        modes.append("gate")
+    if exact == "router" and "low-rank" not in modes:
+        modes.append(exact)
+    if not modes or model.cut_layers:
+        # With everything in memory, gates may take more of it than they save time.
+        modes.append(exact)
+    return modes, ("none", "layer") if LOOK_AHEAD_MODES.intersection(modes) else ("none",)
 
 
-def _count_fixed(
-    problem: Problem, mode: Mode, kv: KvChoice, embedding: EmbeddingChoice, chunk: ChunkChoice
-) -> float:
-    """Bytes of everything but neurons, and for rounding."""
-    spare = 2.0 * MIB  # sizes are written in whole MiB, rounded up: hot, and the cache
-    if problem.unit_bytes is not None:
-        # A unit's share is rounded down, and what that leaves is in main memory.
-        layers = sum(group.count for group in problem.groups)
-        spare += layers * problem.neurons * problem.stride / SHARE_STEPS
-    spare += problem.unit_rows_bytes
-    fixed = mode.predictor_bytes + kv.bytes + embedding.bytes + chunk.workspace_bytes
-    return problem.runtime_bytes + spare + fixed
+def list_least(problem: Problem) -> list[Choices]:
+    """The choices of each predictor that take the least memory, before shares are chosen."""
+    smallest = problem.kv_types[-1], problem.embeddings[-1], problem.chunks[0]
+    kv, embedding, chunk = smallest
+    return [
+        Choices(predictor=predictor, kv=kv, embedding=embedding, chunk=chunk, cached=share)
+        for predictor in problem.predictors
+        for share in _list_cached(predictor)[-1:]
+    ]
 
 
-def _weigh(problem: Problem, goal: Goal, point: Point) -> float:
-    """What a point of a curve costs: seconds, or joules."""
-    if goal != "energy":
-        return point.seconds
-    return (problem.rates.power_w or 1.0) * point.seconds + _add_power(problem) * point.dense_s
-
-
-def _add_power(problem: Problem) -> float:
-    rates = problem.rates
-    return max((rates.both_w or 0.0) - (rates.power_w or 0.0), 0.0)
-
-
-def _draw_path(problem: Problem, mode: Mode, goal: Goal) -> _Path:
-    first, steps = [], []
-    for number, (group, curve) in enumerate(zip(problem.groups, mode.curves, strict=True)):
-        rungs = _list_rungs(curve, [_weigh(problem, goal, point) for point in curve])
-        hull = _find_hull(rungs)
-        first.append(rungs[0][0])
-        for (low, cost), (high, less) in pairwise(hull):
-            worth = (cost - less) / (high.bytes - low.bytes)
-            between = [point for point, _ in rungs if low.bytes <= point.bytes <= high.bytes]
-            for before, after in pairwise(between):
-                steps.append(
-                    _Step(
-                        group=number,
-                        before=before,
-                        after=after,
-                        bytes=group.count * (after.bytes - before.bytes),
-                        seconds=group.count * (after.seconds - before.seconds),
-                        worth=worth,
-                    )
-                )
-    steps.sort(key=lambda step: -step.worth)
-    return _Path(mode=mode, first=tuple(first), steps=tuple(steps))
-
-
-def _list_rungs(curve: Sequence[Point], costs: Sequence[float]) -> list[tuple[Point, float]]:
-    """Points with their costs, each larger and cheaper than the one before."""
-    rungs: list[tuple[Point, float]] = []
-    for point, cost in sorted(zip(curve, costs, strict=True), key=lambda item: item[0].bytes):
-        if rungs and cost >= rungs[-1][1]:
+def count_least(problem: Problem) -> list[tuple[int, Choices]]:
+    """The smallest budgets of any plans, and their choices, ascending."""
+    found = []
+    for choices in list_least(problem):
+        values = problem.make_values(choices)
+        whole = problem.rates.flash is None
+        values["layers"]["hot"] = float(whole)
+        resolved = resolve_values(values, problem.wish.device, problem.wish.model)
+        if whole:
+            found.append((fit_plan(resolved, None).plan.memory.budget, choices))
             continue
-        if rungs and point.bytes <= rungs[-1][0].bytes + 1.0:
-            rungs.pop()
-        rungs.append((point, cost))
-    return rungs
+        try:
+            fit_plan(resolved, MIB)
+        except Shortage as shortage:
+            found.append((shortage.needed_bytes, choices))
+    return sorted(found, key=lambda item: item[0])
 
 
-def _find_hull(rungs: Sequence[tuple[Point, float]]) -> list[tuple[Point, float]]:
-    """The rungs on the convex line below all."""
-    hull: list[tuple[Point, float]] = []
-    for rung in rungs:
-        while len(hull) > 1 and _turns_down(hull[-2], hull[-1], rung):
-            hull.pop()
-        hull.append(rung)
-    return hull
+def find_best(problem: Problem, goal: Goal, memory_bytes: int) -> list[tuple[Choices, Layout]]:
+    """The best choices of each predictor within a memory, the best first."""
+    ranked = []
+    for start in list_least(problem):
+        if problem.rates.dense is not None:
+            start = replace(start, cached=_list_cached(start.predictor)[0], dense=LEAST_DENSE)
+        score = partial(_score, problem, goal, memory_bytes)
+        best, least = start, score(start)
+        for _ in range(_ROUNDS):
+            before = best
+            for respect in _RESPECTS:
+                for option in _vary(problem, best, respect, memory_bytes):
+                    if option != best and (found := score(option)) < least:
+                        best, least = option, found
+            if best == before:
+                break
+        layout = lay_out(problem, best, memory_bytes)
+        if layout is not None and least < inf:
+            ranked.append((least, best, layout))
+    return [(best, layout) for _, best, layout in sorted(ranked, key=lambda item: item[0])]
 
 
-def _turns_down(a: tuple[Point, float], b: tuple[Point, float], c: tuple[Point, float]) -> bool:
-    return (b[1] - a[1]) * (c[0].bytes - a[0].bytes) >= (c[1] - a[1]) * (b[0].bytes - a[0].bytes)
+def _list_cached(predictor: PredictorMode) -> tuple[float, ...]:
+    if predictor == "none":
+        return (0.0,)
+    # Which experts will be used, the cache finds out better than anybody knows before.
+    return (1.0,) if predictor == "router" else _CACHE_SHARES
 
 
-_HALVINGS = 8
+def _vary(problem: Problem, best: Choices, respect: str, memory_bytes: int) -> Sequence[Choices]:
+    """Choices that differ from ``best`` in one of `_RESPECTS`."""
+    match respect:
+        case "cached":
+            cached = [replace(best, cached=share) for share in _list_cached(best.predictor)]
+            if problem.rates.dense is None:
+                return cached
+            # Only hot neurons can be a unit's: both shares are chosen together.
+            return [
+                replace(item, dense=share)
+                for item in cached
+                for share in _list_dense(problem, item, memory_bytes)
+            ]
+        case "embedding":
+            return [replace(best, embedding=place) for place in problem.embeddings]
+        case "kv":
+            return [replace(best, kv=kv) for kv in problem.kv_types]
+        case "lends":
+            own = (False,) if best.predictor == "none" else (False, True)
+            return [replace(best, lends=lends) for lends in own]
+        case "chunk":
+            return [replace(best, chunk=chunk) for chunk in problem.chunks]
+    alike = len({id(item) for item in problem.activities[best.predictor][0]}) == 1
+    return [replace(best, by_activity=sorts) for sorts in (False, not alike)]
 
 
-def _lend(
-    problem: Problem,
-    path: _Path,
-    bare: Solution,
-    goal: Goal,
-    memory_bytes: float | None,
-    most_s: float,
-) -> Iterator[tuple[Solution, float]]:
-    """Without lending, and with as much of the context's memory as the cache may have."""
-    yield from _spend(problem, path, bare, goal, memory_bytes, most_s)
-    low, high = 0.0, float(bare.kv.lent_bytes)
-    found: list[tuple[Solution, float]] = []
-    for number in range(_HALVINGS if path.mode.lends and high > 0.0 else 0):
-        lent = high if number == 0 else (low + high) / 2
-        bare = replace(bare, lent_bytes=lent)
-        tried = list(_spend(problem, path, bare, goal, memory_bytes, most_s))
-        if tried and number == 0:
-            yield from tried
-            return
-        low, high, found = (lent, high, tried) if tried else (low, lent, found)
-    yield from found
+def _list_dense(problem: Problem, choices: Choices, memory_bytes: int) -> list[float]:
+    """Shares of a dense unit: the least, half of the one with which both units are ready together,
+    that one, and all that it may have."""
+    unit = problem.rates.dense
+    assert unit is not None
+    model, least, most = problem.wish.model, LEAST_DENSE, 1.0
+    if (memory := problem.wish.find_unit_memory(unit.name)) is not None:
+        most = min(memory / (model.shape.layers * problem.layer_bytes), 1.0)
+    low, high = least, max(most, least)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        layout = lay_out(problem, replace(choices, dense=middle), memory_bytes)
+        if layout is None:
+            high = middle
+            continue
+        kind = max(layout.kinds, key=lambda item: item.count)
+        cost = layout.frame.description.cost_layer(kind)
+        busy_s = cost.predict_s + cost.look_up_s + cost.compute_s
+        low, high = (middle, high) if cost.dense_s < busy_s else (low, middle)
+    return [least, max(low / 2, least), low, high, max(most, least)]
 
 
-def _spend(
-    problem: Problem,
-    path: _Path,
-    bare: Solution,
-    goal: Goal,
-    memory_bytes: float | None,
-    most_s: float,
-) -> Iterator[tuple[Solution, float]]:
-    """The path as far as memory goes, or as the goal wants it, and joules of the dense unit;
-    nothing where the limits do not let it begin or end."""
-    groups, points = problem.groups, list(path.first)
-    seconds = bare.token_s + sum(
-        group.count * point.seconds for group, point in zip(groups, points, strict=True)
-    )
-    size = (
-        bare.memory_bytes
-        - bare.lent_bytes
-        + sum(group.count * point.bytes for group, point in zip(groups, points, strict=True))
-    )
-    limit = float("inf") if memory_bytes is None else memory_bytes
-    if size > limit:
-        return
-    mode, layer = path.mode, problem.neurons * problem.stride
+def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Layout | None:
+    """Where the neurons are within a memory; None if it is too small."""
+    wish, unit = problem.wish, problem.rates.dense
+    streams = problem.rates.flash is None
+    frame = problem.find_frame(choices, whole=streams)
+    dense = choices.dense if unit is not None else 0.0
+    own = unit is not None and wish.find_unit_memory(unit.name) is not None
+    model = wish.model
+    units = problem.unit_kinds if dense > 0.0 else []
+    room = find_room(frame.resolved, memory_bytes, count_runtime(model, memory_bytes, units=units))
+    whole = model.shape.layers * problem.layer_bytes
+    if dense > 0.0 and unit is not None:
+        # The rows of projections that the unit has, and its share, which is rounded down.
+        rows = 0 if streams else find_needs(frame.resolved).hot.bytes
+        room -= whole // SHARE_STEPS if own else rows - whole // SHARE_STEPS
+    room -= _SPARE_BYTES
+    resident = (room + own * dense * whole) / whole
+    if resident >= 1.0 - 1e-6:
+        frame = problem.find_frame(replace(choices, lends=False), whole=True)
+        return _place(frame, choices, 1.0, 0, dense)
+    if streams:
+        return None
     # Once the context is full, the cache has to work with what is its own.
-    cold, least = 0.0, mode.least_cold_bytes + bare.lent_bytes if mode.lends else 0.0
-    for step in path.steps:
-        part = min((limit - size) / step.bytes, 1.0)
-        added = groups[step.group].count * mode.cache_shares[step.group] * layer
-        added *= step.after.resident - step.before.resident
-        if step.worth < _BYTE_WORTH[goal]:
-            needed = (least - cold) / added if cold < least and added > 0.0 else 0.0
-            if seconds > most_s and step.seconds < 0.0:
-                needed = max(needed, (most_s - seconds) / step.seconds)
-            part = min(part, needed)
-        points[step.group] = _mix(step.before, step.after, part)
-        size, seconds = size + part * step.bytes, seconds + part * step.seconds
-        cold += part * added
-        if part < 1.0:
-            break
-    if cold < least * (1.0 - 1e-9) or seconds > most_s * (1.0 + 1e-9):
-        return
-    dense_s = sum(group.count * p.dense_s for group, p in zip(groups, points, strict=True))
-    solution = replace(
-        bare,
-        resident=tuple(point.resident for point in points),
-        dense=tuple(point.dense for point in points),
-        token_s=seconds,
-        memory_bytes=size,
+    cached = (
+        0.0 if choices.predictor == "none" else max(choices.cached * room, frame.least_cold_bytes)
     )
-    yield solution, _add_power(problem) * dense_s
+    hot = resident - cached / whole
+    cached += choices.lends * frame.lent_bytes
+    # Plans with sizes round otherwise: at the least memory they decide.
+    if hot * whole < -_SPARE_BYTES or dense > max(hot, 0.0) + 1e-9:
+        return None
+    return _place(frame, choices, max(hot, 0.0), cached / problem.bundle.stride, dense)
 
 
-def _mix(before: Point, after: Point, part: float) -> Point:
-    def mix(first: float, second: float) -> float:
-        return first + part * (second - first)
-
-    return Point(
-        resident=mix(before.resident, after.resident),
-        dense=mix(before.dense, after.dense),
-        bytes=mix(before.bytes, after.bytes),
-        seconds=mix(before.seconds, after.seconds),
-        dense_s=mix(before.dense_s, after.dense_s),
+def _place(frame: Frame, choices: Choices, hot: float, slots: float, dense: float) -> Layout | None:
+    """Divide hot neurons and the cache's ``slots`` among the layers."""
+    kinds = frame.description.kinds
+    hots = _find_hot_shares(kinds, hot) if choices.by_activity else [hot] * len(kinds)
+    absent = [
+        (1.0 - share) * kind.activity.neurons * (not kind.is_whole)
+        for kind, share in zip(kinds, hots, strict=True)
+    ]
+    total = sum(item * kind.count for item, kind in zip(absent, kinds, strict=True))
+    part = min(slots / total, 1.0) if total > 0.0 else 0.0
+    return Layout(
+        frame=frame,
+        kinds=tuple(
+            replace(
+                kind, hot=share, cold=part * item / kind.activity.neurons, dense=min(dense, share)
+            )
+            for kind, share, item in zip(kinds, hots, absent, strict=True)
+        ),
     )
+
+
+def _find_hot_shares(kinds: Sequence[LayerKind], hot: float) -> list[float]:
+    """Shares by kind that keep the neurons which are used most, as many as ``hot`` of all."""
+    chances = [
+        np.ones(1) if kind.is_whole else average_chances(kind.activity.named) for kind in kinds
+    ]
+    owners = np.repeat(np.arange(len(kinds)), [len(item) for item in chances])
+    parts = [kind.count / len(item) for item, kind in zip(chances, kinds, strict=True)]
+    weights = np.array(parts)[owners]
+    order = np.argsort(-np.concatenate(chances), kind="stable")
+    left = hot * sum(kind.count for kind in kinds)
+    before = np.cumsum(weights[order]) - weights[order]
+    kept = np.clip(left - before, 0.0, weights[order])
+    sums = np.bincount(owners[order], kept, len(kinds))
+    return [float(found / kind.count) for found, kind in zip(sums, kinds, strict=True)]
+
+
+def _score(problem: Problem, goal: Goal, memory_bytes: int, choices: Choices) -> float:
+    """Seconds or joules of a token and a part of a prompt's; infinite if it is too large."""
+    layout = lay_out(problem, choices, memory_bytes)
+    if layout is None:
+        return inf
+    described = layout.frame.description
+    costs = [(kind.count, described.cost_layer(kind)) for kind in layout.kinds]
+    token_s = described.head_s + problem.wish.batch * described.embedding_s
+    token_s += sum(count * (cost.total_s + _READ_PART * cost.read_s) for count, cost in costs)
+    token_s += _PROMPT_PART * _time_prompt_token(problem, choices)
+    if goal == "energy" and problem.rates.power_w is not None:
+        dense_s = sum(count * cost.dense_s for count, cost in costs)
+        power_w = problem.rates.power_w
+        more_w = max((problem.rates.both_w or 0.0) - power_w, 0.0)
+        token_s = power_w * token_s + more_w * dense_s
+    return token_s
+
+
+def _time_prompt_token(problem: Problem, choices: Choices) -> float:
+    """Seconds per prompt token that depend on the chunk: all neurons stream or unpack."""
+    wish, rates = problem.wish, problem.rates
+    layers = wish.model.shape.layers
+    rate = rates.gather.bytes_s if rates.flash is None else rates.flash.find_stream_rate()
+    weights = problem.find_frame(choices, whole=True).description.sizes.neuron_weights
+    once_s = 0.0 if rates.dense_many is None else rates.dense_many[0]
+    touched = 1.0
+    if wish.model.moe is not None:
+        routes = describe_activity(wish.model, "router", wish.store)[0]
+        touched = mean(item.count_united(choices.chunk) / item.neurons for item in routes)
+    pass_s = layers * wish.model.layer_neurons * weights * once_s * touched
+    return (layers * problem.layer_bytes / rate + pass_s) / choices.chunk

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _CLOSE = 1 / 128
 """Part of a memory that is not worth another plan."""
-_STEP = 1.1
-"""Ratio of neighbouring memories that are tried around an estimate."""
 _MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
 """Parts of the time of a token that the program may take for a plan of least energy."""
 
@@ -88,9 +86,7 @@ def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> Plan
         return make_plan(replace(wish, memory_bytes=size, objective="speed"))
 
     def find_least(fastest: PlannedPlan) -> PlannedPlan:
-        guess = next(iter(_try(make_plan, replace(wish, objective="memory"))), fastest)
-        size = guess.resolved.plan.memory.budget
-        return _shrink(float(wish.tokens_s or 0.0), fastest, plan_at, bounds[0], size)
+        return _shrink(float(wish.tokens_s or 0.0), fastest, plan_at, bounds[0])
 
     fastest = plan_at(limit)
     if fastest.cost.tokens_s < wish.tokens_s:
@@ -107,21 +103,17 @@ def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> Plan
 
 
 def _shrink(
-    tokens_s: float, best: PlannedPlan, plan_at: Callable[[int], PlannedPlan], low: int, guess: int
+    tokens_s: float, best: PlannedPlan, plan_at: Callable[[int], PlannedPlan], low: int
 ) -> PlannedPlan:
     """The plan with the least memory, from ``low`` to the memory of ``best``, that is so fast."""
-    size, high = guess, best.resolved.plan.memory.budget
+    high = best.resolved.plan.memory.budget
     while high - low > max(16 * MIB, high * _CLOSE):
-        size = round_up(size, MIB)
-        if not low < size < high:
-            size = round_up((low + high) // 2, MIB)
+        size = round_up((low + high) // 2, MIB)
         found = next(_try(plan_at, size), None)
         if found is not None and found.cost.tokens_s >= tokens_s:
             best, high = found, size
-            size = max(int(size / _STEP), (low + high) // 2)
         else:
             low = size
-            size = min(int(size * _STEP), (low + high) // 2)
     return best
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.caches import is_gguf
+from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import fit_plan, round_share, write_memory
 from pi2.fitting.check import check_file
 from pi2.fitting.completion import choose_backends, resolve_values
-from pi2.fitting.sizes import find_needs
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from pi2.costs.kernel_times import Rates
     from pi2.fitting.check import Report
     from pi2.plan.toml.source import Kind
-    from pi2.planning.problem import Problem
-    from pi2.planning.search import Solution
+    from pi2.planning.search import Choices, Layout, Problem
 
 LEAST_DENSE = 0.02
 """Share of a layer that a unit is given which does not compute more for waiting for flash."""
@@ -122,61 +121,33 @@ class Wish:
         return None if memory is None else self.unit_memory.get(name, memory.capacity or 0)
 
 
-def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
-    """The plan of a solution, with sizes."""
-    wish, mode = problem.wish, solution.mode
-    values = make_plan_values(
-        wish,
-        predictor=mode.predictor,
-        kv=solution.kv.type,
-        chunk=solution.chunk.tokens,
-        bundle=problem.bundle,
-    )
-    if solution.embedding.place == "flash":
-        values["memory"]["embedding"] = "flash"
-    if solution.lent_bytes > 0.0:
-        values["kv"]["lend"] = True
-    hots = [0.0] * wish.model.shape.layers
-    denses = [0.0] * wish.model.shape.layers
-    for group, resident, dense, cached in zip(
-        problem.groups, solution.resident, solution.dense, mode.cache_shares, strict=True
-    ):
-        whole = mode.cache_share == 0.0 or resident >= 1.0 - 1e-6
-        hot = 1.0 if whole else round_share(resident * (1.0 - cached))
-        for layer in group.layers:
-            hots[layer] = hot
-            denses[layer] = round_share(min(dense, hot))
-    if problem.rates.fair_share > 0.0 and max(denses) <= 0.0:
-        # The program counts on its help with projections, which it has for any neurons at all.
-        denses = [round_share(min(LEAST_DENSE, hot)) for hot in hots]
+def write_values(
+    problem: Problem, choices: Choices, layout: Layout, memory_bytes: int
+) -> dict[str, Any]:
+    """The plan of what a search found, with sizes; raises `Shortage` by a hair's breadth."""
+    wish, values = problem.wish, problem.make_values(choices)
+    hots, denses = layout.write()
+    hots = [1.0 if hot >= 1.0 - 1e-6 else round_share(hot) for hot in hots]
+    denses = [round_share(min(dense, hot)) for dense, hot in zip(denses, hots, strict=True)]
     values["layers"] = _write_layers(problem, hots, denses)
     if max(denses) > 0.0:
         divide_rest(wish, problem.rates, values)
     kinds = {wish.device.units[name].kind for name in list_split_units(values["layers"])}
     values["backends"] = choose_backends(kinds)
-    unit = problem.rates.dense
+    unit, whole = problem.rates.dense, min(hots) >= 1.0
     if unit is not None and unit.name in wish.unit_memory and max(denses) > 0.0:
         size = round_size(wish.unit_memory[unit.name])
         values["memory"]["units"] = {unit.name: {"budget": format_bytes(size)}}
-    resolved = resolve_values(values, wish.device, wish.model)
-    budget = None if wish.memory_bytes is None else round_size(wish.memory_bytes)
-    cold_bytes = None
-    if budget is None or wish.objective == "memory":  # else the rest helps
-        own = problem.unit_bytes is not None
-        resident_bytes = sum(
-            (share - dense * own) * group.count * problem.neurons * problem.stride
-            for group, share, dense in zip(
-                problem.groups, solution.resident, solution.dense, strict=True
-            )
-        )
-        cold_bytes = int(resident_bytes - find_needs(resolved).hot.bytes - solution.lent_bytes)
-    fitted = fit_plan(resolved, budget, cold_bytes=cold_bytes).plan
-    values["memory"] |= write_memory(fitted)
-    values["layers"] = fitted.layers.model_dump(exclude_unset=True)
-    values["io"] = solution.io.write()
+    if whole:
+        values["kv"].pop("lend", None)
+    fitted = fit_plan(resolve_values(values, wish.device, wish.model), round_size(memory_bytes))
+    values["memory"] |= write_memory(fitted.plan)
+    values["layers"] = fitted.plan.layers.model_dump(exclude_unset=True)
+    values["io"] = problem.ios[0].write()
     # Where nothing is read there is nothing to look ahead for, or to leave out.
-    values["decode"]["look_ahead"] = "none" if min(hots) >= 1.0 else solution.look_ahead
-    if wish.leave_out > 0.0 and mode.predictor == "low-rank" and min(hots) < 1.0:
+    looks = choices.predictor in LOOK_AHEAD_MODES and not whole
+    values["decode"]["look_ahead"] = problem.look_aheads[-1] if looks else "none"
+    if wish.leave_out > 0.0 and choices.predictor == "low-rank" and not whole:
         values["decode"]["leave_out"] = wish.leave_out
     return values
 

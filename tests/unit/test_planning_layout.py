@@ -136,7 +136,7 @@ def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = StoredLayout(stride=7168, order="expert")
-    for module in ("planning.planner", "planning.problem", "costs.settings"):
+    for module in ("planning.planner", "planning.search", "costs.settings"):
         monkeypatch.setattr(f"pi2.{module}.read_stored", lambda store: stored)
     # 14 us for a read and 0.7 us for a KiB.
     device = make_device({"7 KiB": "379 MB/s", "28 KiB": "853 MB/s"})
