@@ -84,7 +84,7 @@ class Products:
         self._codes: dict[tuple[str, int, int], int] = {}
         self._grids: dict[str, U8] = {}
         self._vectors: dict[tuple[str, int | None, int, float], F32] = {}
-        """By key, layer, mixer and offset, or by length and value."""
+        """By name, layer, mixer and offset, or by length and value."""
         self._orders: dict[tuple[int, ...], I64] = {}
         self._growths: dict[bytes, F32] = {}
         self._scratch_size = self._partial_size = 0
@@ -174,7 +174,9 @@ class Products:
 
     def read_vector(self, key: str, layer: int | None, offset: float = 0.0) -> int:
         """Return the address of a vector as float32; 0 where the model has none."""
-        place = key, layer, self.mixer, offset
+        pattern = getattr(self._model.tensors, key, None)
+        # Two keys may name one tensor.
+        place = pattern or key, layer, self.mixer, offset
         if place not in self._vectors:
             weight = self.find(key, layer)
             if weight is None:

@@ -89,7 +89,8 @@ def cut_rows(
 ) -> list[tuple[int, Piece]]:
     """Pieces of whole rows, a multiple of ``multiple`` except the last, of about as many bytes;
     rows that belong together stay together."""
-    multiple = max(multiple, tensor.together)
+    if tensor.together > 1:
+        multiple = -(-multiple // tensor.together) * tensor.together
     rows = max(multiple, piece_bytes // tensor.row_bytes // multiple * multiple)
     return [
         (

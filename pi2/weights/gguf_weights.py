@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -164,7 +165,8 @@ class GgufWeights(TensorFiles):
 
     def read_vector(self, key: str, layer: int = 0, mixer: int = 0) -> F32 | None:
         """The numbers of a small tensor, as in the model's original, all experts one after the
-        other; of a layer with a state, as `list_state_tensors` has them; None if there is none.
+        other; of a layer with a state, as `list_state_tensors` has them; biases of queries and
+        keys in the order of the file's rows. None if there is none.
 
         Raises `UserError` P532 or P535 as `SourceTensor.read`."""
         if (layer, mixer) in self._vectors:
@@ -179,6 +181,10 @@ class GgufWeights(TensorFiles):
             self.checkpoint.tensors.get(fill_name(pattern, layer, expert, mixer=mixer))
             for expert in range(count)
         ]
+        if key in ("query_bias", "key_bias"):
+            found = [
+                replace(own, order=None) if isinstance(own, GgufTensor) else own for own in found
+            ]
         read = [tensor.read().reshape(-1) for tensor in found if tensor is not None]
         return np.concatenate(read).astype(np.float32) if read else None
 

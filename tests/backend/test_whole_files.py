@@ -1,4 +1,4 @@
-"""A small GGUF file of each architecture runs as it is, and gives the reference's logits."""
+"""GGUF files of golden models that run as they are: sequences, KV caches, and prefixes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.weights.file_reading import FileFiller
 from tests.helpers.goldens import check_sequences_together, measure_error
 from tests.helpers.whole_files import FLIPPED, NEAR, SETTINGS, WholeFile
 
@@ -34,33 +33,6 @@ Open = Callable[[str], WholeFile]
 @pytest.fixture(scope="module")
 def open_file(tmp_path_factory: pytest.TempPathFactory) -> Open:
     return cache(lambda name: WholeFile(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_and_its_tokens_one_by_one_give_the_logits_of_the_reference(
-    name: str, open_file: Open
-) -> None:
-    own = open_file(name)
-    assert FileFiller().runs_as_it_is(own.file)
-    with own.open() as model:
-        own.check(model.logits(own.prompt))
-        own.check(model.logits(own.prompt, mode="decode"))
-        # More than is stated would have been refused.
-        uses = model.measure_segments()
-        assert {"runtime", "attention", "kv", "workspace"} <= uses.keys()
-        assert all(use.taken_bytes is not None for use in uses.values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_streamed_matrices_give_the_bits_of_resident_ones(name: str, open_file: Open) -> None:
-    own = open_file(name)
-    with own.open() as model:
-        whole = [model.logits(own.prompt, mode=mode).copy() for mode in ("prefill", "decode")]
-    with own.stream() as model:
-        streamed = [model.logits(own.prompt, mode=mode).copy() for mode in ("prefill", "decode")]
-        assert model.stats.flash_read_bytes > 0
-    for one, other in zip(whole, streamed, strict=True):
-        assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", NAMES)
