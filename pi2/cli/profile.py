@@ -140,7 +140,7 @@ def publish(file: Path, into: Path, replace: bool) -> None:
     Checks it, removes serial numbers, account names and home folders, and writes it to
     devices/ID.device.toml in a clone.  Prints its SHA-256 and the next steps."""
     from pi2.plan.toml.source import display_path
-    from pi2.sharing.publishing import prepare_profile, write_profile
+    from pi2.sharing.project import prepare_profile, write_profile
 
     prepared = prepare_profile(file)
     for line in prepared.stripped:

@@ -23,7 +23,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.costs import USUAL_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import find_block_bytes
-from pi2.plan.checking.rules.sparsity import find_other_choice
+from pi2.plan.checking.rules.stated import find_other_choice
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments

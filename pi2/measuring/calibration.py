@@ -22,7 +22,7 @@ from pi2.measuring.magnitudes import (
 from pi2.measuring.texts import Passages, Scores, Window, join_scores, score_windows
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.checking.rules.sparsity import explain_method
+from pi2.plan.checking.rules.stated import explain_method
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Sparsity, SparsityMethod
 from pi2.plan.documents.quantities import format_bytes

@@ -13,6 +13,7 @@ from pi2.cli.main import run
 from pi2.diagnostics.texts import render_full as full
 from pi2.fitting.check import check_file
 from pi2.fitting.rules import list_rules
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking import rules
 from pi2.plan.documents.common import find_type
 from pi2.plan.documents.device import Device
@@ -83,9 +84,16 @@ def test_stated_rules_name_keys_of_documents() -> None:
         for text in list_expressions(table):
             for name in list_names(parse_expression(text.replace("{each}", "shape.layers"))):
                 kind, _, key = name.partition(".")
-                if name in ("each", "case", *kinds):
+                if name.partition(".")[0] in ("each", "case", "item", "n"):
                     continue
-                if len(table["of"]) == 1:
+                if table["of"] == ["resolved"]:
+                    first, _, name = name.partition(".")
+                    known = {*ResolvedPlan.__dataclass_fields__, *vars(ResolvedPlan)}
+                    assert first in known, (code, first)
+                    name = f"{first}.{name}" if first in kinds else ""
+                if name in ("", *kinds):
+                    continue
+                if len(table["of"]) == 1 and table["of"] != ["resolved"]:
                     kind, key = table["of"][0], name
                 *outer, last = key.split(".")
                 is_known = find_type(kinds[kind], (*outer, last)) is not None

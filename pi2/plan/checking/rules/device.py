@@ -1,9 +1,11 @@
-"""Rules about devices and threads."""
+"""Rules about devices, threads, memory and the sizes of bundles."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
+from pi2.plan.arithmetic.resolved import has_packable_shape, uses_main_memory
+from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.device import (
     ComputeFigure,
@@ -23,11 +25,15 @@ from pi2.plan.documents.quantities import (
     SECOND_UNITS,
     WATT_UNITS,
     Units,
+    approximate_bytes,
     approximate_number,
     format_bytes,
     format_quantity,
+    write_least,
+    write_most,
 )
 from pi2.plan.toml.text import KeyPath
+from pi2.plan.weights.layout import round_up
 
 
 @rule("P252", "error", "device")
@@ -50,35 +56,6 @@ def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
                     "give every cluster its own id",
                 )
             seen.add(cluster.id)
-
-
-@rule("P250", "error", "device")
-def check_device_memory_order(facts: Facts) -> Iterator[Finding]:
-    device = facts.device
-    memories: list[tuple[KeyPath, Memory]] = [(("memory",), device.memory)]
-    for name, unit in device.units.items():
-        if unit.memory is not None:
-            memories.append((("units", name, "memory"), unit.memory))
-    for path, memory in memories:
-        if memory.usable is None or memory.capacity is None or memory.usable <= memory.capacity:
-            continue
-        capacity = format_bytes(memory.capacity)
-        yield Finding(
-            (*path, "usable"),
-            f"usable memory is {format_bytes(memory.usable)}, installed are {capacity}",
-            origins=(Origin("device", (*path, "capacity"), f'capacity = "{capacity}"'),),
-        )
-
-
-@rule("P244", "error", "device")
-def check_device_named_by_file(facts: Facts) -> Iterator[Finding]:
-    name = facts.files["device"].name.removesuffix(".device.toml")
-    if facts.device.id != name:
-        yield Finding(
-            ("id",),
-            f"the id is `{facts.device.id}`, the file is called `{name}`",
-            f'write id = "{name}", or rename the file to {facts.device.id}.device.toml',
-        )
 
 
 _Bounds = tuple[float, float, Units | None]
@@ -213,3 +190,99 @@ def check_threads_fit_cores(facts: Facts) -> Iterator[Finding]:
             for name, number in clusters.items()
         ),
     )
+
+
+@rule("P201", "error", "plan", "device")
+def check_segments_fit_budget(facts: Facts) -> Iterator[Finding]:
+    memory = facts.plan.memory
+    sizes = {name: int(size) for name, size in memory.segments}
+    cold = sizes["cold"]
+    for name, unit in memory.units.items():
+        if name in facts.device.units and uses_main_memory(facts.plan, facts.device, name):
+            sizes[f"units.{name}"] = int(unit.budget)
+    total = sum(sizes.values())
+    excess = total - memory.budget
+    if excess <= 0:
+        return
+    largest = max(sizes, key=lambda name: sizes[name])
+    help_text = f"raise the budget to {write_least(total)}"
+    if cold > excess:
+        help_text += f", or lower cold to {write_most(cold - excess)}"
+    yield Finding(
+        ("memory", "budget"),
+        f"the segments{_name_units(sizes)} add up to {format_bytes(total)}, "
+        f"{approximate_bytes(excess)} more than the budget of {format_bytes(memory.budget)}",
+        help_text,
+        origins=(
+            Origin(
+                "plan",
+                _find_key(largest),
+                f"the largest is {largest} with {format_bytes(sizes[largest])}",
+            ),
+        ),
+    )
+
+
+def _name_units(sizes: Mapping[str, int]) -> str:
+    return " and units" if any(name.startswith("units.") for name in sizes) else ""
+
+
+def _find_key(name: str) -> KeyPath:
+    unit = name.removeprefix("units.")
+    return ("memory", "units", unit, "budget") if unit != name else ("memory", "segments", name)
+
+
+@rule("P221", "error", "plan", "device", "model")
+def check_stride_fits_blocks(facts: Facts) -> Iterator[Finding]:
+    stride, block = facts.plan.bundle.stride, find_block_bytes(facts.device)
+    model = facts.model
+    if not has_packable_shape(model):
+        return
+    used = model.lay_out_bundle(scales=facts.plan.bundle.scales).used_bytes
+    if stride < used or stride % block == 0:  # P220 speaks of a stride that is too small
+        return
+    origins: tuple[Origin, ...] = ()
+    if facts.device.storage.block_size is not None:
+        path = ("storage", "block_size")
+        origins = (Origin("device", path, f'block_size = "{format_bytes(block)}"'),)
+    yield Finding(
+        ("bundle", "stride"),
+        f"the stride of {stride} bytes is not a multiple of the device's block of {block} bytes",
+        f'write stride = "{format_bytes(round_up(stride, block))}"',
+        origins=origins,
+    )
+
+
+MOST_WASTE = 2
+"""A stride may be this many times what blocks of 4 KiB make of the bundle."""
+LARGE_BLOCK_BYTES = 4096
+
+
+@rule("P220", "error", "plan", "device", "model")
+def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
+    model = facts.model
+    if not has_packable_shape(model):
+        return
+    used = model.lay_out_bundle(scales=facts.plan.bundle.scales).used_bytes
+    block = find_block_bytes(facts.device)
+    stride = facts.plan.bundle.stride
+    fitting = round_up(used, block)
+    origins = (
+        Origin("model", ("shape", "hidden"), f"hidden = {model.shape.hidden}"),
+        Origin("model", ("quantization", "ffn"), f'ffn weights are "{model.quantization.ffn}"'),
+    )
+    if stride < used:
+        yield Finding(
+            ("bundle", "stride"),
+            f"a neuron takes {used} bytes, the stride is {stride}",
+            f'write stride = "{format_bytes(fitting)}"',
+            origins=origins,
+        )
+    elif stride > MOST_WASTE * round_up(used, max(block, LARGE_BLOCK_BYTES)):
+        yield Finding(
+            ("bundle", "stride"),
+            f"a neuron takes {used} bytes, the stride is {stride}: "
+            f"{1 - used / stride:.0%} of memory and reads would be empty",
+            f'write stride = "{format_bytes(fitting)}"',
+            origins=origins,
+        )

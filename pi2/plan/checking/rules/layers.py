@@ -94,17 +94,6 @@ def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
         first.setdefault(name, number)
 
 
-@rule("P214", "warning", "plan")
-def check_overrides_set_something(facts: Facts) -> Iterator[Finding]:
-    for number, override in enumerate(facts.plan.layers.overrides):
-        if override.split is None and override.hot is None:
-            yield Finding(
-                ("layers", "overrides", number),
-                "the override sets nothing",
-                "add `split` or `hot`, or remove it",
-            )
-
-
 Range = tuple[int, int]
 
 

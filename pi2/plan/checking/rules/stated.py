@@ -2,18 +2,23 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
 from pi2.formats import find_packing
-from pi2.model.blocks import Attention
-from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES
+from pi2.model.blocks import Attention, list_turns
+from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_gate_read_bytes, find_block_bytes
 from pi2.plan.checking.findings import Fact, Facts, Finding, Origin, Rule
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import Rope
+from pi2.plan.documents.model_parts import Moe
+from pi2.plan.documents.plan_units import SparsityMethod
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes, write_most
 from pi2.plan.toml.expressions import evaluate, parse_expression
+from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import GROUP
 
@@ -43,22 +48,129 @@ def _has_such_keys(model: Model) -> bool:
     return any(attention is not None and attention.keys_are_values for attention in attentions)
 
 
-_OF_MODEL: Mapping[str, Callable[..., Any]] = {
-    "beyond": lambda model, layers: [n for n in layers or () if n >= model.shape.layers],
-    "keys_are_values": _has_such_keys,
-    "kinds": _list_kinds,
-    "mixes_several": lambda model: any(len(block.mixers) != 1 for block in model.blocks),
-    "twice": _list_twice,
-    "unshared": _list_unshared,
+def explain_method(method: SparsityMethod, model: Model) -> str | None:
+    """Why neurons of ``model`` cannot be cut by ``method``; None if they can."""
+    if method == "cats":
+        return None
+    if model.moe is not None:
+        return f"{method} is not for MoE models: not for `{model.id}`"
+    if not model.ffn.gated or model.ffn.bias:
+        return f"{method} needs gates without biases: not `{model.id}`"
+    return None
+
+
+def find_other_choice(moe: Moe) -> str | None:
+    """The key by which experts are chosen by more than their scores; None if there is none."""
+    others = {
+        "router": moe.router == "mixer",
+        "choice_bias": moe.choice_bias,
+        "groups": moe.groups > 1,
+    }
+    return next((key for key, differs in others.items() if differs), None)
+
+
+class _Turn(NamedTuple):
+    """Positions of a model, by the name of their table."""
+
+    table: str
+    rope: Rope
+    rotated: int
+
+    @property
+    def pairs(self) -> int:
+        return self.rotated // 2 if self.rope.kind == "longrope" else 0
+
+
+def _list_turns(facts: Facts) -> list[_Turn]:
+    other = facts.model.other_rope
+    return [
+        _Turn("other_rope" if rope is other else "rope", rope, rope.count_rotated(width))
+        for rope, width in list_turns(facts.model)
+    ]
+
+
+def _name_usable(facts: Facts) -> str:
+    return "capacity" if facts.device.memory.usable is None else "usable"
+
+
+def _name_by_file(facts: Facts, kind: Kind) -> str:
+    return facts.files[kind].name.removesuffix(f".{kind}.toml")
+
+
+def _computes_nothing(facts: Facts) -> bool:
+    plan = facts.plan
+    backends = {*plan.backends.values(), *(unit.backend for unit in plan.units.values())}
+    return backends <= {"null", None}
+
+
+def _name_dial(facts: Facts) -> str:
+    """The setting of experts that changes results."""
+    experts = facts.plan.experts
+    stated = {
+        "prefer_cached": experts.prefer_cached,
+        "least_weight": experts.least_weight,
+        "read_best": experts.read_best is not None,
+        "most_reads": experts.most_reads is not None,
+    }
+    return next((key for key, is_stated in stated.items() if is_stated), "layers")
+
+
+def _drafts_along(facts: Facts) -> bool:
+    settings = facts.resolved.plan.decode.speculation
+    is_named = settings is not None and (settings.drafts == "plan") == (settings.plan is not None)
+    return is_named and facts.resolved.draft is not None
+
+
+def _count_free(facts: Facts) -> int:
+    memory = facts.resolved.plan.memory
+    used: int = sum(dict(memory.segments).values())
+    return memory.budget - used
+
+
+def _count_shared(facts: Facts) -> int:
+    file = facts.resolved.file
+    return 0 if file is None else sum(file.shared.values())
+
+
+def _fits_thresholds(facts: Facts) -> bool:
+    found = facts.resolved.thresholds
+    return found is not None and found.fits(facts.resolved.model)
+
+
+_OF_FACTS: Mapping[str, Callable[..., Any]] = {
+    "beyond": lambda facts, own: [n for n in own or () if n >= facts.model.shape.layers],
+    "block": lambda facts: find_block_bytes(facts.resolved.device),
+    "computes_nothing": _computes_nothing,
+    "dial": _name_dial,
+    "drafts_along": _drafts_along,
+    "fits": _fits_thresholds,
+    "free_bytes": _count_free,
+    "gate_read_bytes": lambda facts: count_gate_read_bytes(facts.resolved),
+    "keys_are_values": lambda facts: _has_such_keys(facts.model),
+    "kinds": lambda facts: _list_kinds(facts.model),
+    "mixes_several": lambda facts: any(len(block.mixers) != 1 for block in facts.model.blocks),
+    "named_by_file": _name_by_file,
+    "obstacle": lambda facts, method: explain_method(method, facts.model),
+    "other_choice": lambda facts: find_other_choice(facts.model.moe),
+    "shared_bytes": _count_shared,
+    "turns": _list_turns,
+    "twice": lambda facts: _list_twice(facts.model),
+    "unshared": lambda facts: _list_unshared(facts.model),
+    "usable": lambda facts: getattr(facts.device.memory, _name_usable(facts)),
+    "usable_key": _name_usable,
 }
 _PLAIN: Mapping[str, Callable[..., Any]] = {
+    "about": approximate_bytes,
     "block_bytes": lambda: DEFAULT_BLOCK_BYTES,
     "count": len,
     "group": lambda: GROUP,
     "has_scales": lambda name: find_packing(name).has_scales,
     "least": lambda *values: min(value for value in values if value is not None),
+    "most": write_most,
+    "most_of": max,
     "length_step": lambda name: find_packing(name).length_step,
     "shares_down_scales": lambda name: find_packing(name).shares_down_scales,
+    "size": format_bytes,
 }
 """Functions of expressions."""
 _HOLE = re.compile(r"\{([^{}]+?)(?::(g|and))?\}")
@@ -70,24 +182,32 @@ class _Names:
 
     facts: Facts
     needs: tuple[Fact, ...]
+    item: Any = None
+    """One of what `for` gives, and its number or name."""
+    n: int | str = 0
     layers: int = 0
 
-    def place(self, name: str) -> tuple[Any, ...]:
-        """The document of a key, and its path there."""
-        parts = tuple(part for part in name.split(".") if part)
-        return parts if len(self.needs) > 1 else (self.needs[0], *parts)
+    @property
+    def own(self) -> tuple[Fact, ...]:
+        """What names leave out: the only document that the rule needs."""
+        return self.needs if len(self.needs) == 1 else ()
 
     def find(self, name: str) -> Any:
-        document, *path = self.place(name)
-        value: Any = self.facts.known[document]
+        first, *path = name.split(".")
+        if first in ("item", "n"):
+            value: Any = getattr(self, first)
+        else:
+            known: Mapping[Any, object] = self.facts.known
+            path = [*self.own, first, *path]
+            value = known.get(path.pop(0))
         for part in path:
-            value = getattr(value, part, None)
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
         return value
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         if name in _PLAIN:
             return _PLAIN[name](*arguments)
-        return _OF_MODEL[name](self.facts.model, *arguments)
+        return _OF_FACTS[name](self.facts, *arguments)
 
     def holds(self, text: str) -> bool:
         return bool(evaluate(parse_expression(text), self))
@@ -101,14 +221,23 @@ class _Names:
 
         return _HOLE.sub(fill, text)
 
+    def write_path(self, text: str) -> tuple[Any, ...]:
+        """The parts of a path, which dots divide outside of expressions."""
+        found: list[int | str] = []
+        for part in _DOT.split(text):
+            found += [self.n] if part == "{n}" else self.write(part).split(".")
+        return tuple(found)
+
     def trace(self, stated: str | Mapping[str, str]) -> Origin:
-        name = self.write(stated if isinstance(stated, str) else stated["at"])
-        document, *path = self.place(name)
-        if not isinstance(stated, str):
-            return Origin(document, tuple(path), stated["text"])
-        value = self.find(name)
-        shown = f"{value:g}" if isinstance(value, float) else write_value(value)
-        return Origin(document, tuple(path), f"{path[-1]} = {shown}")
+        path = self.write_path(stated if isinstance(stated, str) else stated["at"])
+        if isinstance(stated, str):
+            value = self.find(".".join(path))
+            shown = f"{value:g}" if isinstance(value, float) else write_value(value)
+            text = f"{path[-1]} = {shown}"
+        else:
+            text = self.write(stated["text"])
+        path = path if self.own in ((), ("resolved",)) else (*self.own, *path)
+        return Origin(path[0], path[1:], text)
 
 
 def _find(names: _Names, stated: Mapping[str, Any]) -> Iterator[Finding]:
@@ -120,27 +249,37 @@ def _find(names: _Names, stated: Mapping[str, Any]) -> Iterator[Finding]:
         wanted += [(text, f"not ({test})") for text, test in stated.get("needs", {}).items()]
         cases = [names.write(text) for text, test in wanted if names.holds(test)]
         for case in cases if wanted else [""]:
-            at, _, says, help = (
-                names.write(text.replace("{case}", case)) for text in texts.values()
-            )
+            at, says, help = (texts[key].replace("{case}", case) for key in ("at", "says", "help"))
             yield Finding(
-                tuple(at.split(".")),
-                says,
-                help or None,
+                names.write_path(at),
+                names.write(says),
+                names.write(help) or None,
                 at="key" if stated.get("key") else "value",
                 origins=tuple(map(names.trace, stated.get("origins", ()))),
             )
 
 
+def _list_names(facts: Facts, needs: tuple[Fact, ...], items: str) -> Iterator[_Names]:
+    """The names of a finding, for each of its ``items`` if it states any."""
+    names = _Names(facts, needs)
+    found = evaluate(parse_expression(items), names) if items else [None]
+    for n, item in found.items() if isinstance(found, Mapping) else enumerate(found):
+        yield replace(names, item=item, n=n)
+
+
 _TEXTS = ("at", "when", "says", "help")
+_DOT = re.compile(r"\.(?![^{]*\})")
 
 
 def _make_rule(code: str, table: Mapping[str, Any]) -> Rule:
     needs = tuple(table["of"])
 
     def check(facts: Facts) -> Iterator[Finding]:
-        for stated in table.get("findings", ({},)):
-            yield from _find(_Names(facts, needs), {**table, **stated})
+        if not _Names(facts, needs).holds(table.get("given", "true")):
+            return
+        for stated in ({**table, **own} for own in table.get("findings", ({},))):
+            for names in _list_names(facts, needs, stated.get("for", "")):
+                yield from _find(names, stated)
 
     return Rule(code=code, severity=table.get("severity", "error"), needs=needs, check=check)
 

@@ -1,14 +1,17 @@
-"""Rules about the origin of figures, and about private data."""
+"""Rules about single documents: origins of figures, private data, families."""
 
 import re
 from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, report_private, rule
 from pi2.plan.checking.findings import Origin as Place
-from pi2.plan.documents.common import Origin
-from pi2.plan.documents.private import walk_figures, walk_texts
+from pi2.plan.documents.common import Origin, find_type, list_known_keys, suggest
+from pi2.plan.documents.family import Sections
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.private import walk_figures, walk_texts, walk_values
+from pi2.plan.toml.expressions import is_expression, parse_expression
 from pi2.plan.toml.source import KINDS
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.text import KeyPath, format_path
 
 _CLAIM = re.compile(
     r"\b(?:data ?sheet|spec(?:ification)?s?(?: sheet)?|product (?:page|brief)|press release"
@@ -115,12 +118,63 @@ def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
                 )
 
 
-@rule("P243", "error", "model")
-def check_model_named_by_file(facts: Facts) -> Iterator[Finding]:
-    name = facts.files["model"].name.removesuffix(".model.toml")
-    if facts.model.id != name:
-        yield Finding(
-            ("id",),
-            f"the id is `{facts.model.id}`, the file is called `{name}`",
-            f'write id = "{name}", or rename the file to {facts.model.id}.model.toml',
-        )
+_PARTS = ("gate", "up", "down")
+
+
+def _list_sections(facts: Facts) -> Iterator[tuple[KeyPath, Sections]]:
+    yield (), facts.family
+    for name, when in facts.family.when.items():
+        yield ("when", name), when
+
+
+@rule("P295", "error", "family")
+def check_model_keys(facts: Facts) -> Iterator[Finding]:
+    for base, sections in _list_sections(facts):
+        for section in ("read", "set"):
+            for path, _ in walk_values(getattr(sections, section), (*base, section)):
+                own = path[len(base) + 1 :]
+                is_known = not own or find_type(Model, own) is not None
+                if not is_known and (len(own) == 1 or find_type(Model, own[:-1]) is not None):
+                    yield _report_key(path, own)
+        for key in sections.names:
+            for part in _PARTS if "{part}" in key else ("",):
+                own = ("tensors", key.replace("{part}", part))
+                if find_type(Model, own) is None:
+                    yield _report_key((*base, "names", key), own)
+
+
+def _report_key(path: KeyPath, own: KeyPath) -> Finding:
+    near = suggest(str(own[-1]), list_known_keys(Model, own[:-1]))
+    return Finding(
+        path,
+        f"model documents have no key `{format_path(own)}`",
+        None if near is None else f"did you mean `{near}`?",
+        at="key",
+    )
+
+
+@rule("P296", "error", "family")
+def check_expressions(facts: Facts) -> Iterator[Finding]:
+    for base, sections in _list_sections(facts):
+        texts = {(*base, "require", name): text for name, text in sections.require.items()}
+        for section in ("assume", "fix", "set"):
+            walked = walk_values(getattr(sections, section), (*base, section))
+            texts |= {path: str(value) for path, value in walked if is_expression(value)}
+        if sections.window is not None:
+            texts[(*base, "window", "layers")] = sections.window.layers
+        if base:
+            texts[(*base, "test")] = facts.family.when[str(base[1])].test
+        for path, text in texts.items():
+            try:
+                parse_expression(text)
+            except ValueError as error:
+                yield Finding(path, f"`{text}`: {error}")
+        for path, value in walk_values(sections.read, (*base, "read")):
+            if not isinstance(value, dict) and not (
+                isinstance(value, list) and value and isinstance(value[0], str)
+            ):
+                yield Finding(
+                    path,
+                    f"`{format_path(path)}` is no array of keys to read",
+                    'write ["key"], or ["key", default]; a fixed value belongs in [set]',
+                )
