@@ -83,6 +83,7 @@ def test_the_command_says_what_it_cannot_compile(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_library_has_a_program_an_object_and_an_index(tmp_path: Path) -> None:
     if find_linker() is None:
         pytest.skip("there is no ld.lld: apt install lld")

@@ -43,6 +43,7 @@ def test_the_budget_is_smaller_than_the_ffn() -> None:
         assert segments.hot + segments.cold < ffn_bytes
 
 
+@pytest.mark.slow
 def test_the_same_command_gives_the_same_text() -> None:
     arguments = ["--prompt", "def ", "--seed", "1", "--temperature", "0.8"]
     first, second = run_json(*arguments), run_json(*arguments)

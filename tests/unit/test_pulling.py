@@ -27,6 +27,13 @@ from tests.helpers.programs import Ask, start_pi2
 from tests.helpers.sharing import start_server
 from tests.helpers.slow import keep_quick
 
+FETCH = """
+import sys
+from huggingface_hub import hf_hub_download
+for name in sys.argv[2:]:
+    hf_hub_download(sys.argv[1], name)
+"""
+
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
@@ -157,10 +164,8 @@ def test_a_gguf_file_of_the_hub_stays_as_it_is(
     with serve_repository(tmp_path / "there", "org/tiny") as hub:
         environment |= {"HF_ENDPOINT": hub.address}
         if is_cached:
-            for file in files:
-                get = "from huggingface_hub import hf_hub_download as get; get(%r, %r)"
-                fetch = [sys.executable, "-c", get % ("org/tiny", file.name)]
-                subprocess.run(fetch, check=True, env=environment)
+            fetch = [sys.executable, "-c", FETCH, "org/tiny", *(file.name for file in files)]
+            subprocess.run(fetch, check=True, env=environment)
         code, said = pull(environment, hub, "hf:org/tiny")
         assert code == 0, said
         made = sorted((models / "tiny").glob("*.gguf"))

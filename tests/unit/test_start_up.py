@@ -48,6 +48,7 @@ def test_reading_plans_imports_nothing_heavy(arguments: tuple[str, ...]) -> None
     assert [name for name in HEAVY if name in modules] == []
 
 
+@pytest.mark.slow
 def test_doctor_does_not_import_tvm() -> None:
     code, modules = run_command("doctor", "--json")
     assert code in (0, 1)
