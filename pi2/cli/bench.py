@@ -1,6 +1,5 @@
 """Measure a plan's speed, and its model's perplexity."""
 
-import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,8 +123,6 @@ class BenchOptions:
     """Write the results to this file."""
     with_profile: bool = option("--profile")
     """Add a run of each test that shows where the time goes."""
-    only_load: bool = option("--load")
-    """Measure loading instead, together with the disk and the memory."""
     text: Path | None = None
     """Take tokens from this file, as with --prompt."""
     memory: str | None = MEMORY()
@@ -165,9 +162,6 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     if given.text is not None:
         name, text = given.text.name, read_text(given.text)
     chosen = [choose_plan(plan, given.settings, given.memory) for plan in plans]
-    if given.only_load:
-        write_results(measure_loads(chosen, given.repetitions, form), output)
-        return
     counts = prompts, given.max_tokens, given.depth
     workloads = list_workloads(*counts, given.sequences or (None,))
     if not workloads:
@@ -194,31 +188,6 @@ def change_sequences(plan: ChosenPlan, count: int, context: int) -> ChosenPlan:
     """Let the plan run ``count`` sequences, in the context that tests need if it states none."""
     is_free = ("kv", "context") in plan.resolved.derived
     return plan.change({"decode.batch": count} | ({"kv.context": context} if is_free else {}))
-
-
-def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str:
-    """Measure how long each plan takes to load; return the figures as ``output`` says."""
-    from pi2.measuring.loading import describe_load, measure_load, write_loads
-    from pi2.measuring.report import describe_conditions
-
-    if output == "csv":
-        raise click.UsageError("--load writes md or json")
-    for plan in plans:
-        if plan.runs_file and plan.resolved.plan.memory.weights == "mapped":
-            raise click.UsageError(
-                f"{plan.given} maps its file, which is read when it is used: --load goes with "
-                "--set memory.weights=loaded"
-            )
-    conditions = describe_conditions(None)
-    with ProgressBar() as progress:
-        outcomes = [
-            measure_load(plan.fitted, repetitions=repetitions, progress=progress) for plan in plans
-        ]
-    if output == "json":
-        rows = [describe_load(outcome) for outcome in outcomes]
-        return json.dumps({"conditions": asdict(conditions), "loads": rows}, indent=1)
-    machine, load = conditions.machine, conditions.load_average
-    return f"{write_loads(outcomes)}\n\n{machine}, load average {load}, {conditions.started}"
 
 
 def write_results(text: str, output: Path | None) -> None:

@@ -60,7 +60,7 @@ def train(plan: ChosenPlan, given: TrainOptions) -> None:
     FOLDER gets a store with the predictors, which shares the old store's neurons, a model document
     and a plan. Existing files are not changed. With --rank auto, each layer's rank grows as long as
     that saves bytes per token."""
-    from pi2.measuring.fitting import Recipe
+    from pi2.measuring.predictors import Recipe
     from pi2.measuring.training import train_predictors
 
     with ProgressBar() as progress:

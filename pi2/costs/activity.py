@@ -15,7 +15,8 @@ import numpy as np
 
 from pi2.arrays import F64
 from pi2.caches import read_regular
-from pi2.costs.activations import (
+from pi2.costs.constants import Constants
+from pi2.costs.hotness import (
     CLASSES,
     Hotness,
     compute_hit_chances,
@@ -30,7 +31,6 @@ from pi2.costs.activations import (
     weigh_hot,
     weigh_shifts,
 )
-from pi2.costs.constants import Constants
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import Thresholds
 

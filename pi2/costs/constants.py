@@ -123,54 +123,23 @@ def interpolate_logs(curve: Sequence[tuple[float, float]], at: float) -> float:
 _FIGURES: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     resources.files("pi2.costs").joinpath("constants.toml").read_text("utf-8")
 )
-_VALUES: Mapping[str, float] = {name: item["value"] for name, item in _FIGURES.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
     """Properties of programs and of kinds of hardware, the same for every plan, model and device;
     ``constants.toml`` has their units, origins and meanings."""
 
-    barrier_s: float = _VALUES["barrier_s"]
-    dense_launch_s: float = _VALUES["dense_launch_s"]
-    card_launch_s: float = _VALUES["card_launch_s"]
-    recorded_kernel_s: float = _VALUES["recorded_kernel_s"]
-    submit_s: float = _VALUES["submit_s"]
-    whole_gather_efficiency: float = _VALUES["whole_gather_efficiency"]
-    gather_efficiency: float = _VALUES["gather_efficiency"]
-    product_part: float = _VALUES["product_part"]
-    rounded_part: float = _VALUES["rounded_part"]
-    read_latency_s: float = _VALUES["read_latency_s"]
-    place_s: float = _VALUES["place_s"]
-    reader_penalty: float = _VALUES["reader_penalty"]
-    up_down_share: float = _VALUES["up_down_share"]
-    named_margin: float = _VALUES["named_margin"]
-    default_active: float = _VALUES["default_active"]
-    default_spread: float = _VALUES["default_spread"]
-    smooth_spread: float = _VALUES["smooth_spread"]
-    token_variation: float = _VALUES["token_variation"]
-    streaming_compute_share: float = _VALUES["streaming_compute_share"]
-    arm_of_peak: float = _VALUES["arm_of_peak"]
-    x86_of_peak: float = _VALUES["x86_of_peak"]
-    wide_of_peak: float = _VALUES["wide_of_peak"]
-    server_of_peak: float = _VALUES["server_of_peak"]
-    arm_core_ops_s: float = _VALUES["arm_core_ops_s"]
-    fast_core_ops_s: float = _VALUES["fast_core_ops_s"]
-    x86_core_ops_s: float = _VALUES["x86_core_ops_s"]
-    core_barrier_s: float = _VALUES["core_barrier_s"]
-    warm_share: float = _VALUES["warm_share"]
-    reading_core_share: float = _VALUES["reading_core_share"]
-    unseen_overlap: float = _VALUES["unseen_overlap"]
-    vendor_ops_share: float = _VALUES["vendor_ops_share"]
-    dense_of_peak: float = _VALUES["dense_of_peak"]
-    card_of_peak: float = _VALUES["card_of_peak"]
-    fast_card_of_peak: float = _VALUES["fast_card_of_peak"]
-    slow_kernel_s: float = _VALUES["slow_kernel_s"]
-    metal_kernel_s: float = _VALUES["metal_kernel_s"]
-    both_of_peak: float = _VALUES["both_of_peak"]
+    def __init__(self, **changes: float) -> None:
+        """``changes``: other values, by name."""
+        assert changes.keys() <= _FIGURES.keys(), changes
+        self.__dict__.update({name: item["value"] for name, item in _FIGURES.items()} | changes)
+
+    def __getattr__(self, name: str) -> float:
+        raise AttributeError(name)
 
 
 def describe_constants(constants: Constants) -> list[tuple[str, float, str, str, str]]:
+    """Names, values, units, kinds and meanings."""
     return [
         (name, float(getattr(constants, name)), item["unit"], item["kind"], item["meaning"])
         for name, item in _FIGURES.items()

@@ -98,8 +98,6 @@ class Reads:
     """Most unwanted neurons read between two wanted ones; None if the order groups nothing."""
     phases: Phases | None = None
     """Reads of a neuron in two parts, its gate first."""
-    first_share: float = 1.0
-    """Part of a neuron's time that the first read takes."""
     stride: int = 0
     run: int = 1
     """Neurons of an expert that a request reads."""
@@ -252,7 +250,6 @@ def find_reads(
         request_share=_find_request_share(flash, stride, range_bytes),
         merge_gap=merge_gap,
         phases=phases,
-        first_share=_find_first_share(flash, stride, range_bytes, place_s, phases),
         stride=stride,
         run=run,
         place_s=place_s,
@@ -283,16 +280,6 @@ def _divide_reads(
         call_s, single_s = 2.0 * item.call_s, 2.0 * item.single_s
         found.append(replace(item, neuron_s=neuron_s, call_s=call_s, single_s=single_s))
     return found
-
-
-def _find_first_share(
-    flash: Flash, stride: int, range_bytes: int, place_s: float, phases: Phases | None
-) -> float:
-    if phases is None:
-        return 1.0
-    first_s = list_io_choices(flash, phases.gate_bytes, range_bytes, place_s)[0].neuron_s
-    rest_s = list_io_choices(flash, stride - phases.gate_bytes, range_bytes)[0].neuron_s
-    return first_s / (first_s + phases.open_share * rest_s)
 
 
 def _make_waiting(

@@ -5,8 +5,8 @@ from math import expm1
 
 import numpy as np
 
-from pi2.costs.activations import weigh_hot
 from pi2.costs.activity import LayerActivity, average_chances
+from pi2.costs.hotness import weigh_hot
 from pi2.costs.kernel_times import Linear, Rates
 from pi2.costs.settings import Settings, Sizes
 from pi2.plan.arithmetic.units import pad_tokens

@@ -19,7 +19,7 @@ from pi2.engine.parts import DenseObserver
 from pi2.fitting.sizes import find_needs
 from pi2.measuring.activations import measure_skew
 from pi2.measuring.evaluation import Evaluation, evaluate_plan
-from pi2.measuring.fitting import (
+from pi2.measuring.predictors import (
     Fit,
     LayerSamples,
     Recipe,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi2.arrays import F64, I64
-from pi2.costs.activations import TokenDraws, draw_experts, draw_shifts, draw_tokens
 from pi2.costs.cost_layer import CostedLayer, Counts, LayerCost
 from pi2.costs.description import Description, LayerKind
+from pi2.costs.hotness import TokenDraws, draw_experts, draw_shifts, draw_tokens
 from pi2.tracing import Recorder
 
 Progress = Callable[[float], None]
@@ -57,7 +57,7 @@ def simulate_decode(
         total["cpu_s"] += before_s
         if description.settings.attention_share > 0.0:
             total["dense_s"] += before_s
-        _add_layers(total, layer, draw_work(description, kind, layer, shifts, random))
+        _add_layers(total, layer, *list_counts(description, kind, layer, shifts, random))
         done += kind.count
         if progress is not None:
             progress(done / description.layers)
@@ -86,72 +86,42 @@ def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenWork:
-    """Neurons per token and layer [tokens, layers]."""
-
-    resident: F64
-    """What the processor computes from memory, cached ones included."""
-    hot_weight: F64
-    """What its hot ones cost, as neurons that are gathered."""
-    cached: F64
-    missing: F64
-    active: F64
-    """Active neurons, wherever they are computed."""
-    absent: float
-    """Neurons of the computing experts that are not hot."""
-
-    def list_counts(self) -> tuple[list[Counts], I64]:
-        """Different counts, and the place of each token's and layer's among them."""
-        names = ("active", "missing", "resident", "cached", "hot_weight")
-        rows = np.stack([getattr(self, name) for name in names], axis=-1)
-        unique, where = np.unique(rows.reshape(-1, len(names)), axis=0, return_inverse=True)
-        counts = [
-            Counts(used=a, missing=b, resident=c, cached=d, hot_weight=e, absent=self.absent)
-            for a, b, c, d, e in unique.tolist()
-        ]
-        return counts, where.reshape(self.active.shape).astype(np.int64)
-
-
-def draw_work(
+def list_counts(
     description: Description,
     kind: LayerKind,
     layer: CostedLayer,
     shifts: F64,
     random: np.random.Generator,
-) -> TokenWork:
-    activity = kind.activity
-    possible = activity.neurons * activity.chosen
-    absent = possible * (1.0 - kind.hot)
-    if layer.settings.predictor == "none":
-        # What does not stay streams by, whatever the cache has room for.
-        every = np.full((len(shifts), kind.count), possible)
-        resident = every * (kind.hot - description.find_dense(kind))
-        return TokenWork(
-            resident=resident,
-            hot_weight=resident,
-            cached=np.zeros_like(every),
-            missing=every * (1.0 - kind.hot),
-            active=every,
-            absent=absent,
-        )
-    drawn = _draw_neurons(description, kind, shifts, random)
-    return TokenWork(
-        resident=drawn.hot + drawn.cached,
-        hot_weight=drawn.hot * layer.terms.hot_part,
-        cached=drawn.cached,
-        missing=drawn.missing,
-        active=drawn.dense + drawn.hot + drawn.cached + drawn.missing,
-        absent=absent,
-    )
+) -> tuple[list[Counts], I64]:
+    """Different counts of neurons, and the place among them of each token and layer."""
+    drawn = _draw_neurons(description, kind, layer, shifts, random)
+    hot, cached, missing = drawn.hot, drawn.cached, drawn.missing
+    active = drawn.dense + hot + cached + missing
+    rows = np.stack([active, missing, hot + cached, cached, hot * layer.terms.hot_part], axis=-1)
+    unique, where = np.unique(rows.reshape(-1, rows.shape[-1]), axis=0, return_inverse=True)
+    absent = kind.activity.neurons * kind.activity.chosen * (1.0 - kind.hot)
+    counts = [
+        Counts(used=a, missing=b, resident=c, cached=d, hot_weight=e, absent=absent)
+        for a, b, c, d, e in unique.tolist()
+    ]
+    return counts, where.reshape(active.shape).astype(np.int64)
 
 
 def _draw_neurons(
-    description: Description, kind: LayerKind, shifts: F64, random: np.random.Generator
+    description: Description,
+    kind: LayerKind,
+    layer: CostedLayer,
+    shifts: F64,
+    random: np.random.Generator,
 ) -> TokenDraws:
     activity, settings = kind.activity, description.settings
     dense_share = description.find_dense(kind)
     shape = (len(shifts), kind.count)
+    if layer.settings.predictor == "none":
+        # What does not stay streams by, whatever the cache has room for.
+        every = np.full(shape, activity.neurons * activity.chosen)
+        own, kept = every * dense_share, every * kind.hot
+        return TokenDraws(dense=own, hot=kept - own, cached=0.0 * every, missing=every - kept)
     if activity.grain > 1:
         used = activity.used
         missing = min(activity.count_missing(kind.hot, kind.cold, settings.policy), used)
@@ -182,20 +152,19 @@ def _cost(layer: CostedLayer, counts: Counts) -> LayerCost:
     return layer.cost(counts, min(counts.missing, 1.0))
 
 
-def _add_layers(total: dict[str, F64], layer: CostedLayer, work: TokenWork) -> None:
-    """Add the layers' times to their tokens."""
-    counts, where = work.list_counts()
+def _add_layers(
+    total: dict[str, F64], layer: CostedLayer, counts: list[Counts], where: I64
+) -> None:
+    """Add the layers' times to their tokens, the places of whose counts are ``where``."""
     rows = []
     for own in counts:
         cost = _cost(layer, own)
         computed_s = cost.ffn_s - cost.wait_s
         size = layer.count_read_bytes(own)
-        rows.append((cost.ffn_s, cost.read_s, cost.wait_s, computed_s, cost.dense_s, size))
-    names = ("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s", "read_bytes")
-    for name, values in zip(names, np.array(rows).T, strict=True):
+        times = cost.ffn_s, cost.read_s, cost.wait_s, computed_s, cost.dense_s
+        rows.append((*times, size, own.used, own.missing))
+    for name, values in zip(DecodeRun.__dataclass_fields__, np.array(rows).T, strict=True):
         total[name] += values[where].sum(axis=1)
-    total["active_neurons"] += work.active.sum(axis=1)
-    total["missing_neurons"] += work.missing.sum(axis=1)
 
 
 def trace_decode(
@@ -207,7 +176,7 @@ def trace_decode(
     works: dict[int, tuple[CostedLayer, list[Counts]]] = {}
     for kind in description.kinds:
         layer = description.find_layer(kind)
-        counts, where = draw_work(description, kind, layer, shifts, random).list_counts()
+        counts, where = list_counts(description, kind, layer, shifts, random)
         for place, number in enumerate(kind.layers):
             works[number] = layer, [counts[at] for at in where[:, place].tolist()]
     lanes = [f"{CPU_LANE} thread {number}" for number in range(settings.threads)]
@@ -262,7 +231,7 @@ def simulate_layers(description: Description) -> tuple[float, ...]:
     for kind in description.kinds:
         total = {name: np.zeros(tokens) for name in DecodeRun.__dataclass_fields__}
         layer = description.find_layer(kind)
-        _add_layers(total, layer, draw_work(description, kind, layer, shifts, random))
+        _add_layers(total, layer, *list_counts(description, kind, layer, shifts, random))
         ffn_s = float(total["token_s"].mean()) / kind.count
         before_s = float(time_before(layer, positions).mean())
         times |= dict.fromkeys(kind.layers, before_s + ffn_s)

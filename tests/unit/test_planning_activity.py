@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi2.costs.activations import CLASSES, _expect_counts
 from pi2.costs.activity import (
     LayerActivity,
     Policy,
@@ -22,6 +21,7 @@ from pi2.costs.activity import (
     read_statistics,
 )
 from pi2.costs.constants import Constants
+from pi2.costs.hotness import CLASSES, _expect_counts
 from pi2.importing.conversion_job import group_experts
 from pi2.memory.cache import NeuronCache
 from pi2.memory.io_engine import Merging, make_batch

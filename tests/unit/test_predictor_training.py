@@ -12,7 +12,7 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
-from pi2.measuring.fitting import (
+from pi2.measuring.predictors import (
     FEWEST_PASSES,
     MOST_PASSES,
     STEPS,

@@ -1,6 +1,5 @@
 """The simulator: one run, its trace, the paper's figures, and how much activations repeat."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,9 @@ from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summari
 from paper.freedoms import list_names
 from paper.points import ACE2, BAMBOO, OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, Scenario
-from pi2.costs.activations import (
-    Hotness,
-    compute_hit_chances,
-    draw_shifts,
-    find_spread,
-    measure_skew,
-)
 from pi2.costs.constants import Constants, describe_constants
 from pi2.costs.description import Description
+from pi2.costs.hotness import Hotness, compute_hit_chances, draw_shifts, find_spread, measure_skew
 from pi2.fitting.check import load_plan
 from pi2.simulate import SimulationResult, read_inputs, simulate
 from pi2.simulate.decode import trace_decode
@@ -190,7 +183,7 @@ def test_no_point_hangs_on_one_constant(name: str) -> None:
     """Ten percent more of a constant moves PowerInfer-2 by less than ten percent."""
     constants = Constants()
     value = getattr(constants, name)
-    more = replace(constants, **{name: value * 1.1})
+    more = Constants(**{name: value * 1.1})
     scenarios = [Scenario(system=PI2, device=OP12, model=model) for model in (BAMBOO, MIXTRAL)]
     before = predict(scenarios, tokens=16, constants=constants)
     for old, new in zip(before, predict(scenarios, tokens=16, constants=more), strict=True):

@@ -18,10 +18,10 @@ from paper.points import Point, list_held_out, list_points
 from paper.scenarios import MIXTRAL, Scenario, read_scenario
 from pi2.costs import activity as activities
 from pi2.costs import reads
-from pi2.costs.activations import Hotness
 from pi2.costs.constants import Constants
 from pi2.costs.cost import cost_description
 from pi2.costs.description import Description
+from pi2.costs.hotness import Hotness
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 
@@ -68,7 +68,7 @@ def list_freedoms() -> Iterator[Freedom]:
     yield _measure("all as they are", "", "", usual)
     for name, (value, text) in CONSTANTS.items():
         own = f"{getattr(usual, name):g}"
-        yield _measure(f"`{name}`", own, text, replace(usual, **{name: value}))
+        yield _measure(f"`{name}`", own, text, Constants(**{name: value}))
     for name, own, text, changed in _list_changes():
         with changed:
             yield _measure(name, own, text, usual)
@@ -107,7 +107,7 @@ def _list_changes() -> Iterator[tuple[str, str, str, AbstractContextManager[obje
 @contextmanager
 def _make_tokens_alike() -> Iterator[None]:
     def make() -> Constants:
-        return replace(Constants(), token_variation=0.0)
+        return Constants(token_variation=0.0)
 
     activities.average_chances.cache_clear()
     try:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from pi2.costs.activations import Hotness
 from pi2.costs.activity import LayerActivity, unite_activity
 from pi2.costs.constants import Constants
 from pi2.costs.description import Description
+from pi2.costs.hotness import Hotness
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.simulate import read_inputs

@@ -1,10 +1,20 @@
-"""Times loading against the disk and the first touch of memory, each in a process of its own. On a
-virtual machine a first touch may be many times as slow as a second one."""
+"""Time loading against the disk and the first touch of memory, each in a process of its own.
 
+    python tools/measure_loading.py my.plan.toml other.plan.toml -r 3
+    python tools/measure_loading.py model.gguf --set memory.weights=loaded --json
+
+On a virtual machine a first touch may be many times as slow as a second one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 import mmap
 import os
 import resource
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +26,12 @@ import numpy as np
 
 from pi2.caches import open_regular
 from pi2.measuring.contestant import Worker
+from pi2.measuring.report import describe_conditions
 from pi2.memory.bulk_load import PIECE_BYTES, READERS, touch_memory
 from pi2.memory.io_engine import make_readers
 from pi2.plan.documents.quantities import write_table
 from pi2.progress import Progress, ignore_progress
-from pi2.refit import FittedPlan
+from pi2.refit import FittedPlan, read_plan
 from pi2.store.manifest import read_manifest
 from pi2.weights.gguf_weights import GgufWeights
 
@@ -197,3 +208,30 @@ def write_loads(outcomes: Sequence[LoadOutcome]) -> str:
         figures = gigabytes, load, gigabytes / load, reads, load / reads, first, again, user, system
         rows.append((item.plan, *(f"{figure:.2f}" for figure in figures)))
     return "\n".join(write_table(f"{titles} | user s | system s", rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print; exit code 2 where nothing is loaded."""
+    parser = argparse.ArgumentParser(description="Time loading against disk and memory.")
+    parser.add_argument("plans", type=Path, nargs="+", metavar="PLAN")
+    parser.add_argument("-r", "--repetitions", type=int, default=5)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    given = parser.parse_args(arguments)
+    overrides = dict(item.split("=", 1) for item in given.set)
+    plans = [read_plan(path, overrides=overrides) for path in given.plans]
+    if any(item.resolved.plan.memory.weights == "mapped" for item in plans if item.resolved.file):
+        print("a mapped file is read when it is used: --set memory.weights=loaded")
+        return 2
+    outcomes = [measure_load(plan, repetitions=given.repetitions) for plan in plans]
+    conditions = describe_conditions(None)
+    if given.json:
+        rows = [describe_load(outcome) for outcome in outcomes]
+        print(json.dumps({"conditions": asdict(conditions), "loads": rows}, indent=1))
+    else:
+        print(f"{write_loads(outcomes)}\n\n{conditions.machine}, {conditions.started}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
