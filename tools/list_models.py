@@ -76,6 +76,8 @@ ASKED = (
     ("LFM2.5", "lfm2", "lfm2"),
     ("LFM2.5, mixtures", "lfm2_moe", "lfm2moe"),
     ("Ling 3", "bailing_hybrid", "bailingmoe3"),
+    ("Ministral 3", "ministral3", "mistral3"),
+    ("Mistral Small 4", "mistral4", "mistral4"),
 )
 """Models with their ``model_type`` and ``general.architecture``, where one is known."""
 

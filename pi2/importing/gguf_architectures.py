@@ -26,6 +26,7 @@ from pi2.importing.gguf_decoders import (
     name_kinds,
     read_decoder,
     read_gpt_oss,
+    read_mistral3,
 )
 from pi2.importing.gguf_states import (
     Scale,
@@ -229,6 +230,7 @@ _READERS: Mapping[str, Read] = {
     "gemma4": read_gemma4,
     "gpt_oss": read_gpt_oss,
     "llama4": read_llama4,
+    "mistral3": read_mistral3,
     "nothing": lambda metadata, config, activation: {},
     "qwen_hybrid": read_qwen_hybrid,
 }

@@ -296,8 +296,10 @@ def complete_latent(config: dict[str, Any], tensors: dict[str, SourceTensor]) ->
     join_heads(tensors)
     if config["model_type"] != "deepseek_v2":
         return
+    if config.get("rope_scaling", {}).get("llama_4_scaling_beta"):
+        config["model_type"] = "mistral4"  # so files of Mistral Large 3 are called
     # Files of GLM 4.7 Flash do not say how they route; only sigmoids have this bias.
-    if any(name.endswith(".e_score_correction_bias") for name in tensors):
+    elif any(name.endswith(".e_score_correction_bias") for name in tensors):
         config["model_type"] = "deepseek_v3"
     elif config.get("n_group", 1) > 1:
         config["topk_method"] = "group_limited_greedy"
@@ -358,7 +360,19 @@ def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
         for name in ("beta_fast", "beta_slow"):
             if metadata.has(f"{{arch}}.rope.scaling.yarn_{name}"):
                 scaling[name] = metadata.read(f"{{arch}}.rope.scaling.yarn_{name}", float)
+    if metadata.has("{arch}.attention.temperature_scale"):
+        growth = metadata.read("{arch}.attention.temperature_scale", float)
+        scaling["llama_4_scaling_beta"] = growth
     return scaling
+
+
+def read_mistral3(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """A decoder that states what YaRN multiplies sines and cosines with."""
+    found = read_decoder(metadata, config, activation)
+    if "rope_scaling" in found:
+        stated = metadata.read("{arch}.rope.scaling.yarn_log_multiplier", float, 0.0)
+        found["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": stated}
+    return found
 
 
 def complete_llama(config: dict[str, Any], tensors: Iterable[str]) -> None:

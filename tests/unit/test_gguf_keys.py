@@ -1,6 +1,5 @@
 """Keys of a file that pi2 reads change the model, or the file is refused."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,37 +10,21 @@ import pytest
 
 import pi2.importing.gguf_checkpoint as gguf_checkpoint
 from pi2.diagnostics import UserError
-from pi2.importing.gguf_architectures import list_architectures
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
 from pi2.importing.gguf_file import GgufFile, read_gguf
 from pi2.importing.gguf_statements import list_idle, read_statements
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from tests.helpers.gguf_files import write_gguf
-from tests.helpers.gguf_goldens import UNNAMED, UNSAID
-from tests.helpers.gguf_tensors import ARCHITECTURES, read_checkpoint, translate
-from tests.helpers.goldens import change_config, copy_checkpoint
+from tests.helpers.peers import read_models, write_tiny
 from tests.helpers.slow import keep_quick
-from tests.unit.test_importing_gguf_bitnet import draw_tensors, write_bitnet
-from tests.unit.test_importing_gguf_families import write_file
+from tests.helpers.whole_files import write_file
 
 pytest.importorskip("gguf")
 
-APART = {
-    "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4-moe": "gemma4", "llama4": "llama4",
-    "nemotron-h": "nemotron_h", "nemotron-h-moe": "nemotron_h_moe", "bitnet": "bitnet",
-    "glm-dsa": "glm-dsa",
-}  # fmt: skip
-"""Models with writers of their own, and their architectures."""
-OTHERS = (
-    *("arcee", "bamboo", "bailing-hybrid", "cohere", "cohere2", "deepseek-v2", "deepseek-v3"),
-    *("dots1", "ernie4-5", "ernie4-5-moe", "falcon-40b", "gemma", "gemma2", "gemma3", "glm4-moe"),
-    *("gpt-oss", "granite", "granite-hybrid", "granite-moe-shared", "hunyuan-dense"),
-    *("hunyuan-moe", "kimi-linear", "lfm2-plain", "lfm2-moe", "llama", "llama-llama3"),
-    *("llama-yarn", "minimax-m2", "minimax-m3", "mixtral", "nemotron", "olmo2", "olmo3", "olmoe"),
-    *("opt", "phi3-longrope", "phimoe", "qwen2", "qwen2-moe", "qwen3", "qwen3-5", "qwen3-5-moe"),
-    *("qwen3-moe", "qwen3-next", "seed-oss", "smollm3", "stablelm", "starcoder2"),
-)
+MODELS = read_models()
+NAMES = [name for name, own in MODELS.items() if own.kind == "F32"]
+OTHERS = ("bamboo", "opt", "phimoe")
+"""Golden models of architectures that only their own writers know."""
 WHOLE = ("llama", "mixtral")
 """Models that are asked for every key that any architecture may have."""
 
@@ -80,22 +63,13 @@ class Job:
 
 
 def _write(folder: Path, name: str) -> Path:
-    if name == "bitnet":
-        return write_bitnet(folder / "tiny.gguf", "F32", draw_tensors()[1])
-    checkpoint = copy_checkpoint("deepseek-v3" if name == "glm-dsa" else name, folder / "own")
-    if name == "glm-dsa":
-        rope = {"rope_theta": 100.0, "rope_type": "default"}
-        change_config(checkpoint, model_type="glm_moe_dsa", rope_parameters=rope, index_topk=64)
-    elif name in APART:
-        return write_file(name, checkpoint)
-    if name in UNSAID:
-        change_config(checkpoint, **UNSAID[name])
+    if name in OTHERS:
+        return write_file(name, folder)
+    model = MODELS[name]
     if name == "minimax-m3":  # whose index would see all of the context
-        change_config(checkpoint, index_block_size=2)
-    config, weights = read_checkpoint(checkpoint)
-    unnamed = UNNAMED.get(name, ())
-    weights = {key: own for key, own in weights.items() if not key.endswith(unnamed)}
-    return write_gguf(folder / "tiny.gguf", config, translate(weights, config))
+        size = {".attention.indexer.block_size": 2}
+        model = replace(model, settings={**model.settings, **size})
+    return write_tiny(folder / "tiny.gguf", model)
 
 
 def list_changes(value: object) -> Iterator[list[Any]]:
@@ -117,7 +91,7 @@ def list_changes(value: object) -> Iterator[list[Any]]:
         yield from ([3, 97], [0.37], [True, False], ["odd"], [np.arange(1, 65)])
 
 
-@pytest.mark.parametrize("name", keep_quick([*OTHERS, *APART], [*OTHERS, *APART][::4]))
+@pytest.mark.parametrize("name", keep_quick([*NAMES, *OTHERS], [*NAMES[::4], *OTHERS]))
 def test_a_key_that_is_read_changes_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -135,15 +109,6 @@ def test_a_key_that_is_read_changes_the_model(
         if not any(job.has_effect(f"{start}{key}", value) for value in values)
     ]
     assert silent == []
-
-
-def test_every_architecture_is_tried() -> None:
-    kinds = {
-        json.loads((copy / "config.json").read_text())["model_type"]
-        for copy in (Path("tests/golden/models") / name for name in OTHERS)
-    }
-    tried = {ARCHITECTURES.get(kind, kind) for kind in kinds} | {*APART.values()}
-    assert tried == {*list_architectures()}
 
 
 def list_windowed(model: Model) -> list[int]:

@@ -147,7 +147,7 @@ def score_scale(scope: Description, width: int) -> float | None:
 
 def grow(scope: Description) -> None:
     """Queries that grow with the position, if positions are scaled so."""
-    scaling = scope.config.read_table("rope_parameters")
+    scaling = _find_scaling(scope.config)
     growth = scaling.read("llama_4_scaling_beta", float, 0.0)
     if growth:
         scope.put("attention.growth", growth)
