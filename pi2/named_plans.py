@@ -1,7 +1,5 @@
 """Names of plans: paths, pulled or converted models, shipped documents, checkpoints."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ promises a memory budget.  It forks one for each core to make several libraries.
 object per line to stdout: ``{"output", "share"}`` while it works.  Exit status 3 and ``{"linker":
 [...]}``: no linker was found."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -1,8 +1,6 @@
 """Compiled functions as tvm_ffi calls them, without the compiler; bundles have
 `pi2.phone.replacements.functions` instead."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Compiles a library in a process of its own that loads no more of TVM than processors need."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

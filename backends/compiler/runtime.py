@@ -1,7 +1,5 @@
 """Compiled libraries, and calls of their functions with the arrays that stay the same."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

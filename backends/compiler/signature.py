@@ -1,7 +1,5 @@
 """Programs that compile, and the parameters of functions that they write next to a library."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

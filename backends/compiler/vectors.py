@@ -1,7 +1,5 @@
 """Small vocabulary of vector expressions over TVMScript's builder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiled loops of the host: cache look-up, placing, read lists, reads; once a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 
 from pi2.backends.compiler.cache import load_or_compile

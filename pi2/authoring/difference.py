@@ -149,7 +149,6 @@ class LayerChange:
 
     @property
     def name(self) -> str:
-        """``layer 3`` or ``layers 0-7``."""
         return (
             f"layer {self.first}" if self.first == self.last else f"layers {self.first}-{self.last}"
         )

@@ -72,8 +72,6 @@ def explain_backends(kinds: Iterable[UnitKind]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """The wish that a plan is made for."""
-
     device: str
     """Reference to the device, as the plan states it."""
     model: str

@@ -182,7 +182,6 @@ def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def find_table(root: type[BaseModel], key: KeyPath) -> KeyPath | None:
-    """Path of the table in a key, in its entries or under its names; None if there is none."""
     for path in (key, (*key, EVERY_NAME), (*key, EVERY_ITEM)):
         kind: Any = find_type(root, path)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -263,8 +262,6 @@ _PART = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Facts about one value."""
-
     path: KeyPath
     kind: Kind
     """The document that the value belongs to."""

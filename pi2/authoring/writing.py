@@ -19,7 +19,6 @@ from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, write_key, write_value
 
 Comment = Callable[[KeyPath], str | None]
-"""The remark behind a value."""
 
 
 def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
@@ -46,7 +45,6 @@ def write_document(document: Document, source: SourceFile | None = None) -> str:
 
 
 def find_origin(source: SourceFile, path: KeyPath) -> str:
-    """The place where a value stands, or ``default``."""
     spans = source.spans
     return spans.find_value(path).place if spans.has(path) else "default"
 

@@ -238,8 +238,6 @@ class PipeClosed(Exception):
 
 
 class LazyGroup(click.Group):
-    """The group of `COMMANDS`."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(list_commands())
 
@@ -338,7 +336,6 @@ def make_verbose_option() -> click.Option:
 
 
 def is_verbose() -> bool:
-    """Whether the command that runs was given ``-v``."""
     return bool(click.get_current_context().meta.get("verbose"))
 
 

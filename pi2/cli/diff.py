@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 TOKENS = 256
-"""Tokens that are simulated."""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,6 @@ def list_verdicts(plans: Sequence[PlanVerdict]) -> Iterator[Entry]:
 
 
 def describe_cpu(machine: Machine) -> Iterator[str]:
-    """Describe the processor: name, cores and features."""
     cpu = machine.cpu
     yield f"{cpu.name}, {cpu.architecture}"
     cores = f"{cpu.cores} of {cpu.cores_online} cores may be used"
@@ -197,7 +196,6 @@ def describe_memory(machine: Machine) -> str:
 
 
 def describe_storage(storage: Storage) -> str:
-    """File system, block size, direct reads, free space."""
     from pi2.plan.documents.quantities import approximate_bytes
 
     parts = [storage.filesystem or "unknown file system"]

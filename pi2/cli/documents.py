@@ -1,7 +1,5 @@
 """Commands about documents: show, migrate, fit, schemas, and what editors and shells ask for."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Plans by name, as commands take them: missing models are offered on a terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

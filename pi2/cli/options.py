@@ -247,7 +247,6 @@ def _make_options(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
 
 
 def read_texts(kind: type[Any]) -> dict[str, str]:
-    """The strings below the fields of a dataclass: the options' help."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         (stated,) = ast.parse(inspect.getsource(base)).body
@@ -310,8 +309,6 @@ TOKENIZER = partial(
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """The texts of a measurement, and the windows that are taken from them."""
-
     files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
     """UTF-8 text; repeatable."""
     context: int | None = option(type=click.IntRange(min=2))
@@ -353,8 +350,6 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What changes a plan that a command is given."""
-
     memory: str | None = MEMORY()
     settings: tuple[str, ...] = SET()
     locked: bool = LOCKED()
@@ -402,12 +397,10 @@ class ChosenPlan:
 
     @property
     def resolved(self) -> ResolvedPlan:
-        """The plan; UserError if it has errors."""
         return self.fitted.resolved
 
     @property
     def measured(self) -> ResolvedPlan:
-        """The plan, with rates of its device."""
         return replace(self.resolved, device=measure_host(self.resolved.device))
 
     @property
@@ -439,7 +432,6 @@ def choose_plan(
     locked: bool = False,
     tokenizer: Path | None = None,
 ) -> ChosenPlan:
-    """The plan that arguments name."""
     from pi2.cli.named_plans import find_retokenized
     from pi2.weights.file_reading import FileFiller
 
@@ -468,7 +460,6 @@ def measure_host(device: Device) -> Device:
 def parse_changes(
     settings: tuple[str, ...], memory: str | None
 ) -> tuple[Mapping[str, object], int | None]:
-    """What ``--set`` and ``--memory`` say: values, and bytes."""
     from pi2.plan.documents.quantities import parse_size
     from pi2.plan.toml.source import parse_assignments
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".plan.toml"
 POINTS = 9
-"""Number of points of a memory-speed curve."""
 MOST_SEQUENCES = 64
 FOR_FILES = ("device", "model", "memory", "batch", "context", "exact", "output", "force")
 """Options for GGUF files that run as they are."""

@@ -177,8 +177,6 @@ def log_counters(model: LoadedModel) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The prompt to continue or to answer."""
-
     prompts: tuple[str, ...] = option("-p", "--prompt")
     """Prompt; repeat for several sequences."""
     prompt_file: Path | None = option("-f", "--file")

@@ -297,8 +297,6 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
 
 
 class Models(Protocol):
-    """What answers: models of this process, or replicas."""
-
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...

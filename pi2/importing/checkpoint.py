@@ -81,10 +81,8 @@ class Checkpoint:
     """The folder or file that messages call it by."""
     config: Mapping[str, Any]
     config_file: Path
-    """The file that states the configuration."""
     tensors: Mapping[str, SourceTensor]
     files: tuple[Path, ...]
-    """Weight files."""
     shards: Shards | None = None
     """Source of weight files that may be missing."""
     beginnings: Sequence[tuple[str, str]] = ()

@@ -70,7 +70,6 @@ class Config:
         return self if self.has(key) else self.change({key: value})
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is stated and not null."""
         return self._values.get(key) is not None
 
     def read(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
@@ -94,12 +93,10 @@ class Config:
         return default if default is None and not self.has(key) else self.read(key, float, default)
 
     def read_first(self, keys: tuple[str, ...], kind: type[Value]) -> Value:
-        """Value of the first of ``keys`` that is stated."""
         key = next((key for key in keys if self.has(key)), keys[0])
         return self.read(key, kind)
 
     def read_table(self, key: str) -> Config:
-        """A table of it; an empty one where it is not stated."""
         value = self._values.get(key)
         if not isinstance(value, Mapping):
             if value is not None:
@@ -108,7 +105,6 @@ class Config:
         return Config(self.file, value)
 
     def read_list(self, key: str) -> list[Any]:
-        """A list of it; an empty one where it is not stated."""
         value = self._values.get(key, [])
         return value if isinstance(value, list) else [] if value is None else [value]
 
@@ -126,7 +122,6 @@ class Config:
             raise self.refuse(f"{key} is {value!r}, pi2 computes {wanted!r} only")
 
     def refuse(self, problem: str, help: str = "") -> UserError:
-        """What to raise where the model cannot be described."""
         return UserError.of(
             "P544",
             f"no model document can be made from {self.file}: {problem}",

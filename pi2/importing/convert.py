@@ -124,8 +124,6 @@ def convert_checkpoint(
 
 
 class _Conversion:
-    """One run of `convert_checkpoint`."""
-
     def __init__(
         self,
         source: Checkpoint,
@@ -442,6 +440,5 @@ def _count_bytes(sources: list[list[Rows]]) -> int:
 
 
 def _find_runs(owners: I32) -> list[tuple[int, int]]:
-    """First and last place (exclusive) of every run of equal values."""
     starts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist()]
     return list(zip(starts, [*starts[1:], len(owners)], strict=True))

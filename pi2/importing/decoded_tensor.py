@@ -178,7 +178,6 @@ def take_part(
 
 
 def refuse_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> UserError:
-    """The error for a tensor whose shape does not fit related ones."""
     return UserError.of(
         "P534",
         f"tensor {tensor.name!r} in {tensor.file} has the shape {list(tensor.shape)}, the tensors "

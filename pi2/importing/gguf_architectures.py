@@ -170,7 +170,6 @@ _WITHOUT_NORMS = 128
 
 
 def read_llama4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """A decoder with FFNs of two sizes."""
     found = read_decoder(metadata, config, activation)
     found |= {
         "intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
@@ -271,7 +270,6 @@ class Architecture:
 
 
 def list_architectures() -> list[str]:
-    """What ``general.architecture`` may be."""
     return sorted(name for name in list_families().architectures if not name.startswith("_"))
 
 
@@ -358,7 +356,6 @@ _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
 
 
 def choose_names(architecture: Architecture, tensors: Container[str], *, mixed: bool) -> Names:
-    """Names of a file's family; ``mixed``: it has experts."""
     if architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
         return _collect_names("_falcon_40b")
     return (

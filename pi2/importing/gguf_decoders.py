@@ -111,7 +111,6 @@ class Metadata:
         return None if value is None else self.read(key, type(value))
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is stated."""
         return self._complete(key) in self.values
 
     def _complete(self, key: str) -> str:
@@ -409,7 +408,6 @@ def read_gpt_oss(metadata: Metadata, config: dict[str, Any], activation: str) ->
 
 
 def complete_opt(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
-    """State how many positions there are."""
     positions = tensors.get("model.decoder.embed_positions.weight")
     if positions is not None:
         # PowerInfer counts the two rows before position 0 too.

@@ -64,7 +64,6 @@ def scale_positions(
 
 
 def _refuse_both(metadata: Metadata, name: str) -> UserError:
-    """A tensor and keys that say how positions are scaled."""
     return metadata.refuse(
         f"{metadata.architecture}.rope.scaling scales positions, and so does tensor {name!r}"
     )
@@ -201,7 +200,6 @@ def complete_kimi(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> N
 
 
 def complete_ling(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
-    """The same; files of Ling have rates that are not negated."""
     complete_kimi(config, tensors)
     for name, own in tensors.items():
         if isinstance(own, RateLogarithms):

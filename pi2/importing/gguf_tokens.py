@@ -45,8 +45,6 @@ def _write_ranges(ranges: str) -> str:
 
 
 def _fill(expression: str) -> str:
-    """An expression with its parts in place of their names."""
-
     def find(name: re.Match[str]) -> str:
         ranges = TABLE["ranges"].get(name[1])
         return _fill(TABLE["parts"][name[1]]) if ranges is None else _write_ranges(ranges)
@@ -305,7 +303,6 @@ def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _list_texts(listed: object) -> list[str]:
-    """The texts of a list; none if one of them is no text."""
     found = listed if isinstance(listed, list) else []
     return found if all(isinstance(text, str) for text in found) else []
 
@@ -322,7 +319,6 @@ def read_named_templates(metadata: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def refuse(file: Path, problem: str) -> UserError:
-    """P543: no tokenizer can be made from ``file``."""
     return UserError.of(
         "P543", f"no tokenizer can be made from {file}: {problem}", help=_HELP, file=str(file)
     )

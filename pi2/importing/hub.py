@@ -336,7 +336,6 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 def _make_bar(report: Any) -> Any:
-    """What the hub's library calls with the bytes of a file."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -367,7 +366,6 @@ def _describe_answer(error: Exception) -> str:
 
 @contextmanager
 def explain_errors(reference: HubReference) -> Iterator[None]:
-    """Tell the user what the hub's library has met."""
     import httpx2
     from huggingface_hub import errors, is_offline_mode
 

@@ -1,8 +1,6 @@
 """Lays tensors of a checkpoint out as the program of files reads them: a matrix has a row for each
 output, experts are apart, all queries come first, gates come before ups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -106,7 +106,6 @@ class SourcePredictor:
 
     @property
     def rank(self) -> int:
-        """Rank in the store: the next multiple of 32."""
         return round_up(self.inner.shape[0], GROUP)
 
     def read_inner(self, rank: int) -> F32:
@@ -120,7 +119,6 @@ class SourcePredictor:
         return np.pad(rows, ((0, 0), (0, rank - rows.shape[1])))
 
     def read_bias(self) -> F32:
-        """The biases float32 [ffn]."""
         if self.bias is None:
             return np.zeros(self.outer.shape[0], np.float32)
         return self.bias.read()
@@ -128,8 +126,6 @@ class SourcePredictor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPredictor:
-    """The predictors of a layer: one, or one for each of its experts."""
-
     experts: tuple[SourcePredictor, ...]
 
     @property

@@ -62,7 +62,6 @@ class ErrorReport:
             known.largest = max(known.largest, largest)
 
     def list_errors(self) -> list[TensorError]:
-        """All tensors, by name."""
         return [
             TensorError(
                 tensor=name,

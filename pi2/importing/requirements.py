@@ -401,7 +401,6 @@ def _list_unread(model: Model) -> Iterator[str]:
 
 
 def _find_layer(name: str, model: Model) -> int:
-    """The layer that a tensor belongs to; -1 for one of none."""
     start = model.tensors.attention_norm.partition("{layer}")[0]
     found = re.match(r"(\d{1,9})\.", name[len(start) :]) if name.startswith(start) else None
     return -1 if found is None else int(found[1])

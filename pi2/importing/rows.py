@@ -30,7 +30,6 @@ class ExpertMatrices:
         self._lock = threading.Lock()
 
     def __getitem__(self, expert: int) -> list[Raw]:
-        """Matrices of ``expert``; raises what reading them raises."""
         with self._lock:
             found = self._kept.get(expert)
             is_mine = found is None
@@ -225,7 +224,6 @@ class Rows:
 
     @staticmethod
     def _fill(raw: Raw, missing: int) -> Raw:
-        """``raw`` with rows of zeros after it."""
         if not missing:
             return raw
         return np.concatenate([raw, np.zeros((missing, *raw.shape[1:]), raw.dtype)])

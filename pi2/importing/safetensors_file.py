@@ -118,7 +118,6 @@ class SourceTensor:
 
 
 def turn(matrix: Raw) -> Raw:
-    """Contiguous transpose, by tiles: four times as fast as numpy's own copy."""
     rows, columns = matrix.shape
     turned = np.empty((columns, rows), matrix.dtype)
     for row in range(0, rows, _TILE):

@@ -118,8 +118,6 @@ Part = Literal["reasoning", "content"]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Text of a part of the answer."""
-
     part: Part
     text: str
 
@@ -166,8 +164,6 @@ _LONGEST_MARK = 64
 
 
 class MarkedReader:
-    """Reads text with marks around its parts."""
-
     def __init__(
         self,
         format: Format,
@@ -208,7 +204,6 @@ class MarkedReader:
                 self._end, self._is_first = pair[1], False
 
     def push(self, text: str) -> Items:
-        """Take text; return the certain part."""
         self._held += text
         if self._state in ("call", "more") and len(self._held) > LONG:
             tail = self._held[-len(text) - _LONGEST_MARK :]

@@ -94,7 +94,6 @@ def list_own_names(
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches what listens at ``address``."""
     if address.lower() == "localhost":
         return True
     try:
@@ -127,8 +126,6 @@ _QUIET = ("/health", "/metrics", "/api/state")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How plans are served."""
-
     plans: Sequence[ServedPlan]
     memory_bytes: int | None = None
     """What the budgets of the models in memory may add up to."""
@@ -244,7 +241,6 @@ def make_application(settings: Settings) -> Starlette:
 
 
 def list_middleware(settings: Settings) -> list[Middleware]:
-    """What every request passes through, outermost first."""
     found = [Middleware(AccessLog)]
     if settings.origins:
         found.append(

@@ -42,8 +42,6 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model has written."""
-
     name: str
     arguments: str
     """A JSON object, as the model wrote it where that is one."""

@@ -79,8 +79,6 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A sequence has ended."""
-
     index: int
     reason: End
     stop_text: str | None
@@ -351,8 +349,6 @@ def join_content(items: Sequence[Fragment | ToolCall]) -> str:
 
 @dataclass(slots=True)
 class Collected:
-    """A sequence, complete."""
-
     reasoning: str = ""
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)

@@ -44,8 +44,6 @@ _BETWEEN = {"content": "\n\n", "reasoning": "\n"}
 
 
 class ChannelReader:
-    """Takes text and gives fragments and calls as soon as they are certain."""
-
     def __init__(self, *, tools: Tools | None = None, prompt: str = "") -> None:
         """``tools``: None leaves calls in the content; ``prompt`` may have written a head."""
         self._tools = tools
@@ -66,7 +64,6 @@ class ChannelReader:
             self._said, self._is_new = set(), True
 
     def push(self, text: str) -> Items:
-        """Take text; return the certain part."""
         self._held += text
         if self._state == "call" and len(self._held) > LONG:
             tail = self._held[-len(text) - len(_ENDS[-1]) :]

@@ -17,8 +17,6 @@ ToolChoice = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages and tools."""
-
     messages: Sequence[Mapping[str, Any]]
     """With texts as contents; calls of tools have objects as arguments."""
     tools: Sequence[Mapping[str, Any]] = ()

@@ -75,7 +75,6 @@ class ApiError(Exception):
 
 
 def find_form(path: str) -> Form:
-    """The form that clients of ``path`` know."""
     if path.startswith("/api/"):
         return "ollama"
     return "anthropic" if path.startswith("/v1/messages") else "openai"

@@ -45,7 +45,6 @@ class TimedConnection(H11Protocol):
         self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing will come any more."""
         super().connection_lost(exc)
         for timer in (self._deadline, self._reading):
             if timer is not None:
@@ -107,8 +106,6 @@ class ReplicaLost(Exception):
 
 
 class Replicas(Protocol):
-    """Servers, of whom any can answer."""
-
     def ask(self, call: Mapping[str, Any], body: bytes) -> AsyncGenerator[Message, None]:
         """ASGI messages of an answer, and one of type `USE`; raises `ReplicaLost` or ApiError."""
         ...
@@ -226,8 +223,6 @@ _QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How many replicas there are."""
-
     least: int = 1
     most: int = 1
     """More than ``least`` lets Ray choose, by the requests under way."""

@@ -109,8 +109,6 @@ def _describe_answer(content: str, calls: Sequence[tuple[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPlan:
-    """A plan that clients may name."""
-
     name: str
     path: Path
     budget_bytes: int
@@ -122,8 +120,6 @@ class ServedPlan:
 
 
 class Host:
-    """A served plan's model."""
-
     def __init__(self, plan: ServedPlan) -> None:
         self.plan = plan
         self.created = int(time.time())
@@ -193,7 +189,6 @@ class Host:
         get_logger().info("model served", model=self.plan.name, load_s=round(self.model.load_s, 2))
 
     async def stop(self) -> None:
-        """Give the model's memory back; running work ends."""
         if self._driver is None or self._thread is None:
             return
         driver, thread = self._driver, self._thread

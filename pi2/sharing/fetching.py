@@ -196,8 +196,6 @@ GITHUB = "PI2_GITHUB"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one run."""
-
     cache: Path
     """Folder of everything that was fetched."""
     github: str = "https://github.com"
@@ -220,7 +218,6 @@ class Place:
     url: str
     """Address of the repository or file."""
     path: str = ""
-    """File inside the repository."""
     revision: str = ""
     """Tag, branch or commit to ask for."""
 
@@ -240,8 +237,6 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """A file that was fetched."""
-
     data: bytes
     place: Place
     commit: str = ""

@@ -54,8 +54,6 @@ class Revision:
 
 @dataclass(frozen=True, kw_only=True)
 class GitFile(Revision):
-    """A file at a commit."""
-
     data: bytes
 
 
@@ -70,7 +68,6 @@ def read_git_file(url: str, path: str, revision: str, *, timeout_s: float) -> Gi
 
 
 def resolve_revision(url: str, revision: str, *, timeout_s: float) -> Revision:
-    """Ask the repository what ``revision`` means now; fetches nothing."""
     with _open_repository(url, timeout_s) as repository:
         return repository.resolve(revision)
 

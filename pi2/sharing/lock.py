@@ -89,7 +89,6 @@ class Lock:
         return self.path.parent
 
     def find(self, reference: str) -> Source | None:
-        """The source of ``reference``, if it is locked."""
         return next((item for item in self.sources if item.reference == reference), None)
 
     def replace(self, *sources: Source) -> Lock:
@@ -99,7 +98,6 @@ class Lock:
         return replace(self, sources=ordered)
 
     def find_weights(self, reference: str) -> PinnedWeights | None:
-        """The weights of ``reference``, if they are pinned."""
         return next((item for item in self.weights if item.reference == reference), None)
 
     def pin(self, weights: PinnedWeights) -> Lock:

@@ -52,8 +52,6 @@ State = Literal["added", "fetched", "unchanged", "updated"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of checking or locking a reference."""
-
     source: Source
     state: State
     before: Source | None = None
@@ -61,8 +59,6 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """The documents that share a lock."""
-
     folder: Path
     """Folder that references in paths are relative to."""
     settings: Settings

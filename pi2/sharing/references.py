@@ -47,8 +47,6 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A reference, taken apart."""
-
     text: str
     scheme: Scheme
     url: str = ""
@@ -64,7 +62,6 @@ class Reference:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is read from this machine, without a network."""
         return self.scheme in ("git+file", "file")
 
     @property

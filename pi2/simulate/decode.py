@@ -1,7 +1,5 @@
 """Token generation: draws what every token asks of every layer, and adds up what that takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

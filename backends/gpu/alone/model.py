@@ -1,7 +1,5 @@
 """A whole model on a GPU: `pi2.backends.units.WholeModel`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

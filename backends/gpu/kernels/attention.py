@@ -22,8 +22,6 @@ sequences are the same to the kernels.  Keys and values lie as [sequences, kv_he
 vectors of whole words: float32, two fp16 or four int8 in each.  ``spans`` is how many parts a
 token's context is divided into, so that enough work groups run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

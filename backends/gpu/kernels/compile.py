@@ -6,8 +6,6 @@ Runs in a process of its own, because the compiler library is far too large for 
 promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
 it works.  Exit status 3 and ``{"missing": "..."}``: a compiler of the API is not installed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

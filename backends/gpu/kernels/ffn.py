@@ -16,8 +16,6 @@ N is the number of tokens that a work group computes with: 64 of them are those 
 `pi2.backends.gpu.kernels.ffn`.  ``first_tile`` counts the 32 neurons of
 a tile; ``parts`` is how many parts the neurons are divided into, so that enough work groups run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

@@ -29,8 +29,6 @@ scores, and in an MoE model where the router chose its expert: neurons come expe
 ``order`` says in which slot each of them lies.  ``slots`` are those of the selected ones in this
 order, ``found[first + t]`` how many they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from tvm.tirx.script import builder as T

@@ -5,8 +5,6 @@
 number of tokens that a work group computes with.  The rows are divided into ``blocks`` equal parts,
 each of which is multiplied with its own inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

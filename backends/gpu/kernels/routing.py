@@ -29,8 +29,6 @@ kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tvm.tirx.script import builder as T

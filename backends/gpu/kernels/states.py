@@ -16,8 +16,6 @@ Tokens come in ``runs`` of ``length`` tokens each, that follow each other in a s
 one run, and each token of a step is one.  `pi2.model.states` says what rows there are, and
 `pi2.backends.reference.states` what is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

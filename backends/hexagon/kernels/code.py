@@ -1,7 +1,5 @@
 """Plain C functions out of TensorIR, and the vocabulary of Hexagon's vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 OUTPUT``. ``OUT.elf`` runs in the emulator; ``OUT.o`` is for the vendor's linker
 (`backends/hexagon/dsp`)."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

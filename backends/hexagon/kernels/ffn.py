@@ -17,8 +17,6 @@ Arrays of a tile; word k of a token holds its elements 4k to 4k + 3:
   row's product is the sum of its groups' products times their multipliers.
 - int8: vector k holds word k, as ``q + 128``; offsets int32 [tokens]."""
 
-from __future__ import annotations
-
 import math
 
 from tvm.tirx.script import builder as T

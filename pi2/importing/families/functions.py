@@ -14,7 +14,6 @@ def has(scope: Completed, key: str) -> bool:
 
 
 def states(scope: Completed, key: str) -> bool:
-    """Whether a key of the configuration is stated, or null."""
     return key in scope.raw.values
 
 
@@ -33,7 +32,6 @@ def divide(scope: Completed, key: str, other: str) -> int:
 
 
 def listed(scope: Completed, key: str) -> list[Any]:
-    """A list; an empty one where it is not stated."""
     return scope.config.read_list(key)
 
 
@@ -243,7 +241,6 @@ def _read_both(config: Config) -> tuple[Config, Config, Config]:
 
 
 def turn_olmo3(scope: Description) -> None:
-    """OLMo 3: positions of layers with a window are not scaled."""
     config = scope.config
     theta = config.read("rope_theta", float, 500_000.0)
     both, full, local = _read_both(config)

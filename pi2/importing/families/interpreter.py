@@ -157,7 +157,6 @@ class Description(Completed):
         return self.value(name) if "." in name else super().find(name)
 
     def value(self, name: str) -> Any:
-        """The value of a key of the model document; None where there is none."""
         if name not in self.tables and name in self.stated:
             value = self.stated[name]
             self.tables[name] = self.read(name) if name in self.reads else self.resolve(value)
@@ -233,7 +232,6 @@ class Description(Completed):
 
 
 def _overlay(base: Sections, other: Sections) -> Sections:
-    """``base`` with what ``other`` states."""
     changes: dict[str, Any] = {}
     for name in other.model_fields_set & Sections.model_fields.keys():
         value = getattr(other, name)
