@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Two workers on two cores: threads of NumPy's matrix library that look for work take it from them.
 # The library reads this once, when NumPy is imported.
@@ -17,6 +18,9 @@ from pi2.backends.compiler import cache
 from pi2.caches import find_cache_folder
 from tests.helpers.compiling import QUICK, start_loaded_compiler
 from tests.helpers.programs import Ask, Written
+
+if TYPE_CHECKING:
+    from tests.helpers.models import TinyModel
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
 # every time, so that a change is to blame for a failure; people draw others, and twice as many.
@@ -71,12 +75,19 @@ def quick_kernels() -> Iterator[None]:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    """The plan of a tiny random model."""
+def tiny(tmp_path: Path) -> "TinyModel":
+    """A tiny random model with its store."""
     from tests.helpers.models import make_tiny
+
+    return make_tiny(tmp_path)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, tiny: "TinyModel") -> Path:
+    """The plan of the tiny random model."""
     from tests.helpers.plans import write_plan
 
-    return write_plan(tmp_path, make_tiny(tmp_path))
+    return write_plan(tmp_path, tiny)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.reference.attention import quantize_kv
 from pi2.backends.reference.operators import cap, normalize, rotate
 from pi2.plan.documents.model_parts import Norm
-from tests.helpers.gpu import Bench, measure_error
+from tests.helpers.goldens import measure_error
+from tests.helpers.gpu import Bench
 
 CLOSE = 3e-6
 CONTEXT, SEQUENCES = 300, 2

@@ -14,7 +14,8 @@ from pi2.backends.gpu.packing import pack_neurons, pack_slots
 from pi2.backends.gpu.sizes import DenseSizes, describe_ffn
 from pi2.plan.documents.model_parts import Activation, Ffn
 from pi2.progress import ignore_progress
-from tests.helpers.gpu import Bench, RandomNeurons, measure_error
+from tests.helpers.goldens import measure_error
+from tests.helpers.gpu import Bench, RandomNeurons
 from tests.helpers.slow import mark_slow
 
 CLOSE = 3e-6

@@ -10,7 +10,8 @@ from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_slots
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.bundles import slice_bias, unpack_part
-from tests.helpers.gpu import Bench, RandomNeurons, measure_error
+from tests.helpers.goldens import measure_error
+from tests.helpers.gpu import Bench, RandomNeurons
 
 CLOSE = 3e-6
 

@@ -13,7 +13,8 @@ from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_matrix
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
-from tests.helpers.gpu import Bench, measure_error
+from tests.helpers.goldens import measure_error
+from tests.helpers.gpu import Bench
 
 CLOSE = 3e-6
 ROWS, LENGTH = 75, 288

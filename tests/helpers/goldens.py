@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import pi2
 from pi2.arrays import F32
@@ -67,8 +68,10 @@ def copy_checkpoint(name: str, folder: Path) -> Path:
 
 
 def change_config(checkpoint: Path, **values: Any) -> None:
+    """Replace values of config.json; None removes a key."""
     file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    config = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def convert_golden(checkpoint: Path, folder: Path, quantization: Mapping[str, str]) -> Model:
@@ -127,7 +130,7 @@ def run_golden(
         return logits, list(generation.result.token_ids)
 
 
-def measure_error(found: F32, expected: F32) -> float:
+def measure_error(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 

@@ -131,7 +131,3 @@ class Bench:
             flat = np.frombuffer(after[: array.nbytes], array.dtype)
             results[key] = flat.reshape(array.shape).copy()
         return results
-
-
-def measure_error(found: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> float:
-    return float(np.abs(found - wanted).max() / np.abs(wanted).max())

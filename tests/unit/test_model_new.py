@@ -21,18 +21,11 @@ from pi2.importing.new_model import describe_checkpoint, make_id
 from pi2.importing.requirements import describe_other_parts
 from pi2.plan.documents.model import Model
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.goldens import copy_checkpoint, list_goldens
+from tests.helpers.goldens import change_config, copy_checkpoint, list_goldens
 from tests.helpers.models import MIXTURE, draw_weights, make_model
 from tests.helpers.programs import Ask
 
 Capture = pytest.CaptureFixture[str]
-
-
-def change_config(checkpoint: Path, **values: Any) -> None:
-    """Replace values of config.json; None removes a key."""
-    file = checkpoint / "config.json"
-    config = {**json.loads(file.read_text()), **values}
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def rename_tensors(checkpoint: Path, old: str, new: str) -> None:

@@ -17,7 +17,7 @@ from pi2.plan.reading.references import find_document
 from pi2.store.identity import _OLDEST, _OTHERS, describe_weights
 from pi2.store.manifest import read_manifest
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
+from tests.helpers.models import TinyModel, draw_weights, make_model
 from tests.helpers.programs import Ask
 
 MODEL_FILE = """
@@ -42,11 +42,6 @@ activation = "drelu"
 rank = 32
 """
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> TinyModel:
-    return make_tiny(tmp_path)
 
 
 @pytest.fixture

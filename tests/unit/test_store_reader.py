@@ -14,12 +14,7 @@ import tvm_ffi
 
 from pi2.diagnostics import UserError
 from pi2.store.reader import NeuronStore
-from tests.helpers.models import TinyModel, make_model, make_tiny
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> TinyModel:
-    return make_tiny(tmp_path)
+from tests.helpers.models import TinyModel, make_model
 
 
 def expect_error(path: Path, code: str, *words: str, **options: Any) -> None:

@@ -21,15 +21,10 @@ from synthesis.blueprint import draw_blueprint
 from synthesis.generation import write_synthetic_store
 from synthesis.recipe import Recipe
 from tests.helpers.checkpoints import write_counts
-from tests.helpers.models import MIXTURE, TinyModel, make_model, make_tiny
+from tests.helpers.models import MIXTURE, TinyModel, make_model
 from tests.helpers.plans import write_plan
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 12)]
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> TinyModel:
-    return make_tiny(tmp_path)
 
 
 def draw_orders(tiny: TinyModel, seed: int = 7) -> I32:
