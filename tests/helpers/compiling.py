@@ -22,11 +22,14 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 from unittest.mock import patch
 
+import pytest
+
 from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.signature import LIBRARIES
 from pi2.backends.gpu.packing import IMAGES
 from pi2.backends.hexagon.library import PROGRAMS
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.caches import find_cache_folder
 from pi2.memory.host_loops import HostSpec
 
 QUICK = "PI2_TESTS_COMPILE_QUICKLY"
@@ -156,3 +159,20 @@ def start_loaded_compiler(
     if module not in FORKED or os.pathsep in environment["PYTHONPATH"]:
         return start_compiler(module, arguments, errors, environment)
     return LoadedCompiler(FORKED[module], arguments, errors, environment, objects)
+
+
+def share_kernels(cache: Path) -> Path:
+    """Let the folder ``cache`` of a test have the kernels of all tests; returns it."""
+    cache.mkdir(parents=True)
+    kernels = find_cache_folder("kernels")
+    kernels.mkdir(parents=True, exist_ok=True)
+    (cache / "kernels").symlink_to(kernels)
+    return cache
+
+
+def use_own_data(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let pi2 find models and caches in ``folder``, where none are, but for kernels."""
+    share_kernels(folder / "cache" / "pi2")
+    patch.delenv("PI2_CACHE_DIR", raising=False)
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    patch.setenv("XDG_DATA_HOME", str(folder / "data"))

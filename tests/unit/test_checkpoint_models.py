@@ -24,6 +24,7 @@ from pi2.plan.weights.bundles import unpack_part
 from pi2.pulled_models import find_model, list_models
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.compiling import use_own_data
 from tests.helpers.gguf_files import make_sentence_piece, write_gguf
 from tests.helpers.gguf_tensors import translate
 from tests.helpers.models import draw_weights, make_model
@@ -37,9 +38,8 @@ REFERENCE = ["--set", "backends.cpu=reference", *FEW]
 
 @pytest.fixture(autouse=True)
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of models; kernels stay in the cache of all tests."""
-    monkeypatch.delenv("PI2_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    """The folder of models."""
+    use_own_data(tmp_path, monkeypatch)
     return tmp_path / "data/pi2/models"
 
 

@@ -17,6 +17,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import list_shipped
 from pi2.refit import FittedPlan, read_plan
+from tests.helpers.compiling import use_own_data
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.shipped_plans import read_device, read_model
 from tests.helpers.slow import mark_slow
@@ -136,8 +137,7 @@ def test_a_fitted_plan_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_fitted_file_of_weights_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PI2_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    use_own_data(tmp_path, monkeypatch)
     from tests.unit.test_checkpoint_models import write_model
 
     file = write_model(tmp_path, "tiny")

@@ -12,6 +12,7 @@ import pi2
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.prefixes import Block, KeptPrefixes, PrefixFiles, name_blocks
 from tests.helpers import goldens
+from tests.helpers.compiling import share_kernels
 from tests.helpers.gguf_files import make_tokens, write_gguf
 from tests.helpers.gguf_goldens import UNSAID
 from tests.helpers.gguf_tensors import read_checkpoint, translate
@@ -25,7 +26,7 @@ LONG = [int(token) for token in np.random.default_rng(1).integers(0, 250, 45)]
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PI2_CACHE_DIR", str(share_kernels(tmp_path / "cache")))
 
 
 def make_plan(folder: Path, **changes: Any) -> Path:
@@ -49,10 +50,8 @@ def run_alone(plan: Path, prompts: Sequence[Sequence[int]], settings: Any) -> li
     ("backend", "kind"), [("reference", "fp16"), ("reference", "int8"), ("cpu", "int8")]
 )
 def test_a_beginning_is_read_once_and_changes_nothing(
-    tmp_path: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, backend: str
 ) -> None:
-    if backend == "cpu":
-        monkeypatch.delenv("PI2_CACHE_DIR")
     settings = {"kv.type": kind, "backends.cpu": backend, "serve.prefixes": "prompts"}
     plan = make_plan(tmp_path)
     prompts = [LONG, LONG, [*LONG[:40], 7, 7], [*LONG[:20], 9], [1, 2], LONG]

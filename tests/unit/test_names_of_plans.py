@@ -13,6 +13,7 @@ from pi2.diagnostics import UserError
 from pi2.named_plans import list_names
 from pi2.plan.reading.references import list_shipped
 from pi2.pulled_models import PulledModel, Source, list_models
+from tests.helpers.compiling import use_own_data
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.programs import Ask
 from tests.helpers.slow import keep_quick
@@ -21,8 +22,7 @@ from tests.helpers.slow import keep_quick
 @pytest.fixture(autouse=True)
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without models."""
-    monkeypatch.delenv("PI2_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    use_own_data(tmp_path, monkeypatch)
 
 
 NESTED = "oneplus-12/bamboo-7b-half"

@@ -21,6 +21,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.hub import HubReference, Repository, choose_files, fetch_files, parse_reference
 from pi2.pulled_models import find_models_folder
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.compiling import share_kernels
 from tests.helpers.hub import COMMIT, Hub, serve_repository
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.programs import Ask, start_pi2
@@ -49,10 +50,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Folders of the test's own; kernels stay in the cache of all tests."""
+    """Folders of the test's own, but for kernels."""
+    cache = share_kernels(tmp_path / "cache")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return {**kept, "HF_HOME": str(tmp_path / "hf"), "PI2_CACHE_DIR": str(tmp_path / "cache")}
+    return {**kept, "HF_HOME": str(tmp_path / "hf"), "PI2_CACHE_DIR": str(cache)}
 
 
 def pull(environment: dict[str, str], hub: Hub, *words: str, **more: str) -> tuple[int, str]:
