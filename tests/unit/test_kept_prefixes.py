@@ -166,16 +166,17 @@ def make_block(value: int, size: int = 1000) -> Block:
 
 
 def test_files_that_were_not_used_for_longest_go_first(tmp_path: Path) -> None:
-    files = PrefixFiles(tmp_path, 3500)
+    folder = tmp_path / "kept"
+    files = PrefixFiles(folder, 3500)
     for number in range(3):
         files.write(f"{number}", make_block(number))
     assert files.read("0") is not None
     files.write("3", make_block(3))
     assert [files.count_known([str(number)]) for number in range(4)] == [1, 0, 1, 1]
-    assert files.total_bytes == sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3500
+    assert files.total_bytes == sum(path.stat().st_size for path in folder.iterdir()) <= 3500
     for age, name in enumerate("302"):
-        os.utime(tmp_path / f"{name}.kept", ns=(10**18 - age, 10**18 - age))
-    again = PrefixFiles(tmp_path, 2500)
+        os.utime(folder / f"{name}.kept", ns=(10**18 - age, 10**18 - age))
+    again = PrefixFiles(folder, 2500)
     assert [again.count_known([name]) for name in "302"] == [1, 1, 0]
     assert again.total_bytes <= 2500
     block = again.read("3")
