@@ -29,6 +29,10 @@ def test_the_commands_that_ci_runs_install_first() -> None:
     assert "pi2 run" in run_it
     install, _, tests = test_it.rpartition(" && ")
     assert "pip install" in install and "pytest" in tests
+    # What README's command leaves out runs afterwards.
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]
+    assert "-m=not slow" in settings["ini_options"]["addopts"]
+    assert re.search(r"^\S+ -m pytest .*-m slow$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
 
 def test_the_plan_that_is_shown_validates_and_runs(
