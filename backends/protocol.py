@@ -30,11 +30,13 @@ from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import BundleLayout, Tensor
+from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pi2.arrays import F32, I32, U8, Scales
+    from pi2.backends.blocks.interpreter import Interpreter
     from pi2.backends.units import (
         DenseUnit,
         TextModel,
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     )
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.units import DividedRows, Need
-    from pi2.progress import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,8 @@ __all__ = [
     "PartAdder",
     "PartGroup",
     "Preparer",
+    "ProgramBackend",
+    "ProgramRequest",
     "RowDivider",
     "StateKeeper",
     "Tensor",
@@ -182,6 +185,28 @@ class ExecutorBackend(Backend, Protocol):
 
     def build(self, request: BuildRequest) -> Executor:
         """Compile or load kernels and make the executor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramRequest:
+    """Processor and threads of a program."""
+
+    architecture: str
+    features: frozenset[str]
+    threads: int
+    """The caller's is one of them."""
+    cores: tuple[int, ...] = ()
+    """Cores to bind threads to, one each."""
+    progress: Progress = ignore_progress
+
+
+class ProgramBackend(Backend, Protocol):
+    """Members of a backend's module that runs the programs of GGUF files."""
+
+    def interpret(
+        self, request: ProgramRequest, model: Model, formats: list[str], kv: KvType
+    ) -> Interpreter:
+        """Make the interpreter of a model's program over tensors of some formats."""
 
 
 class Preparer(Protocol):

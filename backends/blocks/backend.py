@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.backend import find_obstacles
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import UnitKind
 
-__all__ = ["COMPUTES", "FIXED", "KINDS", "NATIVE", "ONLY_EMULATED", "find_limits", "find_obstacles"]
+if TYPE_CHECKING:
+    from pi2.backends.blocks.interpreter import Interpreter
+    from pi2.backends.protocol import ProgramRequest
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.plan import KvType
+
+__all__ = [
+    "COMPUTES",
+    "FIXED",
+    "KINDS",
+    "NATIVE",
+    "ONLY_EMULATED",
+    "find_limits",
+    "find_obstacles",
+    "interpret",
+]
 
 COMPUTES = True
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
 FIXED: Mapping[str, tuple[object, ...]] = {
-    "backends": ({"cpu": "blocks"},),
+    "backends": ({"cpu": "blocks"}, {"cpu": "reference"}),
     "bundle.scales": ("inline",),
     "bundle.stride": (None,),
     "cache.fill": (True,),
@@ -63,3 +79,10 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
     unknown = find_unknown(facts.resolved.model)
     return [f"does not compute {', '.join(unknown)}"] if unknown else []
+
+
+def interpret(request: ProgramRequest, model: Model, formats: list[str], kv: KvType) -> Interpreter:
+    """Load or compile kernels, which run as `pi2.backends.blocks.interpreter` says."""
+    from pi2.backends.blocks.interpreter import CompiledInterpreter
+
+    return CompiledInterpreter(request, model, formats, kv)

@@ -46,7 +46,7 @@ _NO_LIMIT = 3e38
 
 
 class Builder(Products):
-    """Adds what is no product: gates, routing, positions, attention."""
+    """Adds instructions other than products: gates, routing, positions, attention."""
 
     def add_rows(
         self, key: str, weight: Weight, numbers: I32, y: Area, factor: float, *, added: bool = False
@@ -150,7 +150,7 @@ class Builder(Products):
     def add_routing(self, scores: Area, layer: int, routed: Routed) -> None:
         """Add the choice of experts by their scores, and lists of their tokens."""
         self.add_choice(scores, layer, routed.expert_of, routed.weights)
-        nothing = Way(address=self._libraries.find("group"))
+        nothing = Way(address=self._interpreter.find("group"))
         self._append(
             Instruction(
                 kernel="group",
@@ -352,7 +352,7 @@ class Builder(Products):
         source = layer if shape.key_layer is None else shape.key_layer
         values = self._cache.find(source)[-1].elements
         sinks = self.read_vector("sinks", layer) if shape.sinks else 0
-        group, lanes = heads.group, self._libraries.isa.lanes
+        group, lanes = heads.group, self._interpreter.lanes
         size = count_attention_bytes(group, heads.key, heads.value, lanes)
         self._scratch_size = max(self._scratch_size, size)
         size = count_partial_bytes(shape.heads, heads.value, self._step_tokens)
@@ -379,13 +379,13 @@ class Builder(Products):
         }
         # Several tokens have a context each, in parts; of many, contexts are not divided.
         groups = shape.heads // group
-        one = Way(address=self._libraries.find("attend"), each=groups * PARTS)
+        one = Way(address=self._interpreter.find("attend"), each=groups * PARTS)
         apart = replace(one, each=groups)
         many = apart
         if heads.key % lanes == 0 and heads.value % lanes == 0:
-            address, tokens = self._libraries.find("attend_many"), count_tile_tokens(group)
+            address, tokens = self._interpreter.find("attend_many"), count_tile_tokens(group)
             many = Way(address=address, each=groups, tokens=tokens)
-        join = Way(address=self._libraries.find("join"), each=shape.heads)
+        join = Way(address=self._interpreter.find("join"), each=shape.heads)
         for kernel, ways, other in (
             ("attend", (one, one, many), apart),
             ("join", (join, join, replace(join, each=0)), replace(join, each=0)),

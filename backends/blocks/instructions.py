@@ -2,81 +2,16 @@
 
 from __future__ import annotations
 
-import _ctypes
-import ctypes
-import os
 import struct
-import tempfile
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.blocks.contract import FIELDS
-from pi2.backends.blocks.room import SINGLE, open_library
-from pi2.backends.compiler.functions import refuse_library
+from pi2.backends.blocks.room import SINGLE
 from pi2.formats import Format, find_format
-
-_PATIENCE = 500
-"""How often a thread looks for work before it sleeps."""
-
-
-class Threads:
-    """Workers of a library of its own: they end with `close`."""
-
-    def __init__(self, library: Path, count: int, cores: Sequence[int] = ()) -> None:
-        """Run on ``count`` threads, the caller's included; ``cores``: one for each."""
-        self._library = _open_copy(library)
-        self._run = self._library.pi2_blocks_run
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
-        self._run.restype = None
-        self.count = count
-        since = self._library.pi2_blocks_start(count, _PATIENCE)
-        self._workers = []
-        for index in range(1, count):
-            core = cores[index] if index < len(cores) else None
-            worker = threading.Thread(target=self._work, args=(index, since, core), daemon=True)
-            worker.start()
-            self._workers.append(worker)
-
-    def _work(self, index: int, since: int, core: int | None) -> None:
-        if core is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {core})
-        self._library.pi2_blocks_work(ctypes.c_int64(index), since)
-
-    def run(self, program: int, begin: int, end: int, most: int) -> None:
-        """Run a program's instructions at an address on all threads, or the caller's (``most``
-        1)."""
-        self._run(program, begin, end, most)
-
-    def close(self) -> None:
-        """End the workers, and give the library's memory and disk space back."""
-        if self.count == 0:
-            return
-        if self._workers:
-            self._library.pi2_blocks_stop()
-            for worker in self._workers:
-                worker.join()
-        self.count, self._workers = 0, []
-        _ctypes.dlclose(self._library._handle)
-
-
-def _open_copy(library: Path) -> ctypes.CDLL:
-    """Open a copy of ``library``, with counters of threads of its own; `UserError` P655."""
-    content = library.read_bytes()
-    for folder in (library.parent, None):
-        try:
-            with tempfile.NamedTemporaryFile(dir=folder, suffix=".so") as own:
-                own.write(content)
-                own.flush()
-                return open_library(Path(own.name))
-        except OSError as error:
-            problem = error
-    raise refuse_library(library, problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

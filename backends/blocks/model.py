@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.building import Builder
-from pi2.backends.blocks.instructions import FindWeight, Program, Threads
+from pi2.backends.blocks.instructions import FindWeight, Program
+from pi2.backends.blocks.interpreter import Interpret
 from pi2.backends.blocks.layers import Layers
 from pi2.backends.blocks.operands import Matrix
 from pi2.backends.blocks.recurrent import STATE_MATRICES
-from pi2.backends.blocks.room import Allocate, KvCache, Libraries, StateMemory
+from pi2.backends.blocks.room import Allocate, KvCache, StateMemory
 from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
-from pi2.progress import Progress, ignore_progress
 
 PANEL_ROWS = 16
 """Streamed pieces have whole multiples of so many rows, a panel's on any processor."""
@@ -48,21 +48,15 @@ class BlockModel:
         step_tokens: int,
         chunk: int,
         allocate: Allocate,
-        architecture: str,
-        features: Iterable[str],
-        cores: Sequence[int] = (),
+        interpret: Interpret,
         planes: tuple[int, int] = (1, 1),
         predicts: bool = False,
         kv: KvType = "fp16",
-        progress: Progress = ignore_progress,
     ) -> None:
         self._model = model
-        formats = list_formats(model, find)
-        libraries = Libraries(
-            model, formats, architecture=architecture, features=features, kv=kv, progress=progress
-        )
+        self._interpreter = interpret(model, list_formats(model, find), kv)
         context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
-        self._lanes = libraries.isa.lanes
+        self._lanes = self._interpreter.lanes
         self._cache = KvCache(model, context, sequences, allocate, kv)
         self._states = StateMemory(model, sequences, allocate)
         rows = max(LOGIT_ROWS, step_tokens)
@@ -70,7 +64,7 @@ class BlockModel:
         self._builder = builder = Builder(
             model,
             find,
-            libraries,
+            self._interpreter,
             self._cache,
             tokens=tokens,
             step_tokens=step_tokens,
@@ -89,7 +83,6 @@ class BlockModel:
         self._program = Program(builder.instructions, self.head, planes)
         self.matrices: list[Matrix] = builder.matrices
         self._firsts = {matrix.instructions[0]: matrix for matrix in self.matrices}
-        self._threads = Threads(libraries.steps, threads, cores)
         groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
         self.routed = list_routed(self.matrices, groups, layers.predictions)
         """Layers with experts."""
@@ -226,12 +219,12 @@ class BlockModel:
     def run(self, begin: int, end: int) -> None:
         """Compute instructions ``begin`` to ``end``."""
         if self._note is None:
-            self._threads.run(self._program.address, begin, end, self.most_threads)
+            self._interpreter.run(self._program.address, begin, end, self.most_threads)
             return
         for number in range(begin, end):
             own = self._program.instructions[number]
             start_s = time.perf_counter()
-            self._threads.run(self._program.address, number, number + 1, self.most_threads)
+            self._interpreter.run(self._program.address, number, number + 1, self.most_threads)
             self._note(own.label, own.layer, start_s, time.perf_counter())
 
     def set_tensor(self, number: int, address: int) -> None:
@@ -274,7 +267,7 @@ class BlockModel:
 
     def close(self) -> None:
         """End the threads.  Never fails, and may be called twice."""
-        self._threads.close()
+        self._interpreter.close()
 
 
 def list_formats(model: Model, find: FindWeight) -> list[str]:

@@ -13,11 +13,11 @@ from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.arithmetic import RopeTables
 from pi2.backends.blocks.contract import PIECE
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
+from pi2.backends.blocks.interpreter import Interpreter
 from pi2.backends.blocks.operands import Area, Matrix, Product, Routed, find_address, put_optional
 from pi2.backends.blocks.room import (
     Allocate,
     KvCache,
-    Libraries,
     count_quantized_bytes,
     count_scratch_bytes,
     count_together,
@@ -58,7 +58,7 @@ class Products:
         self,
         model: Model,
         find: FindWeight,
-        libraries: Libraries,
+        interpreter: Interpreter,
         cache: KvCache,
         *,
         tokens: int,
@@ -73,7 +73,7 @@ class Products:
         self._step_tokens, self._allocate = step_tokens, allocate
         self._planes = planes
         self._find = find
-        self._libraries = libraries
+        self._interpreter = interpreter
         self._cache = cache
         self._tokens = tokens
         self._context = context
@@ -199,7 +199,7 @@ class Products:
         label: str = "",
     ) -> int:
         """Add an instruction of ``items``, or of so many for ``each`` token; return its number."""
-        way = Way(address=self._libraries.find(kernel, own), items=items, each=each, grain=grain)
+        way = Way(address=self._interpreter.find(kernel, own), items=items, each=each, grain=grain)
         return self._append(
             Instruction(
                 kernel=kernel,
@@ -311,7 +311,7 @@ class Products:
         between heads, which follow each other without gaps."""
         weight, y = product.weight, product.y
         scale = weight.scales[0] if weight.scales else 1.0
-        way = Way(address=self._libraries.find("multiply_turned", weight.format), items=heads)
+        way = Way(address=self._interpreter.find("multiply_turned", weight.format), items=heads)
         number = self._append(
             Instruction(
                 kernel="multiply_turned",
@@ -393,11 +393,11 @@ class Products:
         return f"{kind} {find(weight.format)}"
 
     def _count_together(self, name: str) -> int:
-        return count_together(name, 4 * self._libraries.isa.lanes)
+        return count_together(name, 4 * self._interpreter.lanes)
 
     def _find_order(self, name: str) -> int:
         """Return the address of the order of a format's activations, the same for the same one."""
-        offsets = list_offsets(name, 4 * self._libraries.isa.lanes)
+        offsets = list_offsets(name, 4 * self._interpreter.lanes)
         if offsets not in self._orders:
             self._orders[offsets] = self.keep(np.array(offsets, np.int64))
         return self._orders[offsets].ctypes.data
@@ -409,7 +409,7 @@ class Products:
 
     def _multiply(self, product: Product, codes: _Codes, *, waits: bool) -> int:
         weight, y = product.weight, product.y
-        size = count_scratch_bytes(self._libraries.isa.lanes)
+        size = count_scratch_bytes(self._interpreter.lanes)
         self._scratch_size = max(self._scratch_size, size)
         return self._append(
             Instruction(
@@ -478,16 +478,17 @@ class Products:
     def _list_ways(self, weight: Weight, routed: Routed | None) -> tuple[Way, Way, Way]:
         share = -(-weight.rows // (self._threads * _SHARES))
         grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
+        find = self._interpreter.find
         one, few = (
-            Way(address=self._libraries.find(kernel, weight.format), items=weight.rows, grain=grain)
+            Way(address=find(kernel, weight.format), items=weight.rows, grain=grain)
             for kernel in ("multiply", "multiply_few")
         )
         if routed is not None:
             few = one
         if weight.kind.is_plain:
             return one, few, few
-        panels = -(-weight.rows // self._libraries.isa.lanes)
-        many = self._libraries.find("multiply_many", weight.format)
+        panels = -(-weight.rows // self._interpreter.lanes)
+        many = find("multiply_many", weight.format)
         return one, few, Way(address=many, items=panels)
 
     def finish(self) -> None:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from pi2.arrays import F16, F32, U8, Raw
-from pi2.backends.blocks.contract import (
-    FIELDS,
-    KV_TYPES,
-    PLANES,
-    BlockSpec,
-    describe_heads,
-    list_libraries,
-)
-from pi2.backends.compiler.cache import load_or_compile_several
-from pi2.backends.compiler.functions import refuse_library
+from pi2.backends.blocks.contract import KV_TYPES, PLANES, describe_heads
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.formats import Activations
 from pi2.formats.packing import align_bytes
@@ -31,7 +20,6 @@ from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.arithmetic.units import count_state_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
-from pi2.progress import Progress, ignore_progress
 
 _LINE = 64
 STAGE_BYTES = 8192
@@ -247,49 +235,6 @@ them, then the second ones."""
 def count_together(name: str, width: int) -> int:
     """Return the groups of 32 of a format whose halves lie together in activations."""
     return width // CHUNK if name in _BUNDLED and width >= 2 * CHUNK else 1
-
-
-class Libraries:
-    """The libraries of a model and of its formats."""
-
-    def __init__(
-        self,
-        model: Model,
-        formats: Sequence[str],
-        *,
-        architecture: str,
-        features: Iterable[str],
-        kv: KvType = "fp16",
-        progress: Progress = ignore_progress,
-    ) -> None:
-        """Load them, compiled now unless they are cached."""
-        own = tuple(sorted(features))
-        shared = list_libraries(model, kv)
-        names = [*shared, *formats]
-        specs = [BlockSpec(library=name, architecture=architecture, features=own) for name in names]
-        self.isa = specs[0].isa
-        self.steps, *paths = load_or_compile_several(specs, progress)
-        loaded = dict(zip(names[1:], map(open_library, paths), strict=True))
-        self._shared = [loaded[name] for name in shared[1:]]
-        self._formats = {name: loaded[name] for name in formats}
-        self.find = cache(self._find)
-
-    def _find(self, kernel: str, own: str | None = None) -> int:
-        """Return the address of a kernel, of the format ``own`` if it belongs to one."""
-        assert kernel in FIELDS
-        libraries = self._shared if own is None else [self._formats[own]]
-        function = next(getattr(item, kernel) for item in libraries if hasattr(item, kernel))
-        address = ctypes.cast(function, ctypes.c_void_p).value
-        assert address is not None
-        return address
-
-
-def open_library(path: Path) -> ctypes.CDLL:
-    """Load a library; `UserError` P655 if that is not possible."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise refuse_library(path, error) from None
 
 
 ALIGNMENT = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pi2.backends.blocks import backend as blocks
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.formats import find_packing
 from pi2.plan.arithmetic.units import (
@@ -19,8 +20,11 @@ from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import ALIGNMENT, Precision, round_up, scale_bytes, weight_bytes
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import BuildRequest, Executor
+    from pi2.backends.blocks.interpreter import Interpreter
+    from pi2.backends.protocol import BuildRequest, Executor, ProgramRequest
     from pi2.backends.units import DenseUnit, UnitRequest
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.plan import KvType
 
 
 PAGE_BYTES = 4096
@@ -39,6 +43,7 @@ __all__ = [
     "find_limits",
     "find_obstacles",
     "find_unit_obstacles",
+    "interpret",
     "need_unit_memory",
     "need_workspace",
 ]
@@ -63,6 +68,8 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return the parts of a plan that it cannot compute."""
     model = facts.resolved.model
+    if facts.resolved.file is not None:
+        return blocks.find_limits(facts)
     limits = list_undivided(facts)
     if facts.neurons is not None:
         limits += list_unknown_weights(model)
@@ -106,3 +113,10 @@ def build_unit(request: UnitRequest) -> DenseUnit:
     from pi2.backends.reference.dense_unit import ThreadUnit
 
     return ThreadUnit(request)
+
+
+def interpret(request: ProgramRequest, model: Model, formats: list[str], kv: KvType) -> Interpreter:
+    """Make a program's interpreter; nothing is compiled."""
+    from pi2.backends.reference.interpreter import NumpyInterpreter
+
+    return NumpyInterpreter(model, formats, kv)

@@ -14,9 +14,11 @@ import numpy as np
 from pi2.arrays import U8
 from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.model import BlockModel
+from pi2.backends.protocol import ProgramRequest
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_whole_forward
+from pi2.fitting import find_program_backend
 from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
@@ -31,6 +33,7 @@ from pi2.weights.gguf_weights import FileTexts, GgufWeights
 from pi2.weights.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
+    from pi2.backends.protocol import ProgramBackend
     from pi2.memory.host_loops import HostLoops
 
 
@@ -73,7 +76,8 @@ def load_file(
         looked_up = weights.list_looked_up()
         whole = [own for name, own in placed.items() if name not in looked_up]
         loops = None
-        if division.streamed or resolved.file.expert_bytes:
+        backend = find_program_backend(resolved.name_backend(resolved.sparse_unit))
+        if backend.NATIVE and (division.streamed or resolved.file.expert_bytes):
             from pi2.backends.host import load_host_loops
 
             loops = load_host_loops(progress, machine.features)
@@ -102,7 +106,7 @@ def load_file(
             {name: rows.ctypes.data for name, rows in {**shared, **placed}.items()},
             ring,
             make_stream,
-            partial(_make_program, resolved, machine, progress, predicts, budget),
+            partial(_make_program, resolved, machine, progress, predicts, budget, backend),
             slots,
             watched.check,
         )
@@ -213,24 +217,30 @@ def _make_program(
     progress: Progress,
     predicts: bool,
     budget: Budget,
+    backend: ProgramBackend,
     find: object,
 ) -> BlockModel:
     plan, unit = resolved.plan, resolved.device.units[resolved.sparse_unit]
     features = machine.features if unit.features is None else frozenset(unit.features)
+    threads = count_threads(resolved, machine)
+    request = ProgramRequest(
+        architecture=unit.architecture or machine.architecture,
+        features=features,
+        threads=threads,
+        cores=tuple(list_cores(plan.threads.cores or "")),
+        progress=progress,
+    )
     return BlockModel(
         resolved.model,
         find,  # type: ignore[arg-type]
-        threads=count_threads(resolved, machine),
+        threads=threads,
         context=plan.kv.context,
         sequences=plan.decode.batch,
         step_tokens=plan.decode.step_tokens,
         chunk=plan.prefill.chunk,
         allocate=budget.allocate,
-        architecture=unit.architecture or machine.architecture,
-        features=features,
+        interpret=partial(backend.interpret, request),
         predicts=predicts,
         kv=plan.kv.type,
         planes=(PLANES[plan.decode.activations], PLANES[plan.prefill.activations]),
-        cores=tuple(list_cores(plan.threads.cores or "")),
-        progress=progress,
     )

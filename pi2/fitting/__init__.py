@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         ExecutorBackend,
         GraphBackend,
         Preparer,
+        ProgramBackend,
         TextBackend,
         UnitBackend,
         WholeBackend,
@@ -33,6 +34,11 @@ def find_executor_backend(name: str) -> ExecutorBackend | None:
     """Import the module of a backend that computes whole models; None if it does not."""
     backend = find_backend(name)
     return cast("ExecutorBackend", backend) if hasattr(backend, "build") else None
+
+
+def find_program_backend(name: str) -> ProgramBackend:
+    """Import the module of a backend that runs a file's program."""
+    return cast("ProgramBackend", find_backend(name))
 
 
 def find_preparer(name: str) -> Preparer | None:

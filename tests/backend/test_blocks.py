@@ -1,100 +1,26 @@
-"""Kernels of number formats, and models that they compute, beside numpy."""
+"""Models of several formats, by compiled kernels and in numpy."""
 
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pi2.arrays import F32, I32
 from pi2.backends.blocks.contract import find_unknown
+from pi2.backends.blocks.instructions import FindWeight, Weight
+from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.room import count_kv_bytes, count_workspace_bytes
-from pi2.backends.blocks.unpacking import list_unpackings
-from pi2.formats import find_format
+from pi2.backends.protocol import ProgramRequest
+from pi2.backends.reference.interpreter import NumpyInterpreter
 from pi2.machine.cpu import detect_cpu
 from pi2.memory.budget import Budget
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
-from tests.helpers.aarch64 import needs_emulator
-from tests.helpers.block_model import PlainBlockModel, round_activations
-from tests.helpers.blocks import (
-    ArmKernels,
-    Kernels,
-    RandomWeights,
-    make_blocks,
-    multiply,
-    put_edges,
-    quantize,
-    take_rows,
-)
-from tests.helpers.kernels import allocate_segment, list_runnable_isas
-
-ISAS = [name for name in list_runnable_isas() if name in ("avx2", "avx512bw", "avx512vnni")]
-FORMATS = sorted(list_unpackings())
-WAYS = ("f16", "q8_0", "q4_k", "q6_k", "iq4_nl", "iq2_s", "iq1_m", "nvfp4")
-"""Each way of reading codes and scales: other formats add nothing that is one processor's."""
-
-
-@pytest.fixture(scope="module")
-def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernels]:
-    folder = tmp_path_factory.mktemp("common")
-    return {isa: Kernels("common", isa, folder) for isa in ISAS}
-
-
-@pytest.mark.parametrize(
-    ("name", "isa"),
-    [
-        (name, isa)
-        for name in FORMATS
-        for isa in ISAS
-        # Products are those of AVX2 there, in wider registers.
-        if isa != "avx512bw" or name in ("f16", "q4_k", "q8_0", "iq3_s", "nvfp4")
-    ],
-)
-def test_rows_are_multiplied_as_numpy_does(
-    name: str, isa: str, common: dict[str, Kernels], tmp_path: Path
-) -> None:
-    check_rows(name, Kernels(name, isa, tmp_path), common[isa])
-
-
-@pytest.fixture(scope="module")
-def arm_common(tmp_path_factory: pytest.TempPathFactory) -> ArmKernels:
-    return ArmKernels("common", "dotprod", tmp_path_factory.mktemp("arm"))
-
-
-@needs_emulator
-@pytest.mark.parametrize("name", WAYS)
-def test_rows_are_multiplied_as_numpy_does_on_aarch64(
-    name: str, arm_common: ArmKernels, tmp_path: Path
-) -> None:
-    check_rows(name, ArmKernels(name, "dotprod", tmp_path), arm_common)
-
-
-def check_rows(name: str, kernels: Kernels | ArmKernels, common: Kernels | ArmKernels) -> None:
-    """Compare the kernels of a format with numpy: sums of integers are exact."""
-    own, generator = find_format(name), np.random.default_rng(3)
-    rows, tokens, length = 19, 5, 768
-    raw = make_blocks(own, rows * length // own.block, generator).reshape(rows, -1)
-    x = generator.standard_normal((tokens, length)).astype(np.float32)
-    put_edges(own, raw)
-    x[1, :256] = 0.0
-    x[2] *= 1e4
-    # Codes that are all as large as can be.
-    x[3], x[4] = 1.0, np.where(np.arange(length) % 3, -2.0, 2.0)
-    weights = own.decode(raw).astype(np.float64)
-    rounded = round_activations(x, own.activations)
-    expected = rounded @ weights.T
-    bound = 2e-6 * (np.abs(rounded) @ np.abs(weights).T)
-    for kernel, count in (("multiply", 1), ("multiply_few", tokens), ("multiply_many", tokens)):
-        if kernel == "multiply_many" and own.is_plain:
-            continue
-        codes = quantize(common, own, x, in_order=kernel == "multiply_many")
-        found = multiply(kernels, kernel, own, raw, codes, count)
-        assert (np.abs(found - expected[:count]) <= bound[:count]).all()
-    numbers = [3, 0, 18, 3]
-    assert np.array_equal(take_rows(kernels, own, raw, numbers), own.decode(raw)[numbers])
-
-
-# Models
+from tests.helpers.blocks import RandomWeights
+from tests.helpers.kernels import allocate_segment
 
 
 def make_model(**tables: Any) -> Model:
@@ -197,8 +123,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def open_model(model: Model, weights: RandomWeights, **changes: Any) -> BlockModel:
+def open_model(model: Model, weights: FindWeight, **changes: Any) -> BlockModel:
     cpu = detect_cpu()
+    request = ProgramRequest(architecture=cpu.architecture, features=cpu.features, threads=2)
     values: dict[str, Any] = {
         "threads": 2,
         "context": 64,
@@ -206,10 +133,17 @@ def open_model(model: Model, weights: RandomWeights, **changes: Any) -> BlockMod
         "step_tokens": 2,
         "chunk": 32,
         "allocate": allocate_segment,
-        "architecture": cpu.architecture,
-        "features": cpu.features,
+        "interpret": partial(CompiledInterpreter, request),
     }
     return BlockModel(model, weights, **(values | changes))
+
+
+def compute_in_numpy(model: Model, find: FindWeight, tokens: I32, **changes: Any) -> F32:
+    """Logits of a text, which is a chunk."""
+    own = open_model(model, find, interpret=NumpyInterpreter, **changes)
+    own.prefill(tokens, 0, 0)
+    firsts = range(0, len(tokens), LOGIT_ROWS)
+    return np.concatenate([own.logits(first).copy() for first in firsts])
 
 
 def measure_divergence(found: np.ndarray, expected: np.ndarray) -> float:
@@ -224,7 +158,7 @@ def test_models_compute_as_numpy_does(name: str) -> None:
     # Floats, so that no code of an activation is rounded the other way.
     weights = RandomWeights(model, ("f32", "f16", "bf16"))
     tokens = np.random.default_rng(1).integers(0, 96, 14).astype(np.int32)
-    expected = PlainBlockModel(model, weights).compute(tokens.tolist())
+    expected = compute_in_numpy(model, weights, tokens)
     own = open_model(model, weights)
     try:
         # A chunk of several tokens, another one, and single tokens of another sequence meanwhile.
@@ -247,7 +181,7 @@ def test_models_in_several_formats_round_activations(name: str) -> None:
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, ("q4_k", "q6_k", "q8_0", "q4_1", "f16"))
     tokens = np.random.default_rng(1).integers(0, 96, 30).astype(np.int32)
-    expected = PlainBlockModel(model, weights).compute(tokens.tolist())
+    expected = compute_in_numpy(model, weights, tokens)
     own = open_model(model, weights)
     try:
         own.prefill(tokens, 0, 0)
@@ -346,7 +280,15 @@ def test_further_planes_of_activations_round_almost_nothing(
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, ("q4_k", "q6_k", "q4_1", "q5_0", "iq4_xs"))
     tokens = np.random.default_rng(1).integers(0, 96, 14).astype(np.int32)
-    expected = PlainBlockModel(model, weights, rounds=False).compute(tokens.tolist())
+
+    def decode(key: str, layer: int, mixer: int = 0) -> Weight | None:
+        """Give weights as floats, with which no activation is rounded."""
+        found = weights(key, layer, mixer)
+        if found is None or not found.size_bytes:
+            return found
+        return replace(found, format="f32", data=found.read().view(np.uint8))
+
+    expected = compute_in_numpy(model, decode, tokens)
     own = open_model(model, weights, planes=(planes, planes))
     try:
         # A panel's tokens, several, and one.

@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,37 +100,6 @@ class Emulated:
                 if argument.flags.writeable:
                     argument[...] = data.reshape(argument.shape)
                 place += argument.nbytes
-
-    def count_instructions(self, *arguments: Any) -> int:
-        assert EMULATOR is not None
-        begin, end = self._find_code()
-        # A line for every block that is executed, and blocks of one instruction.
-        options = ("-singlestep", "-d", "exec,nochain", "-dfilter", f"{begin:#x}..{end - 1:#x}")
-        with tempfile.TemporaryFile() as message:
-            message.write(_encode(arguments))
-            message.seek(0)
-            with subprocess.Popen(
-                [EMULATOR, "-cpu", "max", *options, str(self._program)],
-                stdin=message,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            ) as process:
-                assert process.stderr is not None
-                count = 0
-                for line in process.stderr:
-                    assert line.startswith(b"Trace"), line.decode()
-                    count += 1
-        assert process.returncode == 0
-        return count
-
-    def _find_code(self) -> tuple[int, int]:
-        assert COMPILER is not None
-        command = [COMPILER.removesuffix("gcc") + "nm", str(self._program)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        fields = [line.split() for line in done.stdout.splitlines()]
-        places = {row[2]: int(row[0], 16) for row in fields if len(row) == 3}
-        # The code generator's own entry comes last; bodies of parallel loops have no names.
-        return places[f"__tvm_ffi_{self._name}"], places["__tvm_ffi_main"]
 
 
 def _encode(arguments: Sequence[Any]) -> bytes:

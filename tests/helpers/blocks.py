@@ -1,29 +1,28 @@
-"""Weights in number formats, and kernels that compute with them, in the test's own process."""
+"""Weights in number formats, and runners of instructions."""
+
+from __future__ import annotations
 
 import ctypes
 import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from pi2.arrays import F32, I64, U8
+from pi2.arrays import I64, U8
 from pi2.backends.blocks.contract import FIELDS, BlockSpec
 from pi2.backends.blocks.instructions import Weight, put_float
-from pi2.backends.blocks.room import (
-    count_quantized_bytes,
-    count_scratch_bytes,
-    count_together,
-    list_offsets,
-    make_tables,
-)
+from pi2.backends.reference.interpreter import NumpyInterpreter
 from pi2.formats import Format, find_format
 from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
 from tests.helpers.aarch64 import ARM_FEATURES, COMPILER, EMULATOR
-from tests.helpers.kernels import X86_FEATURES, allocate
+from tests.helpers.kernels import X86_FEATURES
+
+if TYPE_CHECKING:
+    from tests.helpers.instruction_cases import Case
 
 
 def make_blocks(
@@ -71,9 +70,33 @@ def put_edges(own: Format, raw: U8) -> None:
             blocks[row, :, :4] = {1: 0x38, 2: 0x7E, 3: 0x01}[row]
 
 
+class Runner(Protocol):
+    """Who computes an instruction; `lanes` are those of its processor."""
+
+    lanes: int
+
+    def run(self, case: Case) -> None:
+        """Compute all items, in place."""
+
+
+class Numpy:
+    """The interpreter of `pi2.backends.reference`."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+
+    def run(self, case: Case) -> None:
+        own = NumpyInterpreter(None, [], case.kv, lanes=self.lanes)
+        table = _make_table(case)
+        for part in _split(case.items):
+            own.compute(case.kernel, case.format, table.ctypes.data, part)
+
+
 class Kernels:
+    """A library of this processor."""
+
     def __init__(self, library: str, isa: str, folder: Path) -> None:
-        """Compile them for the schedule ``isa`` (`tests.helpers.kernels.X86_FEATURES`)."""
+        """Compile it for the schedule ``isa`` (`tests.helpers.kernels.X86_FEATURES`)."""
         from pi2.backends.blocks.program import Program
         from pi2.backends.compiler.compile import compile_library
 
@@ -81,37 +104,31 @@ class Kernels:
             library=library, architecture="x86-64", features=tuple(sorted(X86_FEATURES[isa]))
         )
         assert spec.isa.name == isa
-        self.isa = spec.isa
+        self.lanes = spec.isa.lanes
         path = folder / f"{library}-{isa}.so"
         failures = compile_library(Program(spec), path, lambda label, share: None)
         assert not failures
         self._library = ctypes.CDLL(str(path))
 
-    def call(self, kernel: str, items: int, **values: Any) -> None:
-        """Compute all items; arrays are given as they are, floats as numbers."""
-        numbers = [_give(values[name]) for name in FIELDS[kernel]]
-        assert set(values) == set(FIELDS[kernel])
-        table: I64 = np.array(numbers, np.int64)
-        function = getattr(self._library, kernel)
-        address = ctypes.c_void_p(table.ctypes.data)
-        # Two parts, as two threads take them.
-        middle = items // 2
-        for first, end in ((0, middle), (middle, items)):
-            function(address, ctypes.c_int64(first), ctypes.c_int64(end), ctypes.c_int64(0))
+    def run(self, case: Case) -> None:
+        function, table = getattr(self._library, case.kernel), _make_table(case)
+        for first, end in _split(case.items):
+            numbers = map(ctypes.c_int64, (first, end, 0))
+            function(ctypes.c_void_p(table.ctypes.data), *numbers)
 
 
 class ArmKernels:
-    """The same for an aarch64 processor, run under qemu."""
+    """A library of an aarch64 processor, run under qemu."""
 
     def __init__(self, library: str, features: str, folder: Path) -> None:
-        """Compile them for a processor with ``features`` (`tests.helpers.aarch64`)."""
+        """Compile it for a processor with ``features`` (`tests.helpers.aarch64`)."""
         from pi2.backends.blocks.program import Program
         from pi2.backends.compiler.compile import aim
 
         spec = BlockSpec(
             library=library, architecture="aarch64", features=tuple(sorted(ARM_FEATURES[features]))
         )
-        self.isa = spec.isa
+        self.lanes = spec.isa.lanes
         program = Program(spec)
         target = aim(program.target, "aarch64-linux-gnu")
         objects = program.write_objects(folder, target, lambda label, share: None)
@@ -127,10 +144,9 @@ class ArmKernels:
             check=True,
         )
 
-    def call(self, kernel: str, items: int, **values: Any) -> None:
-        assert set(values) == set(FIELDS[kernel])
-        given = [values[name] for name in FIELDS[kernel]]
-        message = struct.pack("<qq", items, len(given))
+    def run(self, case: Case) -> None:
+        given = [case.values[name] for name in FIELDS[case.kernel]]
+        message = struct.pack("<qq", case.items, len(given))
         for value in given:
             if isinstance(value, np.ndarray):
                 message += struct.pack("<qq", value.nbytes, 0) + value.tobytes()
@@ -138,7 +154,7 @@ class ArmKernels:
                 message += struct.pack("<qq", -1, _give(value))
         assert EMULATOR is not None
         done = subprocess.run(
-            [EMULATOR, "-cpu", "max", str(self._program), kernel],
+            [EMULATOR, "-cpu", "max", str(self._program), case.kernel],
             input=message,
             capture_output=True,
             check=True,
@@ -152,109 +168,22 @@ class ArmKernels:
         assert place == len(done.stdout)
 
 
+def _make_table(case: Case) -> I64:
+    assert set(case.values) == set(FIELDS[case.kernel]), set(case.values) ^ set(FIELDS[case.kernel])
+    numbers: I64 = np.array([_give(case.values[name]) for name in FIELDS[case.kernel]], np.int64)
+    return numbers
+
+
+def _split(items: int) -> list[tuple[int, int]]:
+    """Return two parts, as two threads take them."""
+    return [(0, items // 2), (items // 2, items)]
+
+
 def _give(value: Any) -> int:
     if isinstance(value, np.ndarray):
+        assert value.flags.c_contiguous
         return int(value.ctypes.data)
     return put_float(value) if isinstance(value, float) else int(value)
-
-
-def quantize(
-    common: Kernels | ArmKernels, own: Format, x: F32, *, in_order: bool = False
-) -> tuple[U8, int]:
-    """Activations [T, length] as rows of a format are multiplied with them, and their stride;
-    ``in_order``: as panels are."""
-    count, length = x.shape
-    kind = own.activations
-    stride = count_quantized_bytes(kind, length)
-    if kind == "float":
-        return np.ascontiguousarray(x).view(np.uint8).reshape(-1), 4 * length
-    codes = allocate("uint8", stride * count)
-    values: dict[str, Any] = {
-        "x": x,
-        "x_stride": length,
-        "y": codes,
-        "y_stride": stride,
-        "length": length,
-        "rest": 0,
-        "has_rest": 0,
-        "rest_stride": 0,
-    }
-    if kind == "q8_k":
-        values["order"] = np.array(
-            list_offsets("" if in_order else own.name, 4 * common.isa.lanes), np.int64
-        )
-    else:
-        values["together"] = 1 if in_order else count_together(own.name, 4 * common.isa.lanes)
-        values["rounds"] = 1
-    size = 256 if kind == "q8_k" else 32
-    common.call(f"quantize_{kind}", count * length // size, **values)
-    return codes, stride
-
-
-def multiply(
-    kernels: Kernels | ArmKernels,
-    kernel: str,
-    own: Format,
-    raw: U8,
-    codes: tuple[U8, int],
-    tokens: int,
-) -> F32:
-    """Products [tokens, rows] of rows of blocks [rows, n x block_bytes] with tokens."""
-    rows = len(raw)
-    y: F32 = np.full((tokens, rows), np.nan, np.float32)
-    lanes, steps = kernels.isa.lanes, np.arange(tokens, dtype=np.int32)
-    scratch = allocate("uint8", count_scratch_bytes(lanes))
-    kernels.call(
-        kernel,
-        -(-rows // lanes) if kernel == "multiply_many" else rows,
-        rows=rows,
-        scratch=scratch,
-        scratch_stride=scratch.size,
-        expert_of=np.zeros(tokens, np.int32),
-        place_of=np.zeros(1, np.int32),
-        x_of=steps,
-        y_of=steps,
-        expert_bytes=0,
-        pairs=steps,
-        starts=np.array([0, tokens], np.int32),
-        experts=1,
-        routes=0,
-        has_routes=0,
-        planes=1,
-        plane_stride=0,
-        weights=raw,
-        grid=make_tables(own.name),
-        x=codes[0],
-        x_stride=codes[1],
-        y=y,
-        y_stride=rows,
-        blocks=raw.shape[1] // own.block_bytes,
-        tokens=tokens,
-        bias=0,
-        has_bias=0,
-        added=0,
-        factor=1.0,
-        scales=np.ones(1, np.float32),
-    )
-    return y
-
-
-def take_rows(kernels: Kernels | ArmKernels, own: Format, raw: U8, numbers: Sequence[int]) -> F32:
-    length = raw.shape[1] // own.block_bytes * own.block
-    y: F32 = np.full((len(numbers), length), np.nan, np.float32)
-    kernels.call(
-        "take_rows",
-        len(numbers),
-        weights=raw,
-        grid=make_tables(own.name),
-        numbers=np.array(numbers, np.int32),
-        y=y,
-        y_stride=length,
-        blocks=length // own.block,
-        factor=1.0,
-        added=0,
-    )
-    return y
 
 
 class RandomWeights:

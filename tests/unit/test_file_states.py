@@ -15,7 +15,7 @@ from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import make_tokens, write_gguf
 from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import copy_checkpoint, measure_error, read_golden
-from tests.helpers.whole_files import NEAR, SETTINGS, WholeFile
+from tests.helpers.whole_files import NEAR, SETTINGS, UNROUNDED, WholeFile
 
 Open = Callable[[str], WholeFile]
 
@@ -117,7 +117,7 @@ def test_projections_of_a_state_may_be_in_one_matrix(open_file: Open, tmp_path: 
             tensors[f"{block}.ssm_in.weight"] = values
     tokens = make_tokens(config["vocab_size"])
     file = write_gguf(tmp_path / "older.gguf", config, tensors, changes=tokens)
-    with pi2.load(file, set=SETTINGS) as model:
+    with pi2.load(file, set={**SETTINGS, **UNROUNDED}) as model:
         own.check(model.logits(own.prompt))
 
 

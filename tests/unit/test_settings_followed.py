@@ -29,7 +29,7 @@ TABLES = {
     if isinstance(own, type) and issubclass(own, BaseModel)
 }
 OTHERS: dict[str, Any] = {
-    "backends": {"cpu": "reference"}, "bundle.scales": "resident", "bundle.stride": "8 KiB",
+    "backends": {"cpu": "cpu"}, "bundle.scales": "resident", "bundle.stride": "8 KiB",
     "cache.fill": False, "decode.activations": "int8", "decode.batch_activations": "int8",
     "decode.leave_out": 0.02, "decode.look_ahead": "attention", "decode.missing_threshold": 1.0,
     "decode.passes": 2, "decode.predictor": "router", "decode.speculation": {"drafts": "prompt"},

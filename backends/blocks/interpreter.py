@@ -1,0 +1,132 @@
+"""Who runs a program: its `Interpreter`, here the one of compiled kernels."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from pi2.backends.blocks.contract import FIELDS, BlockSpec, list_libraries
+from pi2.backends.compiler.cache import load_or_compile_several
+from pi2.backends.compiler.functions import refuse_library
+from pi2.backends.protocol import ProgramRequest
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
+
+_PATIENCE = 500
+"""How often a thread looks for work before it sleeps."""
+
+
+class Interpreter(Protocol):
+    """Runs programs; `close` may be called twice."""
+
+    @property
+    def lanes(self) -> int:
+        """Rows of a panel, and 32-bit numbers of a register."""
+
+    def find(self, kernel: str, own: str | None = None) -> int:
+        """Return a program's number for a kernel, of the format ``own`` if it belongs to one."""
+
+    def run(self, program: int, begin: int, end: int, most: int) -> None:
+        """Run instructions of the program at an address, with one thread if ``most`` is 1."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+Interpret = Callable[[Model, list[str], KvType], Interpreter]
+"""Makes the interpreter of a model whose tensors have some formats."""
+
+
+class CompiledInterpreter:
+    """Kernels of a model and of formats, on workers of a library of its own."""
+
+    def __init__(
+        self, request: ProgramRequest, model: Model, formats: list[str], kv: KvType
+    ) -> None:
+        """Load kernels, compiled now unless they are cached."""
+        own, architecture = tuple(sorted(request.features)), request.architecture
+        shared = list_libraries(model, kv)
+        names = [*shared, *formats]
+        specs = [BlockSpec(library=name, architecture=architecture, features=own) for name in names]
+        self.lanes = specs[0].isa.lanes
+        self._steps, *paths = load_or_compile_several(specs, request.progress)
+        loaded = dict(zip(names[1:], map(_open_library, paths), strict=True))
+        self._shared = [loaded[name] for name in shared[1:]]
+        self._formats = {name: loaded[name] for name in formats}
+        self.find = cache(self._find)
+        self._count, self._cores = request.threads, request.cores
+        self._library: ctypes.CDLL | None = None
+        self._workers: list[threading.Thread] = []
+
+    def _find(self, kernel: str, own: str | None = None) -> int:
+        assert kernel in FIELDS
+        libraries = self._shared if own is None else [self._formats[own]]
+        function = next(getattr(item, kernel) for item in libraries if hasattr(item, kernel))
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+    def _start(self) -> ctypes.CDLL:
+        library = _open_copy(self._steps)
+        self._run = library.pi2_blocks_run
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
+        self._run.restype = None
+        since = library.pi2_blocks_start(self._count, _PATIENCE)
+        for index in range(1, self._count):
+            core = self._cores[index] if index < len(self._cores) else None
+            own = (library, index, since, core)
+            self._workers.append(threading.Thread(target=_work, args=own, daemon=True))
+            self._workers[-1].start()
+        return library
+
+    def run(self, program: int, begin: int, end: int, most: int) -> None:
+        """See `Interpreter`."""
+        if self._library is None:
+            self._library = self._start()
+        self._run(program, begin, end, most)
+
+    def close(self) -> None:
+        """End the workers, and give the library's memory and disk space back."""
+        if self._library is None:
+            return
+        if self._workers:
+            self._library.pi2_blocks_stop()
+            for worker in self._workers:
+                worker.join()
+        _ctypes.dlclose(self._library._handle)
+        self._library, self._workers = None, []
+
+
+def _work(library: ctypes.CDLL, index: int, since: int, core: int | None) -> None:
+    if core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
+    library.pi2_blocks_work(ctypes.c_int64(index), since)
+
+
+def _open_library(path: Path) -> ctypes.CDLL:
+    """Load a library; `UserError` P655 if that is not possible."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise refuse_library(path, error) from None
+
+
+def _open_copy(library: Path) -> ctypes.CDLL:
+    """Open a copy of ``library``, with counters of threads of its own; `UserError` P655."""
+    content = library.read_bytes()
+    for folder in (library.parent, None):
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, suffix=".so") as own:
+                own.write(content)
+                own.flush()
+                return _open_library(Path(own.name))
+        except OSError as error:
+            problem = error
+    raise refuse_library(library, problem)

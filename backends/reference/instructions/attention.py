@@ -1,0 +1,173 @@
+"""The KV cache, and attention over it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pi2.arrays import F64, I64, Bits
+from pi2.backends.blocks.contract import KV_TYPES
+from pi2.backends.blocks.room import PARTIAL, SCORES
+from pi2.backends.reference.instructions.arguments import Arguments, Array, widen
+
+
+def _view_cache(own: Arguments, name: str, shape: tuple[int, int, int], stride: int) -> Array:
+    """Return vectors [sequences, heads, positions, width] of a kind; positions are ``stride``
+    elements apart."""
+    steps = _list_steps(own, name)
+    whole = (*shape, getattr(own, f"{name}_width"))
+    return own.view(f"{name}_cache", whole, (*steps, stride, 1), dtype=KV_TYPES[own.kv])
+
+
+def _view_scales(own: Arguments, name: str, shape: tuple[int, int, int], stride: int) -> Array:
+    first, second = (step // stride for step in _list_steps(own, name))
+    return own.view(f"{name}_scales", shape, (first, second, 1), dtype="float16")
+
+
+def _list_steps(own: Arguments, name: str) -> tuple[int, int]:
+    return getattr(own, f"{name}_sequence_stride"), getattr(own, f"{name}_head_stride")
+
+
+def keep(own: Arguments) -> None:
+    """Append keys and values; codes of int8 are divided by a scale in fp16."""
+    token, head = np.divmod(own.items, own.heads)
+    sequences, positions = own.find_sequences(token)
+    shape = int(sequences.max(initial=0)) + 1, own.heads, int(positions.max(initial=0)) + 1
+    for name in ("key", "value"):
+        width = getattr(own, f"{name}_width")
+        if not width:
+            continue
+        heads = int(token.max(initial=-1)) + 1, own.heads, width
+        x = own.view(f"{name}s", heads, (own.x_stride, width, 1))[token, head]
+        cache = _view_cache(own, name, shape, width)
+        if own.kv == "int8":
+            top = np.abs(x).max(-1) * np.float32(1 / 127)
+            scales = top.astype(np.float16)
+            kept = scales.astype(np.float32)
+            with np.errstate(divide="ignore"):
+                factors = np.where(kept > 0, np.float32(1) / kept, np.float32(0))
+            x = np.clip(np.rint(x * factors[:, None]), -127, 127)
+            _view_scales(own, name, shape, width)[sequences, head, positions] = scales
+        cache[sequences, head, positions] = x
+
+
+class _Heads:
+    """Heads that share keys, of a sequence."""
+
+    def __init__(self, own: Arguments, sequence: int, number: int, end: int) -> None:
+        """``end``: the first position that is not read."""
+        self._own, self._place = own, (sequence, number)
+        self._shape = sequence + 1, number + 1, end
+        self._heads = slice(number * own.group, (number + 1) * own.group)
+
+    def _read(self, name: str, stride: int, begin: int, end: int) -> F64:
+        place = *self._place, slice(begin, end)
+        found = widen(_view_cache(self._own, name, self._shape, stride)[place])
+        if self._own.kv == "int8":
+            found *= _view_scales(self._own, name, self._shape, stride)[place][:, None]
+        return found
+
+    def mix(
+        self, tokens: slice, begin: int, end: int, visible: Bits | None, has_sinks: bool
+    ) -> tuple[F64, F64, F64]:
+        """Return of ``tokens`` and heads [T, group] the mix of values at positions ``begin`` to
+        ``end``, weighed with exp(score - largest), the largest score, and the sum of weights.
+        ``visible`` [T, positions]: what each token sees."""
+        own, group = self._own, self._own.group
+        shape = tokens.stop, own.heads, own.key_width
+        queries = own.view("queries", shape, (own.query_stride, own.key_width, 1))
+        keys = self._read("key", own.key_width, begin, end)
+        scores = widen(queries[tokens, self._heads]) @ keys.T * own.real("scale")
+        cap = own.real("cap")
+        if cap:
+            scores = cap * np.tanh(scores / cap)
+        if visible is not None:
+            scores = np.where(visible[:, None, :], scores, -np.inf)
+        sinks = (
+            own.vector("sinks", own.heads)[self._heads] if has_sinks else np.full(group, -np.inf)
+        )
+        top = np.maximum(scores.max(-1), sinks)
+        weights = np.exp(scores - top[..., None])
+        values = self._read("value", own.value_stride, begin, end)
+        return weights @ values, top, weights.sum(-1) + np.exp(sinks - top)
+
+    def put(self, tokens: slice, mixed: F64, total: F64) -> None:
+        own = self._own
+        shape = tokens.stop, own.heads, own.value_width
+        y = own.view("y", shape, (own.y_stride, own.value_width, 1))
+        y[tokens, self._heads] = mixed / total[..., None]
+
+
+def _find_first(own: Arguments, positions: I64) -> I64:
+    """Return the first position that tokens at ``positions`` see."""
+    if not own.window:
+        return np.zeros_like(positions)
+    if own.is_chunked:
+        return positions // own.window * own.window
+    return np.maximum(positions + 1 - own.window, 0)
+
+
+def _cut_context(own: Arguments, position: int) -> list[tuple[int, int]]:
+    """Return the parts of the context of a token: first and last position."""
+    first, end = int(_find_first(own, np.array(position))), position + 1
+    size = max(SCORES, -(-(end - first) // (own.parts * 16)) * 16)
+    return [(begin, min(begin + size, end)) for begin in range(first, end, size)]
+
+
+def _view_partials(own: Arguments, tokens: int) -> Array:
+    """Return [tokens, heads, parts, .]: mix, largest score, and sum of weights."""
+    return own.view("partials", (tokens, own.heads, own.parts, own.value_width + PARTIAL))
+
+
+def attend(own: Arguments) -> None:
+    """Compute parts of contexts; a context of one part is finished."""
+    groups = own.heads // own.group
+    for item in own.items.tolist():
+        rest, number = divmod(item, own.parts)
+        token, head = divmod(rest, groups)
+        (sequence,), (position,) = own.find_sequences(np.array([token]))
+        parts = _cut_context(own, int(position))
+        if number >= len(parts):
+            continue
+        heads = _Heads(own, int(sequence), head, int(position) + 1)
+        tokens, has_sinks = slice(token, token + 1), bool(own.has_sinks) and number == 0
+        begin, end = parts[number]
+        mixed, top, total = heads.mix(tokens, begin, end, None, has_sinks)
+        if len(parts) == 1:
+            heads.put(tokens, mixed, total)
+            continue
+        place = token, slice(head * own.group, (head + 1) * own.group), number
+        partial = _view_partials(own, token + 1)[place]
+        partial[:, : own.value_width] = mixed[0]
+        partial[:, own.value_width], partial[:, own.value_width + 1] = top[0], total[0]
+
+
+def join(own: Arguments) -> None:
+    """Join parts of contexts."""
+    width = own.value_width
+    for item in own.items.tolist():
+        token, head = divmod(item, own.heads)
+        count = len(_cut_context(own, int(own.numbers("positions", token + 1)[token])))
+        if count == 1:
+            continue
+        parts = widen(_view_partials(own, token + 1)[token, head, :count])
+        weights = np.exp(parts[:, width] - parts[:, width].max())
+        total = weights @ parts[:, width + 1]
+        y = own.view("y", (width,), skip=token * own.y_stride + head * width)
+        y[...] = weights @ parts[:, :width] / total
+
+
+def attend_many(own: Arguments) -> None:
+    """Mix values for tiles of tokens of a chunk, which follow each other."""
+    groups, tiles = own.heads // own.group, -(-own.tokens // own.tile)
+    for item in own.items.tolist():
+        number, head = divmod(item, groups)
+        first = (tiles - 1 - number) * own.tile
+        tokens = slice(first, min(first + own.tile, own.tokens))
+        (sequence,), (position,) = own.find_sequences(np.array([first]))
+        positions = int(position) + np.arange(tokens.stop - first)
+        begin, end = int(_find_first(own, positions).min()), int(positions[-1]) + 1
+        seen = np.arange(begin, end)
+        visible = (seen <= positions[:, None]) & (seen >= _find_first(own, positions)[:, None])
+        heads = _Heads(own, int(sequence), head, end)
+        mixed, _, total = heads.mix(tokens, begin, end, visible, bool(own.has_sinks))
+        heads.put(tokens, mixed, total)

@@ -1,0 +1,106 @@
+"""Every instruction of a program, by compiled kernels of each processor next to numpy's line."""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+
+from pi2.backends.blocks.contract import COMMON, FIELDS, ROUTING, STATES, BlockSpec
+from pi2.backends.blocks.program import Program
+from pi2.backends.blocks.unpacking import list_unpackings
+from tests.helpers.aarch64 import needs_emulator
+from tests.helpers.blocks import ArmKernels, Kernels, Numpy, Runner
+from tests.helpers.instruction_cases import BOUNDS, CASES, LIBRARIES, Case, Draw
+from tests.helpers.kernels import list_runnable_isas
+from tests.helpers.product_cases import list_products
+
+ISAS = [name for name in list_runnable_isas() if name in ("avx2", "avx512bw", "avx512vnni")]
+FORMATS = sorted(list_unpackings())
+WAYS = ("f16", "q8_0", "q4_k", "q6_k", "iq4_nl", "iq2_s", "iq1_m", "nvfp4")
+"""Each way of reading codes and scales: other formats add nothing that is one processor's."""
+WIDE = ("f16", "q4_k", "q8_0", "iq3_s", "nvfp4")
+"""Formats for AVX-512 without VNNI: products are those of AVX2 there, in wider registers."""
+Open = Callable[[str, str], Runner]
+
+
+@pytest.fixture(scope="module")
+def open_runner(tmp_path_factory: pytest.TempPathFactory) -> Open:
+    folder = tmp_path_factory.mktemp("instructions")
+    return cache(
+        lambda library, processor: (
+            Kernels(library, processor, folder)
+            if processor in ISAS
+            else ArmKernels(library, processor, folder)
+        )
+    )
+
+
+def list_cases(library: str, lanes: int) -> list[Case]:
+    draw = Draw(lanes)
+    return list(CASES[library](draw) if library in CASES else list_products(library, draw))
+
+
+@pytest.mark.parametrize(
+    ("library", "isa"),
+    [
+        (library, isa)
+        for library in [*CASES, *FORMATS]
+        for isa in ISAS
+        if isa != "avx512bw" or library in (*CASES, *WIDE)
+    ],
+)
+def test_kernels_compute_what_numpy_defines(library: str, isa: str, open_runner: Open) -> None:
+    check(library, open_runner(LIBRARIES.get(library, library), isa))
+
+
+@needs_emulator
+@pytest.mark.parametrize("features", ["dotprod"])
+@pytest.mark.parametrize("library", [*CASES, *WAYS])
+def test_kernels_of_aarch64_compute_what_numpy_defines(
+    library: str, features: str, open_runner: Open
+) -> None:
+    check(library, open_runner(LIBRARIES.get(library, library), features))
+
+
+def check(library: str, runner: Runner) -> None:
+    for number, case in enumerate(list_cases(library, runner.lanes)):
+        expected, found = copy.deepcopy(case), copy.deepcopy(case)
+        Numpy(runner.lanes).run(expected)
+        runner.run(found)
+        for name, value in expected.values.items():
+            if isinstance(value, np.ndarray) and name not in case.unread:
+                error = measure(name, found.values[name], value, case)
+                assert error <= 0, f"{case.kernel}, case {number}: {name} is off by {error}"
+
+
+def measure(name: str, found: np.ndarray, expected: np.ndarray, case: Case) -> float:
+    """How much the largest error is above its bound."""
+    if found.dtype.kind in "iu":
+        return float(np.count_nonzero(found != expected))
+    found, expected = found.astype(np.float64), expected.astype(np.float64)
+    is_number = ~np.isnan(expected)
+    # A context that is one part may have left something.
+    assert name == "partials" or np.array_equal(np.isnan(found), ~is_number)
+    bound = BOUNDS[case.kernel] * (np.abs(expected) + case.sizes.get(name, 1.0))
+    return float((np.abs(found - expected) - bound)[is_number].max(initial=-1.0))
+
+
+def test_every_kernel_has_cases_of_every_format_and_kind_of_kv_cache() -> None:
+    found = {
+        (case.kernel, case.format or (case.kv if library.startswith("attention") else ""))
+        for library in [*CASES, *FORMATS]
+        for case in list_cases(library, 4)
+    }
+    expected = set()
+    for library in [*LIBRARIES.values(), *FORMATS]:
+        spec = BlockSpec(library=library, architecture="x86-64", features=())
+        kind = library.split("_")[1] if library.startswith("attention") else ""
+        expected |= {
+            (kernel, library if library in FORMATS else kind)
+            for kernel in Program(spec).list_kernels()
+        }
+    assert found == expected
+    assert {kernel for kernel, _ in found} == set(FIELDS) == set(BOUNDS)
+    assert {COMMON, ROUTING, STATES} < set(CASES)

@@ -1,0 +1,476 @@
+"""Instructions with random arguments in odd shapes, by library, to compare interpreters with."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pi2.arrays import F32
+from pi2.backends.blocks.contract import (
+    ACTIVATIONS,
+    ATTENTION,
+    COMMON,
+    GATES,
+    KV_TYPES,
+    NORM_PLACES,
+    ROUTERS,
+    ROUTING,
+    STATES,
+    name_attention,
+)
+from pi2.backends.blocks.room import (
+    PARTIAL,
+    PARTS,
+    count_attention_bytes,
+    count_quantized_bytes,
+    count_tile_tokens,
+    count_together,
+    list_offsets,
+)
+from pi2.formats import find_format
+from tests.helpers.blocks import Numpy, make_blocks, put_edges
+from tests.helpers.kernels import allocate
+
+BOUNDS: Mapping[str, float] = {
+    **dict.fromkeys(("keep", "take_rows", "group"), 0.0),
+    **dict.fromkeys(("quantize_q8_k", "quantize_q8_0"), 1e-7),
+    **dict.fromkeys(("multiply", "multiply_few", "multiply_many"), 2e-6),
+    **dict.fromkeys(("cap", "grow", "term", "weigh", "predict", "correct"), 2e-6),
+    **dict.fromkeys(("normalize", "turn", "cut", "match", "gate", "route", "convolve"), 5e-6),
+    **dict.fromkeys(("prepare", "gate_heads", "multiply_turned"), 5e-6),
+    **dict.fromkeys(("attend", "join", "attend_many", "recur", "scan"), 1e-5),
+}
+"""Most that an element of each kernel's results may differ, of itself and of `Case.sizes`."""
+FILL = np.float32(np.nan)
+SEQUENCES = np.array([0, 1, 0, 0, 1], np.int32)
+POSITIONS = np.array([0, 3, 1, 2, 4], np.int32)
+"""Tokens of two sequences: one begins, and one goes on."""
+TOKENS = len(SEQUENCES)
+HERE = {"sequences": SEQUENCES, "positions": POSITIONS}
+KV_COUNTS = {"fp16": (4, 3, 2, 1), "fp32": (4, 1), "int8": (4, 1)}
+LIBRARIES: Mapping[str, str] = {
+    **{f"{ATTENTION} {kind}": name_attention(kind, own) for kind, own in KV_COUNTS.items()},  # type: ignore[arg-type]
+    **{name: name for name in (COMMON, ROUTING, STATES)},
+}
+"""Libraries of no format, by what tests call them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    kernel: str
+    items: int
+    values: dict[str, Any]
+    """Arrays, numbers, and floats, by the names of arguments."""
+    format: str | None = None
+    kv: Any = "fp16"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes by which errors of some arrays are measured, instead of 1."""
+    unread: frozenset[str] = field(default=frozenset({"scratch"}))
+    """Arrays that mean nothing afterwards."""
+
+
+class Draw:
+    """Random numbers, the same for a seed."""
+
+    def __init__(self, lanes: int, seed: int = 3) -> None:
+        self.lanes, self._generator = lanes, np.random.default_rng(seed)
+
+    def floats(self, *shape: int, gap: int = 0) -> F32:
+        """Numbers [..., n]; ``gap`` elements after each vector are none."""
+        found = self._generator.standard_normal((*shape[:-1], shape[-1] + gap)).astype(np.float32)
+        found[..., shape[-1] :] = FILL
+        return found
+
+    def order(self, count: int) -> Any:
+        return self._generator.permutation(count).astype(np.int32)
+
+    def choices(self, most: int, count: int) -> Any:
+        return self._generator.integers(0, most, count).astype(np.int32)
+
+    def blocks(self, name: str, rows: int, length: int) -> Any:
+        """Rows of a format, the first of which have the largest and smallest scales."""
+        own = find_format(name)
+        raw = make_blocks(own, rows * length // own.block, self._generator).reshape(rows, -1)
+        put_edges(own, raw)
+        return raw
+
+
+def empty(*shape: int) -> F32:
+    return np.full(shape, FILL, np.float32)
+
+
+def put(name: str, array: Any) -> dict[str, Any]:
+    """Vectors of tokens [T, ..., n] and their stride."""
+    return {name: array, f"{name}_stride": array[0].size}
+
+
+# What has no format
+
+
+def list_common(draw: Draw) -> Iterator[Case]:
+    yield from list_norms(draw)
+    yield from list_quantized(draw)
+    yield from list_turns(draw)
+    yield from list_gates(draw)
+    yield from list_streams(draw)
+    for case in list_attention("fp16", draw):
+        if case.kernel == "attend":
+            Numpy(draw.lanes).run(case)
+            items = len(case.values["positions"]) * case.values["heads"]
+            unread = case.unread | {"partials"}
+            yield Case(kernel="join", items=items, values=case.values, unread=unread)
+
+
+def list_norms(draw: Draw) -> Iterator[Case]:
+    length = 77
+    for centred, added, weighs, biased in itertools.product((0, 1), repeat=4):
+        values = put("x", draw.floats(TOKENS, length, gap=3)) | put("y", draw.floats(TOKENS, 80))
+        values |= {"weights": draw.floats(length), "bias": draw.floats(length), "length": length}
+        values |= {"has_weights": weighs, "has_bias": biased, "centred": centred, "added": added}
+        yield Case(
+            kernel="normalize", items=TOKENS, values=values | {"epsilon": 1e-5, "factor": 0.25}
+        )
+
+
+def list_quantized(draw: Draw) -> Iterator[Case]:
+    width = 4 * draw.lanes
+    for name, more in itertools.product(("", "q4_k", "q2_k", "q6_k", "iq4_xs"), (0, 1)):
+        order = np.array(list_offsets(name, width), np.int64)
+        yield make_quantized(draw, "q8_k", 768, {"order": order, "has_rest": more})
+    for name, more in itertools.product(("q8_0", "q4_0"), (0, 1)):
+        own = {"together": count_together(name, width), "has_rest": more, "rounds": more}
+        yield make_quantized(draw, "q8_0", 416, own)
+
+
+def make_quantized(draw: Draw, kind: Any, length: int, values: dict[str, Any]) -> Case:
+    x = draw_inputs(draw, length)
+    y = np.zeros((len(x), count_quantized_bytes(kind, length)), np.uint8)
+    values = {**put("x", x), **put("y", y), **put("rest", empty(len(x), length + 5))} | values
+    items = len(x) * length // (256 if kind == "q8_k" else 32)
+    return Case(
+        kernel=f"quantize_{kind}",
+        items=items,
+        values=values | {"length": length},
+        sizes={"rest": np.pad(np.abs(x), ((0, 0), (0, 5)))},
+    )
+
+
+def draw_inputs(draw: Draw, length: int) -> F32:
+    """Tokens with zeros, large numbers, and codes that are all as large as can be."""
+    x = draw.floats(7, length)
+    x[1, :256] = 0.0
+    x[2] *= 1e4
+    x[3], x[4] = 1.0, np.where(np.arange(length) % 3, -2.0, 2.0)
+    return x
+
+
+def list_turns(draw: Draw) -> Iterator[Case]:
+    heads, width = 3, 46
+    for place, rotated, neighbours, swapped in (
+        *((place, 46, 0, 0) for place in NORM_PLACES),
+        *(("before", 34, 1, 0), ("none", 34, 0, 1), ("after", 0, 0, 0)),
+    ):
+        x = draw.floats(TOKENS, heads * width, gap=2)
+        values = put("x", x) | {"weights": draw.floats(width), "positions": POSITIONS}
+        values |= {"cos": draw.floats(8, 25), "sin": draw.floats(8, 25), "table_stride": 25}
+        values |= {"heads": heads, "head_dim": width, "rotated": rotated, "epsilon": 1e-6}
+        values |= {"neighbours": neighbours, "swapped": swapped}
+        values["norm_place"] = NORM_PLACES.index(place)
+        yield Case(kernel="turn", items=TOKENS * heads, values=values)
+
+
+def list_gates(draw: Draw) -> Iterator[Case]:
+    length = 1061
+    for name, ups in itertools.product(ACTIVATIONS, (0, 1)):
+        if name == "swiglu" and not ups:
+            continue
+        gates = draw.floats(TOKENS, length + 3) * np.float32(4)
+        values = {"gates": gates, "ups": draw.floats(TOKENS, length + 3), "has_ups": ups}
+        values |= put("y", empty(TOKENS, length + 1)) | {"x_stride": length + 3, "slope": 1.7}
+        values |= {"length": length, "kind": ACTIVATIONS.index(name), "limit": 1.5}
+        # As large as gates and ups are.
+        yield Case(
+            kernel="gate",
+            items=2 * TOKENS,
+            values=values | {"up_offset": 0.5 * ups},
+            sizes={"y": 4.0},
+        )
+    for limit in (0.0, 3.0, -0.5):
+        values = put("x", draw.floats(TOKENS, length)) | put("y", empty(TOKENS, length + 1))
+        values |= {"length": length, "limit": limit, "factor": 2.5}
+        yield Case(kernel="cap", items=2 * TOKENS, values=values)
+    x = partial(draw.floats, TOKENS, length, gap=2)
+    own = {"length": length, "positions": POSITIONS, "factors": draw.floats(8)}
+    yield Case(kernel="grow", items=TOKENS, values=put("x", x()) | own)
+    cut = {"length": length, "deviations": 0.3}
+    yield Case(kernel="cut", items=TOKENS, values=put("x", x()) | cut)
+    for weighs in (0, 1):
+        values = put("x", x()) | put("y", x()) | {"has_weights": weighs, "length": length}
+        yield Case(kernel="term", items=TOKENS, values=values | {"weights": draw.floats(length)})
+
+
+def list_streams(draw: Draw) -> Iterator[Case]:
+    length, count = 37, 3
+    for kernel in ("predict", "correct", "match"):
+        values: dict[str, Any] = {
+            name: draw.floats(TOKENS, count * length, gap=4) for name in ("x", "y")
+        }
+        values |= {"stride": count * length + 4, "length": length, "count": count}
+        values |= put("factors", draw.floats(TOKENS, count * count))
+        if kernel == "match":
+            values |= put("x", draw.floats(TOKENS, length + 2))
+        yield Case(kernel=kernel, items=TOKENS, values=values)
+
+
+# Attention
+
+
+def list_attention(kind: Any, draw: Draw) -> Iterator[Case]:
+    yield from list_kept(kind, draw)
+    for group, window, chunked, sinks, cap in (
+        *((7, 0, 0, 1, 0.0), (3, 300, 0, 0, 2.0), (6, 300, 1, 1, 0.0), (1, 0, 0, 0, 0.0)),
+        *((5, 20, 0, 1, 3.0),),
+    ):
+        own = {"window": window, "is_chunked": chunked, "has_sinks": sinks, "cap": cap}
+        positions = np.array([0, 19, 300, 811, 812], np.int32)
+        for parts in (PARTS, 1):
+            yield make_attention(kind, draw, positions, group, own | {"parts": parts})
+        chunk = np.arange(290, 290 + 2 * count_tile_tokens(group) + 1, dtype=np.int32)
+        yield make_attention(kind, draw, chunk, group, own | {"parts": 1}, is_many=True)
+    own = {"window": 0, "is_chunked": 0, "has_sinks": 0, "cap": 0.0, "parts": PARTS}
+    positions = np.array([0, 400], np.int32)
+    yield make_attention(kind, draw, positions, 4, own, is_latent=True)
+    chunk = np.arange(40, 71, dtype=np.int32)
+    yield make_attention(kind, draw, chunk, 4, own | {"parts": 1}, is_many=True, is_latent=True)
+
+
+def draw_cache(kind: Any, draw: Draw, heads: int, context: int, width: int) -> tuple[Any, Any]:
+    """Vectors [2, heads, context, width], and scales for int8 ones."""
+    elements = draw.floats(2, heads, context, width)
+    if kind == "int8":
+        elements = np.rint(40 * elements).clip(-127, 127)
+    scales = np.abs(draw.floats(2, heads, context)) / 40
+    return elements.astype(KV_TYPES[kind]), scales.astype(np.float16)
+
+
+def place_cache(
+    name: str, arrays: tuple[Any, Any], width: int, *, is_latent: bool = False
+) -> dict[str, Any]:
+    elements, scales = arrays
+    sequence, head, _, _ = (step // elements.itemsize for step in elements.strides)
+    return {
+        f"{name}_cache": elements,
+        f"{name}_scales": scales,
+        f"{name}_width": width,
+        f"{name}_sequence_stride": sequence,
+        f"{name}_head_stride": 0 if is_latent else head,
+    }
+
+
+def list_kept(kind: Any, draw: Draw) -> Iterator[Case]:
+    heads, widths = 3, {"key": 37, "value": 21}
+    for has_values in (True, False):
+        stride = heads * widths["key"] + 5
+        values: dict[str, Any] = {"x_stride": stride, "heads": heads, **HERE}
+        for name, width in widths.items():
+            own = draw_cache(kind, draw, heads, 16, width)
+            used = width if has_values or name == "key" else 0
+            values |= place_cache(name, own, used)
+            values[f"{name}s"] = draw.floats(TOKENS, stride)
+        values["keys"][2] = 0.0
+        yield Case(kernel="keep", items=heads * TOKENS, values=values, kv=kind)
+
+
+def make_attention(
+    kind: Any,
+    draw: Draw,
+    positions: Any,
+    group: int,
+    values: dict[str, Any],
+    *,
+    is_many: bool = False,
+    is_latent: bool = False,
+) -> Case:
+    """Attention of two groups of heads; a chunk is of sequence 1, and fills registers."""
+    count, kv_heads, heads = len(positions), 1 if is_latent else 2, 2 * group
+    key, value = (48, 32) if is_many or is_latent else (53, 37)
+    context = 832
+    keys = draw_cache(kind, draw, kv_heads, context, key)
+    held = keys if is_latent else draw_cache(kind, draw, kv_heads, context, value)
+    sequences = np.ones(count, np.int32) if is_many else np.arange(count, dtype=np.int32) % 2
+    tile, stride = count_tile_tokens(group), key if is_latent else value
+    scratch = allocate("uint8", count_attention_bytes(group, key, value, draw.lanes))
+    size = heads, values["parts"], value + PARTIAL
+    items = 2 * (-(-count // tile) if is_many else count * values["parts"])
+    return Case(
+        kernel="attend_many" if is_many else "attend", items=items, kv=kind,
+        values={
+            "queries": draw.floats(count, heads * key, gap=3), "query_stride": heads * key + 3,
+            "heads": heads, "group": group, "value_stride": stride, "scale": 0.2,
+            **place_cache("key", keys, key, is_latent=is_latent),
+            **place_cache("value", held, value, is_latent=is_latent), "sequences": sequences,
+            "positions": positions, "sinks": draw.floats(heads),
+            **put("y", empty(count, heads * value + 1)), "tokens": count, "tile": tile,
+            "partials": empty(count, *size), **put("scratch", scratch[None]), **values,
+        },
+    )  # fmt: skip
+
+
+# Experts
+
+
+def list_routing(draw: Draw) -> Iterator[Case]:
+    experts, active = 24, 5
+    plain = {"bias_of_score": 0, "groups": 1, "active_groups": 1, "best_two": 0}
+    plain |= {"has_choice_bias": 0, "has_expert_scale": 0, "normalise": 0}
+    for kind, own in (
+        *((kind, plain) for kind in ROUTERS),
+        ("softmax", plain | {"normalise": 1, "has_expert_scale": 1}),
+        ("sigmoid", plain | {"has_choice_bias": 1, "groups": 4, "active_groups": 2}),
+        ("sigmoid", plain | {"groups": 6, "active_groups": 2, "best_two": 1, "normalise": 1}),
+        ("softmax", plain | {"has_choice_bias": 1, "bias_of_score": 1}),
+    ):
+        values = put("scores", draw.floats(TOKENS, experts, gap=1)) | own
+        values |= {"chosen": np.full((TOKENS, active), -1, np.int32)}
+        values |= {"weights": empty(TOKENS, active), "experts": experts, "active": active}
+        values |= {name: draw.floats(experts) for name in ("choice_bias", "expert_scale")}
+        values |= {"scaling": 2.5, "tolerance": 0.4, "kind": ROUTERS.index(kind)}
+        values |= put("scratch", allocate("uint8", 1, 4 * (2 * experts + own["groups"])))
+        yield Case(kernel="route", items=TOKENS, values=values)
+    chosen = draw.choices(9, 33)
+    values = {"chosen": chosen, "active": 3, "tokens": 11, "experts": 9}
+    values |= {"starts": np.full(10, -1, np.int32), "pairs": np.full(33, -1, np.int32)}
+    yield Case(kernel="group", items=1, values=values)
+    values = put("x", draw.floats(TOKENS, 37, gap=1)) | put("scores", draw.floats(TOKENS, 2))
+    yield Case(kernel="weigh", items=TOKENS, values=values | {"length": 37})
+
+
+# States
+
+
+def list_states(draw: Draw) -> Iterator[Case]:
+    for gates, places in ((0, 0), (0, 1), (1, 0)):
+        yield make_convolution(draw, gates, places)
+    for is_delta, of_keys, has_floor in ((1, 0, 0), (1, 1, 0), (1, 1, 1), (0, 0, 0)):
+        yield make_preparation(draw, is_delta, of_keys, has_floor)
+    for is_delta, of_keys in ((1, 0), (1, 1), (0, 0)):
+        yield make_recurrence(draw, is_delta, of_keys)
+    yield make_scan(draw)
+    yield from list_gated_heads(draw)
+
+
+def draw_memory(draw: Draw, *shape: int) -> F32:
+    """States of two sequences: one begins, and reads nothing that another has left."""
+    memory = draw.floats(2, *shape)
+    memory[0] = FILL
+    return memory
+
+
+def make_convolution(draw: Draw, has_gates: int, has_places: int) -> Case:
+    channels, window, stride = 37, 4, 111
+    return Case(
+        kernel="convolve", items=-(-channels // 16),
+        values={
+            **{name: draw.floats(TOKENS, stride) for name in ("x", "before", "after")},
+            **put("y", empty(TOKENS, channels)), "x_stride": stride, "has_gates": has_gates,
+            "is_silu": 1 - has_gates, "weights": draw.floats(window, channels),
+            "bias": draw.floats(channels), "has_bias": has_places,
+            "places": draw.order(channels), "has_places": has_places,
+            "tails": draw_memory(draw, window - 1, channels), "channels": channels,
+            "sequence_stride": (window - 1) * channels, "window": window, "tokens": TOKENS,
+            **HERE,
+        },
+    )  # fmt: skip
+
+
+def make_preparation(draw: Draw, is_delta: int, of_keys: int, has_floor: int) -> Case:
+    heads, key_heads, width = 4, 2, 19
+    each, entry_of = width if of_keys else 1, draw.order(heads)
+    step_of = (heads + width * np.arange(heads)).astype(np.int32) if is_delta else entry_of
+    gates = draw.floats(TOKENS, heads * (width + 1))
+    return Case(
+        kernel="prepare", items=TOKENS * heads,
+        values={
+            **{name: draw.floats(TOKENS, key_heads * width) for name in ("queries", "keys")},
+            "x_stride": key_heads * width, "key_heads": key_heads, "key_dim": width,
+            "heads": heads, "is_delta": is_delta, "of_keys": of_keys, **put("entries", gates),
+            **put("steps", gates.copy()), "entry_of": entry_of, "step_of": step_of,
+            "bias": draw.floats(heads * width), "rates": -np.abs(draw.floats(heads)),
+            "floor": -5.0, "has_floor": has_floor, "shortest": 0.3, "longest": 0.9,
+            **put("y", empty(TOKENS, heads * (1 + each))),
+        },
+    )  # fmt: skip
+
+
+def make_recurrence(draw: Draw, is_delta: int, of_keys: int) -> Case:
+    heads, group, width, depth = 4, 2, 21, 13
+    stride, each = heads * width, depth if of_keys else 1
+    factors = 1 / (1 + np.exp(-draw.floats(TOKENS, heads * (1 + each))))
+    small = np.float32(0.3)
+    return Case(
+        kernel="recur", items=2 * heads,
+        values={
+            **{name: draw.floats(TOKENS, stride) * small for name in ("queries", "keys")},
+            "values": draw.floats(TOKENS, stride), "x_stride": stride, "heads": heads,
+            "group": group, "key_dim": depth, "value_dim": width,
+            "value_of": width * draw.order(heads), "is_delta": is_delta, "of_keys": of_keys,
+            **put("factors", factors), "skip": draw.floats(heads), "has_skip": 1 - is_delta,
+            "memory": draw_memory(draw, heads * depth * width),
+            "sequence_stride": heads * depth * width, "tokens": TOKENS,
+            **put("y", empty(TOKENS, stride)), **HERE,
+        },
+    )  # fmt: skip
+
+
+def make_scan(draw: Draw) -> Case:
+    width, depth = 37, 5
+    return Case(
+        kernel="scan", items=-(-width // 16),
+        values={
+            **put("x", draw.floats(TOKENS, width)), **put("gates", draw.floats(TOKENS, width)),
+            **put("steps", draw.floats(TOKENS, width)),
+            **{name: draw.floats(TOKENS, depth, gap=2) for name in ("keys", "queries")},
+            "parts_stride": depth + 2, "bias": draw.floats(width),
+            "rates": -np.abs(draw.floats(depth, width)), "skip": draw.floats(width),
+            "memory": draw_memory(draw, depth * width), "sequence_stride": depth * width,
+            "width": width, "key_dim": depth, "tokens": TOKENS,
+            **put("y", empty(TOKENS, width)), **HERE,
+        },
+    )  # fmt: skip
+
+
+def list_gated_heads(draw: Draw) -> Iterator[Case]:
+    heads, width = 3, 19
+    for kind, each, place in (
+        *(("", 1, "none"), ("sigmoid", 1, "none"), ("softplus", 0, "none")),
+        *(("silu", 1, "before"), ("silu", 1, "after")),
+    ):
+        values = {
+            **put("x", draw.floats(TOKENS, 80)),
+            **put("gates", draw.floats(TOKENS, 90)),
+            "x_of": np.int32(20) + np.int32(20) * np.arange(heads, dtype=np.int32),
+            "gate_of": np.int32(1) + np.int32(29) * np.arange(heads, dtype=np.int32),
+            "gate_each": each,
+            "kind": GATES.index(kind) if kind else -1,
+            **put("y", empty(TOKENS, heads * width)),
+            "y_of": np.array([38, 0, 19], np.int32),
+            "heads": heads,
+            "width": width,
+            "weights": draw.floats(heads, width),
+            "norm_place": NORM_PLACES.index(place),
+            "weights_step": width if place == "after" else 0,
+            "epsilon": 1e-5,
+        }
+        yield Case(kernel="gate_heads", items=TOKENS * heads, values=values)
+
+
+CASES: Mapping[str, Callable[[Draw], Iterator[Case]]] = {
+    **{f"{ATTENTION} {kind}": partial(list_attention, kind) for kind in KV_COUNTS},
+    COMMON: list_common,
+    ROUTING: list_routing,
+    STATES: list_states,
+}
+"""Cases of each library of no format."""
