@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 from pi2.plan.documents.device import Device
@@ -22,12 +23,14 @@ def has_package(path: Path) -> bool:
     return found is None or importlib.util.find_spec(found[1]) is not None
 
 
+@cache
 def read_device(name: str) -> Device:
     document = read_document(name, "device").document
     assert isinstance(document, Device)
     return document
 
 
+@cache
 def read_model(name: str) -> Model:
     document = read_document(name, "model").document
     assert isinstance(document, Model)

@@ -1,7 +1,6 @@
 """Laws of fitting: what is fitted to a budget validates, keeps to it, and grows with it."""
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from pi2.fitting import find_alone
 from pi2.fitting.budget import SHARE_STEPS, Shortage, fit_plan, write_memory
 from pi2.fitting.check import check_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
-from pi2.planning.wish import read_document
+from tests.helpers.shipped_plans import read_device, read_model
 
 MIB, GIB = 1 << 20, 1 << 30
 UNITS = {"host": None, "oneplus-12": "npu", "pc-rtx-4090": "gpu"}
@@ -24,11 +21,6 @@ MODELS = ("pi2-demo", "bamboo-7b", "turbosparse-mixtral-47b")
 STRIDES = {"pi2-demo": "4 KiB", "bamboo-7b": "8 KiB", "turbosparse-mixtral-47b": "8 KiB"}
 shares = st.integers(0, SHARE_STEPS).map(lambda count: count / SHARE_STEPS)
 odd_shares = st.floats(0.0, 1.0).map(lambda share: round(share, 5))
-
-
-@cache
-def read(name: str, kind: Any) -> Any:
-    return read_document(name, kind).document
 
 
 @st.composite
@@ -51,8 +43,8 @@ def layers(draw: st.DrawFn, unit: str | None, batch: int) -> dict[str, Any]:
 @st.composite
 def wishes(draw: st.DrawFn) -> ResolvedPlan:
     """Plans that state shares and no sizes: with and without units of both kinds of memory."""
-    model: Model = read(draw(st.sampled_from(MODELS)), "model")
-    device: Device = read(draw(st.sampled_from(sorted(UNITS))), "device")
+    model = read_model(draw(st.sampled_from(MODELS)))
+    device = read_device(draw(st.sampled_from(sorted(UNITS))))
     unit, batch = UNITS[device.id], draw(st.sampled_from([1, 2]))
     table = draw(layers(unit, batch))
     if draw(st.booleans()):

@@ -14,8 +14,7 @@ from pi2.costs.rates import read_rates
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
-from pi2.planning.wish import read_document
+from tests.helpers.shipped_plans import read_model
 
 PROBED = Path(__file__).with_name("probed.device.toml")
 
@@ -27,8 +26,7 @@ def read_device() -> Device:
 
 def resolve(**decode: Any) -> ResolvedPlan:
     """A plan that has everything in memory."""
-    model = read_document("bamboo-7b", "model").document
-    assert isinstance(model, Model)
+    model = read_model("bamboo-7b")
     sizes = {"runtime": 160, "attention": 1000, "kv": 1024, "predictor": 420, "workspace": 64}
     segments = {**sizes, "hot": 4096, "cold": 0}
     values = {

@@ -19,15 +19,11 @@ from pi2.planning.comparison import describe_promise, find_promise
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.refinement import describe_layout, list_bundles
 from pi2.planning.text import describe_choices, write_planned
-from pi2.planning.wish import Wish, read_document
+from pi2.planning.wish import Wish
 from tests.helpers.shipped_plans import read_device, read_model
 
 GIB = 1 << 30
 ORIGIN = {"status": "estimated", "source": "a test"}
-
-
-def read(kind: str, name: str) -> Any:
-    return read_document(name, kind).document  # type: ignore[arg-type]
 
 
 def make_device(rates: Mapping[str, str], block: str = "512 B") -> Device:
@@ -56,8 +52,7 @@ def make_device(rates: Mapping[str, str], block: str = "512 B") -> Device:
 
 
 def make_wish(device: Device, **changes: Any) -> Wish:
-    model = read("model", "bamboo-7b")
-    assert isinstance(model, Model)
+    model = read_model("bamboo-7b")
     return dataclasses.replace(
         Wish(device=device, model=model, memory_bytes=3 * GIB, context=512), **changes
     )
@@ -71,7 +66,7 @@ def list_layouts(
 
 def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
     ufs = make_device({"8 KiB": "1 GB/s", "12 KiB": "1.2 GB/s"}, block="4 KiB")
-    model = read("model", "relullama-13b")  # 8640 bytes a neuron, 7680 without scales
+    model = read_model("relullama-13b")  # 8640 bytes a neuron, 7680 without scales
     both = [(12288, "inline"), (8192, "resident")]
     assert list_layouts(ufs, model, None) == both
     planned = plan(make_wish(ufs, model=model, memory_bytes=5 * GIB))
@@ -83,7 +78,7 @@ def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
     assert "`pi2 convert` leaves scales in the bundles" in text
     assert f"repack {planned.layout and planned.layout.store} --scales resident --stride" in text
     assert "neurons 12 KiB apart makes" in text
-    small = read("model", "bamboo-7b")
+    small = read_model("bamboo-7b")
     stored = StoredLayout(stride=8192, order="hotness", scales="resident")
     assert list_layouts(ufs, small, stored) == [(8192, "inline"), (8192, "resident")]
     assert planned.layout is not None
@@ -140,7 +135,7 @@ def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
         monkeypatch.setattr(f"pi2.{module}.read_stored", lambda store: stored)
     # 14 us for a read and 0.7 us for a KiB.
     device = make_device({"7 KiB": "379 MB/s", "28 KiB": "853 MB/s"})
-    model = read("model", "turbosparse-mixtral-47b")
+    model = read_model("turbosparse-mixtral-47b")
     wish = make_wish(device, model=model, memory_bytes=8 * GIB, store=tmp_path)
     chosen = plan(wish)
     assert chosen.resolved.plan.io.merge_gap == 2
@@ -158,8 +153,7 @@ def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
 
 def test_two_reads_are_chosen_where_they_are_quicker() -> None:
     """Only where another unit computes as well: pi2's own engine reads a neuron at once."""
-    phone = read("device", "oneplus-12")
-    assert isinstance(phone, Device)
+    phone = read_device("oneplus-12")
     # Threads would wait for each read; no other storage makes a plan read with threads alone.
     phone = phone.model_copy(update={"storage": phone.storage.model_copy(update={"kind": "nvme"})})
     slow = [

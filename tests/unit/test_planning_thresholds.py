@@ -9,37 +9,24 @@ import pytest
 from pi2.authoring.writing import write_document
 from pi2.cli.main import run as cli
 from pi2.costs.cost import Cost, cost_resolved
-from pi2.fitting.check import check_file
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.reading.references import find_document
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from pi2.planning.comparison import WITHOUT, choose_thresholds
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish
+from tests.helpers.shipped_plans import read_device, read_model
 
 GIB = 1 << 30
 
 
-def read(kind: Any, name: str) -> Any:
-    return check_file(find_document(name, kind, Path())).document
-
-
 @pytest.fixture(scope="module")
-def device() -> Device:
-    found = read("device", "cloud-vm-zen5")
-    assert isinstance(found, Device)
-    return found
-
-
-@pytest.fixture(scope="module")
-def planned(device: Device) -> PlannedPlan:
+def planned() -> PlannedPlan:
     """An exact plan for a mixture with large neurons, two thirds of which have to be read."""
-    model = read("model", "mixtral-8x7b")
-    assert isinstance(model, Model)
+    model = read_model("mixtral-8x7b")
+    device = read_device("cloud-vm-zen5")
     return plan(Wish(device=device, model=model, memory_bytes=12 * GIB, context=1024))
 
 
