@@ -351,7 +351,7 @@ def find_obstacles(source: Checkpoint, model: Model) -> list[str]:
 def choose_wish(
     source: Checkpoint, model: Model, quantization: str | None, usual: str | None = None
 ) -> tuple[Model, Wish]:
-    """How a GGUF file of a checkpoint stores weights, and the document that says so: as a type of
+    """How a GGUF file of a checkpoint stores weights, and the document with that: as a type of
     GGUF files or a precision of stores asks for; without either as they are, or, of plain numbers,
     as the ``usual`` type."""
     from pi2.importing.quantize import Wish

@@ -283,6 +283,16 @@ def find_architecture(name: str) -> Architecture | None:
     return Architecture(model_type=stated.model_type or family, names=names, stated=stated)
 
 
+def list_suited(family: object) -> list[str]:
+    """Architectures of the models of a family, as configurations name it."""
+    return [
+        name
+        for name, (own, table) in list_families().architectures.items()
+        if not name.startswith("_")
+        and family in (own, table.get("model_type"), *table.get("families", ()))
+    ]
+
+
 def _collect_keys(name: str) -> dict[str, list[Any]]:
     _, table = list_families().architectures[name]
     bases = (_collect_keys(base) for base in table.get("extends", ()))

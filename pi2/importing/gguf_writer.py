@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from pi2.arrays import U8
+import numpy as np
+
+from pi2.arrays import F32, U8
 from pi2.diagnostics import UserError
-from pi2.formats import Format
+from pi2.formats import Format, find_format
 from pi2.importing.safetensors_file import Shards
 
 _ALIGNMENT = 32
@@ -43,6 +45,11 @@ class NewTensor:
 
 def count_bytes(shape: Sequence[int], own: Format) -> int:
     return prod(shape[:-1]) * own.count_bytes(shape[-1])
+
+
+def make_vector(name: str, values: F32) -> NewTensor:
+    part = Part(Path(), values.nbytes, lambda: [values.view(np.uint8)])
+    return NewTensor(name=name, shape=values.shape, format=find_format("f32"), parts=(part,))
 
 
 Value = bool | int | float | str | bytes | Sequence[bool] | Sequence[int] | Sequence[float]
@@ -93,9 +100,7 @@ def write_gguf(
     ``shards`` bring sources one by one; bytes written before a failure are then kept, for a call
     with the same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
     and shards raise."""
-    keys = {"general.alignment": write_key("general.alignment", _ALIGNMENT), **keys}
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
-    head += b"".join([*keys.values(), *_describe(tensors)])
+    head = make_head(keys, tensors)
     first = _align(len(head))
     parts = [
         (first + place, own)
@@ -131,14 +136,42 @@ def write_gguf(
         part.replace(file)
         journal.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError.of(
-            "P523",
-            f"cannot write {file}: {error.strerror}",
-            help="choose another file with -o, or free disk space",
-        ) from None
+        raise refuse_output(file, error) from None
     finally:
         if shards is None:
             part.unlink(missing_ok=True)
+
+
+def refuse_output(file: Path, error: OSError) -> UserError:
+    return UserError.of(
+        "P523",
+        f"cannot write {file}: {error.strerror}",
+        help="choose another file with -o, or free disk space",
+    )
+
+
+def make_head(keys: Mapping[str, bytes], tensors: Sequence[NewTensor]) -> bytes:
+    keys = {"general.alignment": write_key("general.alignment", _ALIGNMENT), **keys}
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    return head + b"".join([*keys.values(), *_describe(tensors)])
+
+
+def write_outline(
+    file: Path, keys: Mapping[str, bytes], tensors: Sequence[NewTensor], first: Sequence[NewTensor]
+) -> None:
+    """Write a file with the numbers of ``first``, and a hole for the others; the system may raise
+    `OSError`."""
+    head = make_head(keys, [*first, *tensors])
+    places = list(_place_all([*first, *tensors]))
+    with file.open("wb") as stream:
+        stream.write(head)
+        for tensor, place in zip(first, places, strict=False):
+            stream.seek(_align(len(head)) + place)
+            for part in tensor.parts:
+                for piece in part.pieces():
+                    piece.tofile(stream)
+        last = [*first, *tensors][-1]
+        stream.truncate(_align(len(head)) + places[-1] + last.size_bytes)
 
 
 def _align(size: int) -> int:

@@ -127,10 +127,26 @@ def describe_checkpoint(
     return NewModel(model=model, text=write_model(model, name_origin(place)))
 
 
+def describe_metadata(checkpoint: Checkpoint) -> Model:
+    """The model that a checkpoint's keys and shapes describe, before its weights and texts are
+    written; raises as `describe_checkpoint`."""
+    config = Config(checkpoint.config_file, checkpoint.config)
+    model, says = _derive_model(checkpoint, config, None, has_texts=False, has_weights=False)
+    check_checkpoint(checkpoint, model, says=says)
+    raise_findings([*checkpoint.find_unread(model)])
+    return model
+
+
 def _derive_model(
-    checkpoint: Checkpoint, config: Config, name: str | None, *, has_texts: bool
+    checkpoint: Checkpoint,
+    config: Config,
+    name: str | None,
+    *,
+    has_texts: bool,
+    has_weights: bool = True,
 ) -> tuple[Model, str]:
-    """The model that a configuration describes, and the name of its source."""
+    """The model that a configuration describes, and the name of its source; without
+    ``has_weights`` no number of them is looked at."""
     file, place = checkpoint.config_file, checkpoint.folder
     tables = describe_family(config)
     _match_names(checkpoint, tables)
@@ -151,6 +167,8 @@ def _derive_model(
         **tables,
     }
     model = _validate(config, tables)
+    if not has_weights:
+        return model, "its metadata says"
     if has_mxfp4_neurons(checkpoint, model):
         tables["quantization"] = {"ffn": "mxfp4", "attention": "int8"}
         model = _validate(config, tables)

@@ -1,7 +1,7 @@
 """Lays tensors of a checkpoint out as the program of files reads them: a matrix has a row for each
 output, experts are apart, all queries come first, gates come before ups."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,34 @@ from pi2.model.tensor import Source
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
 
-_OWN = ("gate", "up", "down", "gate_bias", "up_bias")
+PARTS = ("gate", "up", "down", "gate_bias", "up_bias")
 """Keys of the parts of neurons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """A tensor of a new file."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensors: tuple[SourceTensor, ...]
+    """Its parts, one after the other."""
+    matrix: str
+    """What importance matrices call it."""
+    key: str
+    """Name in the checkpoint, by which its format is chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Tensors and keys of a new file."""
+
+    laid: Sequence[Laid]
+    keys: Mapping[str, bytes]
+    models: Sequence[Model]
+    """The model, and its MTP head if the file has it, with the names of `Laid.key`."""
+    vectors: Mapping[str, F32]
+    """Tensors that no checkpoint has."""
 
 
 def make_plain(model: Model) -> Model:
@@ -29,7 +55,7 @@ def make_plain(model: Model) -> Model:
     if is_mixed or (model.moe is not None and names.experts_turned):
         start = names.ffn_norm.partition("{layer}")[0] + "{layer}.pi2."
         start += "" if model.moe is None else "experts.{expert}."
-        changes |= {key: start + key for key in _OWN}
+        changes |= {key: start + key for key in PARTS}
         changes |= {"fused_gate_up": None, "fused_gate_up_bias": None}
         changes |= {"gate_up_order": "stacked", "experts_turned": False}
     return model.model_copy(update={"tensors": names.model_copy(update=changes)})
@@ -75,7 +101,7 @@ def find_plain(
     """What `make_plain` of ``model`` calls ``source``, out of the tensors of its checkpoint; None
     if the checkpoint has it not."""
     names, key = model.tensors, source.key
-    if key in _OWN and model.blocks[source.layer].ffn.kind != "none":
+    if key in PARTS and model.blocks[source.layer].ffn.kind != "none":
         return pick_rows(find_ffn_rows(tensors, model, key, source.layer, source.expert))
     tensor = tensors.get(source.name(names))
     if tensor is None or not key.startswith("fused_qkv") or names.fused_order == "stacked":

@@ -1,7 +1,8 @@
 """Makes one GGUF file, which runs as it is, of a checkpoint.
 
 A GGUF file keeps its metadata and names: other programs also read the new file.  Other checkpoints
-become files of the architecture ``pi2``, which only pi2 reads: tensors have the names of the
+become files as llama.cpp's converter writes them, or, if none of its architectures states them,
+files of the architecture ``pi2``, which only pi2 reads: tensors have the names of the
 checkpoint, metadata are the model's document and the small files of the folder."""
 
 import json
@@ -23,7 +24,7 @@ from pi2.importing.convert import explain_weight, map_in_order
 from pi2.importing.gguf_architectures import (
     choose_names,
     find_architecture,
-    list_architectures,
+    list_suited,
     name_in_file,
 )
 from pi2.importing.gguf_checkpoint import (
@@ -36,12 +37,21 @@ from pi2.importing.gguf_checkpoint import (
     make_tensor,
 )
 from pi2.importing.gguf_file import GgufFile, join_blocks, read_gguf
-from pi2.importing.gguf_writer import NewTensor, Part, Pieces, count_bytes, write_gguf, write_key
+from pi2.importing.gguf_writer import (
+    NewTensor,
+    Part,
+    Pieces,
+    count_bytes,
+    make_vector,
+    write_gguf,
+    write_key,
+)
+from pi2.importing.llama_layout import arrange_for_llama
 from pi2.importing.new_model import find_mtp
-from pi2.importing.plain_layout import find_plain, make_plain
+from pi2.importing.plain_layout import Arrangement, Laid, find_plain, make_plain
 from pi2.importing.quantizers import ErrorReport, Importance, refuse_imatrix
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.model.tensors import MIXTURES, choose_formats, fit_width, list_sources
+from pi2.model.tensors import MIXTURES, Mixture, choose_formats, fit_width, list_sources
 from pi2.plan.documents.model import Model
 from pi2.progress import ByteProgress, Progress, ignore_progress
 
@@ -124,17 +134,11 @@ def quantize_checkpoint(
                 formats |= choose_formats(shapes, own, wanted)
             keys, tensors = work.take_file(source, formats)
         else:
-            laid = lay_out(source, models)
-            shapes = {own.name: own.shape for own in laid}
-            formats = {}
-            # Which of them a store has in float32, any mixture tells.
-            chosen = MIXTURES["q8_0"] if wish.keeps else wanted
-            for own in map(make_plain, models):
-                formats |= choose_formats(shapes, own, chosen)
-            if wish.keeps:
-                formats = {own.name: keep_format(own, formats[own.name]) for own in laid}
-            keys = describe_folder(source, model)
-            tensors = work.take_folder(laid, formats)
+            made = None if len(models) > 1 else arrange_for_llama(source, model, output)
+            made = made or arrange(source, models)
+            keys = dict(made.keys)
+            tensors = work.take_folder(made.laid, choose_all(made, wanted, keeps=wish.keeps))
+            tensors += [make_vector(*each) for each in made.vectors.items()]
         if importance is not None and not work.weighed:
             raise refuse_imatrix(importance.file, "it names none of its matrices")
         number = _number_type(tensors) if wanted is None else wanted.number
@@ -147,6 +151,17 @@ def quantize_checkpoint(
     )
 
 
+def choose_all(made: Arrangement, wanted: Mixture | None, *, keeps: bool) -> dict[str, str]:
+    """Formats of all tensors by their names in the file."""
+    shapes = {own.key: own.shape[-2:] for own in made.laid}
+    formats: dict[str, str] = {}
+    for model in made.models:
+        # Which of them a store has in float32, any type tells.
+        formats |= choose_formats(shapes, model, MIXTURES["q8_0"] if keeps else wanted)
+    chosen = {own.name: formats[own.key] for own in made.laid}
+    return {own.name: keep_format(own, chosen[own.name]) for own in made.laid} if keeps else chosen
+
+
 def _number_type(tensors: Sequence[NewTensor]) -> int:
     sizes: dict[str, int] = {}
     for tensor in tensors:
@@ -154,19 +169,7 @@ def _number_type(tensors: Sequence[NewTensor]) -> int:
     return _FILE_TYPES.get(max(sizes, key=sizes.__getitem__), 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
-    """A tensor of the new file."""
-
-    name: str
-    shape: tuple[int, ...]
-    tensors: tuple[SourceTensor, ...]
-    """Its parts, one after the other."""
-    matrix: str
-    """What importance matrices call it."""
-
-
-def lay_out(source: Checkpoint, models: Sequence[Model]) -> list[Laid]:
+def arrange(source: Checkpoint, models: Sequence[Model]) -> Arrangement:
     """Tensors that only pi2 reads, of a model and of its MTP head; experts lie side by side."""
     names, found = find_names(source), dict[str, tuple[int, Laid]]()
     for model in models:
@@ -176,14 +179,21 @@ def lay_out(source: Checkpoint, models: Sequence[Model]) -> list[Laid]:
             tensor = None if name in found else find_plain(source.tensors, model, own)
             if tensor is not None:
                 matrix = name_matrix(names, name, tensor)
+                matrix = matrix.replace("_exps.weight", f".{own.expert}.weight")
                 # A vector of four dimensions (Kimi's rates of decay) is one.
                 own_shape = tuple(size for size in tensor.shape if size > 1)
                 shape = (own_shape if len(tensor.shape) > 3 else tensor.shape) or (1,)
-                laid = Laid(name=name, shape=shape, tensors=(tensor,), matrix=matrix)
+                laid = Laid(name=name, shape=shape, tensors=(tensor,), matrix=matrix, key=name)
                 is_whole = "{layer}" not in getattr(plain.tensors, own.key, own.key)
                 found[name] = (-1 if is_whole else own.layer), laid
     # Experts of a layer, and streams, follow each other.
-    return [laid for _, laid in sorted(found.values(), key=lambda own: own[0])]
+    ordered = sorted(found.values(), key=lambda own: own[0])
+    return Arrangement(
+        laid=[laid for _, laid in ordered],
+        keys=describe_folder(source, models[0]),
+        models=[make_plain(model) for model in models],
+        vectors={},
+    )
 
 
 def keep_format(own: Laid, other: str) -> str:
@@ -263,6 +273,7 @@ class _Work:
                     experts = entry.shape[0] if len(entry.shape) > 2 else 1
                     weights = self._weigh(entry.name, entry.shape[-1], experts)
                     own_format = wanted
+                    self.quantized += not wanted.is_plain
                     parts = (self._round(entry.name, entry.shape, rows, wanted, weights),)
                 tensors.append(
                     NewTensor(name=entry.name, shape=entry.shape, format=own_format, parts=parts)
@@ -276,6 +287,7 @@ class _Work:
             weights = None
             if len(own.shape) > 1 and not wanted.is_plain:
                 weights = self._weigh(own.matrix, own.shape[-1], count)
+            self.quantized += not wanted.is_plain
             shape = own.shape[1:] if count > 1 else own.shape
             parts = []
             for number, tensor in enumerate(own.tensors):
@@ -312,7 +324,6 @@ class _Work:
     ) -> Part:
         """``rows``: the tensor, of several dimensions as one matrix; ``weights`` float32 [experts,
         columns]: what its columns count."""
-        self.quantized += not wanted.is_plain
         width = shape[-1]
         each = max(1, len(weights) if weights is not None else 1)
         count = (rows.shape[0] if rows.shape else 1) // each
@@ -378,12 +389,11 @@ def _copy_keys(file: GgufFile) -> dict[str, bytes]:
 
 def find_names(source: Checkpoint) -> dict[str, str]:
     """Return what GGUF files of the same family call tensors; nothing for a family without any."""
-    kind = source.config.get("model_type")
-    for name in list_architectures():
+    for name in list_suited(source.config.get("model_type")):
         found = find_architecture(name)
-        if found is not None and found.model_type == kind:
-            mixed = any(".experts." in tensor for tensor in source.tensors)
-            return choose_names(found, source.tensors, mixed=mixed)
+        assert found is not None
+        mixed = any(".experts." in tensor for tensor in source.tensors)
+        return choose_names(found, source.tensors, mixed=mixed)
     return {}
 
 

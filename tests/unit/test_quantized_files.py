@@ -106,10 +106,10 @@ def test_precisions_of_stores_are_formats_of_files(
     sources: tuple[Path, Path], tmp_path: Path, kind: str, matrix: str, table: str
 ) -> None:
     types = list_types(quantize(sources[1], tmp_path / "made.gguf", kind))
-    assert types["model.layers.1.mlp.down_proj.weight"] == matrix
-    assert types["model.layers.1.self_attn.q_proj.weight"] == matrix
-    assert types["model.embed_tokens.weight"] == table
-    assert types["model.norm.weight"] == "F32"
+    assert types["blk.1.ffn_down.weight"] == matrix
+    assert types["blk.1.attn_q.weight"] == matrix
+    assert types["token_embd.weight"] == table
+    assert types["output_norm.weight"] == "F32"
 
 
 @pytest.mark.parametrize(

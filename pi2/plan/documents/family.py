@@ -69,6 +69,8 @@ class Architecture(Table):
     """How names of a layer's tensors begin in the checkpoint."""
     model_type: str = Field(default="", examples=["granitemoeshared"])
     """The family's name in the configuration; default: the file's."""
+    families: tuple[str, ...] = Field(default=(), examples=[["mixtral"]])
+    """Further families whose models are written as files of this architecture."""
     activation: str = Field(default="silu", examples=["relu2"])
     """Activation of the models, which files do not state."""
     permutes: bool = False

@@ -1,0 +1,335 @@
+"""Lays a checkpoint out as llama.cpp's converter does: names, rows and numbers of its files.
+
+The reverse of `pi2.importing.gguf_checkpoint`, by the same documents of families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isclose, prod
+from pathlib import Path
+
+import numpy as np
+
+from pi2.arrays import F32, I64
+from pi2.diagnostics import UserError
+from pi2.formats import find_format
+from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.config import Config
+from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
+from pi2.importing.families import describe_family
+from pi2.importing.gguf_architectures import (
+    Architecture,
+    choose_names,
+    find_architecture,
+    list_suited,
+    name_in_file,
+)
+from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
+from pi2.importing.gguf_keys import describe_keys, list_divisors
+from pi2.importing.gguf_states import DeltaHeads
+from pi2.importing.gguf_vocabulary import describe_vocabulary
+from pi2.importing.gguf_writer import (
+    NewTensor,
+    make_vector,
+    refuse_output,
+    write_key,
+    write_outline,
+)
+from pi2.importing.new_model import describe_metadata
+from pi2.importing.plain_layout import PARTS, Arrangement, Laid, find_plain, make_plain, pick_rows
+from pi2.importing.rows import Rows
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.tensor import Source
+from pi2.model.tensors import list_sources
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_tensors import Tensors
+
+PIECES = {"attn_k_b": 0, "attn_v_b": 1}
+"""Parts of the KV matrix of latent attention that files have apart."""
+
+
+class Unsuited(Exception):
+    """The architecture has no place for a tensor or a fact, which the text names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedTensor(DecodedTensor):
+    """Rows that a function makes of rows of another tensor."""
+
+    source: SourceTensor
+    compute: Callable[[F32], F32]
+
+    @property
+    def is_stored(self) -> bool:
+        return self.source.is_stored
+
+    def decode(self, start: int, stop: int) -> F32:
+        return self.compute(self.source.read(start, stop))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadParts(DecodedTensor):
+    """Keys or values of the KV matrix of latent attention, one head after the other."""
+
+    source: SourceTensor
+    first: int
+    """Row of a head that the part begins with."""
+    count: int
+    each: int
+    """Rows of a head."""
+    turns: bool
+
+    @property
+    def is_stored(self) -> bool:
+        return self.source.is_stored
+
+    def decode(self, start: int, stop: int) -> F32:
+        width = self.source.shape[1] if self.turns else self.count
+        found = []
+        for head in range(start // width, -(-stop // width)):
+            place = head * self.each + self.first
+            rows = self.source.read(place, place + self.count)
+            found.append(np.ascontiguousarray(rows.T) if self.turns else rows)
+        skipped = start // width * width
+        return np.concatenate(found)[start - skipped : stop - skipped]
+
+
+def find_names(source: Checkpoint, model: Model, own: Architecture) -> Model:
+    """The model with the names of tensors that a file of the architecture stands for."""
+    config = Config(source.config_file, {**source.config, **own.stated.settings})
+    tables = describe_family(config)["tensors"]
+    names = Tensors.model_validate(tables)
+    if names.state_order == "grouped" and own.stated.read == "qwen_hybrid":
+        apart = {
+            "state_order": "separate",
+            "state_in": Tensors().state_in,
+            "state_beta": Tensors().state_beta,
+        }
+        names = names.model_copy(update=apart)
+    return make_plain(model.model_copy(update={"tensors": names}))
+
+
+def lay_out_file(source: Checkpoint, model: Model, own: Architecture) -> tuple[list[Laid], Model]:
+    """All tensors, and the model with the names of their keys; raises `Unsuited`."""
+    named = find_names(source, model, own)
+    mixed = model.moe is not None
+    has_two = any(".ln_attn." in name for name in source.tensors)
+    marks = ("blk.0.attn_norm_2.weight",) if has_two else ()
+    names = dict(choose_names(own, marks, mixed=mixed))
+    norm, later = (f"blk.{{layer}}.{key}.weight" for key in ("ffn_norm", "post_attention_norm"))
+    if names.get(norm) == names.get(later):
+        names.pop(norm, None)
+    found: dict[str, list[tuple[str, SourceTensor]]] = {}
+    seen = set[tuple[str, int]]()
+    for each in list_sources(named):
+        original = each.name(named.tensors)
+        place = original, each.expert if each.key in PARTS else 0
+        if place in seen:
+            continue
+        seen.add(place)
+        name = name_in_file(names, original)
+        if name == original:
+            raise Unsuited(original)
+        tensor = _find(source, model, each)
+        if tensor is None:
+            raise Unsuited(original)
+        for part, changed in _change(name, tensor, model, own):
+            found.setdefault(part, []).append((original, changed))
+    laid = []
+    for name, parts in found.items():
+        tensors = tuple(tensor for _, tensor in parts)
+        shape = _shape(name, tensors, model)
+        laid.append(Laid(name=name, shape=shape, tensors=tensors, matrix=name, key=parts[0][0]))
+    return laid, named
+
+
+def _find(source: Checkpoint, model: Model, own: Source) -> SourceTensor | None:
+    """What the layout calls ``own``, of the checkpoint's tensors."""
+    names, moe, key = model.tensors, model.moe, own.key
+    kind, _, part = key.partition("_")
+    fused = getattr(names, f"fused_{kind}", None) if kind in ("shared", "dense") else None
+    if fused is not None and moe is not None and part in ("gate", "up"):
+        whole = source.tensors.get(replace(own, key=f"fused_{kind}").name(names))
+        if whole is None:
+            return None
+        half = whole.shape[0] // 2
+        index = np.arange(half) + half * (part == "up")
+        return pick_rows(Rows(tensor=whole, index=index))
+    if names.state_order == "grouped" and key in _GROUPED and model.recurrence is not None:
+        stored, second = _GROUPED[key]
+        whole = source.tensors.get(replace(own, key=stored).name(names))
+        if whole is None:
+            return None
+        heads = _read_heads(model, is_tiled=False)
+        if stored == "state_in":
+            return pick_rows(Rows(tensor=whole, index=heads.order_joined()[second]))
+        return pick_rows(Rows(tensor=whole, index=heads.order_pairs(bool(second))))
+    return find_plain(source.tensors, model, own)
+
+
+_GROUPED = {
+    "state_in": ("state_in", 0),
+    "state_gate": ("state_in", 1),
+    "state_beta": ("state_beta", 0),
+    "state_alpha": ("state_beta", 1),
+}
+"""Tensors of groups that projections of Qwen3-Next are parts of, and which part they are."""
+
+
+def _read_heads(model: Model, *, is_tiled: bool) -> DeltaHeads:
+    own = model.recurrence
+    assert own is not None
+    return DeltaHeads(own.key_heads, own.value_heads, own.key_dim, own.value_dim, is_tiled)
+
+
+def _change(
+    name: str, tensor: SourceTensor, model: Model, own: Architecture
+) -> Iterator[tuple[str, SourceTensor]]:
+    """A tensor as files have it, perhaps in parts, each with its name."""
+    kind = name.split(".", 2)[-1] if name.startswith("blk.") else name
+    part = kind.partition(".")[0]
+    stated, shape = own.stated, model.shape
+    if stated.permutes and part in ("attn_q", "attn_k"):
+        heads = shape.heads if part == "attn_q" else shape.kv_heads
+        rows = tensor.shape[0]
+        order = np.arange(rows).reshape(heads, 2, rows // heads // 2).swapaxes(1, 2).reshape(-1)
+        tensor = pick_rows(Rows(tensor=tensor, index=order))
+    elif part == "attn_kv_b":
+        latent = model.attention.latent
+        assert latent is not None
+        sizes = latent.plain, tensor.shape[0] // shape.heads - latent.plain
+        block = name.removesuffix("attn_kv_b.weight")
+        for piece, number in PIECES.items():
+            count, rank = sizes[number], tensor.shape[1]
+            size = (shape.heads * rank, count) if number == 0 else (shape.heads * count, rank)
+            yield (
+                f"{block}{piece}.weight",
+                HeadParts(
+                    **{**describe_decoded(tensor.name, size, tensor), "dtype": tensor.dtype},
+                    source=tensor,
+                    first=0 if number == 0 else sizes[0],
+                    count=count,
+                    each=sum(sizes),
+                    turns=number == 0,
+                ),
+            )
+        return
+    elif kind == "ssm_a":
+        tensor = _compute(tensor, lambda rates: -np.exp(rates))
+    elif kind.endswith("norm.weight") and kind != "ssm_norm.weight" and stated.norm_offset:
+        offset = np.float32(stated.norm_offset)
+        tensor = _compute(tensor, lambda weights: weights + offset)
+    if stated.tiles_values and part in _TILED and model.recurrence is not None:
+        tensor = _tile(part, tensor, _read_heads(model, is_tiled=True))
+    yield name, tensor
+
+
+_TILED = (
+    *("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a", "ssm_conv1d", "ssm_out"),
+)
+
+
+def _tile(part: str, tensor: SourceTensor, heads: DeltaHeads) -> SourceTensor:
+    """Value heads of a key head go apart."""
+    if part in ("attn_qkv", "ssm_conv1d"):
+        order = heads.order_channels()
+    else:
+        order = heads.order_values(heads.value_dim if part in ("attn_gate", "ssm_out") else 1)
+    stored: I64 = np.argsort(order)
+    if part == "ssm_out":
+        return _compute(tensor, lambda rows: np.ascontiguousarray(rows[:, stored]))
+    return pick_rows(Rows(tensor=tensor, index=stored))
+
+
+def _compute(tensor: SourceTensor, compute: Callable[[F32], F32]) -> ComputedTensor:
+    described = describe_decoded(tensor.name, tensor.shape, tensor) | {"dtype": tensor.dtype}
+    return ComputedTensor(**described, source=tensor, compute=compute)
+
+
+def _shape(name: str, tensors: tuple[SourceTensor, ...], model: Model) -> tuple[int, ...]:
+    """Sizes in the file."""
+    own = tensors[0].shape or (1,)
+    kind = name.split(".", 2)[-1] if name.startswith("blk.") else name
+    heads, latent = model.shape.heads, model.attention.latent
+    if kind.startswith("ssm_conv1d_"):  # of queries, keys or values
+        return (1, own[0], 1, own[-1])
+    if kind == "ssm_a" and model.recurrence is not None and model.recurrence.decay_of == "key":
+        return (1, 1, prod(own), 1)
+    if kind in ("ssm_a", "ssm_d", "ssm_norm.weight") and model.recurrence is not None:
+        if model.layers is not None and any("mamba" in kind for kind in model.layers.kinds):
+            count = model.recurrence.norm_groups if kind.startswith("ssm_norm") else prod(own)
+            return (count, prod(own) // count)
+        return (prod(own),)
+    if "conv" in kind and len(own) == 3:
+        return (own[0], own[2])
+    if kind == "ffn_gate_inp_shexp.weight":
+        return (prod(own),)
+    if kind.partition(".")[0] in PIECES and latent is not None:
+        return (heads, own[0] // heads, own[1])
+    if "_exps." in kind and (len(tensors) > 1 or kind.endswith(".weight")):
+        return (len(tensors), *own)
+    return own
+
+
+def arrange_for_llama(source: Checkpoint, model: Model, output: Path) -> Arrangement | None:
+    """What llama.cpp's converter would write; None for a model that no architecture states as pi2
+    understands its files.  An outline of the file, next to ``output``, is read to know that."""
+    if source.document is not None or isinstance(source, GgufCheckpoint):
+        return None
+    for name in list_suited(source.config.get("model_type")):
+        own = find_architecture(name)
+        assert own is not None
+        try:
+            laid, named = lay_out_file(source, model, own)
+            keys = describe_keys(model, name, own.stated, source.config)
+            written = {key: write_key(key, value) for key, value in keys.items()}
+            vectors = list_divisors(model)
+            found = _read_outline(output, written, laid, vectors)
+        except (Unsuited, UserError):
+            continue
+        if find_differences(model, found):
+            continue
+        texts = describe_vocabulary(source, model)
+        written |= {key: write_key(key, value) for key, value in texts.items()}
+        return Arrangement(laid=laid, keys=written, models=[named], vectors=vectors)
+    return None
+
+
+_SAID_ELSEWHERE = frozenset(
+    ("id", "name", "description", "licence", "tokenizer", "quantization", "tensors", "sampling")
+)
+
+
+def find_differences(model: Model, other: Model) -> list[str]:
+    """Keys of the documents that differ, but for names, texts and precisions."""
+    one, two = (own.model_dump(mode="json") for own in (model, other))
+    return [key for key in one if key not in _SAID_ELSEWHERE and not _is_near(one[key], two[key])]
+
+
+def _is_near(one: object, other: object) -> bool:
+    """Whether values are equal, but for what 32 bits leave of a number."""
+    if isinstance(one, float) and isinstance(other, float):
+        return isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return all(_is_near(one.get(key), other.get(key)) for key in one.keys() | other.keys())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_near, one, other))
+    return one == other
+
+
+def _read_outline(
+    output: Path, keys: Mapping[str, bytes], laid: Sequence[Laid], vectors: Mapping[str, F32]
+) -> Model:
+    plain = find_format("f32")
+    tensors = [NewTensor(name=own.name, shape=own.shape, format=plain, parts=()) for own in laid]
+    first = [make_vector(*each) for each in vectors.items()]
+    file = output.with_name(f".{output.name}.outline.part")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_outline(file, keys, tensors, first)
+        return describe_metadata(open_gguf(file))
+    except OSError as error:
+        raise refuse_output(output, error) from None
+    finally:
+        file.unlink(missing_ok=True)
