@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -205,28 +204,6 @@ class PlanContestant:
         return time.perf_counter() - start
 
 
-class Measured(Protocol):
-    """What a session needs of a contestant (`pi2.measuring.contestant`)."""
-
-    description: Description
-
-    def run(self, workload: Workload) -> Sample: ...
-
-    def profile(self, workload: Workload) -> Profile | None: ...
-
-    def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None: ...
-
-    def read_peak_rss_bytes(self) -> int: ...
-
-
-class Limit(Protocol):
-    """What a session needs of `pi2.measuring.contestant`."""
-
-    def measure(self) -> list[float]: ...
-
-    def summarise(self, speeds: list[float]) -> Bandwidth: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """A row, and where its time goes if that was asked for."""
@@ -241,64 +218,56 @@ NoteLost = Callable[[UserError], None]
 
 @dataclass(slots=True)
 class _Turn:
-    contestant: Measured
+    contestant: RemoteContestant
     workload: Workload
     samples: list[Sample] = field(default_factory=list)
 
 
-class _Turns:
-    """Contestants that are left: errors of the first are raised, others that fail drop out."""
-
-    def __init__(self, contestants: Sequence[Measured], note_lost: NoteLost) -> None:
-        self.left = list(contestants)
-        self._first = contestants[0]
-        self._note_lost = note_lost
-
-    def run(self, turn: _Turn) -> None:
-        """Run a turn, unless its contestant was lost."""
-        if turn.contestant not in self.left:
-            return
-        try:
-            turn.samples.append(turn.contestant.run(turn.workload))
-        except UserError as error:
-            if turn.contestant is self._first:
-                raise
-            self.left.remove(turn.contestant)
-            self._note_lost(error)
-
-
 def run_session(
-    contestants: Sequence[Measured],
+    contestants: Sequence[RemoteContestant],
     workloads: Sequence[Workload],
     *,
     repetitions: int,
-    limit: Limit,
+    limit: BandwidthLimit,
     with_profile: bool = False,
     progress: Progress = ignore_progress,
     note_lost: NoteLost = lambda error: None,
 ) -> Iterator[Outcome]:
     """Measure workloads with all contestants in turns, after a warm-up, and the bandwidth in
     between. A later contestant that raises `UserError` drops out, and ``note_lost`` is told."""
-    course = _Turns(contestants, note_lost)
+    left = list(contestants)
+
+    def run(turn: _Turn) -> None:
+        """Run a turn, unless its contestant was lost."""
+        if turn.contestant not in left:
+            return
+        try:
+            turn.samples.append(turn.contestant.run(turn.workload))
+        except UserError as error:
+            if turn.contestant is contestants[0]:
+                raise
+            left.remove(turn.contestant)
+            note_lost(error)
+
     for _, alike in groupby(workloads, lambda workload: replace(workload, sequences=None)):
-        turns = [_Turn(contestant, workload) for workload in alike for contestant in course.left]
+        turns = [_Turn(contestant, workload) for workload in alike for contestant in left]
         label, steps = f"measuring {turns[0].workload.name}", repetitions + 1
         progress(label, 0.0)
         for turn in turns:
-            course.run(turn)
+            run(turn)
             turn.samples.clear()
         speeds = limit.measure()
         for repetition in range(repetitions):
             progress(label, (repetition + 1) / steps)
             for turn in turns:
-                course.run(turn)
+                run(turn)
             if repetition == repetitions // 2:
                 speeds += limit.measure()
         speeds += limit.measure()
         progress(label, 1.0)
         bandwidth = limit.summarise(speeds)
         for turn in turns:
-            if turn.contestant not in course.left:
+            if turn.contestant not in left:
                 continue
             yield Outcome(
                 row=_make_row(turn, bandwidth),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,7 @@ from pi2.costs.reads import PAGE_BYTES, IoChoice
 from pi2.costs.settings import StoredLayout
 from pi2.diagnostics import UserError
 from pi2.fitting import find_whole_backend, list_usual_backends
-from pi2.fitting.budget import (
-    MIB,
-    Shortage,
-    add_runtime,
-    fit_plan,
-    round_segment,
-    round_share,
-    write_memory,
-)
+from pi2.fitting.budget import MIB, add_runtime, round_segment
 from pi2.fitting.completion import resolve_values
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -32,12 +23,7 @@ from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode, Segments
-from pi2.plan.documents.quantities import (
-    approximate_bytes,
-    approximate_number,
-    format_bytes,
-    round_size,
-)
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.planning.search import Problem
 from pi2.planning.wish import Wish, make_plan_values
@@ -229,8 +215,6 @@ CLUSTERS = (64, 32, 128, 16, 256)
 """Fewest neurons that are read and computed together; of equal ones the first is taken."""
 MERGE_GAPS = (0, 1, 2, 3)
 """Most unwanted neurons between two that are read with them."""
-HOT_FACTORS = (0.8, 1.25, 1.5)
-"""Factors of shares of hot neurons that are tried."""
 _ROUNDS = 2
 _LEAST_GAIN = 1e-4
 
@@ -301,8 +285,6 @@ def _list_dimensions(
         yield _offer("threads.compute", counts)
     if cost.hit_rate >= 1.0 or all(layer.read_s == 0.0 for layer in cost.layers):
         return
-    if problem.wish.memory_bytes is not None and cost.predictor != "none":
-        yield "layers.hot", list(_offer_hot(problem, values))
     if problem.look_aheads != ("none",) and cost.predictor in LOOK_AHEAD_MODES:
         yield _offer("decode.look_ahead", problem.look_aheads)
     if cost.predictor == "low-rank" and _has_two_reads(problem, values):
@@ -316,36 +298,6 @@ def _list_dimensions(
 def _offer(key: str, values: Sequence[int | str]) -> tuple[str, Sequence[_Option]]:
     table, _, name = key.partition(".")
     return key, [_Option(label=str(value), changes={table: {name: value}}) for value in values]
-
-
-def _offer_hot(problem: Problem, values: Values) -> Iterator[_Option]:
-    """Other shares of hot neurons; the cache has the rest of the memory."""
-    units = problem.wish.device.units
-    yield _Option(label=_name_hot(values["layers"]), changes={})
-    for factor in HOT_FACTORS:
-        changed = copy.deepcopy(values)
-        for table in (changed["layers"], *changed["layers"].get("overrides", ())):
-            if "hot" in table:
-                split = table.get("split", changed["layers"]["split"])
-                others = [share for name, share in split.items() if units[name].kind != "cpu"]
-                table["hot"] = round_share(min(max(table["hot"] * factor, sum(others)), 1.0))
-        for changes in _refit(problem.wish, changed):
-            yield _Option(label=_name_hot(changes["layers"]), changes=changes)
-
-
-def _refit(wish: Wish, values: Values) -> Iterator[dict[str, Any]]:
-    """Tables of the plan fitted to its memory anew; nothing where it does not fit."""
-    assert wish.memory_bytes is not None
-    resolved = resolve_values(values, wish.device, wish.model)
-    with suppress(Shortage):
-        fitted = fit_plan(resolved, round_size(wish.memory_bytes)).plan
-        layers = fitted.layers.model_dump(exclude_unset=True)
-        yield {"layers": layers, "memory": write_memory(fitted)}
-
-
-def _name_hot(layers: Mapping[str, Any]) -> str:
-    shares = {table["hot"] for table in (layers, *layers.get("overrides", ())) if "hot" in table}
-    return " to ".join(f"{share:g}" for share in sorted({min(shares), max(shares)}))
 
 
 def _offer_io(io: IoChoice) -> _Option:

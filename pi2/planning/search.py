@@ -33,7 +33,7 @@ from pi2.planning.wish import LEAST_DENSE, Wish, divide_rest, make_plan_values
 
 Goal = Literal["time", "memory", "energy"]
 Place = Literal["resident", "flash"]
-_CACHE_SHARES = (0.1, 0.25, 0.5, 0.9)
+_CACHE_SHARES = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9)
 """Parts of the neurons in memory that may be a cache."""
 _RESPECTS = ("cached", "embedding", "kv", "lends", "chunk", "by_activity")
 _ROUNDS = 3

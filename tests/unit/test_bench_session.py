@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.measuring.contestant import Profile, Worker
+from pi2.measuring.contestant import BandwidthLimit, Profile, RemoteContestant, Worker
 from pi2.measuring.samples import Bandwidth, Description, Sample, TokenBytes, Workload
 from pi2.measuring.session import run_session
 from pi2.progress import Progress
@@ -26,7 +26,7 @@ from tests.helpers.patience import PATIENCE_S
 
 
 @dataclass
-class FakeContestant:
+class FakeContestant(RemoteContestant):
     name: str
     log: list[str]
     seconds: list[float]
@@ -53,7 +53,7 @@ class FakeContestant:
 
 
 @dataclass
-class FakeLimit:
+class FakeLimit(BandwidthLimit):
     log: list[str]
     speeds: list[float]
 
