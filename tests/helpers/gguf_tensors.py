@@ -50,27 +50,6 @@ _EXPERT = re.compile(
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
-STATED = {
-    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size", "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "value_length": "head_dim",
-    "layer_norm_rms_eps": "rms_norm_eps",
-}  # fmt: skip
-
-
-def start_file(file: Path, architecture: str, config: dict[str, Any]) -> tuple[Any, Any]:
-    """A writer of a file that says what most do, and the names of the architecture's tensors."""
-    gguf = pytest.importorskip("gguf")
-    arch = gguf.MODEL_ARCH[architecture]
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_name("Tiny")
-    for key, name in STATED.items():
-        getattr(writer, f"add_{key}")(config[name])
-    for key in ("bos", "eos"):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
-    return writer, gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-
-
 def write_all(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

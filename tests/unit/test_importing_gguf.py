@@ -24,14 +24,7 @@ from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.gguf_goldens import (
-    GOLDENS,
-    UNNAMED,
-    UNSAID,
-    convert,
-    expect_same_weights,
-    forget_names,
-)
+from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
 from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import EXACT, change_config, copy_checkpoint, write_plan
 from tests.helpers.models import draw_weights, make_model
@@ -48,20 +41,6 @@ def expect_same_stores(tmp_path: Path, checkpoint: Path, *sources: Path) -> None
     assert forget_names(one) == forget_names(other)
     assert one.tokenizer.eos == other.tokenizer.eos
     expect_same_weights(*stores)
-
-
-@pytest.mark.parametrize("name", GOLDENS)
-def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> None:
-    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
-    if name in UNSAID:
-        values = json.loads((checkpoint / "config.json").read_text()) | UNSAID[name]
-        (checkpoint / "config.json").write_text(json.dumps(values))
-    config, weights = read_checkpoint(checkpoint)
-    if name in UNNAMED:
-        weights = {key: v for key, v in weights.items() if not key.endswith(UNNAMED[name])}
-        save_file(weights, checkpoint / "model.safetensors")
-    file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config))
-    expect_same_stores(tmp_path, checkpoint, checkpoint, file)
 
 
 def test_projections_of_a_state_may_be_in_one_matrix(tmp_path: Path) -> None:

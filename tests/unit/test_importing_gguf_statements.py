@@ -167,8 +167,7 @@ def test_a_scaling_without_a_kind_is_linear(tmp_path: Path, key: str) -> None:
     ("key", "value"),
     [
         ("attention__causal", False), ("attention__max_alibi_bias", 8.0),
-        ("attention__output_scale", 0.5), ("attention__temperature_scale", 0.1),
-        ("attention__temperature_length", 8192), ("attention__indexer__top_k", 16),
+        ("attention__output_scale", 0.5), ("attention__indexer__top_k", 16),
         ("attention__sliding_window_pattern", 2), ("attention__shared_kv_layers", 1),
         ("rope__scaling__yarn_attn_factor", 0.8), ("rope__scaling__yarn_ext_factor", 0.5),
         ("rope__scaling__yarn_log_multiplier", 0.1), ("router_logit_softcapping", 30.0),
@@ -190,6 +189,7 @@ def test_a_key_that_nothing_reads_is_named_with_its_value(
         ("llama", "attention__scale", 0.5, "attention.scale"),
         ("llama", "attention__clamp_kqv", 4.0, "attention.clip"),
         ("llama", "attn_logit_softcapping", 50.0, "attention.softcap"),
+        ("llama", "attention__temperature_scale", 0.1, "attention.growth"),
         ("llama", "final_logit_softcapping", 30.0, "logit_softcap"),
         ("llama", "use_parallel_residual", True, "residual"),
         ("llama", "hidden_activation", "gelu", "ffn.activation"),
