@@ -411,14 +411,20 @@ def check_power(rates: Rates, device: Device) -> None:
 
 def check_flash(rates: Rates, device: Device) -> Flash:
     """The storage's rates; ``UserError`` P351 says which reads are missing."""
-    if rates.flash is not None:
-        return rates.flash
-    patterns = {item.pattern for item in device.storage.reads}
-    missing = ", ".join(sorted({"random", "sequential"} - patterns))
-    raise UserError.of(
+    if rates.flash is None:
+        raise UserError(list_missing_reads(device), exit_code=2)
+    return rates.flash
+
+
+def list_missing_reads(device: Device) -> tuple[Diagnostic, ...]:
+    """P351 where the device does not say how fast its storage is."""
+    missing = sorted({"random", "sequential"} - {item.pattern for item in device.storage.reads})
+    if not missing:
+        return ()
+    return UserError.of(
         MISSING_FIGURE,
-        f"the device {device.id!r} has no figure storage.reads for {missing} reads, and the model "
-        "does not fit into the memory",
-        help="measure them with `pi2 probe`; random reads of 4 KiB and sequential ones of 1 MiB "
-        "are the least",
-    )
+        f"the device {device.id!r} has no figure storage.reads for {', '.join(missing)} reads, and "
+        "the model does not fit into the memory",
+        help="measure them with `pi2 probe`, or state those of a data sheet; random reads of 4 KiB "
+        "and sequential ones of 1 MiB are the least",
+    ).diagnostics

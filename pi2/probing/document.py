@@ -360,10 +360,12 @@ def _describe_steps(found: Measurements) -> Iterator[dict[str, Any]]:
     times = choose_times(found.steps, found.step_s, memory_bytes_s)
     for step in found.steps:
         if step.key in times:
-            yield _describe_step(step, times[step.key], found)
+            what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden {step.width}"
+            yield describe_step(step, times[step.key], what)
 
 
-def _describe_step(step: StepFacts, times: Sequence[float], found: Measurements) -> dict[str, Any]:
+def describe_step(step: StepFacts, times: Sequence[float], what: str) -> dict[str, Any]:
+    """A kernel's figure; ``what`` was measured."""
     summary = summarise(times, "less")
     values: dict[str, Any] = {"kernel": step.kernel, "size": step.size}
     values["time"] = _write_seconds(summary.value)
@@ -376,7 +378,6 @@ def _describe_step(step: StepFacts, times: Sequence[float], found: Measurements)
         values["kv"] = step.kv
     if step.activations != "int16":
         values["activations"] = step.activations
-    what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden {step.width}"
     return {**values, **_origin(what, summary.samples), "spread": summary.spread}
 
 

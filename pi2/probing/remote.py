@@ -1,6 +1,5 @@
 """Kernel times on another machine through TVM's RPC (`pi2 probe --rpc`), by its clock."""
 
-import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,10 @@ from pi2.backends.cpu.executor import CpuExecutor
 from pi2.backends.cpu.workspace import measure_arrays
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device, IsaFeature
-from pi2.plan.documents.quantities import format_quantity
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens as synthetic
-from pi2.probing.timing import Key, StepFacts, choose_times, round_digits, summarise
+from pi2.probing.document import describe_step
+from pi2.probing.timing import Key, StepFacts, choose_times
 from pi2.progress import Progress
 
 ROUNDS = 5
@@ -244,9 +243,9 @@ def make_remote_device(
 ) -> Device:
     """The device ``name``: its processor and kernels; flash, memory and noise are unknown."""
     times = choose_times(steps, step_s, inf)
-    kernels = [
-        _describe_step(step, times[step.key], machine) for step in steps if step.key in times
-    ]
+    threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
+    what = f"through RPC: cpu backend, {threads}, int4 weights"
+    kernels = [describe_step(step, times[step.key], what) for step in steps if step.key in times]
     cpu: dict[str, Any] = {
         "kind": "cpu",
         "architecture": machine.architecture,
@@ -266,26 +265,3 @@ def make_remote_device(
         "units": {"cpu": cpu},
     }
     return Device.model_validate_json(json.dumps(values))
-
-
-def _describe_step(
-    step: StepFacts, seconds: Sequence[float], machine: RemoteMachine
-) -> dict[str, Any]:
-    found = summarise(seconds, "less")
-    version = importlib.metadata.version("pi2")
-    threads = f"{machine.threads} thread" + ("s" if machine.threads > 1 else "")
-    values: dict[str, Any] = {
-        "kernel": step.kernel,
-        "size": step.size,
-        "time": format_quantity(round(found.value * 1e9), {"ns": 1, "us": 1000, "ms": 10**6}),
-        "width": step.width,
-        "status": "measured",
-        "source": f"pi2 probe {version} through RPC: cpu backend, {threads}, int4 weights",
-        "samples": found.samples,
-        "spread": found.spread,
-    }
-    if step.read_bytes is not None:
-        values["bytes"] = f"{step.read_bytes} B"
-    if step.operations is not None:
-        values["giga_ops"] = round_digits(step.operations / found.value / 1e9)
-    return values

@@ -11,6 +11,7 @@ from pi2.costs.cost import Cost, cost_description
 from pi2.costs.description import Description, describe_plan, list_dense_units
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import cost_prompt, list_prompt_layers
+from pi2.costs.rates import list_missing_reads
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_number
@@ -255,32 +256,14 @@ def read_inputs(
         description = describe_plan(resolved, rates, store=resolved.store_path, constants=constants)
     except UserError as error:
         span = Span.of_file(str(resolved.path))
-        found = [replace(item, code=MISSING_FIGURE, span=span) for item in error.diagnostics]
-        reads = _check_reads(resolved)
-        findings += [item for item in found if "storage.reads" not in item.message or not reads]
-        findings += reads
+        found = dict.fromkeys(error.diagnostics)
+        if any(layer.hot < 1.0 for layer in resolved.layers):
+            # What is missing first hides what is missing later.
+            found |= dict.fromkeys(list_missing_reads(resolved.device))
+        findings += [replace(item, code=MISSING_FIGURE, span=span) for item in found]
     if findings:
         raise UserError(tuple(findings), exit_code=2)
     return description
-
-
-def _check_reads(resolved: ResolvedPlan) -> list[Diagnostic]:
-    if all(layer.hot >= 1.0 for layer in resolved.layers):
-        return []
-    device = resolved.device
-    patterns = {item.pattern for item in device.storage.reads}
-    names = [f"storage.reads with pattern {item!r}" for item in ("random", "sequential")]
-    missing = [name for name in names if name.split("'")[1] not in patterns]
-    return [
-        Diagnostic(
-            code=MISSING_FIGURE,
-            message=f"the device {device.id!r} has no figure {name}",
-            help="measure it with `pi2 probe`; random reads of 4 KiB and sequential ones of "
-            "512 KiB are the least",
-            span=Span.of_file(str(resolved.path)),
-        )
-        for name in (["storage.reads"] if len(missing) == 2 else missing)
-    ]
 
 
 def _check_units(resolved: ResolvedPlan) -> list[Diagnostic]:

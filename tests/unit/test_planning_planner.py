@@ -18,6 +18,7 @@ from pi2.cli.main import run
 from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
+from pi2.fitting.budget import fit_plan
 from pi2.fitting.check import check_plan
 from pi2.fitting.completion import complete_plan, resolve_values
 from pi2.fitting.sizes import describe_unit, find_needs
@@ -202,6 +203,22 @@ def test_no_drafted_plan_is_faster_where_all_neurons_fit(memory_mib: int) -> Non
     assert found.resolved.plan.memory.segments.cold == 0, "nothing needs to be looked up"
     rates = read_rates(device, model.shape.hidden)
     assert found.cost.tokens_s >= cost_resolved(drafted, rates).tokens_s * (1.0 - 1e-9)
+
+
+def test_layers_keep_neurons_by_how_often_they_are_used(tmp_path: Path) -> None:
+    few = {"active": 0.03, "gate_positive": 0.06, "predicted": 0.05, "skew": 0.08}
+    many = {"active": 0.2, "gate_positive": 0.3, "predicted": 0.25, "skew": 0.4}
+    layers = [few] * 16 + [many] * 16
+    (tmp_path / "statistics.json").write_text(json.dumps({"layers": layers}))
+    wish = make_wish(store=tmp_path)
+    found = plan(wish)
+    hots = [layer.hot for layer in found.resolved.layers]
+    assert max(hots[:16]) < 0.5 * min(hots[16:])
+    values = json.loads(json.dumps(found.values))
+    values["layers"] = {"split": {"cpu": 1.0}, "hot": round(sum(hots) / 32, 3)}
+    even = fit_plan(resolve_values(values, wish.device, wish.model), 3 * GIB)
+    other = cost_resolved(even, read_rates(wish.device), store=tmp_path)
+    assert found.cost.tokens_s > 1.05 * other.tokens_s
 
 
 def test_exact_plans_change_no_result() -> None:
