@@ -2,9 +2,15 @@
 
 import importlib.util
 import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from pi2.fitting.completion import resolve_values
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.wish import read_document
@@ -35,3 +41,27 @@ def read_model(name: str) -> Model:
     document = read_document(name, "model").document
     assert isinstance(document, Model)
     return document
+
+
+@cache
+def read_probed() -> dict[str, Any]:
+    """What `pi2 probe` wrote of two cores of a Skylake server."""
+    return tomllib.loads((Path(__file__).parents[1] / "unit/probed.device.toml").read_text())
+
+
+def resolve_probed(
+    device: Device, budget: str, sizes: Mapping[str, int], hot: float, **tables: Any
+) -> ResolvedPlan:
+    """A plan of Bamboo-7B for a probed device, with segments of ``sizes`` MiB."""
+    usual = {"runtime": 160, "attention": 1000, "predictor": 420, "workspace": 64}
+    values = {
+        "schema_version": 3, "device": "probed", "model": "bamboo-7b", "weights": "stores/none",
+        "memory": {
+            "budget": budget,
+            "segments": {key: f"{size} MiB" for key, size in (usual | dict(sizes)).items()},
+        },
+        "bundle": {"stride": "7168 B"}, "layers": {"split": {"cpu": 1.0}, "hot": hot},
+        "kv": {"context": 1024}, **tables,
+    }  # fmt: skip
+    resolved = resolve_values(values, device, read_model("bamboo-7b"))
+    return replace(resolved, path=Path("none/probed.plan.toml"))

@@ -1,53 +1,28 @@
 """What several sequences that generate at the same time take, on a probed machine."""
 
 import json
-import tomllib
-from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.rates import read_rates
-from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
-from tests.helpers.shipped_plans import read_model
+from tests.helpers.shipped_plans import read_probed, resolve_probed
 
-PROBED = Path(__file__).with_name("probed.device.toml")
-
-
-@lru_cache
-def read_device() -> Device:
-    return Device.model_validate_json(json.dumps(tomllib.loads(PROBED.read_text())))
+DEVICE = Device.model_validate_json(json.dumps(read_probed()))
 
 
 def resolve(**decode: Any) -> ResolvedPlan:
     """A plan that has everything in memory."""
-    model = read_model("bamboo-7b")
-    sizes = {"runtime": 160, "attention": 1000, "kv": 1024, "predictor": 420, "workspace": 64}
-    segments = {**sizes, "hot": 4096, "cold": 0}
-    values = {
-        "schema_version": 3,
-        "device": "probed",
-        "model": "bamboo-7b",
-        "weights": "stores/none",
-        "memory": {
-            "budget": "9 GiB",
-            "segments": {key: f"{size} MiB" for key, size in segments.items()},
-        },
-        "bundle": {"stride": "7168 B"},
-        "layers": {"split": {"cpu": 1.0}, "hot": 1.0},
-        "kv": {"context": 1024},
-        "decode": {"predictor": "low-rank", **decode},
-    }
-    return replace(resolve_values(values, read_device(), model), path=Path("none/probed.plan.toml"))
+    sizes = {"kv": 1024, "hot": 4096, "cold": 0}
+    chosen = {"predictor": "low-rank", **decode}
+    return resolve_probed(DEVICE, "9 GiB", sizes, 1.0, decode=chosen)
 
 
 def cost(**decode: Any) -> Cost:
-    return cost_resolved(resolve(**decode), read_rates(read_device(), 4096))
+    return cost_resolved(resolve(**decode), read_rates(DEVICE, 4096))
 
 
 def sum_layers(found: Cost, name: str) -> float:

@@ -6,25 +6,19 @@ does the same for a phone whose figures were published.
 
 import copy
 import json
-import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
-from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.simulate import read_inputs, simulate
-from tests.helpers.shipped_plans import read_model
+from tests.helpers.shipped_plans import read_model, read_probed, resolve_probed
 from tests.helpers.slow import keep_quick
 
-MODEL = read_model("bamboo-7b")
-PROBED = Path(__file__).with_name("probed.device.toml")
 NOISE = 1e-2
 """A line through two measurements turns a little where one of them moves."""
 KEYS = {"time", "rate", "giga_ops", "value", "latency", "overlap"}
@@ -82,28 +76,13 @@ def double(values: Any, path: tuple[str | int, ...]) -> tuple[Device, str, bool]
 
 
 def resolve(device: Device, plan: str) -> ResolvedPlan:
-    segments = {"runtime": 160, "attention": 1000, "kv": 128, "predictor": 420, "workspace": 64}
-    values = {
-        "schema_version": 3,
-        "device": "probed",
-        "model": "bamboo-7b",
-        "weights": "stores/none",
-        "memory": {
-            "budget": "4 GiB",
-            "segments": {key: f"{size} MiB" for key, size in segments.items()}
-            | {"hot": "1280 MiB", "cold": "400 MiB"},
-        },
-        "bundle": {"stride": "7168 B"},
-        "layers": {"split": {"cpu": 1.0}, "hot": 0.4},
-        "kv": {"context": 1024},
-        **PLANS[plan],
-    }
-    return replace(resolve_values(values, device, MODEL), path=Path("none/probed.plan.toml"))
+    sizes = {"kv": 128, "hot": 1280, "cold": 400}
+    return resolve_probed(device, "4 GiB", sizes, 0.4, **PLANS[plan])
 
 
 def predict(device: Device, plan: str) -> dict[str, float]:
     resolved = resolve(device, plan)
-    cost = cost_resolved(resolved, read_rates(device, MODEL.shape.stored_hidden))
+    cost = cost_resolved(resolved, read_rates(device, read_model("bamboo-7b").shape.stored_hidden))
     assert cost.prefill_tokens_s is not None
     return {"planned": cost.tokens_s, "planned prompt": cost.prefill_tokens_s}
 
@@ -114,7 +93,7 @@ def simulate_speed(device: Device, plan: str) -> float:
 
 @pytest.mark.parametrize("plan", keep_quick(PLANS, list(PLANS)[:1]))
 def test_a_doubled_figure_of_a_probe_moves_predictions_in_the_right_direction(plan: str) -> None:
-    values = tomllib.loads(PROBED.read_text())
+    values = read_probed()
     usual = Device.model_validate_json(json.dumps(values))
     before = predict(usual, plan)
     simulated = simulate_speed(usual, plan)
