@@ -3,7 +3,10 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeGuard
+
+import tomli
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.reading.references import DOCUMENTS
@@ -47,79 +50,29 @@ ANY = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class Rename:
-    """A key that is called ``new`` now, or that is gone."""
+    """A key that is called ``new`` now, or that is gone, as renames.toml states it."""
 
     kind: Kind
     path: tuple[str, ...]
-    """The key's old path; its last part is the old name."""
     new: str | None = None
-    """The new name; None for a removed key, whose value is ignored."""
     reason: str
-    """The reason for the change, as the end of a sentence."""
     value: object = None
-    """The value that is gone, of a key that remains; None for any value."""
     since: int = 1
-    """The version that renames it: the warning about an older version says enough."""
 
     @property
     def old(self) -> str:
         return self.path[-1]
 
 
-RENAMES = (
-    Rename(
-        kind="plan",
-        path=("store",),
-        new="weights",
-        since=3,
-        reason="it names a GGUF file or a neuron store",
-    ),
-    Rename(
-        kind="plan",
-        path=("decode", "phases"),
-        new="passes",
-        reason="phases are the reads of a missing neuron (`pipeline.phases`)",
-    ),
-    Rename(
-        kind="device",
-        path=("storage", "reads", ANY, "core"),
-        new="cluster",
-        reason="it names one of the CPU's clusters, and `core` is their micro-architecture",
-    ),
-    Rename(
-        kind="plan",
-        path=("pipeline", "policy"),
-        reason="plans describe pi2's own engine, which reads neuron clusters while it computes",
-    ),
-    Rename(
-        kind="plan",
-        path=("io", "engine"),
-        value="mmap",
-        reason="files are read with `io_uring` or `pread`; absent means `io_uring`",
-    ),
-    Rename(
-        kind="plan",
-        path=("cache", "rebalance"),
-        reason="hot neurons stay hot; `cache.policy` decides about the others",
-    ),
-    Rename(
-        kind="plan",
-        path=("twin",),
-        reason="low-bit copies of neurons are not computed any more; the same memory is worth more "
-        "as `memory.segments.cold`",
-    ),
-    Rename(
-        kind="plan",
-        path=("memory", "segments", "twin"),
-        reason="there are no low-bit copies of neurons; give the bytes to `cold`",
-    ),
-    Rename(
-        kind="plan",
-        path=("units", ANY, "process"),
-        reason="units that the processor emulates work in pi2's own process",
-    ),
-)
-"""All renames; one that is listed here is never taken away before the next schema version."""
+def _read_renames() -> Iterator[Rename]:
+    text = Path(__file__).with_name("renames.toml").read_text("utf-8")
+    tables: dict[Kind, list[dict[str, Any]]] = tomli.loads(text)  # type: ignore[assignment]
+    for kind, renames in tables.items():
+        for table in renames:
+            yield Rename(kind=kind, path=tuple(table.pop("key").split(".")), **table)
+
+
+RENAMES = tuple(_read_renames())
 
 
 def modernise(source: SourceFile, kind: Kind) -> tuple[SourceFile, list[Diagnostic]]:
