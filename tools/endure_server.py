@@ -33,7 +33,7 @@ import httpx2
 
 import pi2
 from load_server import GROWTH_BYTES, HEAD, KEY, Load, ask, divide_in_quarters, follow
-from pi2.named_plans import find_plan
+from pi2.loading import find_plan
 from pi2.weights.file_reading import FileFiller
 
 TURNS = 6

@@ -37,7 +37,7 @@ import numpy.typing as npt
 import pi2
 from pi2.engine.answer import Sampler
 from pi2.engine.loaded_model import LoadedModel
-from pi2.named_plans import find_plan
+from pi2.loading import find_plan
 from pi2.plan.toml.source import parse_assignments
 
 KEY = "load"

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from pi2.cli.commands import ProgressBar
+from pi2.loading import find_plan, find_pulled, is_checkpoint
 from pi2.model_folders import convert_once
-from pi2.named_plans import find_plan, find_pulled, is_checkpoint
 from pi2.plan.toml.source import KINDS, Kind
 from pi2.weights.file_reading import HUB, FileFiller
 

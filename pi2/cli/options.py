@@ -43,7 +43,7 @@ def suggest_files(
 def suggest_plans(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    from pi2.named_plans import list_names
+    from pi2.loading import list_names
 
     names = [name for name in list_names() if name.startswith(word)]
     return [CompletionItem(word, type="file"), *map(CompletionItem, names)]

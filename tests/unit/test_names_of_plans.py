@@ -10,7 +10,7 @@ from pi2.cli.commands import COMMANDS
 from pi2.cli.main import run
 from pi2.cli.named_plans import find_document_path, find_plan_path
 from pi2.diagnostics import UserError
-from pi2.named_plans import list_names
+from pi2.loading import list_names
 from pi2.plan.reading.references import list_shipped
 from pi2.pulled_models import PulledModel, Source, list_models
 from tests.helpers.compiling import use_own_data
