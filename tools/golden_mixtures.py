@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from golden_options import EXPERTS, LATENT, ROPE, Options
+from golden_options import EXPERTS, INDEX, LATENT, ROPE, Options
 
 MODELS: dict[str, tuple[str, Options]] = {
     "laguna": (
@@ -119,6 +119,20 @@ MODELS: dict[str, tuple[str, Options]] = {
             },
         },
     ),
+    "deepseek-v32": (
+        "DeepseekV32",
+        {**LATENT, **INDEX, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
+    ),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {
+            **LATENT,
+            **INDEX,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 1,
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+    ),
     "glm4-moe-lite": (
         "Glm4MoeLite",
         {
@@ -168,6 +182,25 @@ MODELS: dict[str, tuple[str, Options]] = {
             "layer_types": ["full_attention", "minimax_m3_sparse"],
             "index_n_heads": 2,
             "index_head_dim": 16,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "minimax-m3-blocks": (
+        "MiniMaxM3VLText",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "dense_intermediate_size": 44,
+            "shared_intermediate_size": 28,
+            "head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "num_hidden_layers": 3,
+            "index_n_heads": 2,
+            "index_head_dim": 24,
+            "index_block_size": 3,
+            "index_topk_blocks": 4,
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         },
     ),

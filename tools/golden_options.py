@@ -23,6 +23,8 @@ LATENT: Options = EXPERTS | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+INDEX: Options = {"index_topk": 10, "index_n_heads": 6, "index_head_dim": 16}
+"""An index that leaves keys of the prompt out."""
 HYBRID: Options = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],

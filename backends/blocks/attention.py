@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.contract import KV_TYPES
+from pi2.backends.blocks.contract import KV_TYPES, MOST_TOGETHER
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, join, pick
 from pi2.backends.blocks.panels import turn_square
-from pi2.backends.blocks.room import PARTIAL, QUERIES, SCORES, SCORES_ROW
+from pi2.backends.blocks.room import LIST_HEAD, PARTIAL, QUERIES, SCORES, SCORES_ROW
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
@@ -56,10 +56,13 @@ class _Heads:
         self._value_stride = table.take("value_stride")
         self._window, self._scale = table.take("window"), table.take_float("scale")
         self._is_chunked = table.take("is_chunked")
+        self.reach, self._chosen = table.take("reach"), table.take_array("chosen", "int32")
+        self._lists, self._list_stride = table.take("lists"), table.take("list_stride")
         self._cap = table.take_float("cap")
         self._sinks, self._has_sinks = table.take_array("sinks", "float32"), table.take("has_sinks")
         self._y, self._y_stride = table.take_array("y", "float32"), table.take("y_stride")
         self._scratch = table.take_array("scratch", "float32")
+        self._thread = table.thread
         self._scores = v.let(table.thread * (table.take("scratch_stride") // 4))
         self.kv_heads = v.let(self.heads // self.group)
 
@@ -70,6 +73,16 @@ class _Heads:
             v.let(sequence * whole + head * each) for whole, each in self._strides.values()
         )
         return first, second
+
+    def find_list(self, token: v.Expr, head: v.Expr) -> v.Expr:
+        """Return the first of the positions that are chosen for a query head, after their
+        number."""
+        own = v.let(token * self._lists + head * self._lists // self.heads)
+        return v.let(own * self._list_stride + LIST_HEAD)
+
+    def is_whole(self, position: v.Expr) -> v.Expr:
+        """Return whether a token at a position sees every key before it."""
+        return T.bitwise_or(self.reach == T.int64(0), position < self.reach)
 
     def take_key_scales(self, base: v.Expr, position: v.Expr, lanes: int) -> v.Expr:
         """Return the scales of keys from a position on; ``base`` is the element of position 0."""
@@ -110,16 +123,23 @@ class _Heads:
 
 
 class _Parts(_Heads):
-    """A part of the context of a token, for some heads that share keys."""
+    """A part of the context of a token, for some heads that share keys; of the positions that are
+    ``chosen`` for it, places in their list stand for positions."""
 
-    def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
+    def __init__(self, isa: Isa, kind: KvType, table: Table, *, chosen: bool = False) -> None:
         super().__init__(isa, kind, table)
+        self._is_chosen = chosen
         self.parts, self._partials = table.take("parts"), table.take_array("partials", "float32")
         self._stride = v.let(self._width + PARTIAL)
 
-    def look_at(self, token: v.Expr) -> None:
-        self._token = token
-        self._end = v.let(v.wide(self.positions[token]) + 1)
+    def look_at(self, token: v.Expr, head: v.Expr) -> None:
+        """Begin with a token and a query head."""
+        self._token, position = token, v.let(v.wide(self.positions[token]))
+        self.sees_all, self._list = self.is_whole(position), self.find_list(token, head)
+        end = v.Cell(position + 1)
+        with T.If(T.bitwise_not(self.sees_all)), T.Then():
+            end.set(v.wide(self._chosen[self._list - LIST_HEAD]))
+        self._end = v.let(end.get())
         self._first = self.find_first(v.let(self._end - 1))
         length, least = v.let(self._end - self._first), T.int64(SCORES)
         even = (length + self.parts * 16 - 1) // (self.parts * 16) * 16
@@ -127,8 +147,11 @@ class _Parts(_Heads):
         self.used = v.let((length + self._size - 1) // self._size)
 
     def find_partial(self, head: v.Expr, part: v.Expr) -> v.Expr:
-        """Return the first element of a part of a head: mix [value_width], largest score, sum."""
-        return v.let(((self._token * self.heads + head) * self.parts + part) * self._stride)
+        """Return the first element of a part of a head: mix [value_width], largest score, sum.  A
+        context of one part needs none that another thread reads."""
+        own = v.let((self._token * self.heads + head) * self.parts + part)
+        thread = v.let(self._thread * MOST_TOGETHER + head % MOST_TOGETHER)
+        return v.let(T.Select(self.parts == T.int64(1), thread, own) * self._stride)
 
     def emit(self, count: int, head: v.Expr, bases: Bases, part: v.Expr) -> None:
         """Compute a part of ``count`` heads from ``head`` on."""
@@ -174,28 +197,50 @@ class _Parts(_Heads):
         low = v.let(place // several * several)
         with T.serial((limit - low + several - 1) // several) as block:
             at = v.let(low + block * several)
-            found = self._multiply(several, v.let(self._base + at * self._key_width))
+            found = self._multiply(several, at)
             scaled = v.let(found * v.splat(self._scale, lanes))
             for number, row in enumerate(self._rows):
                 own = range(number * several, (number + 1) * several)
                 part = pick(scaled, lanes, own) if several > 1 else v.take_lane(scaled, number)
                 if self._is_scaled:
-                    part = part * self.take_key_scales(self._base, at, several)
+                    part = part * self._take_scales(at, several)
                 v.store(self._scratch, row + at - place, part, several)
 
-    def _multiply(self, several: int, base: v.Expr) -> v.Expr:
+    def _find_position(self, place: v.Expr) -> v.Expr:
+        """Return the position at a place of the context."""
+        return v.let(v.wide(self._chosen[self._list + place])) if self._is_chosen else place
+
+    def _take_scales(self, at: v.Expr, several: int) -> v.Expr:
+        if not self._is_chosen:
+            return self.take_key_scales(self._base, at, several)
+        places = [self._find_position(at + k) for k in range(several)]
+        return v.let(join([self.take_key_scales(self._base, own, 1) for own in places], 1))
+
+    def _find_keys(self, at: v.Expr, several: int) -> list[v.Expr]:
+        """Return the first elements of ``several`` keys, and ask for later ones."""
+        width = self._key_width
+        if not self._is_chosen:
+            base = v.let(self._base + at * width)
+            with T.serial((several * width + 31) // 32) as line:
+                v.prefetch(self._keys, base + _AHEAD * width + line * 32)
+            return [base + k * width for k in range(several)]
+        for k in range(several):
+            later = v.let(self._base + self._find_position(at + (_AHEAD + k)) * width)
+            with T.serial((width + 31) // 32) as line:
+                v.prefetch(self._keys, later + line * 32)
+        return [v.let(self._base + self._find_position(at + k) * width) for k in range(several)]
+
+    def _multiply(self, several: int, at: v.Expr) -> v.Expr:
         """Return products of all queries with ``several`` keys, query by query."""
         lanes, count, width = self._lanes, len(self._starts), self._key_width
         zeros = v.constant(0.0, "float32", lanes)
         cells = [[v.Cell(zeros) for _ in range(several)] for _ in range(count)]
-        with T.serial((several * width + 31) // 32) as line:
-            v.prefetch(self._keys, base + _AHEAD * width + line * 32)
-        whole = v.let(width // lanes)
+        bases, whole = self._find_keys(at, several), v.let(width // lanes)
         with T.serial(whole) as piece:
             inner = v.let(piece * lanes)
             keys = [
-                v.let(v.cast(v.load(self._keys, base + k * width + inner, lanes), "float32", lanes))
-                for k in range(several)
+                v.let(v.cast(v.load(self._keys, base + inner, lanes), "float32", lanes))
+                for base in bases
             ]
             for start, row in zip(self._starts, cells, strict=True):
                 own = v.let(v.load(self._queries, start + inner, lanes))
@@ -204,10 +249,7 @@ class _Parts(_Heads):
         sums = [cell.get() for row in cells for cell in row]
         total = v.Cell(add_columns(sums + [zeros] * (lanes - len(sums))))
         with T.serial(whole * lanes, width) as element:
-            column = [
-                v.let(v.cast(self._keys[base + k * width + element], "float32", 1))
-                for k in range(several)
-            ]
+            column = [v.let(v.cast(self._keys[base + element], "float32", 1)) for base in bases]
             own = [v.let(self._queries[start + element]) for start in self._starts]
             none = [T.float32(0.0)] * (lanes - count * several)
             products = [v.let(key * query) for query in own for key in column]
@@ -251,7 +293,8 @@ class _Parts(_Heads):
                     old = v.load(self._partials, mixed + element + piece * lanes, lanes)
                     cells.append(v.Cell(old * v.splat(factor, lanes)))
             with T.serial(place, limit) as position:
-                at = v.let(self._value_base + position * self._value_stride + element)
+                own = self._find_position(position)
+                at = v.let(self._value_base + own * self._value_stride + element)
                 values = [
                     v.let(v.cast(v.load(self._values, at + k * lanes, lanes), "float32", lanes))
                     for k in range(pieces)
@@ -259,7 +302,7 @@ class _Parts(_Heads):
                 for number, row in enumerate(self._rows):
                     share = self._scratch[row + position - place]
                     if self._is_scaled:
-                        share = share * self.take_value_scale(self._value_base, position)
+                        share = share * self.take_value_scale(self._value_base, own)
                     weight = v.let(v.splat(v.let(share), lanes))
                     for k, value in enumerate(values):
                         cell = cells[number * pieces + k]
@@ -305,17 +348,20 @@ class _Parts(_Heads):
         walk(T.int64(0), width, add)
 
 
-def emit_attend(isa: Isa, kind: KvType, counts: Sequence[int], table: Table) -> None:
-    """Mix the values before tokens; items are parts of the heads of a token that share keys, of
-    which ``counts`` are computed together."""
-    own = _Parts(isa, kind, table)
+def emit_attend(
+    isa: Isa, kind: KvType, counts: Sequence[int], table: Table, *, chosen: bool = False
+) -> None:
+    """Mix the values before tokens, or the ``chosen`` ones; items are parts of the heads of a token
+    that share keys, of which ``counts`` are computed together."""
+    own = _Parts(isa, kind, table, chosen=chosen)
     with T.serial(table.first, table.end) as item:
         rest = v.let(item // own.parts)
         part = v.let(item - rest * own.parts)
         token = v.let(rest // own.kv_heads)
         head = v.let(rest - token * own.kv_heads)
-        own.look_at(token)
-        with T.If(part < own.used), T.Then():
+        own.look_at(token, v.let(head * own.group))
+        is_own = T.bitwise_not(own.sees_all) if chosen else own.sees_all
+        with T.If(T.bitwise_and(is_own, part < own.used)), T.Then():
             bases, done = own.find_bases(token, head), T.int64(0)
             for count in counts:
                 begin, times = done, v.let((own.group - done) // count)
@@ -329,8 +375,9 @@ def emit_join(isa: Isa, kind: KvType, table: Table) -> None:
     own = _Parts(isa, kind, table)
     with T.serial(table.first, table.end) as item:
         token = v.let(item // own.heads)
-        own.look_at(token)
-        own.emit_join(v.let(item - token * own.heads))
+        head = v.let(item - token * own.heads)
+        own.look_at(token, head)
+        own.emit_join(head)
 
 
 def add_columns(rows: Sequence[v.Expr]) -> v.Expr:
@@ -529,4 +576,10 @@ def emit_attend_many(isa: Isa, kind: KvType, table: Table) -> None:
         first = v.let(number * size)
         end = v.let(T.min(first + size, tokens))
         position = v.let(v.wide(tile.positions[first]))
-        tile.emit(first, end, head, tile.find_bases(first, head), position)
+        seen = v.Cell(end)
+        with T.If(tile.reach > T.int64(0)), T.Then():
+            # Tokens behind attend to keys that are chosen for each.
+            seen.set(T.max(first, T.min(end, first + tile.reach - position)))
+        last = v.let(seen.get())
+        with T.If(last > first), T.Then():
+            tile.emit(first, last, head, tile.find_bases(first, head), position)

@@ -34,10 +34,14 @@ from pi2.backends.blocks.products import SCRATCH, Products
 from pi2.backends.blocks.room import (
     PARTS,
     count_attention_bytes,
+    count_list_numbers,
+    count_lists,
     count_partial_bytes,
+    count_score_rows,
     count_tile_tokens,
 )
 from pi2.model.blocks import Attention
+from pi2.plan.documents.model_mixing import Index
 
 _LITTLE_JOIN = 4096
 """Elements of all heads up to which one thread joins parts of a context."""
@@ -346,6 +350,47 @@ class Builder(Products):
             }
         return found
 
+    def add_part_turn(
+        self, x: Area, heads: int, width: int, own: Attention, norm: Norm, *, neighbours: bool
+    ) -> None:
+        """Turn the first elements of heads of ``width``, as many as attention turns."""
+        tables = self.ropes[own.turn]
+        turn = {
+            "cos": tables.arrays[0].ctypes.data,
+            "sin": tables.arrays[1].ctypes.data,
+            "table_stride": own.turned_width // 2,
+            "rotated": own.rope.count_rotated(own.turned_width),
+            "neighbours": int(neighbours),
+            "swapped": 0,
+        }
+        self._add_turn(x, heads, width, norm, turn, waits=True)
+
+    def place_index(self, layer: int, width: int) -> dict[str, int]:
+        """Return the arguments that say where the keys of a layer's index are."""
+        array = self._cache.find_index(layer)
+        return {
+            **self.put_tokens(),
+            "key_width": width,
+            "key_cache": array.ctypes.data,
+            "key_sequence_stride": array.strides[0] // array.itemsize,
+        }
+
+    def add_choosing(self, kernel: str, values: dict[str, int], index: Index, *, each: int) -> None:
+        """Add the scores of an index, or the choice by them."""
+        rows, size = count_score_rows(index, self._threads), 4 * index.width
+        scores = self.take_area("index scores", self._context, tokens=rows)
+        self._scratch_size = max(self._scratch_size, size * self._interpreter.lanes)
+        more = scores.put("scores") | self.put_lists(index) | {"parts": PARTS} | SCRATCH
+        self.add(kernel, {**values, **more}, each=each, orders=(PARTS, 1))
+
+    def put_lists(self, index: Index | None) -> dict[str, int]:
+        """Return the arguments of a choice of keys."""
+        if index is None:
+            return dict.fromkeys(("reach", "chosen", "lists", "list_stride"), 0)
+        stride, lists = count_list_numbers(index), count_lists(index)
+        area = self.take_area("chosen", stride * lists, is_tight=True)
+        return {"reach": index.reach, "chosen": area.address, "lists": lists, "list_stride": stride}
+
     def add_attention(self, queries: Area, y: Area, shape: Attention, layer: int) -> None:
         """Mix the values that queries see in the KV cache."""
         attention, heads = shape.options, describe_heads(shape)
@@ -355,7 +400,7 @@ class Builder(Products):
         group, lanes = heads.group, self._interpreter.lanes
         size = count_attention_bytes(group, heads.key, heads.value, lanes)
         self._scratch_size = max(self._scratch_size, size)
-        size = count_partial_bytes(shape.heads, heads.value, self._step_tokens)
+        size = count_partial_bytes(shape.heads, heads.value, self._threads)
         self._partial_size = max(self._partial_size, size)
         width = shape.head_dim if shape.latent is None else shape.latent.key
         arguments = {
@@ -367,6 +412,7 @@ class Builder(Products):
             "value_stride": values.shape[-1],
             "window": shape.window or 0,
             "is_chunked": int(attention.window_kind == "chunked"),
+            **self.put_lists(shape.index),
             "scale": put_float(attention.scale or 1 / math.sqrt(width)),
             "cap": put_float(attention.softcap or 0.0),
             **put_optional("sinks", sinks),
@@ -386,8 +432,14 @@ class Builder(Products):
             address, tokens = self._interpreter.find("attend_many"), count_tile_tokens(group)
             many = Way(address=address, each=groups, tokens=tokens)
         join = Way(address=self._interpreter.find("join"), each=shape.heads)
+        chosen = []
+        if shape.index is not None:
+            address = self._interpreter.find("attend_chosen")
+            few, each = replace(one, address=address), replace(apart, address=address)
+            chosen.append(("attend_chosen", (few, few, each), each))
         for kernel, ways, other in (
             ("attend", (one, one, many), apart),
+            *chosen,
             ("join", (join, join, replace(join, each=0)), replace(join, each=0)),
         ):
             self._append(

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 """Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""
 STEPS, COMMON, ROUTING, ATTENTION, STATES = "steps", "common", "routing", "attention", "states"
-"""Libraries that belong to no format: attention has one for each choice of `TOGETHER`."""
+INDEX = "index"
+"""Libraries that belong to no format: attention, and attention to chosen keys, have one for each
+choice of `TOGETHER`."""
 TOGETHER = (4, 3, 2, 1)
+MOST_TOGETHER = max(TOGETHER)
 """Heads that read the KV cache together; each takes as long to compile as a format."""
 
 
@@ -93,9 +96,9 @@ KV_TYPES: Mapping[KvType, str] = {"fp16": "float16", "fp32": "float32", "int8": 
 """Elements of the KV cache."""
 
 
-def name_attention(kind: KvType, counts: Collection[int]) -> str:
+def name_attention(kind: KvType, counts: Collection[int], library: str = ATTENTION) -> str:
     """Name the library of attention that computes so many heads together."""
-    return "_".join([ATTENTION, kind, *map(str, sorted(counts, reverse=True))])
+    return "_".join([library, kind, *map(str, sorted(counts, reverse=True))])
 
 
 def read_attention(library: str) -> tuple[KvType, list[int]]:
@@ -111,6 +114,7 @@ def list_libraries(model: Model, kind: KvType) -> list[str]:
     counts |= {group % TOGETHER[0] for group in groups} - {0}
     attention = name_attention(kind, counts)
     more = {ROUTING: model.moe is not None, STATES: _needs_states(model)}
+    more[name_attention(kind, counts, INDEX)] = model.attention.index is not None
     return [STEPS, COMMON, attention, *(name for name, is_needed in more.items() if is_needed)]
 
 
@@ -128,8 +132,9 @@ COMPUTED = read_options("""
     attention: sinks sink_layers scale softcap clip growth growth_interval growth_offset
     attention: growth_layers sliding_window window_kind=chunked window_layers kv_shared_layers
     attention: output_gate output_gate_of=head output_gate_function=softplus
-    attention: latent
+    attention: latent index
     attention.latent: query_rank bias
+    attention.index: kind=tokens kind=blocks block local pairs=neighbours layers shared_layers
     recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
     recurrence: part_norm=weighted part_epsilon decay_of=key decay_rank decay_floor
     recurrence: gate=sigmoid gate_rank norm_groups shortest_step longest_step
@@ -183,8 +188,14 @@ _CACHES = (
     " key_sequence_stride key_head_stride value_sequence_stride value_head_stride"
 )
 _ATTENTION = (
-    f"queries query_stride heads group{_CACHES} value_stride window is_chunked scale cap sinks"
-    " has_sinks y y_stride tokens tile parts partials scratch scratch_stride"
+    f"queries query_stride heads group{_CACHES} value_stride window is_chunked reach chosen"
+    " lists list_stride scale cap sinks has_sinks y y_stride tokens tile parts partials scratch"
+    " scratch_stride"
+)
+_INDEX = (
+    "queries query_stride weights weights_stride has_weights heads width lists key_cache"
+    " key_sequence_stride sequences positions scores scores_stride chosen list_stride count block"
+    " local reach parts scratch scratch_stride"
 )
 
 _STREAMS = "x y stride length count factors factors_stride"
@@ -211,11 +222,16 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         " table_stride rotated neighbours swapped",
         # Key heads of tokens.
         "keep": f"keys values x_stride heads{_CACHES}",
+        "keep_index": f"keys values x_stride heads{_CACHES}",
         # Parts of heads of a token that share keys; heads of tokens; tiles of tokens of heads that
         # share keys.
         "attend": _ATTENTION,
         "join": _ATTENTION,
         "attend_many": _ATTENTION,
+        "attend_chosen": _ATTENTION,
+        # Parts of contexts of tokens; tokens.
+        "rank": _INDEX,
+        "choose": _INDEX,
         # Tokens; one item; tokens.
         "route": "scores scores_stride experts active chosen weights choice_bias has_choice_bias"
         " expert_scale has_expert_scale kind bias_of_score groups active_groups best_two"

@@ -4,6 +4,7 @@ heads are made.  A head's query is turned into such a vector instead, and its mi
 from __future__ import annotations
 
 from pi2.backends.blocks.building import Builder
+from pi2.backends.blocks.indexed import Indexing
 from pi2.backends.blocks.operands import Area, Product
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
@@ -15,6 +16,8 @@ class LatentAttention:
 
     def __init__(self, model: Model, builder: Builder, latent: Latent) -> None:
         self._hidden, self._builder, self._latent = model.shape.hidden, builder, latent
+        index = model.attention.index
+        self._index = None if index is None else Indexing(model, builder, index)
         self._norm = builder.rms.model_copy(update={"epsilon": latent.epsilon})
 
     def add(self, layer: int, own: Attention, read: Area) -> Area:
@@ -25,6 +28,8 @@ class LatentAttention:
         vectors = builder.take_area("latent vectors", kept)
         gates = builder.take_area("head gates", heads, is_tight=True)
         self._add_inputs(layer, own, read, (queries, vectors, gates))
+        if self._index is not None:
+            self._index.add(layer, own)
         builder.add_growth(queries, heads * key, layer)
         # Heads with their own strides.
         plain = Area(queries.address, key)
@@ -76,8 +81,13 @@ class LatentAttention:
         ]
         if own.options.output_gate:
             products.append(self._make("query_gate", layer, gates))
+        made_products = []
+        if self._index is not None:
+            products += self._index.list_inputs(layer, own)
+            made_products = self._index.list_made(layer, own)
         builder.add_products(read, self._hidden, products)
         builder.add_norm("latent_norm", vectors, vectors, latent.rank, norm=self._norm)
         if rank is not None:
             builder.add_norm("latent_query_norm", made, made, rank, norm=self._norm)
-            builder.add_products(made, rank, [self._make("latent_query_out", layer, queries)])
+            made_products.append(self._make("latent_query_out", layer, queries))
+            builder.add_products(made, rank, made_products)

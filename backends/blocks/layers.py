@@ -8,6 +8,7 @@ import numpy as np
 
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.feed_forward import FeedForward
+from pi2.backends.blocks.indexed import Indexing
 from pi2.backends.blocks.latent import LatentAttention
 from pi2.backends.blocks.operands import Area, Gates, Product
 from pi2.backends.blocks.recurrent import StateBuilder
@@ -31,6 +32,8 @@ class Layers:
         self._residual = Residual(model, builder)
         latent = model.attention.latent
         self._latent = None if latent is None else LatentAttention(model, builder, latent)
+        index = model.attention.index
+        self._index = None if index is None else Indexing(model, builder, index)
         self._states = StateBuilder(model, builder, memory)
         self._ffn = FeedForward(model, builder, self._residual, predicts)
         self.x = self._residual.x
@@ -186,7 +189,11 @@ class Layers:
         gates = self._make_gates(layer, own, projected) if attention.output_gate else None
         if gates is not None and not is_together:
             products.append(builder.make_product("query_gate", layer, gates.area))
+        if self._index is not None:
+            products += self._index.list_inputs(layer, own)
         builder.add_products(read, self._hidden, products)
+        if self._index is not None:
+            self._index.add(layer, own)
         if is_together:
             areas["query"] = builder.take_area("queries", query)
             places = range(0, first, 2 * own.head_dim)

@@ -278,6 +278,7 @@ def list_formats(model: Model, find: FindWeight) -> list[str]:
         keys += ["side_gate", "side_up", "side_down", "experts_in", "experts_out"]
     keys += ["layer_input_gate", "layer_input_output", "query_gate", "latent", "latent_query"]
     keys += ["latent_query_out", "latent_keys", "latent_values", "latent_out"]
+    keys += ["index_query", "index_key", "index_weights"]
     keys += ["laurel_in", "laurel_out", "altup_router", "altup_predict", "altup_correct"]
     places = [(key, layer, 0) for layer in range(model.shape.layers) for key in keys]
     places += [(key, *place) for place in model.states for key in STATE_MATRICES]

@@ -13,6 +13,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.blocks import (
     attention,
     elements,
+    index,
     kept,
     numbers,
     panels,
@@ -23,6 +24,7 @@ from pi2.backends.blocks import (
 from pi2.backends.blocks.contract import (
     ATTENTION,
     COMMON,
+    INDEX,
     ROUTERS,
     ROUTING,
     STATES,
@@ -36,6 +38,7 @@ from pi2.backends.blocks.unpacking import find_unpacking
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.compile import compile_text, generate_plain, make_target
 from pi2.formats import find_format
+from pi2.plan.arithmetic.units import find_index_type
 
 _LEAST = -3.0e38
 """Below every score."""
@@ -314,6 +317,15 @@ class Program:
                 "recur": states.emit_recur,
                 "scan": states.emit_scan,
                 "gate_heads": states.emit_gate_heads,
+            }
+        if library.startswith(INDEX):
+            kind, counts = read_attention(library)
+            attend = partial(attention.emit_attend, isa, kind, counts, chosen=True)
+            return {
+                "attend_chosen": attend,
+                "keep_index": partial(kept.emit_keep, find_index_type(kind)),
+                "rank": partial(index.emit_rank, isa, kind),
+                "choose": partial(index.emit_choose, isa, kind),
             }
         if library.startswith(ATTENTION):
             kind, counts = read_attention(library)

@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F16, F32, U8, Raw
-from pi2.backends.blocks.contract import KV_TYPES, PLANES, describe_heads
+from pi2.backends.blocks.contract import KV_TYPES, MOST_TOGETHER, PLANES, describe_heads
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.formats import Activations
 from pi2.formats.packing import align_bytes
-from pi2.model.blocks import list_attention, list_turns
+from pi2.model.blocks import count_indexes, list_attention, list_turns
 from pi2.model.states import describe_state
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.arithmetic.units import count_state_bytes
+from pi2.plan.arithmetic.units import count_state_bytes, find_index_type
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import Index
 from pi2.plan.documents.plan import KvType
 
 _LINE = 64
@@ -43,6 +44,10 @@ PARTS = 8
 """Parts of a context at most, of `SCORES` positions at least."""
 PARTIAL = 16
 """Elements of a part in addition to the mixed values: its largest score and its sum."""
+LIST_HEAD = 16
+"""Numbers before the positions that an index has chosen: how many they are."""
+LIST_TAIL = 64
+"""Numbers behind them, which are read ahead and not used."""
 SCORES_ROW = SCORES + 32
 """Scores of a query, with room for positions before and behind."""
 
@@ -59,10 +64,25 @@ def count_attention_bytes(group: int, key: int, value: int, lanes: int) -> int:
     return 4 * max(tile, 4 * SCORES_ROW) + _LINE
 
 
-def count_partial_bytes(heads: int, value: int, tokens: int) -> int:
-    """Return the bytes of all parts of the contexts of some tokens, or of one part of each token of
-    a step."""
-    return 4 * max(SINGLE * PARTS, tokens) * heads * (value + PARTIAL)
+def count_partial_bytes(heads: int, value: int, threads: int) -> int:
+    """Return the bytes of all parts of the contexts of some tokens, or of one part for each
+    thread."""
+    return 4 * max(SINGLE * PARTS * heads, MOST_TOGETHER * threads) * (value + PARTIAL)
+
+
+def count_list_numbers(index: Index) -> int:
+    """Return the numbers that a list of chosen positions has room for."""
+    return -(-(LIST_HEAD + index.reach + LIST_TAIL) // 16) * 16
+
+
+def count_lists(index: Index) -> int:
+    """Return the lists that an index makes of each token."""
+    return 1 if index.kind == "tokens" else index.heads
+
+
+def count_score_rows(index: Index, threads: int) -> int:
+    """Return the rows of scores, one for each list of a step's tokens, or of each thread."""
+    return max(SINGLE, threads) * count_lists(index)
 
 
 def count_panel_bytes(lanes: int) -> int:
@@ -125,6 +145,11 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
         heads = model.shape.heads
         inputs += [heads * latent.plain, heads * latent.rank, latent.query_rank or 0]
     floats += 3 * hidden if model.is_mtp else 0
+    index = model.attention.index
+    if index is not None:
+        # Queries, a key and weights of heads, and lists.
+        floats += index.heads * (index.width + 1) + index.width + 4
+        floats += count_lists(index) * count_list_numbers(index)
     if model.altup is not None:
         count = model.altup.streams
         floats += (4 * count + 1) * hidden + count * (count + 1) + model.altup.laurel_rank
@@ -251,11 +276,17 @@ _TABLES_BYTES = 64 << 10
 def count_kv_bytes(model: Model, context: int, sequences: int, kind: KvType = "fp16") -> int:
     context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
     found = [(describe_heads(own), layers) for own, layers in list_attention(model) if own.has_keys]
-    return sum(
+    total = sum(
         layers * count_cache_bytes(kind, sequences * own.key_heads * context, width)
         for own, layers in found
         for width in own.widths
     )
+    index = model.attention.index
+    if index is not None:
+        own_kind = find_index_type(kind)
+        each = count_cache_bytes(own_kind, sequences * context, index.width)
+        total += count_indexes(model) * each
+    return total
 
 
 def count_cache_bytes(kind: KvType, vectors: int, width: int) -> int:
@@ -299,6 +330,10 @@ def count_workspace_bytes(
         count_scratch_bytes(_MOST_LANES),
         *(count_attention_bytes(own.group, own.key, own.value, _MOST_LANES) for _, own in heads),
     )
+    index, scores = model.attention.index, 0
+    if index is not None:
+        scratch = max(scratch, 4 * _MOST_LANES * index.width)
+        scores = 4 * count_score_rows(index, threads) * (context + CONTEXT_BLOCK)
     state, vectors = describe_state(model), 0
     if state is not None:
         # Weights of the convolution, places, and vectors of heads.
@@ -311,7 +346,8 @@ def count_workspace_bytes(
         + rows * (4 * model.shape.vocab + 64)
         + (context + CONTEXT_BLOCK) * turns
         + threads * scratch
-        + max(count_partial_bytes(count, own.value, step_tokens) for count, own in heads)
+        + scores
+        + max(count_partial_bytes(count, own.value, threads) for count, own in heads)
         + _count_tables(model, context)
     )
 
@@ -379,13 +415,25 @@ class KvCache:
                 elements = raw[:size].view(KV_TYPES[kind]).reshape(*shape, width)
                 scales = raw[size:].view(np.float16).reshape(shape) if kind == "int8" else None
                 self._layers.setdefault(layer, []).append(Cached(elements, scales))
+        self._indexes: dict[int, Raw] = {}
+        index, own_kind = model.attention.index, find_index_type(kind)
+        for layer, block in enumerate(model.blocks):
+            if index is None or block.attention is None or block.attention.chooses != "index":
+                continue
+            keys = sequences, 1, context, index.width
+            raw = allocate("kv", count_cache_bytes(own_kind, prod(keys[:-1]), index.width))
+            self._indexes[layer] = raw.view(KV_TYPES[own_kind]).reshape(keys)
 
     def find(self, layer: int) -> Sequence[Cached]:
         """Return the vectors of a layer: its keys, and its values unless vectors are latent."""
         return self._layers[layer]
 
+    def find_index(self, layer: int) -> Raw:
+        """Return the keys of a layer's index [sequences, 1, context, width]."""
+        return self._indexes[layer]
+
     def _list_arrays(self) -> list[Raw]:
-        return [
+        return [*self._indexes.values()] + [
             array
             for vectors in self._layers.values()
             for own in vectors

@@ -7,7 +7,7 @@ from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.backends.kernels.spec import NO_ROWS, KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.formats import find_packing
-from pi2.model.options import find_unknown, read_options
+from pi2.model.options import describe_unknown, read_options
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.units import UnitFacts, list_undivided
 from pi2.plan.documents.device import UnitKind
@@ -111,7 +111,7 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return the parts of a plan that it cannot compute."""
     rows, model = facts.resolved.divided_rows, facts.resolved.model
-    limits = [f"does not know {key}" for key in find_unknown(model, COMPUTED)]
+    limits = describe_unknown(model, COMPUTED, facts.resolved.plan.kv.context)
     whole = ["norm.outputs"] if rows is not None and rows.output else []
     whole += ["attention.latent"] if rows is not None and (rows.qkv or rows.output) else []
     limits += list_undivided(facts, whole)

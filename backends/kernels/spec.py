@@ -371,6 +371,7 @@ def strip_attention(own: Attention, seen: Model) -> Attention:
         growth=float(own.options.growth > 0.0),
         keys_are_values=False,
         key_layer=None if own.has_keys else 0,
+        chooses="all",
     )
 
 

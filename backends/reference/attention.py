@@ -8,6 +8,7 @@ import numpy as np
 from pi2.arrays import F16, F32, I8, U8, Raw
 from pi2.backends.arithmetic import RopeTables, compute_growth
 from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference.index import KeyIndex
 from pi2.backends.reference.operators import (
     DenseTensors,
     cap,
@@ -20,7 +21,7 @@ from pi2.backends.reference.states import States
 from pi2.model.blocks import State, find_attention, list_turns
 from pi2.model.states import describe_state
 from pi2.model.tensor import name_state_tensor
-from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES, DividedRows
+from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES, DividedRows, count_index_bytes
 from pi2.plan.weights.layout import fill_groups
 
 
@@ -57,6 +58,22 @@ class KvCache:
             if self._int8:
                 scales = request.allocate("kv", count * 2).view(np.float16)
                 self._scales[layer] = scales.reshape(vectors)
+        self._indexes: dict[int, F32] = {}
+        """Keys of layers with an index [sequences, 1, context, width], unrounded."""
+        index = request.model.attention.index
+        for layer, block in enumerate(request.model.blocks):
+            if index is None or block.attention is None or block.attention.chooses != "index":
+                continue
+            keys = request.sequences, 1, request.context, index.width
+            request.allocate("kv", int(np.prod(keys)) * count_index_bytes(request.kv_type))
+            self._indexes[layer] = np.zeros(keys, np.float32)
+
+    def keep_index(self, sequence: int, layer: int, position: int, keys: F32) -> F32:
+        """Keep the keys [T, width] of an index; return the keys of all tokens up to then."""
+        array, end = self._indexes[layer][sequence, 0], position + len(keys)
+        array[position:end] = keys
+        found: F32 = array[:end]
+        return found
 
     def keep(self, sequence: int, kind: int, layer: int, position: int, x: F32) -> None:
         """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
@@ -90,7 +107,7 @@ class KvCache:
 
     @property
     def _arrays(self) -> list[Raw]:
-        return [*self._elements.values(), *self._scales.values()]
+        return [*self._elements.values(), *self._scales.values(), *self._indexes.values()]
 
 
 class LatentAttention:
@@ -103,6 +120,7 @@ class LatentAttention:
         assert latent is not None
         self._latent = latent
         self.kept = KvCache(request)
+        self._index = KeyIndex(self._model, read, self.kept.keep_index)
         size = (request.context, latent.rotated // 2)
         arrays = (np.empty(size, np.float32), np.empty(size, np.float32))
         self._rope = RopeTables(self._model.rope, latent.rotated, arrays)
@@ -117,18 +135,18 @@ class LatentAttention:
         )
         return normalize(norm, x, self._read(layer, kind)[:, : x.shape[-1]])
 
-    def _find_queries(self, layer: int, made: F32) -> F32:
-        """Queries [T, heads, plain + rotated], from their latents or directly."""
-        rank, heads = self._latent.query_rank, self._model.shape.heads
+    def _find_queries(self, layer: int, made: F32) -> tuple[F32, F32]:
+        """Queries [T, heads, plain + rotated], and the vectors that give them."""
+        rank, heads, queries = self._latent.query_rank, self._model.shape.heads, made
         if rank is not None:
             normal = self._normalize(layer, made, "latent_query_norm")
-            padding = ((0, 0), (0, fill_groups(rank) - rank))
-            made = np.pad(normal, padding) @ self._read(layer, "latent_query_out").T
-        return made.reshape(len(made), heads, self._latent.key)
+            made = np.pad(normal, ((0, 0), (0, fill_groups(rank) - rank)))
+            queries = made @ self._read(layer, "latent_query_out").T
+        return queries.reshape(len(made), heads, self._latent.key), made
 
-    def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
-        """The mixed values of the queries of ``qkv`` [T, rows]; the sequence's KV latents are
-        appended from ``position`` on."""
+    def mix(self, layer: int, qkv: F32, x: F32, sequence: int, position: int) -> F32:
+        """The mixed values of the queries of ``qkv`` [T, rows], made of ``x``; the sequence's KV
+        latents are appended from ``position`` on."""
         shape, latent = self._model.shape, self._latent
         count, end = len(qkv), position + len(qkv)
         gates = shape.heads if self._model.attention.output_gate else 0
@@ -136,7 +154,7 @@ class LatentAttention:
         cuts = [last - gates, last, qkv.shape[1] - latent.rotated]
         made, gate, vector, key = np.split(qkv, cuts, axis=-1)
         cos, sin = (table[position:end] for table in self._rope.arrays)
-        query = self._find_queries(layer, made)
+        query, made = self._find_queries(layer, made)
         plain, turned = query[..., : latent.plain], rotate(query[..., latent.plain :], cos, sin)
         padding = ((0, 0), (0, 0), (0, fill_groups(latent.plain) - latent.plain))
         by_head = self._read(layer, "latent_key").reshape(shape.heads, latent.rank, -1)
@@ -151,7 +169,9 @@ class LatentAttention:
         visible = np.arange(end)[None, :] <= np.arange(position, end)[:, None]
         scale = np.float32(self._model.attention.scale or 1 / math.sqrt(latent.key))
         scores = np.einsum("thk,sk->hts", query, keys) * scale
-        scores = np.where(visible[None], scores, -np.inf)
+        chosen = self._index.see(layer, x, made, (sequence, position), (cos, sin))
+        seen = visible[None] if chosen is None else visible & chosen
+        scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         found = np.einsum("hts,sr->thr", weights, keys[:, : latent.rank])
@@ -172,6 +192,7 @@ class Attention:
         self._model, self._read = request.model, read
         self._head_norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
         self.kept = KvCache(request)
+        self._index = KeyIndex(self._model, read, self.kept.keep_index)
         self._ropes = {}
         for turn in list_turns(self._model):
             arrays = np.empty((2, request.context, turn[1] // 2), np.float32)
@@ -217,9 +238,9 @@ class Attention:
         self.kept.keep(sequence, 0, layer, position, key)
         self.kept.keep(sequence, 1, layer, position, value)
 
-    def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
-        """The mixed values of the queries of ``qkv`` [T, rows]; the sequence's KV cache is extended
-        from ``position`` on."""
+    def mix(self, layer: int, qkv: F32, x: F32, sequence: int, position: int) -> F32:
+        """The mixed values of the queries of ``qkv`` [T, rows], made of ``x``; the sequence's KV
+        cache is extended from ``position`` on."""
         shape, count = find_attention(self._model, layer), len(qkv)
         attention = shape.options
         end = position + count
@@ -242,6 +263,8 @@ class Attention:
         if window is not None:
             is_chunked = attention.window_kind == "chunked"
             visible &= seen >= now // window * window if is_chunked else seen > now - window
+        cos, sin = (table[position:end] for table in self._ropes[shape.turn].arrays)
+        chosen = self._index.see(layer, x, x, (sequence, position), (cos, sin))
         scale = np.float32(attention.scale or 1 / math.sqrt(shape.head_dim))
         sinks = self._read(layer, "sinks")[0] if attention.sinks else None
         mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)
@@ -249,7 +272,8 @@ class Attention:
             kv_head = head * shape.kv_heads // shape.heads
             scores = query[:, head] @ keys[:, kv_head].T
             scores = cap(scores * scale, attention.softcap)
-            scores = np.where(visible, scores, -np.inf)
+            own = visible if chosen is None else visible & chosen[kv_head]
+            scores = np.where(own, scores, -np.inf)
             top = scores.max(axis=-1, keepdims=True)
             if sinks is not None:
                 top = np.maximum(top, sinks[head])
@@ -342,7 +366,7 @@ class Mixing:
             ]
         else:
             mixed = [
-                self.attention.mix(layer, self._products[tokens], *place)
+                self.attention.mix(layer, self._products[tokens], self.read[tokens], *place)
                 for tokens, *place in parts
             ]
         self.mixed = np.concatenate(mixed)

@@ -27,6 +27,7 @@ from pi2.importing.gguf_decoders import (
     read_decoder,
     read_gpt_oss,
     read_mistral3,
+    read_shared_index,
 )
 from pi2.importing.gguf_states import (
     Scale,
@@ -232,6 +233,7 @@ _READERS: Mapping[str, Read] = {
     "mistral3": read_mistral3,
     "nothing": lambda metadata, config, activation: {},
     "qwen_hybrid": read_qwen_hybrid,
+    "shared_index": read_shared_index,
 }
 _COMPLETED: Mapping[str, Complete] = {
     "blocks": complete_blocks,

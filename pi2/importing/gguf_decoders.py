@@ -399,6 +399,25 @@ def complete_minimax_m3(config: dict[str, Any], tensors: Mapping[str, SourceTens
             config["shared_intermediate_size"] = shared.shape[0]
 
 
+_LONG_INDEX = 1 << 20
+"""Context from which on layers of GLM 5 share indexes where a file names none: the first layers
+have one each, then one of four (GLM 5.2)."""
+
+
+def read_shared_index(
+    metadata: Metadata, config: dict[str, Any], activation: str
+) -> dict[str, Any]:
+    """Families whose layers share the choice of an index."""
+    found, layers = read_decoder(metadata, config, activation), config["num_hidden_layers"]
+    flags = metadata.read_list("{arch}.attention.indexer.types", layers, "biu")
+    if flags is not None:
+        found["indexer_types"] = ["full" if flag else "shared" for flag in flags]
+    elif config["max_position_embeddings"] >= _LONG_INDEX:
+        found["index_topk_freq"] = 4
+        found["index_skip_topk_offset"] = 3
+    return found
+
+
 def read_gpt_oss(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """gpt-oss, whose scaling of positions is not cut to whole pairs."""
     found = read_decoder(metadata, config, activation)

@@ -89,6 +89,8 @@ _SINGLE_EXPERT = (".{expert}.gate_proj.weight", ".{expert}.w1.weight")
 """Ends of the name of one expert's gates."""
 _BLOCK = ".block_sparse_moe."
 """Names of MoE models in the checkpoints of some families; transformers has one name for FFNs."""
+_INDEX = ".index_"
+"""Names of an index in some checkpoints, likewise."""
 _FIRST = ("schema_version", "name", "description", "id", "licence")
 
 
@@ -210,6 +212,8 @@ def describe_mtp(checkpoint: Checkpoint, model: Model) -> Model:
         values.pop(key, None)
     for key in ("dense_layers", "dense_ffn"):
         values.get("moe", {}).pop(key, None)
+    # A draft that attends to all keys is as good.
+    values.get("attention", {}).pop("index", None)
     left = {key for key in _SHARED if names.get(key) not in checkpoint.tensors}
     if checkpoint.shards is None:
         others = [(key, getattr(model.tensors, key)) for key in ("embedding", "head")]
@@ -375,8 +379,8 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
 
 
 def _match_blocks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
-    """Name FFNs as transformers does in memory, if the checkpoint has them so: MoE models like
-    other FFNs, gates and ups of an FFN in one tensor."""
+    """Name FFNs and indexes as transformers does in memory, if the checkpoint has them so: MoE
+    models like other FFNs, gates and ups of an FFN in one tensor."""
     if "moe" not in tables:
         return
     names, layers = tables["tensors"], range(tables["shape"]["layers"])
@@ -393,6 +397,10 @@ def _match_blocks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
         bias = names.get("choice_bias", "").replace(".mlp.", ".mlp.gate.")
         if is_there(bias):
             names["choice_bias"] = bias
+    index = names.get("index_query", "")
+    if not is_there(index) and is_there(index.replace(_INDEX, ".indexer.")):
+        for key in (key for key in names if key.startswith("index_")):
+            names[key] = names[key].replace(_INDEX, ".indexer.")
     for kind in ("shared", "dense"):
         gate = names.get(f"{kind}_gate", getattr(Tensors(), f"{kind}_gate"))
         fused = gate.replace(".gate_proj.", ".gate_up_proj.")

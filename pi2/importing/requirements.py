@@ -325,7 +325,6 @@ _OTHER_PARTS = {
     "draw pictures": re.compile(r"(^|\.)(generation_\w+|vqmodel)\."),
     "read sound": re.compile(r"(^|\.)(audio_\w+|embed_audio|(acoustic|semantic)_tokenizer\w*)\."),
     "read pictures or sound": re.compile(r"^(model\.)?(encoder|projector)\."),
-    "choose keys in long contexts": re.compile(r"\.self_attn\.index(er\.|_)"),
     "draft tokens": re.compile(r"(^|\.)(mtp|nextn)\."),
 }
 """Parts of checkpoints that no model document states, by their purpose."""

@@ -41,10 +41,18 @@ class Attention:
     """Whether values are what the key projection gives."""
     key_layer: int | None = None
     """Earlier layer whose KV cache it reads; None if it has its own."""
+    chooses: Literal["all", "index", "shared"] = "all"
+    """Its keys: all, the choice of its index, or the choice of the last layer before it with an
+    index."""
 
     @property
     def latent(self) -> model_mixing.Latent | None:
         return self.options.latent
+
+    @property
+    def index(self) -> model_mixing.Index | None:
+        """The index that chooses its keys, its own or a shared one."""
+        return None if self.chooses == "all" else self.options.index
 
     @property
     def has_keys(self) -> bool:
@@ -156,6 +164,8 @@ def list_attention_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
         yield at.vector("sinks", own.heads, source)
     if own.latent is not None:
         yield from list_latent_tensors(at, own, own.latent)
+    if own.chooses == "index":
+        yield from list_index_tensors(at, own)
     width = options.value_width or own.head_dim
     filled = None if width == own.head_dim else (own.heads, own.head_dim, True)
     source = at.take("output", shape.hidden, own.heads * width, heads=filled)
@@ -267,6 +277,37 @@ def list_latent_tensors(
     values = partial(list_head_rows, heads, size, range(latent.plain, size))
     source = at.take("latent_out", *whole, rows=values)
     yield at.matrix("latent_value", own.query, fill_groups(latent.rank), source)
+
+
+def list_index_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
+    """``index_query`` [heads width, query_rank or hidden]; ``index_key`` [width, hidden] with its
+    norm; ``index_weights`` [heads, hidden], or the norm of queries with an index of blocks."""
+    index, hidden, latent = own.index, at.model.shape.hidden, own.latent
+    assert index is not None
+    of_tokens, stored = index.kind == "tokens", at.model.shape.stored_hidden
+    length = latent.query_rank if of_tokens and latent is not None else hidden
+    length, order = length or hidden, _order_index(own, index)
+    rows = partial(list_head_rows, index.heads, index.width, order)
+    source = at.take("index_query", index.heads * index.width, length, rows=rows)
+    yield at.matrix("index_query", index.heads * index.width, fill_groups(length), source)
+    inside = partial(list_head_rows, 1, index.width, order)
+    source = at.take("index_key", index.width, hidden, rows=inside)
+    yield at.matrix("index_key", index.width, stored, source)
+    vectors = ["index_key_norm", "index_key_norm_bias" if of_tokens else "index_query_norm"]
+    for key in vectors:
+        yield at.vector(key, index.width, at.take(key, index.width, rows=inside))
+    if of_tokens:
+        source = at.take("index_weights", index.heads, hidden)
+        yield at.matrix("index_weights", index.heads, stored, source)
+
+
+def _order_index(own: Attention, index: model_mixing.Index) -> Sequence[int]:
+    """Element of the checkpoint's index head at every place of the store's: halves turn there."""
+    rotated = own.rope.count_rotated(own.turned_width)
+    turned: Sequence[int] = range(rotated)
+    if index.pairs == "neighbours":
+        turned = [*range(0, rotated, 2), *range(1, rotated, 2)]
+    return [*turned, *range(rotated, index.width)]
 
 
 def _order_queries(own: Attention, latent: model_mixing.Latent) -> Order | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from pi2.model.attention import Attention
 from pi2.model.ffn import Ffn, make_ffn
@@ -13,7 +13,7 @@ from pi2.model.states import State, StateKind, shape_state
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_mixing import Rope
+    from pi2.plan.documents.model_mixing import Index, Rope
 
 __all__ = ["Attention", "Block", "Ffn", "Mixer", "State", "make_blocks"]
 
@@ -122,4 +122,17 @@ def _make_attention(model: Model, layer: int, is_single: bool, before: list[Bloc
         growth=options.growth if holds(options.growth_layers) else 0.0,
         keys_are_values=heads is not None and heads.keys_are_values,
         key_layer=key_layer,
+        chooses=_find_choice(options.index, layer),
     )
+
+
+def _find_choice(index: Index | None, layer: int) -> Literal["all", "index", "shared"]:
+    if index is None or (index.layers is not None and layer not in index.layers):
+        return "all"
+    return "shared" if layer in index.shared_layers else "index"
+
+
+def count_indexes(model: Model) -> int:
+    """Layers with an index of their own, which keeps a key of each token."""
+    attention = (block.attention for block in model.blocks)
+    return sum(own is not None and own.chooses == "index" for own in attention)

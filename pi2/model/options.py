@@ -23,7 +23,7 @@ _SILENT = frozenset(
         *("schema_version", "id", "name", "description", "licence", "extends", "inherit", "remove"),
         *("shape", "tied_head", "pooling", "tokenizer", "quantization", "tensors", "predictor"),
         *("sparsity", "sampling", "norm.epsilon", "norm.weights", "norm.weight_offset"),
-        *("layers", "attention.latent.epsilon", "rope"),
+        *("layers", "attention.latent.epsilon", "attention.index.epsilon", "rope"),
     }
 )
 """Keys that no kernel has to know."""
@@ -86,6 +86,22 @@ def find_unknown(
     found = [key for key in found if key.rpartition(".")[0] not in found]
     pairs = (pair for pair in apart if set(pair) <= set(options))
     return found + [f"{first} with {second}" for first, second in pairs]
+
+
+def describe_unknown(
+    model: Model, computed: Collection[str], context: int, apart: Collection[tuple[str, str]] = ()
+) -> list[str]:
+    """`find_unknown`, as a backend says it of a plan with a ``context``: an index that is not
+    computed is none while every key is attended."""
+    index = model.attention.index
+    found = [key for key in find_unknown(model, computed, apart) if key != "attention.index"]
+    lines = [f"does not know {key}" for key in found]
+    if index is not None and "attention.index" not in computed and context > index.reach:
+        lines.append(
+            f"does not know attention.index, which chooses in contexts of more than {index.reach} "
+            f"tokens: write kv.context = {index.reach}, or run the model's GGUF file"
+        )
+    return lines
 
 
 Options = Mapping[str, Any]

@@ -7,7 +7,15 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pi2.backends.blocks.contract import COMMON, FIELDS, ROUTING, STATES, BlockSpec
+from pi2.backends.blocks.contract import (
+    ATTENTION,
+    COMMON,
+    FIELDS,
+    INDEX,
+    ROUTING,
+    STATES,
+    BlockSpec,
+)
 from pi2.backends.blocks.program import Program
 from pi2.backends.blocks.unpacking import list_unpackings
 from tests.helpers.aarch64 import needs_emulator
@@ -22,6 +30,7 @@ WAYS = ("f16", "q8_0", "q4_k", "q6_k", "iq4_nl", "iq2_s", "iq1_m", "nvfp4")
 """Each way of reading codes and scales: other formats add nothing that is one processor's."""
 WIDE = ("f16", "q4_k", "q8_0", "iq3_s", "nvfp4")
 """Formats for AVX-512 without VNNI: products are those of AVX2 there, in wider registers."""
+OF_CACHES = (ATTENTION, INDEX)
 Open = Callable[[str, str], Runner]
 
 
@@ -89,14 +98,14 @@ def measure(name: str, found: np.ndarray, expected: np.ndarray, case: Case) -> f
 
 def test_every_kernel_has_cases_of_every_format_and_kind_of_kv_cache() -> None:
     found = {
-        (case.kernel, case.format or (case.kv if library.startswith("attention") else ""))
+        (case.kernel, case.format or (case.kv if library.startswith(OF_CACHES) else ""))
         for library in [*CASES, *FORMATS]
         for case in list_cases(library, 4)
     }
     expected = set()
     for library in [*LIBRARIES.values(), *FORMATS]:
         spec = BlockSpec(library=library, architecture="x86-64", features=())
-        kind = library.split("_")[1] if library.startswith("attention") else ""
+        kind = library.split("_")[1] if library.startswith(OF_CACHES) else ""
         expected |= {
             (kernel, library if library in FORMATS else kind)
             for kernel in Program(spec).list_kernels()

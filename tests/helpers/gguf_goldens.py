@@ -53,7 +53,7 @@ def forget_names(model: Model) -> dict[str, Any]:
     for key in ("name", "description", "tokenizer"):
         del values[key]
     apart = {"gate_up_order", "experts_turned", "router", "choice_bias"}
-    parts = ("fused_", "gate", "up", "down", "shared_")
+    parts = ("fused_", "index_", "gate", "up", "down", "shared_")
     for key in list(values["tensors"]):
         if key in apart or key.startswith(("state_", *parts)):
             del values["tensors"][key]

@@ -35,6 +35,9 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     for key, name in _INDEX.items():
         if key in config:
             writer.add_uint32(f"{writer.arch}.attention.indexer.{name}", config[key])
+    if "indexer_types" in config:
+        flags = [int(own == "full") for own in config["indexer_types"]]
+        writer.add_array(f"{writer.arch}.attention.indexer.types", flags)
     if "mlp_layer_types" in config:
         config = {**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -14,7 +14,8 @@ from pi2.arrays import F32
 
 ARCHITECTURES = {
     "bailing_hybrid": "bailingmoe3", "cohere": "command-r", "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe",
+    "deepseek_v3": "deepseek2", "deepseek_v32": "deepseek32", "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2", "glm_moe_dsa": "glm-dsa", "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
     "kimi_linear": "kimi-linear", "minimax_m2": "minimax-m2", "minimax_m3_vl_text": "minimax-m3",

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from pi2.backends.blocks.contract import (
     COMMON,
     FIELDS,
     GATES,
+    INDEX,
     KV_TYPES,
     NORM_PLACES,
     ROUTERS,
@@ -32,14 +33,15 @@ from pi2.backends.blocks.room import (
     list_offsets,
 )
 from pi2.formats import find_format
+from pi2.plan.arithmetic.units import find_index_type
 from tests.helpers.blocks import Numpy, make_blocks, put_edges
 from tests.helpers.kernels import allocate
 
 BOUNDS: Mapping[str, float] = {
     **dict.fromkeys(FIELDS, 5e-7),
-    **dict.fromkeys(("keep", "take_rows", "group"), 0.0),
+    **dict.fromkeys(("keep", "keep_index", "take_rows", "group", "choose"), 0.0),
     **dict.fromkeys(("cap", "gate"), 1e-6),
-    **dict.fromkeys(("attend", "join", "attend_many"), 1e-5),
+    **dict.fromkeys(("attend", "attend_chosen", "join", "attend_many", "rank"), 1e-5),
 }
 """Most that an element of each kernel's results may differ, of itself and of `Case.sizes`."""
 FILL = np.float32(np.nan)
@@ -51,6 +53,7 @@ HERE = {"sequences": SEQUENCES, "positions": POSITIONS}
 KV_COUNTS = {"fp16": (4, 3, 2, 1), "fp32": (4, 1), "int8": (4, 1)}
 LIBRARIES: Mapping[str, str] = {
     **{f"{ATTENTION} {kind}": name_attention(kind, own) for kind, own in KV_COUNTS.items()},  # type: ignore[arg-type]
+    **{f"{INDEX} {kind}": name_attention(kind, own, INDEX) for kind, own in KV_COUNTS.items()},  # type: ignore[arg-type]
     **{name: name for name in (COMMON, ROUTING, STATES)},
 }
 """Libraries of no format, by what tests call them."""
@@ -239,6 +242,10 @@ def list_attention(kind: Any, draw: Draw) -> Iterator[Case]:
         chunk = np.arange(290, 290 + 2 * count_tile_tokens(group) + 1, dtype=np.int32)
         yield make_attention(kind, draw, chunk, group, own | {"parts": 1}, is_many=True)
     own = {"window": 0, "is_chunked": 0, "has_sinks": 0, "cap": 0.0, "parts": PARTS}
+    # Tokens from there on attend to chosen keys, and others to all.
+    chunk, reach = np.arange(290, 303, dtype=np.int32), {"reach": 295, "parts": 1}
+    yield make_attention(kind, draw, chunk, 3, own | reach, is_many=True)
+    yield make_attention(kind, draw, np.array([294, 295], np.int32), 3, own | {"reach": 295})
     positions = np.array([0, 400], np.int32)
     yield make_attention(kind, draw, positions, 4, own, is_latent=True)
     chunk = np.arange(40, 71, dtype=np.int32)
@@ -312,9 +319,50 @@ def make_attention(
             **place_cache("value", held, value, is_latent=is_latent), "sequences": sequences,
             "positions": positions, "sinks": draw.floats(heads),
             **put("y", empty(count, heads * value + 1)), "tokens": count, "tile": tile,
-            "partials": empty(count, *size), **put("scratch", scratch[None]), **values,
+            "partials": empty(count, *size), **put("scratch", scratch[None]),
+            "reach": 0, "chosen": allocate("int32", 512), "lists": 0, "list_stride": 0, **values,
         },
     )  # fmt: skip
+
+
+def list_index(kind: Any, draw: Draw) -> Iterator[Case]:
+    own_kind = find_index_type(kind)
+    for case in list_kept(own_kind, draw):
+        yield replace(case, kernel="keep_index", kv=kind)
+    # Ends are whole registers: behind them kernels write scores that nobody reads.
+    positions = np.array([15, 47, 303], np.int32)
+    for of_tokens, heads, width, block in ((1, 11, 37, 1), (0, 3, 16, 5)):
+        lists = 1 if of_tokens else heads
+        for kernel, parts in (("rank", PARTS), ("choose", PARTS), ("choose", 1)):
+            keys = draw.floats(2, 1, 320, width).astype(KV_TYPES[own_kind])
+            scores = empty(3, lists, 320) if kernel == "rank" else draw.floats(3, lists, 320)
+            values = {
+                **put("queries", draw.floats(3, heads * width, gap=3)), "heads": heads,
+                **put("weights", draw.floats(3, heads)), "has_weights": of_tokens, "width": width,
+                "lists": lists, "key_cache": keys, "key_sequence_stride": 320 * width,
+                "sequences": np.array([0, 1, 1], np.int32), "positions": positions,
+                "scores": scores, "scores_stride": 320, "count": 4,
+                "chosen": allocate("int32", 3, lists, 128), "list_stride": 128, "block": block,
+                "local": 1 - of_tokens, "reach": 4 * block, "parts": parts,
+                **put("scratch", allocate("uint8", 1, 4 * width * draw.lanes)),
+            }  # fmt: skip
+            values["query_stride"] = values.pop("queries_stride")
+            unread = frozenset({"scratch"} | ({"scores"} if kernel == "choose" else set()))
+            items = 3 * (PARTS if kernel == "rank" else 1)
+            yield Case(kernel=kernel, items=items, values=values, kv=kind, unread=unread)
+    own = {"window": 0, "is_chunked": 0, "has_sinks": 1, "cap": 2.0, "reach": 300}
+    for group, is_latent, lists in ((3, False, 2), (4, True, 1)):
+        for parts in (PARTS, 1):
+            case = make_attention(
+                kind, draw, np.array([20, 700, 811], np.int32), group, own | {"parts": parts},
+                is_latent=is_latent,
+            )  # fmt: skip
+            listing = allocate("int32", 3, lists, 16 + 700 + 64)
+            for token, count in ((1, 620), (2, 290)):
+                for row in listing[token]:
+                    row[0], row[16 : 16 + count] = count, np.sort(draw.order(700)[:count])
+            more = {"chosen": listing, "lists": lists, "list_stride": listing.shape[-1]}
+            yield replace(case, kernel="attend_chosen", values=case.values | more)
 
 
 # Experts
@@ -467,6 +515,7 @@ def list_gated_heads(draw: Draw) -> Iterator[Case]:
 
 CASES: Mapping[str, Callable[[Draw], Iterator[Case]]] = {
     **{f"{ATTENTION} {kind}": partial(list_attention, kind) for kind in KV_COUNTS},
+    **{f"{INDEX} {kind}": partial(list_index, kind) for kind in KV_COUNTS},
     COMMON: list_common,
     ROUTING: list_routing,
     STATES: list_states,

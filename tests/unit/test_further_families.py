@@ -15,6 +15,7 @@ from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import Index
 from tests.helpers.goldens import change_config, copy_checkpoint
 
 COMMON: dict[str, Any] = {
@@ -226,11 +227,20 @@ def test_older_configurations_of_mimo_say_the_same_in_other_words() -> None:
         describe("mimo_v2_flash", **layers | {"v_head_dim": 13})
 
 
-def test_contexts_end_where_an_index_would_choose_keys() -> None:
+def test_an_index_is_described_with_the_layers_that_share_it() -> None:
     latent = {"num_key_value_heads": 4, "v_head_dim": 12, "n_group": 1, "topk_group": 1}
-    for kind in ("deepseek_v32", "glm_moe_dsa"):
-        assert describe(kind, index_topk=64, **latent).shape.context == 64
-        assert describe(kind, **latent).shape.context == 128
+    own = describe("deepseek_v32", index_topk=64, **latent)
+    assert own.shape.context == 128
+    assert own.attention.index == Index(kind="tokens", heads=64, width=128, chosen=64)
+    for options, shared in (
+        ({}, ()),
+        ({"index_topk_freq": 2}, (2,)),
+        ({"index_topk_pattern": "FSFS"}, (1, 3)),
+        ({"indexer_types": ["full", "full", "shared", "shared"]}, (2, 3)),
+    ):
+        index = describe("glm_moe_dsa", **latent, **options).attention.index
+        assert index is not None
+        assert (index.heads, index.pairs, index.shared_layers) == (32, "neighbours", shared)
 
 
 @pytest.mark.parametrize("of", ["element", "head"])
@@ -278,9 +288,11 @@ def test_minimax_m3_is_read_by_names_of_hub_and_by_those_of_transformers(tmp_pat
             for label, part in zip(("gate", "up"), np.split(matrix, 2), strict=True):
                 of_hub[name.replace("gate_up", label)] = part.copy()
         else:
-            # What chooses keys in long contexts is left out.
             of_hub[name.replace("gate.e_score", "e_score").replace("indexer.", "index_")] = matrix
-    sparse = {"sparse_attention_freq": [0, 1], "sparse_block_size": 4, "sparse_topk_blocks": 5}
+    sparse = {
+        "sparse_attention_freq": [0, 1], "sparse_block_size": 4, "sparse_topk_blocks": 5,
+        "sparse_num_index_heads": 2, "sparse_index_dim": 16, "sparse_local_block": 1,
+    }  # fmt: skip
     older: dict[str, Any] = {"moe_layer_freq": [0, 1], "sparse_attention_config": sparse}
     newer = ("mlp_layer_types", "layer_types", "index_block_size", "index_topk_blocks")
     older |= dict.fromkeys(newer)
@@ -293,6 +305,8 @@ def test_minimax_m3_is_read_by_names_of_hub_and_by_those_of_transformers(tmp_pat
         save_file(tensors, checkpoint / "model.safetensors")
         change_config(checkpoint, **options)
         model = describe_checkpoint(checkpoint, "made").model
-        assert (model.shape.context, model.norm.weight_offset) == (20, 1)
+        assert (model.shape.context, model.norm.weight_offset) == (128, 1)
+        index = Index(kind="blocks", heads=2, width=16, chosen=5, block=4, local=1, layers=(1,))
+        assert model.attention.index == index
         stores.append(read_store(checkpoint, model, tmp_path / f"{name}-store"))
     assert stores[0] == stores[1]

@@ -15,7 +15,7 @@ from pi2.importing.gguf_file import GgufFile, read_gguf
 from pi2.importing.gguf_statements import list_idle, read_statements
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from tests.helpers.peers import read_models, write_tiny
+from tests.helpers.peers import read_models
 from tests.helpers.slow import keep_quick
 from tests.helpers.whole_files import OTHERS, write_file
 
@@ -61,11 +61,7 @@ class Job:
 
 
 def _write(folder: Path, name: str) -> Path:
-    if name != "minimax-m3":
-        return write_file(name, folder)
-    # Its index would see all of the context.
-    settings = {**MODELS[name].settings, ".attention.indexer.block_size": 2}
-    return write_tiny(folder / "tiny.gguf", replace(MODELS[name], settings=settings))
+    return write_file(name, folder)
 
 
 def list_changes(value: object) -> Iterator[list[Any]]:

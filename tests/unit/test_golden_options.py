@@ -46,6 +46,7 @@ ELSEWHERE = {
     "other_rope.short_factors": "as rope",
     "other_rope.long_factors": "as rope",
     "other_rope.long_attention_factor": "as rope",
+    "attention.index.epsilon": "the families' code has 1e-6, which is the default",
     "attention.latent.epsilon": "the families' code has 1e-6, which is the default",
     "layer_embedding.vocab": "a table with fewer rows (test_layer_embeddings)",
     "predictor.recall": "a figure, no operator",

@@ -64,6 +64,7 @@ COMPUTED_ALIKE = {
     # Llama's, with tables of positions that both backends get from one function.
     *("llama-linear", "llama-yarn"),
     "gemma3n",  # compared in test_residual_streams
+    *("deepseek-v32", "glm-moe-dsa", "minimax-m3-blocks"),  # files only (test_index_attention)
 }  # fmt: skip
 """Whose layers are those of other goldens: the reference backend tells the rest."""
 

@@ -8,7 +8,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import pi2
 from pi2.arrays import F32
@@ -26,7 +25,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
 from tests.helpers.gguf_tensors import read_checkpoint, translate
-from tests.helpers.goldens import EXACT, change_config, copy_checkpoint, write_plan
+from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.slow import keep_quick
 
@@ -56,30 +55,6 @@ def test_projections_of_a_state_may_be_in_one_matrix(tmp_path: Path) -> None:
             tensors[f"{block}.ssm_in.weight"] = values
     older = write_gguf(tmp_path / "older.gguf", config, tensors)
     expect_same_stores(tmp_path, checkpoint, newer, older)
-
-
-INDEX = {"wk.weight": (16, 32), "wq_b.weight": (32, 24), "weights_proj.weight": (2, 32)}
-
-
-def test_an_index_is_left_out_with_the_contexts_in_which_it_chooses(tmp_path: Path) -> None:
-    """GLM 5: DeepSeek V3 with an index, and a layer that drafts."""
-    checkpoint = copy_checkpoint("deepseek-v3", tmp_path / "checkpoint")
-    rope = {"rope_theta": 100.0, "rope_type": "default"}
-    change_config(checkpoint, model_type="glm_moe_dsa", rope_parameters=rope, index_topk=64)
-    config, weights = read_checkpoint(checkpoint)
-    for part, shape in INDEX.items():
-        weights[f"model.layers.1.self_attn.indexer.{part}"] = np.ones(shape, np.float32)
-    save_file(weights, checkpoint / "model.safetensors")
-    tensors = translate(weights, config)
-    tensors["blk.2.nextn.eh_proj.weight"] = np.ones((32, 64), np.float32)
-    layers = {"glm-dsa.block_count": 3, "glm-dsa.nextn_predict_layers": 1}
-    file = write_gguf(tmp_path / "tiny.gguf", config, tensors, changes=layers)
-    tokenizer = checkpoint / "tokenizer.json"
-    expected = convert(checkpoint, tmp_path / "a", tokenizer, EXACT)
-    found = convert(file, tmp_path / "b", tokenizer, EXACT)
-    assert forget_names(found) == forget_names(expected)
-    assert found.shape.context == 64
-    expect_same_weights(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("part", ["k", "v"])

@@ -59,6 +59,16 @@ WHERE = {"P533": "", "P534": "config.json says", "P537": "model.safetensors", "P
         ("llama", {"model_type": "minimax_m9"}, "P544", f"{UNKNOWN}'minimax_m2'"),
         ("llama", {"model_type": "minimax"}, "P544", "lightning attention"),
         ("llama", {"model_type": None}, "P544", "does not state model_type"),
+        *(
+            ("glm-moe-dsa", changes, "P544", f"attention.index: an index needs {needed}")
+            for changes, needed in (
+                ({"indexer_types": ["shared", "full", "full", "full"]}, "a layer of its own"),
+                ({"index_head_dim": 4}, "heads that are as wide as the part that is rotated"),
+                ({"q_lora_rank": None}, "queries that are made of a vector"),
+            )
+        ),
+        ("minimax-m3-blocks", {"index_n_heads": 3}, "P544", "a head for each of the 2 key heads"),
+        ("minimax-m3-blocks", {"index_local_blocks": 5}, "P544", "no more local blocks"),
         ("llama", {"hidden_size": "32"}, "P544", "hidden_size is '32', expected a whole number"),
         ("llama", {"hidden_act": "mish"}, "P544", "the activation 'mish' is unknown"),
         ("llama", {"rope_parameters": {"rope_type": "warp"}}, "P544", "position scaling 'warp'"),

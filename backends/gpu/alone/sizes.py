@@ -28,7 +28,7 @@ from pi2.backends.gpu.sizes import (
     describe_model_ffn,
 )
 from pi2.model.blocks import list_attention
-from pi2.model.options import find_unknown, read_options
+from pi2.model.options import describe_unknown, read_options
 from pi2.model.states import describe_state
 from pi2.model.tensor import EMBEDDING, POSITIONS, DenseTensor, split_name
 from pi2.model.tensors import list_tensors
@@ -404,7 +404,7 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
     limits += list_unknown_formats(model)
     if not limits and resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
-    limits += [f"does not know {key}" for key in find_unknown(model, COMPUTED, APART)]
+    limits += describe_unknown(model, COMPUTED, plan.kv.context, APART)
     each = 4 if plan.kv.type == "int8" else 2
     if list_attention(model)[0][0].kept[2] % each:
         limits.append(f"keeps no {plan.kv.type} heads whose width is not a multiple of {each}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pi2.arrays import F64, I64, Bits
+from pi2.arrays import F64, I32, I64, Bits
 from pi2.backends.blocks.contract import KV_TYPES
-from pi2.backends.blocks.room import PARTIAL, SCORES
+from pi2.backends.blocks.room import LIST_HEAD, PARTIAL, SCORES
 from pi2.backends.reference.instructions.arguments import Arguments, Array, widen
 
 
@@ -59,23 +59,23 @@ class _Heads:
         self._shape = sequence + 1, number + 1, end
         self._heads = slice(number * own.group, (number + 1) * own.group)
 
-    def _read(self, name: str, stride: int, begin: int, end: int) -> F64:
-        place = *self._place, slice(begin, end)
+    def _read(self, name: str, stride: int, positions: slice | I32) -> F64:
+        place = *self._place, positions
         found = widen(_view_cache(self._own, name, self._shape, stride)[place])
         if self._own.kv == "int8":
             found *= _view_scales(self._own, name, self._shape, stride)[place][:, None]
         return found
 
     def mix(
-        self, tokens: slice, begin: int, end: int, visible: Bits | None, has_sinks: bool
+        self, tokens: slice, positions: slice | I32, visible: Bits | None, has_sinks: bool
     ) -> tuple[F64, F64, F64]:
-        """Return of ``tokens`` and heads [T, group] the mix of values at positions ``begin`` to
-        ``end``, weighed with exp(score - largest), the largest score, and the sum of weights.
+        """Return of ``tokens`` and heads [T, group] the mix of values at ``positions``, weighed
+        with exp(score - largest), the largest score, and the sum of weights.
         ``visible`` [T, positions]: what each token sees."""
         own, group = self._own, self._own.group
         shape = tokens.stop, own.heads, own.key_width
         queries = own.view("queries", shape, (own.query_stride, own.key_width, 1))
-        keys = self._read("key", own.key_width, begin, end)
+        keys = self._read("key", own.key_width, positions)
         scores = widen(queries[tokens, self._heads]) @ keys.T * own.real("scale")
         cap = own.real("cap")
         if cap:
@@ -87,7 +87,7 @@ class _Heads:
         )
         top = np.maximum(scores.max(-1), sinks)
         weights = np.exp(scores - top[..., None])
-        values = self._read("value", own.value_stride, begin, end)
+        values = self._read("value", own.value_stride, positions)
         return weights @ values, top, weights.sum(-1) + np.exp(sinks - top)
 
     def put(self, tokens: slice, mixed: F64, total: F64) -> None:
@@ -106,9 +106,19 @@ def _find_first(own: Arguments, positions: I64) -> I64:
     return np.maximum(positions + 1 - own.window, 0)
 
 
-def _cut_context(own: Arguments, position: int) -> list[tuple[int, int]]:
-    """Return the parts of the context of a token: first and last position."""
+def _list_chosen(own: Arguments, token: int, head: int) -> I32 | None:
+    """Return the positions that are chosen for a query head of a token; None if it sees all."""
+    if not own.reach or own.numbers("positions", token + 1)[token] < own.reach:
+        return None
+    skip = (token * own.lists + head * own.lists // own.heads) * own.list_stride
+    return own.numbers("chosen", int(own.numbers("chosen", 1, skip)[0]), skip + LIST_HEAD)
+
+
+def _cut_context(own: Arguments, position: int, chosen: I32 | None) -> list[tuple[int, int]]:
+    """Return the parts of the context of a token, or of chosen positions: first and last one."""
     first, end = int(_find_first(own, np.array(position))), position + 1
+    if chosen is not None:
+        first, end = 0, len(chosen)
     size = max(SCORES, -(-(end - first) // (own.parts * 16)) * 16)
     return [(begin, min(begin + size, end)) for begin in range(first, end, size)]
 
@@ -120,23 +130,34 @@ def _view_partials(own: Arguments, tokens: int) -> Array:
 
 def attend(own: Arguments) -> None:
     """Compute parts of contexts; a context of one part is finished."""
+    _attend(own, False)
+
+
+def attend_chosen(own: Arguments) -> None:
+    """Compute parts of the contexts of tokens for which keys are chosen."""
+    _attend(own, True)
+
+
+def _attend(own: Arguments, is_chosen: bool) -> None:
     groups = own.heads // own.group
     for item in own.items.tolist():
         rest, number = divmod(item, own.parts)
         token, head = divmod(rest, groups)
         (sequence,), (position,) = own.find_sequences(np.array([token]))
-        parts = _cut_context(own, int(position))
-        if number >= len(parts):
+        chosen = _list_chosen(own, token, head * own.group)
+        parts = _cut_context(own, int(position), chosen)
+        if number >= len(parts) or is_chosen != (chosen is not None):
             continue
         heads = _Heads(own, int(sequence), head, int(position) + 1)
         tokens, has_sinks = slice(token, token + 1), bool(own.has_sinks) and number == 0
-        begin, end = parts[number]
-        mixed, top, total = heads.mix(tokens, begin, end, None, has_sinks)
+        place = slice(*parts[number])
+        positions = place if chosen is None else chosen[place]
+        mixed, top, total = heads.mix(tokens, positions, None, has_sinks)
         if len(parts) == 1:
             heads.put(tokens, mixed, total)
             continue
-        place = token, slice(head * own.group, (head + 1) * own.group), number
-        partial = _view_partials(own, token + 1)[place]
+        group = slice(head * own.group, (head + 1) * own.group)
+        partial = _view_partials(own, token + 1)[token, group, number]
         partial[:, : own.value_width] = mixed[0]
         partial[:, own.value_width], partial[:, own.value_width + 1] = top[0], total[0]
 
@@ -145,8 +166,9 @@ def join(own: Arguments) -> None:
     """Join parts of contexts."""
     width = own.value_width
     for item in own.items.tolist():
-        token, head = divmod(item, own.heads)
-        count = len(_cut_context(own, int(own.numbers("positions", token + 1)[token])))
+        token, head = place = divmod(item, own.heads)
+        position, chosen = own.numbers("positions", token + 1)[token], _list_chosen(own, *place)
+        count = len(_cut_context(own, int(position), chosen))
         if count == 1:
             continue
         parts = widen(_view_partials(own, token + 1)[token, head, :count])
@@ -164,10 +186,14 @@ def attend_many(own: Arguments) -> None:
         first = (tiles - 1 - number) * own.tile
         tokens = slice(first, min(first + own.tile, own.tokens))
         (sequence,), (position,) = own.find_sequences(np.array([first]))
+        if own.reach:
+            tokens = slice(first, min(tokens.stop, first + own.reach - int(position)))
+        if tokens.stop <= first:
+            continue
         positions = int(position) + np.arange(tokens.stop - first)
         begin, end = int(_find_first(own, positions).min()), int(positions[-1]) + 1
         seen = np.arange(begin, end)
         visible = (seen <= positions[:, None]) & (seen >= _find_first(own, positions)[:, None])
         heads = _Heads(own, int(sequence), head, end)
-        mixed, _, total = heads.mix(tokens, begin, end, visible, bool(own.has_sinks))
+        mixed, _, total = heads.mix(tokens, slice(begin, end), visible, bool(own.has_sinks))
         heads.put(tokens, mixed, total)

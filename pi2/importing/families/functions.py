@@ -164,24 +164,44 @@ def read_two_factors(scope: Description) -> None:
             scope.put("rope.long_attention_factor", scaling.read("long_mscale", float))
 
 
-def limit_context(scope: Description) -> None:
-    """Leave out contexts with more blocks of keys than MiniMax M3's index chooses in any layer."""
+_BLOCKS = {
+    "heads": ("index_n_heads", "sparse_num_index_heads", 4),
+    "width": ("index_head_dim", "sparse_index_dim", 128),
+    "chosen": ("index_topk_blocks", "sparse_topk_blocks", 16),
+    "block": ("index_block_size", "sparse_block_size", 128),
+    "local": ("index_local_blocks", "sparse_local_block", 1),
+}
+"""Keys of MiniMax M3's configurations, new and old, and their defaults."""
+
+
+def index_blocks(scope: Description) -> None:
+    """MiniMax M3's index, and the layers that have it."""
     config = scope.config
     names, older = config.read_list("layer_types"), config.read_table("sparse_attention_config")
-    if not (
-        "minimax_m3_sparse" in names if names else any(older.read_list("sparse_attention_freq"))
-    ):
+    flags = [name == "minimax_m3_sparse" for name in names]
+    flags = flags or [bool(flag) for flag in older.read_list("sparse_attention_freq")]
+    if not any(flags):
         return
-    size, count = (
-        older.read(name, int, config.read(f"index_{key}", int, default))
-        for name, key, default in (
-            ("sparse_block_size", "block_size", 128),
-            ("sparse_topk_blocks", "topk_blocks", 16),
-        )
-    )
-    if size < 1 or count < 1:
-        raise config.refuse(f"its index chooses {count} blocks of {size} keys")
-    scope.tables["shape.context"] = min(scope.find("shape.context"), size * count)
+    scope.put("attention.index.kind", "blocks")
+    for key, (newer, old, default) in _BLOCKS.items():
+        scope.put(f"attention.index.{key}", older.read(old, int, config.read(newer, int, default)))
+    layers = [layer for layer, has_index in enumerate(flags) if has_index]
+    if len(layers) < scope.layers:
+        scope.put("attention.index.layers", layers)
+
+
+def shared_indexes(scope: Description) -> list[int]:
+    """Layers of GLM 5 that share the choice of an earlier one."""
+    config, layers = scope.config, range(scope.layers)
+    kinds = config.read_list("indexer_types")
+    pattern = config.values.get("index_topk_pattern")
+    if not kinds and isinstance(pattern, str | list):
+        kinds = ["shared" if own in ("S", "shared") else "full" for own in pattern]
+    if kinds:
+        return [layer for layer in layers if layer < len(kinds) and kinds[layer] == "shared"]
+    every = max(1, config.read("index_topk_freq", int, 1))
+    offset = config.read("index_skip_topk_offset", int, 2)
+    return [layer for layer in layers if max(layer - offset + 1, 0) % every]
 
 
 def kimi_linear(scope: Description) -> None:

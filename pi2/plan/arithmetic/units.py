@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from pi2.formats import name_packings
-from pi2.model.blocks import list_attention
+from pi2.model.blocks import count_indexes, list_attention
 from pi2.model.options import find_unknown, list_options, read_options
 from pi2.model.states import describe_state
 from pi2.model.tensor import (
@@ -136,12 +136,25 @@ KV_SCALE_BYTES = 2
 """Bytes of the scale that every vector of an int8 cache has."""
 
 
+def find_index_type(kind: KvType) -> KvType:
+    """Type of an index's keys next to a KV cache of a ``kind``: 8 bits would choose others."""
+    return "fp16" if kind == "int8" else kind
+
+
+def count_index_bytes(kind: KvType) -> int:
+    """Bytes of an element of an index's keys."""
+    return KV_ELEMENT_BYTES[find_index_type(kind)]
+
+
 def count_kv_token_bytes(model: Model, kind: KvType) -> int:
     """Bytes that a layer keeps of one token; the mean of all layers."""
     scale, total = KV_SCALE_BYTES if kind == "int8" else 0, 0
     for attention, layers in list_attention(model):
         kinds, count, size = attention.kept
         total += layers * kinds * count * (size * KV_ELEMENT_BYTES[kind] + scale)
+    index = model.attention.index
+    if index is not None:
+        total += count_indexes(model) * index.width * count_index_bytes(kind)
     return total // model.shape.layers
 
 
@@ -167,6 +180,14 @@ def need_kv(plan: Plan, model: Model) -> Need:
             + ("2 (keys, values) x " if kinds == 2 else "")
             + f"{layers} layers x {tokens} tokens x {row} elements "
             f"of {element} byte{'s' if element > 1 else ''}{scales}"
+        )
+    index, layers = model.attention.index, count_indexes(model)
+    if index is not None and layers:
+        each = count_index_bytes(plan.kv.type)
+        total += batch * layers * align_bytes(tokens * index.width * each)
+        several = "" if batch == 1 else f"{batch} sequences x "
+        parts.append(
+            f"{several}{layers} indexes x {tokens} keys x {index.width} elements of {each} bytes"
         )
     return Need(total, "; ".join(parts))
 

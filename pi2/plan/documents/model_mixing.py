@@ -123,6 +123,45 @@ class Latent(Table):
         return self.rank + self.rotated
 
 
+class Index(Table):
+    """Attention to keys that an index chooses for every query.  Contexts of fewer keys are attended
+    as a whole.  Of equal scores, the first position's counts.
+
+    ``tokens`` (DeepSeek V3.2, GLM 5): heads of queries q, made of the vector that attention's
+    queries are made of, meet one key k of each token, which has a LayerNorm; a token's score is the
+    sum of w relu(q k) over heads, with weights w made of the layer's input.  ``blocks`` (MiniMax
+    M3): a head for each key head of attention chooses blocks of keys by the largest q k in them;
+    queries and keys have the norm of heads."""
+
+    kind: Literal["tokens", "blocks"]
+    """Whether it chooses tokens, for all heads, or blocks of tokens, for each key head."""
+    heads: Annotated[int, Field(ge=1, le=2**12, examples=[64])]
+    """Heads of the index."""
+    width: Annotated[int, Field(ge=2, le=2**14, examples=[128])]
+    """Elements of a head's query, and of the key; the first ones are rotated, as many as in
+    attention."""
+    chosen: Annotated[int, Field(ge=1, le=2**24, examples=[2048])]
+    """Tokens or blocks that are chosen."""
+    block: Annotated[int, Field(ge=1, le=2**16, examples=[128])] = 1
+    """Tokens of a block (``blocks``)."""
+    local: Annotated[int, Field(ge=0, le=2**16, examples=[1])] = 0
+    """Last blocks, the query's own included, that are always chosen (``blocks``)."""
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Which elements turn together, as ``rope.pairs`` (``neighbours``: GLM 5)."""
+    epsilon: float = Field(default=1e-6, gt=0.0)
+    """Added to the variance in the LayerNorm of keys (``tokens``)."""
+    layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[3, 4, 5]])
+    """Layers of attention that choose; absent means all."""
+    shared_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[3, 4, 5]])
+    """Layers among them without an index of their own: the choice of the last layer before them
+    with one counts for them (GLM 5.2)."""
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest context of which every key is attended."""
+        return self.chosen * self.block
+
+
 class Attention(Table):
     """Attention beyond its sizes."""
 
@@ -177,6 +216,8 @@ class Attention(Table):
     """Layers whose queries grow; absent means all."""
     latent: Latent | None = None
     """Latent attention, if the model has it."""
+    index: Index | None = None
+    """Index that chooses keys, if the model has one."""
     scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
     """Factor of attention scores; default: 1 / sqrt(head_dim)."""
     softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])

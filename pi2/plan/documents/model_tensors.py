@@ -72,6 +72,19 @@ class Tensors(Table):
     latent_out: str = "model.layers.{layer}.self_attn.kv_b_proj.weight"
     """Projection of the latent vector to each head's key and value [heads x (plain + head_dim),
     rank]."""
+    index_query: str = "model.layers.{layer}.self_attn.indexer.wq_b.weight"
+    """Projection to the index's queries [heads x width, query_rank], or [heads x width, hidden] of
+    an index of blocks."""
+    index_query_norm: str = "model.layers.{layer}.self_attn.indexer.q_norm.weight"
+    """Norm of each of them [width] (``blocks``)."""
+    index_key: str = "model.layers.{layer}.self_attn.indexer.wk.weight"
+    """Projection to its key [width, hidden]."""
+    index_key_norm: str = "model.layers.{layer}.self_attn.indexer.k_norm.weight"
+    """Norm of that [width]."""
+    index_key_norm_bias: str = "model.layers.{layer}.self_attn.indexer.k_norm.bias"
+    """Its bias (``tokens``)."""
+    index_weights: str = "model.layers.{layer}.self_attn.indexer.weights_proj.weight"
+    """Projection to the weights of its heads [heads, hidden] (``tokens``)."""
     inner_norm: str = "model.layers.{layer}.inner_layernorm.{mixer}.weight"
     """Norm before another mixer than the first in layers that have several [hidden];
     ``attention_norm`` is that before the first."""

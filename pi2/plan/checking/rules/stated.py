@@ -48,6 +48,17 @@ def _has_such_keys(model: Model) -> bool:
     return any(attention is not None and attention.keys_are_values for attention in attentions)
 
 
+def _count_rotated(model: Model) -> int:
+    latent = model.attention.latent
+    return model.rope.count_rotated(model.shape.head_dim if latent is None else latent.rotated)
+
+
+def _shares_index(model: Model) -> bool:
+    """Whether the first layer that chooses has no index of its own."""
+    chosen = (own.chooses for block in model.blocks if (own := block.attention) is not None)
+    return next((own for own in chosen if own != "all"), "index") == "shared"
+
+
 def explain_method(method: SparsityMethod, model: Model) -> str | None:
     """Why neurons of ``model`` cannot be cut by ``method``; None if they can."""
     if method == "cats":
@@ -152,7 +163,9 @@ _OF_FACTS: Mapping[str, Callable[..., Any]] = {
     "named_by_file": _name_by_file,
     "obstacle": lambda facts, method: explain_method(method, facts.model),
     "other_choice": lambda facts: find_other_choice(facts.model.moe),
+    "rotated": lambda facts: _count_rotated(facts.model),
     "shared_bytes": _count_shared,
+    "shares_index": lambda facts: _shares_index(facts.model),
     "turns": _list_turns,
     "twice": lambda facts: _list_twice(facts.model),
     "unshared": lambda facts: _list_unshared(facts.model),
