@@ -63,7 +63,7 @@ def test_the_commands_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def list_expressions(table: object) -> Iterator[str]:
     """Conditions of a stated rule, and expressions in its texts."""
     if isinstance(table, str):
-        yield from re.findall(r"\{([^{}]+?)(?::g|:and)?\}", table)
+        yield from re.findall(r"\{([^{}]+?)(?::(?:g|and|\.0%))?\}", table)
     elif isinstance(table, list):
         for item in table:
             yield from list_expressions(item)

@@ -4,8 +4,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
-from pi2.plan.arithmetic.resolved import has_packable_shape, uses_main_memory
-from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.arithmetic.resolved import uses_main_memory
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.device import (
     ComputeFigure,
@@ -33,7 +32,6 @@ from pi2.plan.documents.quantities import (
     write_most,
 )
 from pi2.plan.toml.text import KeyPath
-from pi2.plan.weights.layout import round_up
 
 
 @rule("P252", "error", "device")
@@ -230,59 +228,3 @@ def _name_units(sizes: Mapping[str, int]) -> str:
 def _find_key(name: str) -> KeyPath:
     unit = name.removeprefix("units.")
     return ("memory", "units", unit, "budget") if unit != name else ("memory", "segments", name)
-
-
-@rule("P221", "error", "plan", "device", "model")
-def check_stride_fits_blocks(facts: Facts) -> Iterator[Finding]:
-    stride, block = facts.plan.bundle.stride, find_block_bytes(facts.device)
-    model = facts.model
-    if not has_packable_shape(model):
-        return
-    used = model.lay_out_bundle(scales=facts.plan.bundle.scales).used_bytes
-    if stride < used or stride % block == 0:  # P220 speaks of a stride that is too small
-        return
-    origins: tuple[Origin, ...] = ()
-    if facts.device.storage.block_size is not None:
-        path = ("storage", "block_size")
-        origins = (Origin("device", path, f'block_size = "{format_bytes(block)}"'),)
-    yield Finding(
-        ("bundle", "stride"),
-        f"the stride of {stride} bytes is not a multiple of the device's block of {block} bytes",
-        f'write stride = "{format_bytes(round_up(stride, block))}"',
-        origins=origins,
-    )
-
-
-MOST_WASTE = 2
-"""A stride may be this many times what blocks of 4 KiB make of the bundle."""
-LARGE_BLOCK_BYTES = 4096
-
-
-@rule("P220", "error", "plan", "device", "model")
-def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
-    model = facts.model
-    if not has_packable_shape(model):
-        return
-    used = model.lay_out_bundle(scales=facts.plan.bundle.scales).used_bytes
-    block = find_block_bytes(facts.device)
-    stride = facts.plan.bundle.stride
-    fitting = round_up(used, block)
-    origins = (
-        Origin("model", ("shape", "hidden"), f"hidden = {model.shape.hidden}"),
-        Origin("model", ("quantization", "ffn"), f'ffn weights are "{model.quantization.ffn}"'),
-    )
-    if stride < used:
-        yield Finding(
-            ("bundle", "stride"),
-            f"a neuron takes {used} bytes, the stride is {stride}",
-            f'write stride = "{format_bytes(fitting)}"',
-            origins=origins,
-        )
-    elif stride > MOST_WASTE * round_up(used, max(block, LARGE_BLOCK_BYTES)):
-        yield Finding(
-            ("bundle", "stride"),
-            f"a neuron takes {used} bytes, the stride is {stride}: "
-            f"{1 - used / stride:.0%} of memory and reads would be empty",
-            f'write stride = "{format_bytes(fitting)}"',
-            origins=origins,
-        )

@@ -10,6 +10,7 @@ import tomli
 
 from pi2.formats import find_packing
 from pi2.model.blocks import Attention, list_turns
+from pi2.plan.arithmetic.resolved import has_packable_shape
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_gate_read_bytes, find_block_bytes
 from pi2.plan.checking.findings import Fact, Facts, Finding, Origin, Rule
 from pi2.plan.documents.model import Model
@@ -20,7 +21,7 @@ from pi2.plan.documents.quantities import approximate_bytes, format_bytes, write
 from pi2.plan.toml.expressions import evaluate, parse_expression
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import write_value
-from pi2.plan.weights.layout import GROUP
+from pi2.plan.weights.layout import GROUP, round_up
 
 
 def _list_unshared(model: Model) -> list[int]:
@@ -143,6 +144,14 @@ def _count_shared(facts: Facts) -> int:
     return 0 if file is None else sum(file.shared.values())
 
 
+def _count_bundle(facts: Facts) -> int | None:
+    """Bytes of a neuron; None if the model's neurons have no shape that stores have."""
+    model = facts.model
+    if not has_packable_shape(model):
+        return None
+    return model.lay_out_bundle(scales=facts.plan.bundle.scales).used_bytes
+
+
 def _fits_thresholds(facts: Facts) -> bool:
     found = facts.resolved.thresholds
     return found is not None and found.fits(facts.resolved.model)
@@ -150,6 +159,8 @@ def _fits_thresholds(facts: Facts) -> bool:
 
 _OF_FACTS: Mapping[str, Callable[..., Any]] = {
     "beyond": lambda facts, own: [n for n in own or () if n >= facts.model.shape.layers],
+    "bundle_bytes": _count_bundle,
+    "device_block": lambda facts: find_block_bytes(facts.device),
     "block": lambda facts: find_block_bytes(facts.resolved.device),
     "computes_nothing": _computes_nothing,
     "dial": _name_dial,
@@ -180,13 +191,14 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
     "has_scales": lambda name: find_packing(name).has_scales,
     "least": lambda *values: min(value for value in values if value is not None),
     "most": write_most,
+    "round_up": round_up,
     "most_of": max,
     "length_step": lambda name: find_packing(name).length_step,
     "shares_down_scales": lambda name: find_packing(name).shares_down_scales,
     "size": format_bytes,
 }
 """Functions of expressions."""
-_HOLE = re.compile(r"\{([^{}]+?)(?::(g|and))?\}")
+_HOLE = re.compile(r"\{([^{}]+?)(?::(g|and|\.0%))?\}")
 
 
 @dataclass(frozen=True, slots=True)
