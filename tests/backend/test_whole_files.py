@@ -20,7 +20,7 @@ STATES = (
 NAMES = (
     *("deepseek-v2", "deepseek-v3", "deepseek-v3-older", "gemma4", "gemma4-e2b", "gemma4-moe"),
     *("gemma3n", "gpt-oss", "llama4", "opt", "phimoe"),
-    *("deepseek-v32", "glm-moe-dsa", "minimax-m3-blocks"),
+    *("deepseek32", "glm-dsa", "minimax-m3-blocks"),
     *STATES,
 )
 Open = Callable[[str], WholeFile]
