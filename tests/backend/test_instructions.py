@@ -1,49 +1,37 @@
 """Every instruction of a program, by compiled kernels of each processor next to numpy's line."""
 
 import copy
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pi2.backends.blocks.contract import (
-    ATTENTION,
-    COMMON,
-    FIELDS,
-    INDEX,
-    ROUTING,
-    STATES,
-    BlockSpec,
-)
+from pi2.backends.blocks.contract import ATTENTION, COMMON, FIELDS, INDEX, BlockSpec
 from pi2.backends.blocks.program import Program
 from pi2.backends.blocks.unpacking import list_unpackings
-from tests.helpers.aarch64 import needs_emulator
+from tests.helpers.aarch64 import ARM_FEATURES, needs_emulator
 from tests.helpers.blocks import ArmKernels, Kernels, Numpy, Runner
 from tests.helpers.instruction_cases import BOUNDS, CASES, LIBRARIES, Case, Draw
 from tests.helpers.kernels import list_runnable_isas
 from tests.helpers.product_cases import list_products
 
-ISAS = [name for name in list_runnable_isas() if name in ("avx2", "avx512bw", "avx512vnni")]
 FORMATS = sorted(list_unpackings())
-WAYS = ("f16", "q8_0", "q4_k", "q6_k", "iq4_nl", "iq2_s", "iq1_m", "nvfp4")
+WAYS = (*CASES, "f16", "q8_0", "q4_k", "q6_k", "iq4_nl", "iq2_s", "iq1_m", "nvfp4")
 """Each way of reading codes and scales: other formats add nothing that is one processor's."""
-WIDE = ("f16", "q4_k", "q8_0", "iq3_s", "nvfp4")
-"""Formats for AVX-512 without VNNI: products are those of AVX2 there, in wider registers."""
+WIDE = (*CASES, "f16", "q4_k", "q8_0", "iq3_s", "nvfp4")
+"""For AVX-512 without VNNI: products are those of AVX2 there, in wider registers."""
 OF_CACHES = (ATTENTION, INDEX)
-Open = Callable[[str, str], Runner]
-
-
-@pytest.fixture(scope="module")
-def open_runner(tmp_path_factory: pytest.TempPathFactory) -> Open:
-    folder = tmp_path_factory.mktemp("instructions")
-    return cache(
-        lambda library, processor: (
-            Kernels(library, processor, folder)
-            if processor in ISAS
-            else ArmKernels(library, processor, folder)
-        )
-    )
+PLAIN = (COMMON, "q4_k", "q8_0")
+"""For processors without instructions for products of bytes."""
+RUNNABLE = list_runnable_isas()
+COMPARED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("avx2", "avx512vnni"), (*CASES, *FORMATS)),
+    "avx512bw": WIDE,
+    "dotprod": WAYS,
+    **dict.fromkeys(("sse4.2", "x86-64", "neon"), PLAIN),
+}
+"""Libraries that are compared on each processor; those of aarch64 are emulated."""
 
 
 def list_cases(library: str, lanes: int) -> list[Case]:
@@ -52,25 +40,17 @@ def list_cases(library: str, lanes: int) -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    ("library", "isa"),
+    ("library", "processor"),
     [
-        (library, isa)
-        for library in [*CASES, *FORMATS]
-        for isa in ISAS
-        if isa != "avx512bw" or library in (*CASES, *WIDE)
+        pytest.param(library, name, marks=needs_emulator if name in ARM_FEATURES else [])
+        for name, libraries in COMPARED.items()
+        for library in libraries
+        if name in (*RUNNABLE, *ARM_FEATURES)
     ],
 )
-def test_kernels_compute_what_numpy_defines(library: str, isa: str, open_runner: Open) -> None:
-    check(library, open_runner(LIBRARIES.get(library, library), isa))
-
-
-@needs_emulator
-@pytest.mark.parametrize("features", ["dotprod"])
-@pytest.mark.parametrize("library", [*CASES, *WAYS])
-def test_kernels_of_aarch64_compute_what_numpy_defines(
-    library: str, features: str, open_runner: Open
-) -> None:
-    check(library, open_runner(LIBRARIES.get(library, library), features))
+def test_kernels_compute_what_numpy_defines(library: str, processor: str, tmp_path: Path) -> None:
+    make = Kernels if processor in RUNNABLE else ArmKernels
+    check(library, make(LIBRARIES.get(library, library), processor, tmp_path))
 
 
 def check(library: str, runner: Runner) -> None:
@@ -112,4 +92,3 @@ def test_every_kernel_has_cases_of_every_format_and_kind_of_kv_cache() -> None:
         }
     assert found == expected
     assert {kernel for kernel, _ in found} == set(FIELDS)
-    assert {COMMON, ROUTING, STATES} < set(CASES)
