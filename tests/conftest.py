@@ -40,6 +40,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+KERNELS_OF_STORES = tuple(
+    f"test_kernels_{name}" for name in ("amx", "attention", "dots", "ffn", "i8mm", "isa")
+)
+"""Files about the kernels that are compiled for each store: tests of executors, steps and goldens
+use all of them on each push."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in KERNELS_OF_STORES:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def every_core() -> Iterator[None]:
     """A test that leaves its thread bound to some cores fails; later tests are not bound."""

@@ -32,11 +32,16 @@ KEPT = (37, 30)
 
 
 def pair(values: Iterable[str], few: tuple[str, ...]) -> list[Any]:
-    """Every kind with every value.  GPUs have a few, and `test_gpu_ffn` the others; so does a
-    process, which computes what a thread computes."""
+    """Every kind with every value.  GPUs have a few, and `test_gpu_ffn` the others; each push
+    compiles graphs of a few."""
     pairs = ((kind, value) for kind in KINDS for value in values)
     return [
-        pytest.param(kind, value, id=f"{kind.name}-{value}", marks=kind.marks)
+        pytest.param(
+            kind,
+            value,
+            id=f"{kind.name}-{value}",
+            marks=kind.marks if value in few or kind.name != "hexagon" else pytest.mark.slow,
+        )
         for kind, value in pairs
         if value in few or kind.api is None
     ]
