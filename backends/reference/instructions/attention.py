@@ -169,7 +169,7 @@ def join(own: Arguments) -> None:
         token, head = place = divmod(item, own.heads)
         position, chosen = own.numbers("positions", token + 1)[token], _list_chosen(own, *place)
         count = len(_cut_context(own, int(position), chosen))
-        if count == 1:
+        if count < 2:
             continue
         parts = widen(_view_partials(own, token + 1)[token, head, :count])
         weights = np.exp(parts[:, width] - parts[:, width].max())
