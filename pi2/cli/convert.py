@@ -72,10 +72,11 @@ class ConvertOptions:
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @take_options(ConvertOptions)
 def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
-    """Convert CHECKPOINT into the neuron store STORE.
+    """Convert CHECKPOINT into the neuron store STORE, or into a GGUF file.
 
-    CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights), or a GGUF file (any
-    part of a split one; PowerInfer's too).  Weights are safetensors or, with torch, PyTorch files.
+    CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights), a GGUF file (any
+    part of a split one; PowerInfer's too), or, with -o FILE.gguf, a neuron store with its model
+    document.  Weights are safetensors or, with torch, PyTorch files.
     The store also gets the model document and a plan for this machine, so the model runs at once.
     A failed conversion leaves nothing behind; after Ctrl-C the same command resumes.  With a type
     such as q4_k_m a GGUF file is written instead."""
@@ -105,6 +106,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     if given.quantization in MIXTURES or has_gguf_suffix(given.output):
         quantize(opened, document, given)
         return
+    if opened.document is not None and checkpoint.is_dir():
+        raise click.UsageError("a neuron store becomes a GGUF file: -o FILE.gguf")
     if given.imatrix is not None or given.calibrate:
         name = "imatrix" if given.imatrix is not None else "calibrate"
         raise click.UsageError(f"--{name} goes with --quantization {' or '.join(MIXTURES)}")

@@ -59,6 +59,8 @@ def read_place(folder: Path, file: Path) -> bytes:
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 """Weight files that are a whole checkpoint; safetensors files are preferred."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_MANIFEST = "manifest.json"
+"""What a neuron store has."""
 _MLC_CONFIG = "mlc-chat-config.json"
 """Configuration of a folder that only MLC-LLM computes."""
 SENTENCE_PIECE = "tokenizer.model"
@@ -241,6 +243,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
         return open_gguf(path)
     if not (path / "config.json").exists():
+        if (path / _MANIFEST).exists():
+            from pi2.importing.store_checkpoint import open_store_folder
+
+            return open_store_folder(path)
         if (path / _MLC_CONFIG).exists():
             raise UserError.of(
                 "P532",
