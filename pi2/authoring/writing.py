@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pi2.fitting.sizes import count_unit_needs, find_needs
-from pi2.plan.arithmetic.costs import describe_owners, name_memory
+from pi2.plan.arithmetic.estimates import describe_owners, name_memory
 from pi2.plan.arithmetic.resolved import FileFacts, ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.common import Document, find_type

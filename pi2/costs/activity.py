@@ -291,6 +291,23 @@ def average_chances(hotness: Hotness) -> F64:
     return np.asarray(np.minimum(chances, 1.0))
 
 
+Described = tuple[tuple[LayerActivity, ...], str]
+"""Activity of each layer, and its source."""
+
+
+def _make_layers(
+    model: Model, shares: Sequence[tuple[float, float]], spread: float, batch: int
+) -> tuple[LayerActivity, ...]:
+    """Layers that compute a share of their neurons, and of these fire a part: (share, part)."""
+
+    @cache  # layers that are alike stay the same object
+    def make(share: float, fired: float) -> LayerActivity:
+        named = Hotness(active=share, spread=spread if share < 1.0 else 0.0)
+        return LayerActivity(named=named, chosen=1.0, neurons=model.layer_neurons, fired=fired)
+
+    return _unite_all(_choose_experts(model, [make(*item) for item in shares]), batch)
+
+
 def describe_activity(
     model: Model,
     mode: PredictorMode,
@@ -298,7 +315,7 @@ def describe_activity(
     constants: Constants | None = None,
     *,
     batch: int = 1,
-) -> tuple[tuple[LayerActivity, ...], str]:
+) -> Described:
     """Activity of each layer for ``batch`` sequences, by the ``store``'s statistics, if any."""
     found, source = _describe_single(model, mode, store, constants)
     return _unite_all(found, batch), source
@@ -306,12 +323,14 @@ def describe_activity(
 
 def _describe_single(
     model: Model, mode: PredictorMode, store: Path | None, constants: Constants | None
-) -> tuple[tuple[LayerActivity, ...], str]:
+) -> Described:
     constants = constants or Constants()
     if mode == "router":
         return describe_routing(model, store, constants)
     if mode == "gate" and model.is_smooth and model.cut_layers:
-        return _describe_cutoffs(model, constants)
+        _, spread = _read_model(model, "gate", constants)
+        shares = [(1.0 - block.ffn.closed, 1.0) for block in model.blocks]
+        return _make_layers(model, shares, spread, 1), "the model's cutoffs of gates"
     layers, source = model.shape.layers, "the store's statistics"
     known = find_statistics(model, store)
     if store is None or known is None or read_statistics(store, layers) is None:
@@ -319,12 +338,7 @@ def _describe_single(
         source = f"the model's document ({stated})"
     if known is None:
         active, spread = _read_model(model, mode, constants)
-        layer = LayerActivity(
-            named=Hotness(active=active, spread=0.0 if active >= 1.0 else spread),
-            chosen=1.0,
-            neurons=model.layer_neurons,
-        )
-        return _choose_experts(model, [layer] * layers), source
+        return _make_layers(model, [(active, 1.0)] * layers, spread, 1), source
     counts = None
     if store is not None and mode != "none":
         counts = read_counts(store, layers, model.layer_neurons)
@@ -390,22 +404,6 @@ def describe_routing(
     return tuple(found), source
 
 
-def _describe_cutoffs(model: Model, constants: Constants) -> tuple[tuple[LayerActivity, ...], str]:
-    """Neurons whose gates are open, of layers with a cutoff; of others all."""
-    _, spread = _read_model(model, "gate", constants)
-
-    @cache  # layers that are alike stay the same object
-    def describe(share: float) -> LayerActivity:
-        return LayerActivity(
-            named=Hotness(active=1.0 - share, spread=spread if share else 0.0),
-            chosen=1.0,
-            neurons=model.layer_neurons,
-        )
-
-    found = tuple(describe(block.ffn.closed) for block in model.blocks)
-    return found, "the model's cutoffs of gates"
-
-
 def _read_synthetic(store: Path) -> dict[str, Any] | None:
     """Statistics of a synthetic store; None of another one."""
     try:
@@ -441,33 +439,21 @@ def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistic
     return [layer] * model.shape.layers
 
 
-def describe_cut_activity(
-    model: Model, thresholds: Thresholds, *, batch: int = 1
-) -> tuple[tuple[LayerActivity, ...], str]:
+def describe_cut_activity(model: Model, thresholds: Thresholds, *, batch: int = 1) -> Described:
+    """Activity of an MoE model whose gates are cut by thresholds."""
     _, spread = _read_model(model, "gate", Constants())
-    found = [
-        LayerActivity(
-            named=Hotness(active=layer.computed, spread=spread),
-            chosen=1.0,
-            neurons=model.layer_neurons,
-            opened=1.0,
-            fired=min(1.0, layer.active / max(layer.computed, 1e-9)),
-        )
+    shares = [
+        (layer.computed, min(1.0, layer.active / max(layer.computed, 1e-9)))
         for layer in thresholds.layers
     ]
-    return _unite_all(_choose_experts(model, found), batch), "the plan's thresholds"
+    return _make_layers(model, shares, spread, batch), "the plan's thresholds"
 
 
-def describe_target_activity(
-    model: Model, target: float, *, batch: int = 1
-) -> tuple[tuple[LayerActivity, ...], str]:
-    constants = Constants()
-    _, spread = _read_model(model, "gate", constants)
-    layer = LayerActivity(
-        named=Hotness(active=1.0 - target, spread=spread), chosen=1.0, neurons=model.layer_neurons
-    )
-    found = _choose_experts(model, [layer] * model.shape.layers)
-    return _unite_all(found, batch), "the plan's sparsity.target"
+def describe_target_activity(model: Model, target: float, *, batch: int = 1) -> Described:
+    """Activity of a model of which thresholds will leave out a share."""
+    _, spread = _read_model(model, "gate", Constants())
+    shares = [(1.0 - target, 1.0)] * model.shape.layers
+    return _make_layers(model, shares, spread, batch), "the plan's sparsity.target"
 
 
 @lru_cache(maxsize=512)

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import comb
 
-from pi2.costs.activity import LayerActivity, MergedReads
-from pi2.costs.kernel_times import Rates
-from pi2.costs.reads import ALONE
-from pi2.costs.settings import Settings, Sizes
-from pi2.costs.terms import LayerTerms, Work, find_chance, find_terms
+from pi2.costs.settings import Settings
+from pi2.costs.terms import LayerTerms, Work, find_chance
 
 _MERGED = 0.95
 """Requests for each missing neuron below which neighbours are taken to share them."""
@@ -63,21 +60,12 @@ class Counts:
     """What the processor's hot neurons cost, as neurons that are gathered."""
 
 
-def cost_layer(
-    rates: Rates,
-    sizes: Sizes,
-    settings: Settings,
-    activity: LayerActivity,
-    *,
-    hot: float,
-    cold: float,
-    dense: float = 0.0,
-) -> LayerCost:
-    """Cost of a layer: ``hot`` neurons stay, a cache holds ``cold``, a unit computes ``dense``."""
-    layer = find_layer(rates, sizes, settings, activity, hot=hot, cold=cold, dense=dense)
-    counts = _count_neurons(settings, activity, layer.terms, hot=hot, cold=cold, dense=dense)
+def cost_layer(terms: LayerTerms) -> LayerCost:
+    """Cost of a layer with expected numbers of neurons."""
+    settings, activity = terms.settings, terms.activity
+    counts = _count_neurons(terms)
     if activity.grain == 1 or settings.predictor != "router" or counts.missing <= 0.0:
-        return layer.cost(counts, find_chance(counts.missing))
+        return cost_counts(terms, counts, find_chance(counts.missing))
     # A few experts are missing, or none: times of whole numbers, by how often they come.
     varied = counts.used - activity.always
     number = max(round(varied / activity.grain), 1)
@@ -96,7 +84,7 @@ def cost_layer(
             cached=counts.cached * there,
             hot_weight=counts.hot_weight * there,
         )
-        costs.append((weight, layer.cost(own, float(part > 0.0))))
+        costs.append((weight, cost_counts(terms, own, float(part > 0.0))))
     return LayerCost(
         **{
             item.name: sum(weight * getattr(found, item.name) for weight, found in costs)
@@ -107,121 +95,83 @@ def cost_layer(
     )
 
 
-def find_layer(
-    rates: Rates,
-    sizes: Sizes,
-    settings: Settings,
-    activity: LayerActivity,
-    *,
-    hot: float,
-    cold: float,
-    dense: float = 0.0,
-) -> CostedLayer:
-    merged, reads = ALONE, settings.reads
-    if reads is not None and reads.merge_gap is not None:
-        merged = activity.merge_reads(hot, cold, reads.merge_gap)
-    return CostedLayer(
-        settings=settings,
-        terms=find_terms(rates, sizes, settings, activity, hot=hot, dense=dense),
-        merged=merged,
-        streamed=activity.neurons * (1.0 - hot),
-        hot_bytes=round(hot * activity.neurons) * sizes.stride,
+def cost_counts(terms: LayerTerms, counts: Counts, chance: float) -> LayerCost:
+    """Times of ``counts``, of which some miss with a ``chance``."""
+    settings = terms.settings
+    look_up_s = terms.time_look_up(counts.missing, counts.cached, chance)
+    gathered_s = (counts.hot_weight + counts.cached) * terms.neuron.seconds
+    missing_s = counts.missing * terms.neuron.seconds
+    calls_s = terms.call_s * (counts.resident >= 1.0)
+    read_s = wait_s = 0.0
+    if settings.stream is not None:
+        pieces = settings.stream.count_pieces(terms.streamed)
+        calls_s += pieces * terms.call_s
+    elif counts.missing > 0 and settings.reads is not None:
+        parts = settings.reads.count_parts(counts.missing / chance)
+        calls_s += chance * parts * terms.part_call_s
+    elif counts.missing > 0:
+        calls_s += 0.0 if counts.resident >= 1.0 else terms.call_s
+    compute_s = gathered_s + missing_s + calls_s
+    steps = [
+        terms.predict,
+        Work(seconds=look_up_s),
+        Work(seconds=gathered_s + missing_s, bytes_s=terms.neuron.bytes_s),
+        Work(seconds=calls_s),
+    ]
+    ready_s = run_beside(steps, terms)
+    if counts.missing > 0:
+        if settings.stream is not None:
+            read_s = settings.stream.time_read(terms.streamed)
+            before_s = terms.before_s + gathered_s + terms.call_s
+            wait_s = settings.stream.time_wait(terms.streamed, before_s, missing_s + calls_s)
+        elif settings.reads is not None:
+            missing = counts.missing / chance
+            read_s = chance * settings.reads.time(missing, terms.merged, counts.absent)
+            last_s = min(missing_s / parts * terms.workers, missing_s)
+            hidden_s = _find_hidden(settings, terms, compute_s, ready_s, last_s)
+            wait_s = read_s - settings.reads.overlap * min(read_s, max(hidden_s, 0.0))
+            # Threads that have waited for a part have to be woken.
+            woken_s = chance * parts * terms.wake_s * wait_s / read_s
+            compute_s += woken_s
+            steps.append(Work(seconds=woken_s))
+    ffn_s = run_beside([*steps, Work(seconds=wait_s)], terms)
+    if settings.look_ahead == "layer" and settings.reads is not None:
+        # The flash is what the next layer waits for, whichever unit this one has waited for.
+        ffn_s = run_beside(steps, terms) + wait_s
+    return LayerCost(
+        attention_s=terms.attention_s,
+        norm_s=terms.norm_s,
+        predict_s=terms.predict.seconds,
+        look_up_s=look_up_s,
+        python_s=terms.python_s,
+        compute_s=compute_s,
+        dense_s=terms.launch_s + terms.dense.seconds if terms.dense.seconds else 0.0,
+        read_s=read_s,
+        wait_s=wait_s,
+        ffn_s=ffn_s,
+        used=counts.used,
+        missing=counts.missing,
+        hot_bytes=terms.hot_bytes,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostedLayer:
-    """Layers of one kind: numbers of neurons get their times here."""
-
-    settings: Settings
-    terms: LayerTerms
-    merged: MergedReads
-    streamed: float
-    """Neurons that are not resident."""
-    hot_bytes: int
-
-    def cost(self, counts: Counts, chance: float) -> LayerCost:
-        """Times of ``counts``, of which some miss with a ``chance``."""
-        settings, terms = self.settings, self.terms
-        look_up_s = terms.time_look_up(counts.missing, counts.cached, chance)
-        gathered_s = (counts.hot_weight + counts.cached) * terms.neuron.seconds
-        missing_s = counts.missing * terms.neuron.seconds
-        calls_s = terms.call_s * (counts.resident >= 1.0)
-        read_s = wait_s = 0.0
-        if settings.stream is not None:
-            pieces = settings.stream.count_pieces(self.streamed)
-            calls_s += pieces * terms.call_s
-        elif counts.missing > 0 and settings.reads is not None:
-            parts = settings.reads.count_parts(counts.missing / chance)
-            calls_s += chance * parts * terms.part_call_s
-        elif counts.missing > 0:
-            calls_s += 0.0 if counts.resident >= 1.0 else terms.call_s
-        compute_s = gathered_s + missing_s + calls_s
-        steps = [
-            terms.predict,
-            Work(seconds=look_up_s),
-            Work(seconds=gathered_s + missing_s, bytes_s=terms.neuron.bytes_s),
-            Work(seconds=calls_s),
-        ]
-        ready_s = run_beside(steps, terms)
-        if counts.missing > 0:
-            if settings.stream is not None:
-                read_s = settings.stream.time_read(self.streamed)
-                before_s = terms.before_s + gathered_s + terms.call_s
-                wait_s = settings.stream.time_wait(self.streamed, before_s, missing_s + calls_s)
-            elif settings.reads is not None:
-                missing = counts.missing / chance
-                read_s = chance * settings.reads.time(missing, self.merged, counts.absent)
-                last_s = min(missing_s / parts * terms.workers, missing_s)
-                hidden_s = _find_hidden(settings, terms, compute_s, ready_s, last_s)
-                wait_s = read_s - settings.reads.overlap * min(read_s, max(hidden_s, 0.0))
-                # Threads that have waited for a part have to be woken.
-                woken_s = chance * parts * terms.wake_s * wait_s / read_s
-                compute_s += woken_s
-                steps.append(Work(seconds=woken_s))
-        ffn_s = run_beside([*steps, Work(seconds=wait_s)], terms)
-        if settings.look_ahead == "layer" and settings.reads is not None:
-            # The flash is what the next layer waits for, whichever unit this one has waited for.
-            ffn_s = run_beside(steps, terms) + wait_s
-        return LayerCost(
-            attention_s=terms.attention_s,
-            norm_s=terms.norm_s,
-            predict_s=terms.predict.seconds,
-            look_up_s=look_up_s,
-            python_s=terms.python_s,
-            compute_s=compute_s,
-            dense_s=terms.launch_s + terms.dense.seconds if terms.dense.seconds else 0.0,
-            read_s=read_s,
-            wait_s=wait_s,
-            ffn_s=ffn_s,
-            used=counts.used,
-            missing=counts.missing,
-            hot_bytes=self.hot_bytes,
-        )
-
-    def count_read_bytes(self, counts: Counts) -> float:
-        reads, stream = self.settings.reads, self.settings.stream
-        if stream is not None:
-            return self.streamed * stream.stride
-        if reads is None or counts.missing <= 0.0:
-            return 0.0
-        together = reads.merge_dense(counts.missing, counts.absent)
-        if together is not None and together.requests < _MERGED:
-            return counts.missing * reads.stride * (1.0 + together.unwanted)
-        return counts.missing * reads.read_bytes * (1.0 + self.merged.unwanted)
+def count_read_bytes(terms: LayerTerms, counts: Counts) -> float:
+    """Bytes from flash of a layer's token."""
+    reads, stream = terms.settings.reads, terms.settings.stream
+    if stream is not None:
+        return terms.streamed * stream.stride
+    if reads is None or counts.missing <= 0.0:
+        return 0.0
+    together = reads.merge_dense(counts.missing, counts.absent)
+    if together is not None and together.requests < _MERGED:
+        return counts.missing * reads.stride * (1.0 + together.unwanted)
+    return counts.missing * reads.read_bytes * (1.0 + terms.merged.unwanted)
 
 
-def _count_neurons(
-    settings: Settings,
-    activity: LayerActivity,
-    terms: LayerTerms,
-    *,
-    hot: float,
-    cold: float,
-    dense: float,
-) -> Counts:
+def _count_neurons(terms: LayerTerms) -> Counts:
+    settings, activity = terms.settings, terms.activity
+    hot, cold, dense = terms.hot, terms.cold, terms.dense_share
     possible = activity.neurons * activity.chosen
-    dense = min(dense, hot)
     absent = possible * (1.0 - hot)
     if settings.predictor == "none":
         # What does not stay is streamed, layer after layer, whatever the cache holds; of a mixture

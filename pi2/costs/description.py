@@ -17,16 +17,14 @@ from pi2.costs.activity import (
     describe_target_activity,
 )
 from pi2.costs.constants import Constants, Figure
-from pi2.costs.cost_layer import CostedLayer, LayerCost, cost_layer, find_layer
-from pi2.costs.kernel_times import Linear, Rates
+from pi2.costs.cost_layer import LayerCost, cost_layer
+from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
-from pi2.costs.rates import MISSING_FIGURE, find_card_share, is_fast_card, read_rates
+from pi2.costs.rates import read_rates, read_whole_rates
 from pi2.costs.settings import POSITION, Settings, Sizes, measure_sizes, read_settings, share_cold
-from pi2.costs.terms import time_head, time_row
-from pi2.diagnostics import UserError
+from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_read_rows
-from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.model import Model
 
 
@@ -68,84 +66,6 @@ def _list_assumptions(resolved: ResolvedPlan, rates: Rates) -> tuple[str, ...]:
         )
     takes = "no time, the device has no rates of it" if known is None else f"{known}'s time"
     return (*found, *(f"{name} takes {takes}" for name in units if name != known))
-
-
-ATTENTION_KERNELS = 6
-"""Norm, QKV projection, writing the KV cache, scores, mixing, output."""
-NAMED_KERNELS = 4
-"""List of places of the neurons that a predictor names, activations, sums of parts, their join."""
-ROUTER_KERNELS = 8
-"""Scores, softmax, choice, weights, their sum and scale, gathering, and adding up."""
-LAST_KERNELS = 2
-"""Norm and head; with the embedding, three a token."""
-
-
-def read_whole_rates(device: Device, name: str, constants: Constants | None = None) -> Rates:
-    """Rates of the unit ``name`` that has the whole model; UserError P351 without its rate."""
-    constants = constants or Constants()
-    unit = device.units[name]
-    bytes_s, figures, source = _find_memory_rate(device, name, unit, constants)
-    kernel_s = _find_kernel_time(unit, constants)
-    linear = Linear(call_s=kernel_s, bytes_s=bytes_s)
-    gather = Linear(
-        call_s=NAMED_KERNELS * kernel_s, bytes_s=constants.whole_gather_efficiency * bytes_s
-    )
-    return Rates(
-        measured=False,
-        whole_unit=name,
-        cores=1,
-        bandwidth_bytes_s=bytes_s,
-        multiply=Linear(call_s=LAST_KERNELS * kernel_s, bytes_s=bytes_s),
-        project=Linear(call_s=ATTENTION_KERNELS * kernel_s, bytes_s=bytes_s),
-        attend=Linear(call_s=0.0, bytes_s=bytes_s),
-        predict=linear,
-        gather=gather,
-        gate=linear,
-        open=gather,
-        norm_s=kernel_s,
-        route_s=ROUTER_KERNELS * kernel_s,
-        token_s=constants.submit_s + kernel_s,
-        shared_bytes_s=bytes_s,
-        power_w=None if unit.power is None else float(unit.power.value),
-        both_w=None if unit.power is None else float(unit.power.value),
-        sources={f"{name} bandwidth": source},
-        figures=tuple(figures),
-        constants=constants,
-    )
-
-
-def _find_kernel_time(unit: Unit, constants: Constants) -> float:
-    if unit.architecture == "metal":
-        return constants.metal_kernel_s
-    is_slow = unit.memory is not None and not is_fast_card(unit)
-    return constants.slow_kernel_s if is_slow else constants.recorded_kernel_s
-
-
-def _find_memory_rate(
-    device: Device, name: str, unit: Unit, constants: Constants
-) -> tuple[float, list[Figure], str]:
-    """Bytes per second that the unit reads of its memory, or of main memory where it has none."""
-    own, where = unit.memory, f"units.{name}.memory"
-    measured = own.read_bandwidth if own is not None else unit.read_bandwidth
-    peak = own.peak_bandwidth if own is not None else device.memory.peak_bandwidth
-    if measured is not None:
-        figure = Figure(
-            name=f"{where}.read_bandwidth" if own is not None else f"units.{name}.read_bandwidth",
-            status=measured.status,
-            source=measured.source,
-        )
-        return float(measured.value), [figure], f"{measured.status}: {measured.source}"
-    if peak is None:
-        raise UserError.of(
-            MISSING_FIGURE,
-            f"the device {device.id!r} has no figure {where}.read_bandwidth",
-            help="measure it with `pi2 probe`, or state its peak_bandwidth, from which it is "
-            "estimated",
-        )
-    share = constants.dense_of_peak if own is None else find_card_share(unit, constants)
-    origin = f"{share:.0%} of its memory's peak"
-    figure = Figure(name=f"{where}.peak_bandwidth", status="estimated", source=origin)
-    return share * float(peak.value), [figure], f"estimated: {origin}"
 
 
 _READING_WEIGHT = 3.0
@@ -229,20 +149,16 @@ class Description:
             return self.whole
         return self.sizes, self.settings
 
-    def find_layer(self, kind: LayerKind) -> CostedLayer:
+    def find_terms(self, kind: LayerKind) -> LayerTerms:
         sizes, settings = self.choose(kind)
         hot, cold, dense = kind.hot, kind.cold, self.find_dense(kind)
-        return find_layer(
+        return find_terms(
             self.rates, sizes, settings, kind.activity, hot=hot, cold=cold, dense=dense
         )
 
     def cost_layer(self, kind: LayerKind) -> LayerCost:
         """Expected cost of a layer."""
-        sizes, settings = self.choose(kind)
-        hot, cold, dense = kind.hot, kind.cold, self.find_dense(kind)
-        return cost_layer(
-            self.rates, sizes, settings, kind.activity, hot=hot, cold=cold, dense=dense
-        )
+        return cost_layer(self.find_terms(kind))
 
     def find_core_share(self) -> float:
         """Part of its speed that the processor keeps: the less, the longer a token reads."""

@@ -5,7 +5,7 @@ from math import isinf
 from typing import Any, get_args
 
 from pi2.costs.constants import Constants, Figure, Flash, keep_core
-from pi2.costs.kernel_times import DenseUnit, KernelTimes, Rates, count_ops
+from pi2.costs.kernel_times import DenseUnit, KernelTimes, Linear, Rates, count_ops
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import Device, ShareFigure, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
@@ -31,16 +31,28 @@ def read_rates(
     return _Reader(device, width, constants or Constants()).read(unit)
 
 
-def is_fast_card(unit: Unit) -> bool:
+def read_whole_rates(device: Device, name: str, constants: Constants | None = None) -> Rates:
+    """Rates of the unit ``name`` that has the whole model; UserError P351 without its rate. It
+    takes the processor's place: a step takes its bytes, and a fixed time for every kernel."""
+    constants = constants or Constants()
+    return _Reader(device, None, constants).read_whole(name, device.units[name])
+
+
+ATTENTION_KERNELS = 6
+"""Norm, QKV projection, writing the KV cache, scores, mixing, output."""
+NAMED_KERNELS = 4
+"""List of places of the neurons that a predictor names, activations, sums of parts, their join."""
+ROUTER_KERNELS = 8
+"""Scores, softmax, choice, weights, their sum and scale, gathering, and adding up."""
+LAST_KERNELS = 2
+"""Norm and head; with the embedding, three a token."""
+
+
+def _is_fast_card(unit: Unit) -> bool:
     """Whether the unit is a card of the class whose memory is fastest."""
     own = unit.memory
     figure = None if own is None else own.peak_bandwidth or own.read_bandwidth
     return figure is not None and figure.value >= _FAST_CARD_BYTES_S
-
-
-def find_card_share(unit: Unit, constants: Constants) -> float:
-    """Part of the peak rate of its own memory that a card reaches."""
-    return constants.fast_card_of_peak if is_fast_card(unit) else constants.card_of_peak
 
 
 def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[str, Any]:
@@ -246,23 +258,69 @@ class _Reader:
             has_memory=unit.memory is not None,
         )
 
+    def read_whole(self, name: str, unit: Unit) -> Rates:
+        constants = self._constants
+        kernel_s = constants.recorded_kernel_s
+        if unit.architecture == "metal":
+            kernel_s = constants.metal_kernel_s
+        elif unit.memory is not None and not _is_fast_card(unit):
+            kernel_s = constants.slow_kernel_s
+        self._sources.clear()
+        bytes_s = self._find_dense_rate(name, unit, estimated=True)
+        if bytes_s is None or self._missing:
+            raise UserError(tuple(self._missing), exit_code=2)
+        linear = Linear(call_s=kernel_s, bytes_s=bytes_s)
+        gather = Linear(
+            call_s=NAMED_KERNELS * kernel_s, bytes_s=constants.whole_gather_efficiency * bytes_s
+        )
+        power_w = None if unit.power is None else float(unit.power.value)
+        return Rates(
+            measured=False,
+            whole_unit=name,
+            cores=1,
+            bandwidth_bytes_s=bytes_s,
+            multiply=replace(linear, call_s=LAST_KERNELS * kernel_s),
+            project=replace(linear, call_s=ATTENTION_KERNELS * kernel_s),
+            attend=replace(linear, call_s=0.0),
+            predict=linear,
+            gather=gather,
+            gate=linear,
+            open=gather,
+            norm_s=kernel_s,
+            route_s=ROUTER_KERNELS * kernel_s,
+            token_s=constants.submit_s + kernel_s,
+            shared_bytes_s=bytes_s,
+            power_w=power_w,
+            both_w=power_w,
+            sources=self._sources,
+            figures=tuple(self._figures),
+            constants=constants,
+        )
+
     def _find_dense_rate(self, name: str, unit: Unit, *, estimated: bool) -> float | None:
+        constants = self._constants
         if unit.memory is None:
             if unit.read_bandwidth is None and not estimated:
                 return None
-            return self._read_bandwidth(unit, self._constants.dense_of_peak, name)
-        figure, share = unit.memory.read_bandwidth, 1.0
+            return self._read_bandwidth(unit, constants.dense_of_peak, name)
+        figure, share, key = unit.memory.read_bandwidth, 1.0, "read_bandwidth"
         if figure is None:
-            figure, share = unit.memory.peak_bandwidth, find_card_share(unit, self._constants)
+            is_fast, key = _is_fast_card(unit), "peak_bandwidth"
+            figure = unit.memory.peak_bandwidth
+            share = constants.fast_card_of_peak if is_fast else constants.card_of_peak
         if figure is None:
             if estimated:
                 self._miss(
                     f"units.{name}.memory.read_bandwidth",
-                    "state the rate at which the unit reads its memory, or its peak_bandwidth",
+                    "measure it with `pi2 probe`, or state its peak_bandwidth, from which it is "
+                    "estimated",
                 )
             return None
-        origin = figure.source if share == 1.0 else f"{share:.0%} of its memory's peak"
-        self._sources[f"{name} bandwidth"] = f"{figure.status}: {origin}"
+        status, origin = figure.status, figure.source
+        if share != 1.0:
+            status, origin = "estimated", f"{share:.0%} of its memory's peak"
+        self._sources[f"{name} bandwidth"] = f"{status}: {origin}"
+        self._use(f"units.{name}.memory.{key}", status, origin)
         return share * float(figure.value)
 
     def _find_launch(self, unit: Unit) -> float:

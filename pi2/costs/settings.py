@@ -15,7 +15,7 @@ from pi2.costs.reads import Phases, Reads, find_reads
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import list_graph_tokens
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
-from pi2.plan.arithmetic.costs import choose_request_bytes
+from pi2.plan.arithmetic.estimates import choose_request_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons, find_block_bytes
 from pi2.plan.arithmetic.units import (

@@ -5,9 +5,10 @@ from math import expm1
 
 import numpy as np
 
-from pi2.costs.activity import LayerActivity, average_chances
+from pi2.costs.activity import LayerActivity, MergedReads, average_chances
 from pi2.costs.hotness import weigh_hot
 from pi2.costs.kernel_times import Linear, Rates
+from pi2.costs.reads import ALONE
 from pi2.costs.settings import Settings, Sizes
 from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.documents.model import Model
@@ -35,6 +36,18 @@ class Work:
 class LayerTerms:
     """Steps of a layer, without the ones that depend on missing neurons."""
 
+    settings: Settings
+    activity: LayerActivity
+    hot: float
+    """Share of the neurons that stays in memory."""
+    cold: float
+    """Share that the cache holds."""
+    dense_share: float
+    """Share that the dense unit computes."""
+    merged: MergedReads
+    streamed: float
+    """Neurons that are not resident."""
+    hot_bytes: int
     attention_s: float
     """Projections and the KV cache, at the settings' position."""
     position_s: float
@@ -85,9 +98,11 @@ def find_terms(
     activity: LayerActivity,
     *,
     hot: float,
+    cold: float = 0.0,
     dense: float = 0.0,
 ) -> LayerTerms:
-    """Terms of a layer with ``hot`` neurons resident and ``dense`` ones on a dense unit."""
+    """Terms of a layer with ``hot`` neurons resident, ``cold`` ones cached and ``dense`` ones on a
+    dense unit."""
     speed, batch = rates.scale(settings.threads), settings.batch
     unit = rates.dense
     shared = rates.shared_bytes_s
@@ -119,7 +134,18 @@ def find_terms(
             )
             seconds = max(seconds, operations / unit.ops_s)
         computed = Work(seconds=seconds, bytes_s=0.0 if unit.has_memory else size / seconds)
+    merged, reads = ALONE, settings.reads
+    if reads is not None and reads.merge_gap is not None:
+        merged = activity.merge_reads(hot, cold, reads.merge_gap)
     return LayerTerms(
+        settings=settings,
+        activity=activity,
+        hot=hot,
+        cold=cold,
+        dense_share=dense,
+        merged=merged,
+        streamed=activity.neurons * (1.0 - hot),
+        hot_bytes=round(hot * activity.neurons) * sizes.stride,
         attention_s=attention_s,
         position_s=position_s,
         norm_s=time_norm(rates, sizes, settings),

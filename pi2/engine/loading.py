@@ -27,7 +27,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, ReadSettings
 from pi2.memory.granules import SingleNeurons
 from pi2.model.tensor import LAYER_EMBEDDING
-from pi2.plan.arithmetic.costs import choose_request_bytes, count_requests_in_flight
+from pi2.plan.arithmetic.estimates import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import (
     count_chunk_tokens,

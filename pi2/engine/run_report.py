@@ -16,7 +16,7 @@ from pi2.engine.statistics import (
     read_peak_rss_bytes,
     split_time,
 )
-from pi2.plan.arithmetic.costs import find_read_rate
+from pi2.plan.arithmetic.estimates import find_read_rate
 from pi2.plan.documents.plan import Decode
 from pi2.plan.documents.quantities import approximate_bytes
 

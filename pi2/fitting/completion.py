@@ -20,7 +20,7 @@ from pi2.fitting.budget import (
     write_memory,
 )
 from pi2.fitting.sizes import find_needs
-from pi2.plan.arithmetic.costs import USUAL_CHUNK, list_chunks
+from pi2.plan.arithmetic.estimates import USUAL_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.checking.rules.stated import find_other_choice

@@ -6,7 +6,7 @@ from functools import cache
 
 from pi2.fitting import find_backend, find_executor_backend, find_graph_backend, find_unit_backend
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
-from pi2.plan.arithmetic.costs import count_absent, find_memory_rate, find_read_rate
+from pi2.plan.arithmetic.estimates import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_mixer_bytes
 from pi2.plan.checking.findings import Facts, Finding, Origin, Rule, rule

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.costs.cost import Cost, cost_resolved
-from pi2.costs.description import read_whole_rates
 from pi2.costs.kernel_times import Rates
-from pi2.costs.rates import check_flash, check_power, read_rates
+from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rates
 from pi2.costs.settings import StoredLayout, read_stored
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import MIB, Shortage, fit_plan

@@ -10,7 +10,7 @@ from typing import Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost, cost_resolved
-from pi2.costs.description import read_whole_rates
+from pi2.costs.rates import read_whole_rates
 from pi2.costs.reads import PAGE_BYTES, IoChoice
 from pi2.costs.settings import StoredLayout
 from pi2.diagnostics import UserError

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi2.arrays import F64, I64
-from pi2.costs.cost_layer import CostedLayer, Counts, LayerCost
+from pi2.costs.cost_layer import Counts, LayerCost, cost_counts, count_read_bytes
 from pi2.costs.description import Description, LayerKind
 from pi2.costs.hotness import TokenDraws, draw_experts, draw_shifts, draw_tokens
+from pi2.costs.terms import LayerTerms
 from pi2.tracing import Recorder
 
 Progress = Callable[[float], None]
@@ -49,7 +50,7 @@ def simulate_decode(
     positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
     done = 0
     for kind in description.kinds:
-        layer = description.find_layer(kind)
+        layer = description.find_terms(kind)
         before_s = kind.count * time_before(layer, positions)
         total["token_s"] += before_s
         total["cpu_s"] += before_s
@@ -62,9 +63,9 @@ def simulate_decode(
     return DecodeRun(**total)
 
 
-def time_before(layer: CostedLayer, positions: F64) -> F64:
+def time_before(layer: LayerTerms, positions: F64) -> F64:
     added = positions - layer.settings.position
-    return layer.terms.before_s + added * layer.terms.position_s
+    return layer.before_s + added * layer.position_s
 
 
 def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
@@ -87,7 +88,7 @@ def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
 def list_counts(
     description: Description,
     kind: LayerKind,
-    layer: CostedLayer,
+    layer: LayerTerms,
     shifts: F64,
     random: np.random.Generator,
 ) -> tuple[list[Counts], I64]:
@@ -95,7 +96,7 @@ def list_counts(
     drawn = _draw_neurons(description, kind, layer, shifts, random)
     hot, cached, missing = drawn.hot, drawn.cached, drawn.missing
     active = drawn.dense + hot + cached + missing
-    rows = np.stack([active, missing, hot + cached, cached, hot * layer.terms.hot_part], axis=-1)
+    rows = np.stack([active, missing, hot + cached, cached, hot * layer.hot_part], axis=-1)
     unique, where = np.unique(rows.reshape(-1, rows.shape[-1]), axis=0, return_inverse=True)
     absent = kind.activity.neurons * kind.activity.chosen * (1.0 - kind.hot)
     counts = [
@@ -108,7 +109,7 @@ def list_counts(
 def _draw_neurons(
     description: Description,
     kind: LayerKind,
-    layer: CostedLayer,
+    layer: LayerTerms,
     shifts: F64,
     random: np.random.Generator,
 ) -> TokenDraws:
@@ -146,19 +147,17 @@ def _draw_neurons(
     )
 
 
-def _cost(layer: CostedLayer, counts: Counts) -> LayerCost:
-    return layer.cost(counts, min(counts.missing, 1.0))
+def _cost(layer: LayerTerms, counts: Counts) -> LayerCost:
+    return cost_counts(layer, counts, min(counts.missing, 1.0))
 
 
-def _add_layers(
-    total: dict[str, F64], layer: CostedLayer, counts: list[Counts], where: I64
-) -> None:
+def _add_layers(total: dict[str, F64], layer: LayerTerms, counts: list[Counts], where: I64) -> None:
     """Add the layers' times to their tokens, the places of whose counts are ``where``."""
     rows = []
     for own in counts:
         cost = _cost(layer, own)
         computed_s = cost.ffn_s - cost.wait_s
-        size = layer.count_read_bytes(own)
+        size = count_read_bytes(layer, own)
         times = cost.ffn_s, cost.read_s, cost.wait_s, computed_s, cost.dense_s
         rows.append((*times, size, own.used, own.missing))
     for name, values in zip(DecodeRun.__dataclass_fields__, np.array(rows).T, strict=True):
@@ -171,9 +170,9 @@ def trace_decode(
     random = np.random.default_rng(seed)
     shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
     recorder, settings = Recorder(), description.settings
-    works: dict[int, tuple[CostedLayer, list[Counts]]] = {}
+    works: dict[int, tuple[LayerTerms, list[Counts]]] = {}
     for kind in description.kinds:
-        layer = description.find_layer(kind)
+        layer = description.find_terms(kind)
         counts, where = list_counts(description, kind, layer, shifts, random)
         for place, number in enumerate(kind.layers):
             works[number] = layer, [counts[at] for at in where[:, place].tolist()]
@@ -228,7 +227,7 @@ def simulate_layers(description: Description) -> tuple[float, ...]:
     times: dict[int, float] = {}
     for kind in description.kinds:
         total = {name: np.zeros(tokens) for name in DecodeRun.__dataclass_fields__}
-        layer = description.find_layer(kind)
+        layer = description.find_terms(kind)
         _add_layers(total, layer, *list_counts(description, kind, layer, shifts, random))
         ffn_s = float(total["token_s"].mean()) / kind.count
         before_s = float(time_before(layer, positions).mean())

@@ -17,7 +17,7 @@ from pi2.memory.bundle_files import BundleFile
 from pi2.memory.expert_slots import ReadAhead
 from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.granules import choose_granule
-from pi2.plan.arithmetic.costs import choose_request_bytes
+from pi2.plan.arithmetic.estimates import choose_request_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.reader import NeuronStore
