@@ -74,9 +74,8 @@ class Sizes:
     """Weights and scales of a neuron that is computed."""
     dense_neuron: int
     """Weights of a neuron on an NPU, which has one scale for a whole row."""
-    whole_neuron: int
-    """Weights and scales of a neuron as the store has them."""
-    stride: int
+    bundle: BundleLayout
+    """A neuron as the store has it."""
     head: int
     head_weights: int
     predictor_weights: int
@@ -84,9 +83,6 @@ class Sizes:
     projection_weights: int
     """Number of weights of attention and of an FFN next to experts, for arithmetic."""
     hidden: int
-    is_gated: bool
-    down_weight: float
-    """Bytes of a down column, of which a gate row has 1."""
 
 
 def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleLayout) -> Sizes:
@@ -115,17 +111,14 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleL
         predictors=round(active) if predictor else 0,
         experts=0 if model.moe is None else model.moe.experts,
         neuron=neuron,
-        whole_neuron=bundle.neuron_bytes,
+        bundle=bundle,
         dense_neuron=sum(weight_bytes(width, part.precision) for part in bundle.parts),
-        down_weight=bundle.down_bytes / bundle.gate_bytes,
-        stride=bundle.stride,
         head=matrix_bytes(shape.vocab, shape.stored_hidden, head),
         head_weights=shape.vocab * shape.stored_hidden,
         predictor_weights=predictor_weights,
         neuron_weights=len(bundle.parts) * width,
         projection_weights=count_mixer_weights(model),
         hidden=shape.stored_hidden,
-        is_gated=bundle.is_gated,
     )
 
 

@@ -126,7 +126,7 @@ def find_terms(
     dense_neurons = activity.neurons * activity.chosen * dense
     if dense_neurons > 0 and unit is not None:
         launch_s = unit.launch_s
-        size = dense_neurons * (sizes.dense_neuron if unit.is_npu else sizes.whole_neuron)
+        size = dense_neurons * (sizes.dense_neuron if unit.is_npu else sizes.bundle.neuron_bytes)
         seconds = size / unit.bytes_s
         if unit.ops_s is not None:
             operations = (
@@ -145,7 +145,7 @@ def find_terms(
         dense_share=dense,
         merged=merged,
         streamed=activity.neurons * (1.0 - hot),
-        hot_bytes=round(hot * activity.neurons) * sizes.stride,
+        hot_bytes=round(hot * activity.neurons) * sizes.bundle.stride,
         attention_s=attention_s,
         position_s=position_s,
         norm_s=time_norm(rates, sizes, settings),
@@ -306,9 +306,10 @@ def _count_neuron_bytes(
 ) -> float:
     """Mean bytes read of a neuron: up behind open gates, down if it fires."""
     names_all = settings.predictor in ("none", "router")
-    if not rates.measured or not sizes.is_gated or names_all:
+    if not rates.measured or not sizes.bundle.is_gated or names_all:
         return float(sizes.neuron)
+    # Bytes of a down column, of which a gate row has 1.
+    down = sizes.bundle.down_bytes / sizes.bundle.gate_bytes
     if settings.predictor == "gate":
-        return sizes.neuron * (1.0 + sizes.down_weight * activity.fired) / (1 + sizes.down_weight)
-    read = 1.0 + activity.opened + sizes.down_weight * activity.fired
-    return sizes.neuron * read / (2 + sizes.down_weight)
+        return sizes.neuron * (1.0 + down * activity.fired) / (1.0 + down)
+    return sizes.neuron * (1.0 + activity.opened + down * activity.fired) / (2.0 + down)

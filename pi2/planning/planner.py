@@ -28,7 +28,6 @@ from pi2.planning.refinement import (
     REWRITE_GAIN,
     Decision,
     LayoutDecision,
-    LayoutOption,
     list_bundles,
     list_whole_plans,
     needs_rewriting,
@@ -197,21 +196,10 @@ def _choose_layout(
     chosen = min(plans, key=score)
     bundle = chosen.resolved.bundle
     decision = LayoutDecision(
-        chosen=bundle.stride,
-        scales=bundle.scales,
+        bundle=bundle,
         usual_scales=wish.model.lay_out_bundle().scales,
-        used_bytes=bundle.used_bytes,
         block_bytes=find_block_bytes(wish.device),
-        others=tuple(
-            LayoutOption(
-                stride=item.resolved.bundle.stride,
-                scales=item.resolved.bundle.scales,
-                tokens_s=item.cost.tokens_s,
-                memory_bytes=item.cost.memory_bytes,
-            )
-            for item in plans
-            if item is not chosen
-        ),
+        others=tuple((item.resolved.bundle, item.cost) for item in plans if item is not chosen),
         stored=stored,
         store=f"stores/{wish.model.id}" if wish.store is None else str(wish.store),
         reads_experts=wish.model.moe is not None

@@ -95,26 +95,15 @@ REWRITE_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutOption:
-    """The best plan with a distance of neurons."""
-
-    stride: int
-    tokens_s: float
-    memory_bytes: int
-    scales: ScalesPlace = "inline"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutDecision:
     """The distance that was chosen, what others would make, and what the store has."""
 
-    chosen: int
-    used_bytes: int
+    bundle: BundleLayout
     block_bytes: int
-    others: tuple[LayoutOption, ...]
+    others: tuple[tuple[BundleLayout, Cost], ...]
+    """Other layouts, and the cost of the best plan with each."""
     stored: StoredLayout | None
     store: str
-    scales: ScalesPlace = "inline"
     usual_scales: ScalesPlace = "inline"
     """The place of scales in a store without other wishes."""
     reads_experts: bool = False
@@ -161,35 +150,35 @@ def _list_strides(device: Device, model: Model, stored: StoredLayout | None) -> 
 
 
 def describe_layout(decision: LayoutDecision) -> Iterator[str]:
-    chosen, block = decision.chosen, decision.block_bytes
+    bundle, block = decision.bundle, decision.block_bytes
+    chosen, used = bundle.stride, bundle.used_bytes
     stored = decision.stored
     why = f"the least multiple of the device's {format_bytes(block)} blocks"
     if chosen % PAGE_BYTES == 0 and block < PAGE_BYTES:
         why = "whole pages of flash"
-    if stored is not None and (stored.stride, stored.scales) == (chosen, decision.scales):
+    if stored is not None and (stored.stride, stored.scales) == (chosen, bundle.scales):
         why += ", as in the store"
-    without = "" if decision.scales == "inline" else " Their scales are apart, in memory."
+    without = "" if bundle.scales == "inline" else " Their scales are apart, in memory."
     yield (
-        f"Bundles: neurons lie {format_bytes(chosen)} apart, {decision.used_bytes} bytes are used: "
-        f"{why}.{without}"
+        f"Bundles: neurons lie {format_bytes(chosen)} apart, {used} bytes are used: {why}.{without}"
     )
     if decision.others:
         places = {"inline": "", "resident": " with scales in memory"}
         shown = "; ".join(
-            f"{format_bytes(item.stride)} apart{places[item.scales]} makes "
-            f"{approximate_number(item.tokens_s)} tokens/s in "
-            f"{approximate_bytes(item.memory_bytes)}"
-            for item in decision.others
+            f"{format_bytes(other.stride)} apart{places[other.scales]} makes "
+            f"{approximate_number(cost.tokens_s)} tokens/s in "
+            f"{approximate_bytes(cost.memory_bytes)}"
+            for other, cost in decision.others
         )
         yield f"The best plan with neurons {shown}."
-    usual = round_up(decision.used_bytes, DEFAULT_BLOCK_BYTES)
+    usual = round_up(used, DEFAULT_BLOCK_BYTES)
     has = usual if stored is None else stored.stride
     scales = decision.usual_scales if stored is None else stored.scales
-    if scales != decision.scales:
+    if scales != bundle.scales:
         who = "`pi2 convert` leaves scales" if stored is None else "The store has its scales"
         place = "in the bundles" if scales == "inline" else "in files of their own"
         yield (
-            f"{who} {place}: `pi2 store repack {decision.store} --scales {decision.scales} "
+            f"{who} {place}: `pi2 store repack {decision.store} --scales {bundle.scales} "
             f"--stride '{format_bytes(chosen)}'` changes that."
         )
     elif has != chosen:

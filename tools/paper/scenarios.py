@@ -138,7 +138,7 @@ def _find_budget(scenario: Scenario, found: Description) -> float | None:
         return None
     share = 0.25 if scenario.device == "oneplus-ace-2" else 0.5
     fixed = sum(PAPER_FIXED.values()) - PAPER_FIXED["scales"]
-    return fixed + share * _count_neurons(found) * found.sizes.whole_neuron
+    return fixed + share * _count_neurons(found) * found.sizes.bundle.neuron_bytes
 
 
 def _keep_share(found: Description, share: float) -> Description:
