@@ -40,17 +40,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-KERNELS_OF_STORES = tuple(
-    f"test_kernels_{name}" for name in ("amx", "attention", "dots", "ffn", "i8mm", "isa")
+SLOW_FILES = (
+    *("test_kernels_amx", "test_kernels_attention", "test_kernels_dots", "test_kernels_ffn"),
+    *("test_kernels_cache", "test_kernels_i8mm", "test_kernels_isa", "test_hexagon_kernels"),
 )
-"""Files about the kernels that are compiled for each store: tests of executors, steps and goldens
-use all of them on each push."""
+"""Files about kernels that are compiled for each store or NPU: tests of executors, steps, units and
+goldens use all of them on each push."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.stem in KERNELS_OF_STORES:
+        if item.path.stem in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
 
 

@@ -25,6 +25,7 @@ print("after", os.sched_getaffinity(0) == before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(list_allowed_cores()) < 2, reason="needs two cores to bind threads to")
 def test_threads_run_where_the_plan_says() -> None:
     lines = start_python("-c", PROGRAM, check=True).stdout.splitlines()

@@ -91,6 +91,7 @@ def test_the_prompt_may_come_from_standard_input_or_a_file(tmp_path: Path) -> No
     assert "within the budget" in given.stderr
 
 
+@pytest.mark.slow
 def test_guessed_tokens_change_nothing_but_the_speed() -> None:
     given = ["run", "demo", "--prompt", "def add(a, b):", "--max-tokens", "32"]
     # Kernels are compiled here: those of other tests are taken, which the program would not find.

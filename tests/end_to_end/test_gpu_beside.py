@@ -66,6 +66,7 @@ def test_both_compute_what_one_does(plan: Path, mode: Mode, predictor: str, prom
     assert own == text
 
 
+@pytest.mark.slow
 def test_rows_of_projections_and_of_the_head_may_be_the_gpus(plan: Path) -> None:
     settings: dict[str, Any] = {"decode.predictor": "gate", "decode.batch": 2}
     settings["memory.segments.kv"] = "16 MiB"
