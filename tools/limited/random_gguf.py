@@ -17,6 +17,7 @@ from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.formats import Format, Packing, find_format, find_packing
+from pi2.importing.gguf_file import join_blocks
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import FfnPrecision
 from pi2.plan.weights.layout import GROUP
@@ -311,13 +312,8 @@ def _copy_tensor(tensor: GgufTensor, stored: Tensor) -> Raw:
     if packing.is_plain:
         return packed.view(np.float16)
     assert stored.scales is not None
-    codes = packing.unpack(packed, tensor.length).reshape(-1, GROUP)
-    if packing.bits == 4:
-        nibbles = (codes + 8).view(np.uint8)
-        laid = nibbles[:, : GROUP // 2] | nibbles[:, GROUP // 2 :] << np.uint8(4)
-    else:
-        laid = codes.view(np.uint8)
-    return np.concatenate([stored.scales.reshape(-1, 1).view(np.uint8), laid], axis=1)
+    codes = packing.unpack(packed, tensor.length)
+    return join_blocks(codes, stored.scales.view(np.float16), tensor.block)
 
 
 def _take_mean_out(codes: U8) -> None:
