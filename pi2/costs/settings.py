@@ -15,10 +15,12 @@ from pi2.costs.reads import Phases, Reads, find_reads
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import list_graph_tokens
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
+from pi2.model.blocks import count_indexes
 from pi2.plan.arithmetic.estimates import choose_request_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons, find_block_bytes
 from pi2.plan.arithmetic.units import (
+    count_index_bytes,
     count_kv_token_bytes,
     count_mixer_bytes,
     count_mixer_weights,
@@ -65,6 +67,10 @@ class Sizes:
 
     projections: int
     kv_token: float
+    index_token: float
+    """Of a token that an index passes over: its key in the index."""
+    reach: int
+    """Tokens of which every key is read; without an index, the longest context."""
     predictor: float
     predictors: int
     """Calls that find active neurons: one for each active expert."""
@@ -104,9 +110,14 @@ def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleL
         predictor *= active
         predictor_weights = round(active * rank * (width + shape.ffn))
     head = precision.embedding if model.tied_head else precision.head
+    index, index_token = model.attention.index, 0
+    if index is not None:
+        index_token = count_indexes(model) * index.width * count_index_bytes(kv) // shape.layers
     return Sizes(
         projections=projections,
-        kv_token=count_kv_token_bytes(model, kv),
+        kv_token=count_kv_token_bytes(model, kv) - index_token,
+        index_token=index_token,
+        reach=shape.context if index is None else index.reach,
         predictor=predictor,
         predictors=round(active) if predictor else 0,
         experts=0 if model.moe is None else model.moe.experts,

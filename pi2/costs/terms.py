@@ -191,8 +191,13 @@ def _time_attention(rates: Rates, sizes: Sizes, settings: Settings) -> tuple[flo
         speed,
         time_weight(rates, settings),
     )
-    position_s = batch * sizes.kv_token / rates.attend.bytes_s / speed
-    return seconds + settings.position * position_s, position_s
+    token_s, index_s = (
+        batch * size / rates.attend.bytes_s / speed for size in (sizes.kv_token, sizes.index_token)
+    )
+    if settings.position <= sizes.reach:
+        return seconds + settings.position * token_s, token_s
+    # An index reads its keys of all tokens, and attention the chosen ones.
+    return seconds + sizes.reach * token_s + settings.position * index_s, index_s
 
 
 def divide_matrix(

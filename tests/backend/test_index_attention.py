@@ -10,6 +10,7 @@ import pytest
 
 import pi2
 from pi2.arrays import F32
+from pi2.costs.settings import measure_sizes
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import copy_checkpoint, measure_error, read_golden
@@ -77,3 +78,13 @@ def test_contexts_that_are_attended_as_a_whole_have_the_bits_of_a_larger_choice(
     for few, many in pairs:
         assert np.array_equal(few[:reach], many[:reach])
         assert measure_error(few, many) > 100 * NEAR
+
+
+def test_costs_know_the_keys_that_a_token_reads(tmp_path: Path) -> None:
+    """Two of three layers have an index, which chooses 5 tokens."""
+    with WholeFile("glm-dsa", tmp_path).open() as model:
+        resolved = model.plan
+    sizes = measure_sizes(resolved.model, "router", "fp16", resolved.bundle)
+    kept, keys = 28 * 2, 2 * 64 * 2
+    assert (sizes.kv_token, sizes.index_token, sizes.reach) == (kept, keys // 3, 5)
+    assert resolved.plan.memory.segments.kv == 64 * (3 * kept + keys)
