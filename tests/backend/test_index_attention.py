@@ -17,7 +17,7 @@ from tests.helpers.goldens import copy_checkpoint, measure_error, read_golden
 from tests.helpers.whole_files import INDEXED, NEAR, SETTINGS, WholeFile
 
 MODES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
-FP32 = {"kv.type": "fp32"}
+FP32: dict[str, Any] = {"kv.type": "fp32"}
 Open = Callable[[str], WholeFile]
 
 
@@ -51,7 +51,7 @@ def test_prompts_tokens_and_pieces_of_any_length_agree_with_transformers(
             assert measure_error(model.logits(own.prompt, mode=mode), golden.logits) <= NEAR
         found = compute_pieces(model, own.prompt)
         assert measure_error(found, golden.logits) <= NEAR
-    with own.stream(**FP32) as model:
+    with own.stream(0.8, **FP32) as model:
         assert measure_error(model.logits(own.prompt), golden.logits) <= NEAR
         result = model.generate(own.prompt, max_tokens=32, temperature=0.0, ignore_eos=True).result
         assert list(result.token_ids) == golden.greedy

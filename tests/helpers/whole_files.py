@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pi2
 from pi2.arrays import F32
+from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_goldens import UNSAID, convert
 from tests.helpers.gguf_tensors import read_checkpoint, translate
@@ -22,7 +23,7 @@ from tests.helpers.goldens import (
 )
 from tests.helpers.peers import TOKENS, VOCAB, read_models, write_tiny
 
-UNROUNDED = {"kv.type": "fp32"}
+UNROUNDED: dict[str, Any] = {"kv.type": "fp32"}
 SETTINGS: dict[str, Any] = {
     "decode.activations": "fp32", "prefill.activations": "fp32", "kv.context": 64
 }  # fmt: skip
@@ -35,16 +36,13 @@ OTHERS = ("bamboo", "opt", "phimoe")
 value."""
 INDEXED = ("deepseek-v32", "glm-moe-dsa", "minimax-m3-blocks")
 """Golden models whose index leaves keys out, next to transformers."""
-GOLDEN = (*OTHERS, *INDEXED)
-_WIDEST = 96
-"""Elements of the longest row of their matrices."""
 MODELS = read_models()
 
 
 def write_file(name: str, folder: Path) -> Path:
-    """The file of a tiny model, or of a golden one of `GOLDEN`."""
+    """The file of a tiny model, or of a golden one."""
     file = folder / "tiny.gguf"
-    if name not in GOLDEN:
+    if name in MODELS:
         return write_tiny(file, MODELS[name])
     checkpoint = copy_checkpoint(name, folder / "checkpoint")
     change_config(checkpoint, **UNSAID.get(name, {}))
@@ -54,15 +52,17 @@ def write_file(name: str, folder: Path) -> Path:
 
 class WholeFile:
     def __init__(self, name: str, folder: Path) -> None:
-        self._name, self._folder = name, folder
+        self._folder = folder
         self.file = write_file(name, folder)
-        self._tokenizer = folder / "tokenizer.json"
+        self._tokenizer = folder / "checkpoint/tokenizer.json"
+        self._tokenizer.parent.mkdir(exist_ok=True)
         self._tokenizer.write_bytes(make_small_tokenizer(VOCAB))
         self.plan = folder / "file.plan.toml"
         self.plan.write_text(
-            f'schema_version = 3\nweights = "{self.file.name}"\ntokenizer = "tokenizer.json"\n'
+            f'schema_version = 3\nweights = "{self.file.name}"\n'
+            'tokenizer = "checkpoint/tokenizer.json"\n'
         )
-        self.prompt = read_golden(name).prompt if name in GOLDEN else TOKENS
+        self.prompt = TOKENS if name in MODELS else read_golden(name).prompt
 
     @cached_property
     def expected(self) -> F32:
@@ -84,8 +84,8 @@ class WholeFile:
             return loaded.logits(self.prompt)
 
     @contextmanager
-    def stream(self, **settings: object) -> Iterator[pi2.LoadedModel]:
-        """Open the file with room for half of its matrices, the ring for the others included.
+    def stream(self, share: float = 0.5, **settings: object) -> Iterator[pi2.LoadedModel]:
+        """Open the file with room for a share of its matrices, the ring for the others included.
 
         The ring is the least one: layers and the head have two slots each, of 16 rows and the
         blocks at their ends."""
@@ -95,13 +95,10 @@ class WholeFile:
         assert own.file is not None
         segments = own.plan.memory.segments
         rest = segments.runtime + segments.attention + segments.kv + segments.state
-        # Of golden models, the least room is more.
-        share = 2 / 3 if self._name in GOLDEN else 1 / 2
         rest += segments.workspace + int(own.file.matrix_bytes * share)
-        tensors = {} if self._name in GOLDEN else MODELS[self._name].tensors
-        shapes = (shape for shape, *_ in tensors.values() if len(shape) > 1)
-        widest = max((shape[-1] for shape in shapes), default=_WIDEST)
-        ring = 4 * (-(-16 * 4 * widest // 4096) + 1) * 4096
+        with GgufWeights.open(self.file, has_texts=False) as weights:
+            rows = (tensor.row_bytes for _, _, tensor in weights.list_matrices())
+            ring = 4 * (-(-16 * max(rows) // 4096) + 1) * 4096
         patches = (
             patch("pi2.weights.file_plan.LEAST_RING", ring),
             patch("pi2.weights.file_plan.USUAL_RING", ring),
