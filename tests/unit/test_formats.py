@@ -101,6 +101,7 @@ ENCODED = [name for name, own in list_formats().items() if own.can_encode]
 BOUNDS = {
     "f32": 0.0, "f16": 5e-4, "bf16": 4e-3, "q8_0": 0.005, "q6_k": 0.018, "q5_k": 0.036,
     "q5_1": 0.035, "q5_0": 0.042, "q4_k": 0.073, "q4_1": 0.072, "q4_0": 0.083,
+    "mxfp4": 0.114,
 }  # fmt: skip
 """Root of the mean squared error of normal numbers, relative."""
 
@@ -141,14 +142,18 @@ def test_odd_rows_stay_near(name: str, numbers: F32) -> None:
     raw = own.encode(rows)
     assert not own.find_faults(raw).any()
     wrong = np.abs(own.decode(raw) - rows)
-    steps = {"q4": 15, "q5": 31, "q6": 62, "q8": 254}.get(name[:2], 250)
+    # The largest number of 4 bits is 6, and scales are powers of two: 7.99 becomes 6.
+    steps = {"q4": 15, "q5": 31, "q6": 62, "q8": 254, "mx": 9}.get(name[:2], 250)
     smallest = 1e-40 if name in ("f32", "bf16") else 128 * 2.0**-24  # that scales can have
     assert wrong.max() <= 1.2 * np.abs(rows).max() / (steps / 2) + smallest
     if not rows.any():
         assert not own.decode(raw).any()
 
 
-@pytest.mark.parametrize("name", [name for name in ENCODED if not find_format(name).is_plain])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in ENCODED if not find_format(name).is_plain and name != "mxfp4"],
+)  # fmt: skip
 def test_important_columns_err_less(name: str) -> None:
     own, rows, importance = find_format(name), draw_rows(), np.ones(512, np.float32)
     importance[::8] = 100.0
@@ -170,7 +175,7 @@ def test_numbers_of_the_format_itself_hardly_move(name: str) -> None:
 def test_what_does_not_fit_is_refused(name: str, number: float) -> None:
     rows = draw_rows(2)
     rows[1, 7] = number
-    if number == 1e6 and name in ("f32", "bf16"):
+    if number == 1e6 and name in ("f32", "bf16", "mxfp4"):
         find_format(name).encode(rows)
         return
     with pytest.raises(ValueError, match=r"a weight is not a finite number|does not fit into fp16"):
