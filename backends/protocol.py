@@ -175,6 +175,9 @@ class Backend(Protocol):
 class ExecutorBackend(Backend, Protocol):
     """Members of a backend's module that computes whole models."""
 
+    TAKES_BLOCKS: bool
+    """Whether dense tensors are blocks (`Tensor.format`), predictors and such excepted."""
+
     def need_workspace(self, resolved: ResolvedPlan) -> Need:
         """Bytes of its executor in the segment ``workspace``, without the engine's staging
         buffers."""

@@ -1,4 +1,4 @@
-"""Measure the cpu backend's kernels against the read bandwidth of the same run.
+"""Measure the kernels of neurons against the read bandwidth of the same run.
 
     python tools/bench_kernels.py [--threads N] [--seconds S] [--features a,b,...]
 
@@ -16,27 +16,17 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import U8
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocks_bytes
-from pi2.backends.kernels.spec import (
-    KEPT,
-    KV_DTYPES,
-    PANEL,
-    PARTS,
-    SPANS,
-    UNPACKED,
-    KernelSpec,
-    describe_kernels,
-)
+from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec, describe_kernels
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Ffn, Quantization, Shape
-from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import Precision, lay_out_bundle, weight_bytes
 
 HIDDEN = 4096
@@ -86,7 +76,6 @@ def make_spec(threads: int, features: Sequence[str], planes: int) -> KernelSpec:
     )
     return describe_kernels(
         model,
-        kv="fp16",
         gates=True,
         ranks=(512,),
         stride=lay_out_bundle(HIDDEN, "int4").stride,
@@ -108,13 +97,6 @@ class Bench:
         from pi2.backends.compiler import vectors as v
         from pi2.backends.compiler.compile import generate, make_target
         from pi2.backends.compiler.vectors import Parameters, make_function
-        from pi2.backends.kernels.attention import (
-            Attending,
-            divide_blocks,
-            emit_merge,
-            emit_span_attention,
-        )
-        from pi2.backends.kernels.kv import make_cache
         from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_split
         from pi2.backends.kernels.program import Program
         from pi2.backends.kernels.schedule import take_activations
@@ -163,35 +145,12 @@ class Bench:
 
             return emit
 
-        def make_attention(kind: KvType) -> Callable[[Parameters], None]:
-            own = replace(spec, kv=kind)
-
-            def emit(take: Parameters) -> None:
-                position, context = take.take_number("position"), take.take_number("context")
-                keys, values = (take.take_array(n, KV_DTYPES[kind]) for n in ("keys", "values"))
-                scales = None
-                if kind == "int8":
-                    scales = (take.take_array("a", "float16"), take.take_array("b", "float16"))
-                qkv, sums, tops, totals, output = (
-                    take.take_array(n, "float32") for n in ("qkv", "sums", "tops", "totals", "o")
-                )
-                cache = make_cache(own, keys, values, scales, context, T.min(context, 1))
-                spans = divide_blocks(own, position, sums, tops, totals)
-                with T.parallel(own.attention.kv_heads * spans.count) as task:
-                    span, head = T.floormod(task, spans.count), T.floordiv(task, spans.count)
-                    emit_span_attention(Attending(own, qkv, cache), spans, position, span, head)
-                emit_merge(own, spans, cache, output)
-
-            return emit
-
         functions: dict[str, Callable[[Parameters], None]] = {"read": emit_read}
         for precision in ("int4", "int8", "fp16"):
             functions[f"multiply_{precision}"] = make_multiply(HIDDEN, precision)
         listed = program.list_functions()
         for name in ("add_neurons", "add_dense", "predict_low_rank_512", "begin_ffn"):
             functions[name] = listed[name]
-        for kind in get_args(KvType):
-            functions[f"attend_{kind}"] = make_attention(kind)
         module = tvm.IRModule({name: make_function(name, e) for name, e in functions.items()})
         self.kernels = tvm.runtime.Executable(generate(module, target)).jit()
         rng = np.random.default_rng(0)
@@ -205,13 +164,8 @@ class Bench:
         self.scales[:] = 0.01
         self.x = self.make_activations(128, HIDDEN)
         self.x[3][:] = rng.standard_normal((128, HIDDEN))
-        norm, y = allocate("float32", HIDDEN), allocate("float32", 128, HIDDEN)
-        norm[:] = 1
-        self.y = y
-        source = allocate("float32", 128, HIDDEN)
-        source[:] = rng.standard_normal((128, HIDDEN))
-        self.source, self.norm = source, norm
-        self.kernels["begin_ffn"](128, *self.flat(source, norm, *self.x, y))
+        self.y = allocate("float32", 128, HIDDEN)
+        self.kernels["begin_ffn"](128, *self.flat(*self.x, self.y))
 
     def make_activations(self, tokens: int, length: int) -> list[npt.NDArray[Any]]:
         """Return codes, scales, sums and values, and what tiles take where there are some."""
@@ -275,9 +229,9 @@ class Bench:
         partial = allocate("float32", spec.threads, HIDDEN)
         counts = allocate("int32", spec.threads + 1)
         kernel = self.kernels["add_neurons"]
-        ones, norm, x = allocate("float32", 1, HIDDEN), self.norm, self.make_activations(1, HIDDEN)
-        ones[:] = 1
-        self.kernels["begin_ffn"](1, *self.flat(ones, norm, *x, self.y))
+        x = self.make_activations(1, HIDDEN)
+        x[3][:] = 1
+        self.kernels["begin_ffn"](1, *self.flat(*x, self.y))
         gates, firing = allocate("float32", 2, neurons), allocate("int32", neurons)
         fixed = self.flat(*x, *gates, firing, partial, counts, self.y)
 
@@ -291,34 +245,6 @@ class Bench:
             read_bytes=count * lay_out_bundle(HIDDEN, "int4").used_bytes,
             run=run,
         )
-
-    def attend(self, kind: KvType, depth: int) -> Work:
-        """Attention of one token to ``depth`` tokens, without its projections."""
-        spec = self.spec
-        cache = [
-            allocate(KV_DTYPES[kind], depth * spec.attention.kv_heads * spec.attention.head_dim)
-            for _ in range(2)
-        ]
-        read_bytes = sum(array.nbytes for array in cache)
-        if kind == "int8":
-            cache += [allocate("float16", depth * spec.attention.kv_heads) for _ in range(2)]
-        spans = [
-            allocate("float32", spec.attention.heads * SPANS * n)
-            for n in (spec.attention.head_dim, 1, 1)
-        ]
-        qkv, output = (
-            allocate("float32", spec.attention.projected),
-            allocate("float32", spec.attention.stored_query),
-        )
-        kernel = self.kernels[f"attend_{kind}"]
-        name = f"attention, {kind}, {depth} tokens"
-        rotated = [[align(array) for array in cache] for _ in range(1 + (64 << 20) // read_bytes)]
-
-        def run(index: int) -> None:
-            chosen = rotated[index % len(rotated)]
-            kernel(depth - 1, depth, *chosen, qkv, *spans, output)
-
-        return Work(name=name, read_bytes=read_bytes, run=run)
 
     def dense(self, count: int, tokens: int) -> Work:
         """A dense FFN for several tokens."""
@@ -348,11 +274,11 @@ class Bench:
             arena[:, part.scales_offset : part.scales_offset + HIDDEN // 16] = scales.view(np.uint8)
         return arena
 
-    def norm_and_quantize(self) -> Work:
-        """RMSNorm and quantisation of one token."""
+    def quantize(self) -> Work:
+        """Quantisation of one token."""
         kernel = self.kernels["begin_ffn"]
-        fixed = self.flat(self.source, self.norm, *self.x, self.y)
-        return Work(name="norm + quantise", read_bytes=4 * HIDDEN, run=lambda _: kernel(1, *fixed))
+        fixed = self.flat(*self.x, self.y)
+        return Work(name="quantise", read_bytes=4 * HIDDEN, run=lambda _: kernel(1, *fixed))
 
 
 def measure(reference: Work, work: Work, seconds: float) -> tuple[list[float], list[float]]:
@@ -380,7 +306,7 @@ def main() -> None:
     os.environ["TVM_NUM_THREADS"] = str(options.threads)
     bench = Bench(make_spec(options.threads, options.features.split(","), options.planes))
     works = [
-        bench.norm_and_quantize(),
+        bench.quantize(),
         bench.multiply(4096, "int4"),
         bench.multiply(11008, "int4"),
         bench.multiply(4096, "int8"),
@@ -390,7 +316,6 @@ def main() -> None:
         bench.gather(14336, 0.12),
         bench.multiply(4096, "int4", 128),
         bench.multiply(14336, "int4", 128),
-        *(bench.attend(kind, depth) for kind in get_args(KvType) for depth in (512, 4096, 16384)),
         bench.dense(512, 128),
     ]
     print(f"{options.threads} threads, load average {os.getloadavg()[0]:.1f}\n")

@@ -13,7 +13,7 @@ from pi2.backends.blocks.contract import KV_TYPES, MOST_TOGETHER
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, join, pick
 from pi2.backends.blocks.panels import turn_square
-from pi2.backends.blocks.room import LIST_HEAD, PARTIAL, QUERIES, SCORES, SCORES_ROW
+from pi2.backends.blocks.sizes import LIST_HEAD, PARTIAL, QUERIES, SCORES, SCORES_ROW
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 

@@ -31,8 +31,9 @@ from pi2.backends.blocks.operands import (
     put_optional,
 )
 from pi2.backends.blocks.products import SCRATCH, Products
-from pi2.backends.blocks.room import (
+from pi2.backends.blocks.sizes import (
     PARTS,
+    SINGLE,
     count_attention_bytes,
     count_list_numbers,
     count_lists,
@@ -72,11 +73,6 @@ class Builder(Products):
             label=key,
         )
         self.matrices.append(Matrix(key, None, weight, (number,), numbers))
-
-    def add_term(self, x: Area, y: Area, length: int, weights: int = 0) -> None:
-        """Add vectors to others; with the address of weights, give their products instead."""
-        values = {**x.put("x"), **y.put("y"), "length": length}
-        self.add("term", values | put_optional("weights", weights), each=1)
 
     def add_growth(self, x: Area, length: int, layer: int) -> None:
         """Multiply queries with the factors of their positions, if the layer has them."""
@@ -206,6 +202,35 @@ class Builder(Products):
         """Return the address of numbers of 32 bits."""
         return self._take(4 * count).ctypes.data
 
+    def add_spread(
+        self,
+        routed: Routed,
+        routes: Area,
+        length: int,
+        shared: int,
+        factor: float,
+        scores: Area | None,
+    ) -> None:
+        """Write the weights of all experts, 0 if a token has not chosen it: then ``shared`` ones,
+        whose weight is a factor, times the sigmoid of scores."""
+        own = Area(0, 0) if scores is None else scores
+        self.add(
+            "spread",
+            {
+                "chosen": routed.expert_of,
+                "weights": routed.weights,
+                "active": routed.active,
+                "experts": routed.experts,
+                "shared": shared,
+                "factor": put_float(factor),
+                **own.put("scores"),
+                "has_scores": int(scores is not None),
+                **routes.put("y"),
+                "length": length,
+            },
+            each=1,
+        )
+
     def add_weighing(self, x: Area, length: int, scores: Area, *, each: int = 1) -> None:
         self.add("weigh", {**x.put("x"), "length": length, **scores.put("scores")}, each=each)
 
@@ -225,7 +250,12 @@ class Builder(Products):
         weights, place = 0, "none"
         if own.head_norm and attention.head_norm_of == "head":
             weights, place = self._read_head_norm(key, own), attention.head_norm_place
-        tables = self.ropes[own.turn]
+        tables, turned = self.ropes[own.turn], own.turned_width
+        rotated = own.rope.count_rotated(turned)
+        if self.is_stored:
+            # Element i of a stored head turns with element i + half of all; pairs that do not
+            # rotate have angles of 0.
+            rotated, neighbours = (turned if rotated else 0), False
         self._add_turn(
             x,
             heads,
@@ -234,10 +264,10 @@ class Builder(Products):
             {
                 "cos": tables.arrays[0].ctypes.data,
                 "sin": tables.arrays[1].ctypes.data,
-                "table_stride": own.turned_width // 2,
-                "rotated": own.rope.count_rotated(own.turned_width),
+                "table_stride": turned // 2,
+                "rotated": rotated,
                 "neighbours": int(neighbours),
-                "swapped": int(own.rope.pairs == "swapped"),
+                "swapped": int(own.rope.pairs == "swapped" and not self.is_stored),
             },
             waits=waits,
         )
@@ -400,7 +430,8 @@ class Builder(Products):
         group, lanes = heads.group, self._interpreter.lanes
         size = count_attention_bytes(group, heads.key, heads.value, lanes)
         self._scratch_size = max(self._scratch_size, size)
-        size = count_partial_bytes(shape.heads, heads.value, self._threads)
+        tokens = self.step_tokens if self.is_stored else SINGLE
+        size = count_partial_bytes(shape.heads, heads.value, self._threads, tokens)
         self._partial_size = max(self._partial_size, size)
         width = shape.head_dim if shape.latent is None else shape.latent.key
         arguments = {

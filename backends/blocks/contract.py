@@ -238,6 +238,9 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         " normalise scaling tolerance scratch scratch_stride",
         "group": "chosen active tokens experts starts pairs",
         "weigh": "x x_stride length scores scores_stride",
+        # Tokens.
+        "spread": "chosen weights active experts shared factor scores scores_stride has_scores y"
+        " y_stride length",
         # Pieces of `PIECE` elements of tokens.
         "gate": "gates ups has_ups x_stride y y_stride length kind limit slope up_offset",
         "cap": "x x_stride y y_stride length limit factor",

@@ -8,7 +8,7 @@ from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.operands import Area, Routed
 from pi2.backends.blocks.residual import Residual, Sum
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_parts import Moe, SideFfn
+from pi2.plan.documents.model_parts import Moe
 
 Kinds = tuple[str, str, str]
 """Keys of the matrices of gates, ups and downs."""
@@ -84,7 +84,7 @@ class FeedForward:
         if moe.shared_experts:
             self._add_shared(layer, moe, read, total)
         if side is not None:
-            self._add_side(layer, side, read, total)
+            self.add_side(layer, side.width, read, total)
         own, length = total, self._hidden
         if moe.latent is not None:
             length, latent = moe.latent, builder.take_area("experts read", moe.latent)
@@ -112,9 +112,9 @@ class FeedForward:
             back = builder.make_product("experts_out", layer, **total.take())
             builder.add_products(own.area, length, [back])
         elif own is not total:
-            self._add_normalized("experts_output_norm", own.area, total)
+            self.add_normalized("experts_output_norm", own.area, total)
 
-    def _add_normalized(self, norm: str, given: Area, total: Sum) -> None:
+    def add_normalized(self, norm: str, given: Area, total: Sum) -> None:
         own = total.take()
         self._builder.add_norm(
             norm, given, own["y"], self._hidden, added=own["added"], factor=own["factor"]
@@ -124,14 +124,14 @@ class FeedForward:
         """Add the choice of a layer's experts, after the next layer's early one."""
         builder = self._builder
         scores = builder.take_area("scores", moe.experts)
-        self._add_scores(layer, moe, read, scores)
+        self.add_scores(layer, moe, read, scores)
         routed = builder.list_routed()
         if self._predicts and layer + 1 < len(self._model.blocks):
             self._add_prediction(layer + 1, moe, routed)
         builder.add_routing(scores, layer, routed)
         return routed
 
-    def _add_scores(self, layer: int, moe: Moe, read: Area, scores: Area) -> None:
+    def add_scores(self, layer: int, moe: Moe, read: Area, scores: Area) -> None:
         builder = self._builder
         if moe.router_input == "stream":
             own = builder.take_area("router reads", self._hidden)
@@ -157,7 +157,7 @@ class FeedForward:
         if moe.router_input == "ffn":
             read = self._residual.normalize("ffn_norm", builder.take_area("ahead", self._hidden))
         scores = builder.take_area("predicted scores", moe.experts)
-        self._add_scores(layer, moe, read, scores)
+        self.add_scores(layer, moe, read, scores)
         builder.add_choice(scores, layer, routed.predicted, routed.predicted_weights)
         builder.layer = now
         self.predictions[layer - 1] = first, len(builder.instructions)
@@ -174,14 +174,15 @@ class FeedForward:
             builder.add_weighing(active, width, scores)
         self._add_down(layer, kinds[2], active, width, total, moe.shared_factor)
 
-    def _add_side(self, layer: int, side: SideFfn, read: Area, total: Sum) -> None:
+    def add_side(self, layer: int, width: int, read: Area, total: Sum) -> None:
         """Add the dense FFN next to experts."""
         builder, kinds = self._builder, ("side_gate", "side_up", "side_down")
-        own = total
-        if side.norms:
+        side, own = self._model.side_ffn, total
+        has_norms = side is not None and side.norms
+        if has_norms:
             read = builder.take_area("side reads", self._hidden)
             builder.add_norm("side_norm", self._residual.x, read, self._hidden)
             own = Sum(builder.take_area("side gives", self._hidden))
-        self._add_dense(layer, read, kinds, "", side.width, own)
-        if side.norms:
-            self._add_normalized("side_output_norm", own.area, total)
+        self._add_dense(layer, read, kinds, "", width, own)
+        if has_norms:
+            self.add_normalized("side_output_norm", own.area, total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.operands import Area, Norm, Product, put_optional
-from pi2.backends.blocks.room import PARTS
+from pi2.backends.blocks.sizes import PARTS
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Index

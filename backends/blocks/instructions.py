@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.blocks.contract import FIELDS
-from pi2.backends.blocks.room import SINGLE
+from pi2.backends.blocks.sizes import SINGLE
 from pi2.formats import Format, find_format
 
 
@@ -31,6 +31,8 @@ class Weight:
     """Constant that elements of a vector are stored without."""
     scales: tuple[float, ...] = ()
     """What the products of each expert's matrix are multiplied with; empty for 1."""
+    row_scales: F32 | None = field(default=None, compare=False)
+    """What the products of each row are multiplied with; None for 1."""
     neighbours: bool = False
     """Whether neighbouring elements of a head rotate together, whatever the model document states
     about the checkpoint."""
@@ -125,14 +127,31 @@ def put_float(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
+class Planes(NamedTuple):
+    """Planes of 8 bits that inputs of quantised matrices have."""
+
+    one: int
+    """In steps of one token."""
+    several: int
+    """In steps of several tokens."""
+    chunk: int
+
+
 class Program:
     """Instructions in the memory where compiled code reads them."""
 
-    def __init__(self, instructions: list[Instruction], head: int, planes: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        instructions: list[Instruction],
+        head: int,
+        planes: Planes,
+        *,
+        keeps_bits: bool = False,
+    ) -> None:
         """``head``: the first instruction that computes only tokens whose logits are wanted;
-        ``planes``: of activations in steps and in chunks."""
+        ``keeps_bits``: a token has the same bits in every step."""
         self.instructions = instructions
-        self._head, self._planes, self._is_chunk = head, planes, False
+        self._head, self._planes, self._now = head, planes, planes.one
         sizes = [-(-len(FIELDS[own.kernel]) // _WORDS) * _WORDS for own in instructions]
         self._code = _align(len(instructions) * _WORDS)
         self._values = _align(sum(sizes))
@@ -151,19 +170,20 @@ class Program:
         self.code[:, _WAITS] = [int(own.waits) for own in instructions]
         self.address: int = self._code.ctypes.data
         self._parts = [
-            _Part(self.code, self.values, instructions, begin, end)
+            _Part(self.code, self.values, instructions, begin, end, keeps_bits)
             for begin, end in ((0, head), (head, len(instructions)))
         ]
 
     def set_tokens(self, count: int, *, is_chunk: bool) -> None:
         """Let instructions before the head compute ``count`` tokens, which may be a chunk."""
-        self._is_chunk = is_chunk
-        self._parts[0].set_planes(self._planes[is_chunk])
+        own = self._planes
+        self._now = own.chunk if is_chunk else own.one if count == 1 else own.several
+        self._parts[0].set_planes(self._now)
         self._parts[0].set_tokens(count, is_chunk)
 
     def set_head_tokens(self, count: int) -> None:
         """Let the head compute ``count`` tokens of the layers' output."""
-        self._parts[1].set_planes(self._planes[self._is_chunk])
+        self._parts[1].set_planes(self._now)
         self._parts[1].set_tokens(count, False)
 
     def set_rows(self, number: int, first: int, end: int, lanes: int) -> None:
@@ -188,8 +208,15 @@ class Program:
 
 class _Part:
     def __init__(
-        self, code: I64, values: list[I64], instructions: list[Instruction], begin: int, end: int
+        self,
+        code: I64,
+        values: list[I64],
+        instructions: list[Instruction],
+        begin: int,
+        end: int,
+        keeps_bits: bool,
     ) -> None:
+        self._keeps_bits = keeps_bits
         self._code = code[begin:end]
         own = instructions[begin:end]
         self._ways = [
@@ -229,7 +256,7 @@ class _Part:
 
     @property
     def takes_panels(self) -> bool:
-        return self._count >= MANY
+        return self._way >= 2
 
     def set_planes(self, planes: int) -> None:
         """Let activations have so many planes."""
@@ -242,7 +269,8 @@ class _Part:
             place[0] = int(plane + 1 < planes)
 
     def set_tokens(self, count: int, is_chunk: bool) -> None:
-        way = int(count > 1) if count < MANY else 2 if is_chunk else 3
+        is_many = count >= MANY and (is_chunk or not self._keeps_bits)
+        way = int(count > 1) if not is_many else 2 if is_chunk else 3
         if count == self._count and way == self._way:
             return
         self._count = count

@@ -11,6 +11,7 @@ from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.indexed import Indexing
 from pi2.backends.blocks.latent import LatentAttention
 from pi2.backends.blocks.operands import Area, Gates, Product
+from pi2.backends.blocks.outside import OutsideFeedForward
 from pi2.backends.blocks.recurrent import StateBuilder
 from pi2.backends.blocks.residual import Residual
 from pi2.backends.blocks.room import StateMemory
@@ -23,10 +24,17 @@ class Layers:
     """Adds a model's embedding, layers and head to a program."""
 
     def __init__(
-        self, model: Model, builder: Builder, memory: StateMemory, rows: int, predicts: bool
+        self,
+        model: Model,
+        builder: Builder,
+        memory: StateMemory,
+        rows: int,
+        predicts: bool,
+        outside: bool,
     ) -> None:
         """``rows``: most tokens whose logits are computed in a call; ``predicts``: the router of
-        the next layer chooses early, to prefetch its experts."""
+        the next layer chooses early, to prefetch its experts, or neurons are named early;
+        ``outside``: other code computes neurons of FFNs."""
         self._model, self._builder = model, builder
         self._hidden = model.shape.hidden
         self._residual = Residual(model, builder)
@@ -36,11 +44,32 @@ class Layers:
         self._index = None if index is None else Indexing(model, builder, index)
         self._states = StateBuilder(model, builder, memory)
         self._ffn = FeedForward(model, builder, self._residual, predicts)
+        self.outside: OutsideFeedForward | None = None
+        """FFNs whose neurons are computed elsewhere."""
+        if outside:
+            self.outside = OutsideFeedForward(
+                model, builder, self._residual, self._ffn, looks_ahead=predicts
+            )
+        self.looked_up = 0
+        """The first instruction after rows of the call's tokens are looked up."""
         self.x = self._residual.x
-        self.u = builder.take_area("u", self._hidden)
+        self.u = self._take_read()
         """What operators and the head read."""
         self.logits = builder.take_area("logits", model.shape.vocab, tokens=rows)
         self.predictions = self._ffn.predictions
+
+    def _take_read(self) -> Area:
+        if self.outside is None:
+            return self._builder.take_area("u", self._hidden)
+        # FFNs come after what mixes tokens.
+        return self.outside.exchange.normalized
+
+    def list_kept(self) -> list[Area]:
+        """What a call has in areas from one layer to the next."""
+        found, own, streams = [self.x], self._model.layer_embedding, self._residual.streams
+        if own is not None:
+            found.append(self._take_layer_inputs(own))
+        return found if streams is None else [*found, streams.before]
 
     def add_embedding(self) -> None:
         builder, model, hidden = self._builder, self._model, self._hidden
@@ -48,6 +77,7 @@ class Layers:
         builder.add_rows("embedding", weight, builder.numbers, self.x, model.multipliers.embedding)
         if model.norm.embedding:
             builder.add_norm("", self.x, self.x, hidden, norm=builder.rms)
+        self.looked_up = len(builder.instructions)
         own = model.operators.get("mtp")
         if own is not None:
             self._add_join(own["in"], own["token_norm"], own["stream_norm"])
@@ -56,6 +86,8 @@ class Layers:
             builder.add_rows("positions", table, builder.places, self.x, 1.0, added=True)
         if model.layer_embedding is not None:
             self._add_layer_embeddings(model.layer_embedding)
+        if own is None and model.positions is None:
+            self.looked_up = len(builder.instructions)
         if self._residual.streams is not None:
             self._residual.streams.add_embedding()
 
@@ -84,7 +116,7 @@ class Layers:
         builder.add_products(self.x, self._hidden, [project])
         weights = builder.need("layer_projection_norm", None).read()
         weights = (weights + self._model.norm.weight_offset) * np.float32(half)
-        weights = builder.keep(weights, "attention")
+        weights = builder.keep(weights, "workspace" if builder.is_stored else "attention")
         builder.add_parts_norm(area, layers, width, weights.ctypes.data)
         table, numbers = builder.need("layer_embedding", None), builder.known_numbers
         builder.add_rows("layer_embedding", table, numbers, area, own.factor * half, added=True)
@@ -115,12 +147,15 @@ class Layers:
         streams = self._residual.streams
         if streams is not None:
             streams.begin_layer(layer)
-        self._ffn.begin_layer(layer)
+        if self.outside is None:
+            self._ffn.begin_layer(layer)
+        else:
+            self.outside.begin_layer()
         is_parallel, other = model.residual == "parallel", self.u
         for builder.mixer, mixer in enumerate(model.blocks[layer].mixers):
             norm = "inner_norm" if builder.mixer else "attention_norm"
             other = read = self._residual.normalize(norm, self.u)
-            if is_parallel and self._has_own_norm(layer):
+            if is_parallel and self._has_own_norm(layer) and self.outside is None:
                 # Both read the layer's input, and attention changes it.
                 other = self._residual.normalize("ffn_norm", builder.take_area("v", self._hidden))
             if isinstance(mixer, Attention) and self._latent is not None:
@@ -135,7 +170,9 @@ class Layers:
         builder.mixer = 0
         if streams is not None:
             streams.add_laurel(layer, read)
-        if model.blocks[layer].ffn.kind != "none":
+        if self.outside is not None:
+            self.outside.add(layer)
+        elif model.blocks[layer].ffn.kind != "none":
             if not is_parallel:
                 other = self._residual.normalize("ffn_norm", self.u)
             self._ffn.add(layer, other)
@@ -146,6 +183,8 @@ class Layers:
         if model.layer_scale:
             scale = float(builder.need("layer_scale", layer).read()[0])
             builder.add_cap(self.x, self._hidden, 0.0, scale)
+        if self.outside is not None:
+            self.outside.end_layer()
         builder.layer = None
 
     def _has_own_norm(self, layer: int) -> bool:
@@ -188,7 +227,8 @@ class Layers:
         products = builder.list_inputs("fused_qkv", layer, parts, attention.qkv_bias)
         gates = self._make_gates(layer, own, projected) if attention.output_gate else None
         if gates is not None and not is_together:
-            products.append(builder.make_product("query_gate", layer, gates.area))
+            gate = builder.make_product("query_gate", layer, gates.area, attention.qkv_bias)
+            products.append(gate)
         if self._index is not None:
             products += self._index.list_inputs(layer, own)
         builder.add_products(read, self._hidden, products)

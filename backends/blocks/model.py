@@ -9,10 +9,10 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.building import Builder
-from pi2.backends.blocks.instructions import FindWeight, Program
+from pi2.backends.blocks.instructions import FindWeight, Planes, Program
 from pi2.backends.blocks.interpreter import Interpret
 from pi2.backends.blocks.layers import Layers
-from pi2.backends.blocks.operands import Matrix
+from pi2.backends.blocks.operands import Area, Matrix
 from pi2.backends.blocks.recurrent import STATE_MATRICES
 from pi2.backends.blocks.room import Allocate, KvCache, StateMemory
 from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
@@ -23,6 +23,7 @@ from pi2.plan.documents.plan import KvType
 
 PANEL_ROWS = 16
 """Streamed pieces have whole multiples of so many rows, a panel's on any processor."""
+ONE_PLANE = Planes(1, 1, 1)
 NoteKernel = Callable[[str, int | None, float, float], None]
 """Takes a kernel's name, its layer if it has one, and when it began and ended."""
 
@@ -35,7 +36,8 @@ class BlockModel:
     streamed: `set_tensor` then says where they are before `run` computes instructions that read
     them.  Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks:
     each is what those before it leave, quantised again.  With ``predicts`` the next layer's
-    router chooses early (`RoutedLayer.prediction`)."""
+    router chooses early (`RoutedLayer.prediction`).  With ``outside``, other code computes
+    neurons (`Exchange`), and tensors are a store's."""
 
     def __init__(
         self,
@@ -49,8 +51,10 @@ class BlockModel:
         chunk: int,
         allocate: Allocate,
         interpret: Interpret,
-        planes: tuple[int, int] = (1, 1),
+        planes: Planes = ONE_PLANE,
         predicts: bool = False,
+        outside: bool = False,
+        scratch_bytes: int = 0,
         kv: KvType = "fp16",
     ) -> None:
         self._model = model
@@ -72,15 +76,22 @@ class BlockModel:
             threads=threads,
             planes=max(planes),
             allocate=allocate,
+            is_stored=outside,
         )
-        self._layers = layers = Layers(model, builder, self._states, rows, predicts)
+        self._layers = layers = Layers(model, builder, self._states, rows, predicts, outside)
         layers.add_embedding()
+        self.looked_up = layers.looked_up
+        """The first instruction after rows of the call's tokens are looked up."""
+        self.exchange = None if layers.outside is None else layers.outside.exchange
+        """What the program shares with neurons that are computed elsewhere."""
         for layer in range(model.shape.layers):
             layers.add_layer(layer)
         self.head = layers.add_head()
         """The first instruction of the head."""
-        builder.finish()
-        self._program = Program(builder.instructions, self.head, planes)
+        builder.need_scratch(scratch_bytes)
+        self.scratch = builder.finish()
+        """What threads write to and forget, ``scratch_bytes`` or more of each."""
+        self._program = Program(builder.instructions, self.head, planes, keeps_bits=outside)
         self.matrices: list[Matrix] = builder.matrices
         self._firsts = {matrix.instructions[0]: matrix for matrix in self.matrices}
         groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
@@ -99,6 +110,8 @@ class BlockModel:
         logits = layers.logits
         found = view_floats(logits.address, rows, logits.stride)
         self._logits = found[:, : model.shape.vocab]
+        self.u, self.x = layers.u, layers.x
+        """What operators and the head read, and the residual stream."""
         self._hidden = view_floats(layers.u.address, tokens, layers.u.stride)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
@@ -116,6 +129,24 @@ class BlockModel:
     @property
     def end(self) -> int:
         return len(self._program.instructions)
+
+    def read_values(self, number: int, *names: str) -> tuple[int, ...]:
+        """Return arguments of an instruction."""
+        return tuple(self._program.read_value(number, name) for name in names)
+
+    def take_rows(self, number: int, first: int, end: int) -> None:
+        """Let an instruction of the call compute rows ``first`` to ``end`` of its matrix, and
+        perhaps a few before them."""
+        self._program.set_rows(number, first // self._lanes * self._lanes, end, self._lanes)
+
+    def take_area(self, name: str, width: int) -> Area:
+        return self._builder.take_area(name, width)
+
+    def list_kept(self) -> list[Area]:
+        """What a call has in areas while its neurons are computed elsewhere."""
+        assert self.exchange is not None
+        own = (self.exchange.before, self.exchange.normalized)
+        return [*self._layers.list_kept(), *(area for area in own if area is not None)]
 
     def run_rows(self, number: int, first: int, end: int, address: int) -> None:
         """Compute rows ``first`` to ``end`` of a matrix, all of a part in several; row 0 would be
@@ -177,7 +208,10 @@ class BlockModel:
         model = self._model
         if model.positions is not None:
             builder.places[:count] = builder.positions[:count] + model.positions.offset
-        if model.layer_embedding is not None:
+        if self.exchange is not None:
+            # Rows of the layers' embeddings come with the call.
+            builder.known_numbers[:count] = np.arange(count)
+        elif model.layer_embedding is not None:
             known = model.layer_embedding.vocab or model.shape.vocab
             builder.known_numbers[:count] = np.where(tokens < known, tokens, 0)
         self._program.set_tokens(count, is_chunk=is_chunk)
@@ -192,6 +226,19 @@ class BlockModel:
         self._begin(tokens, [sequence] * count, places, is_chunk=True)
         self.set_logits(count - 1, 1)
 
+    def begin_piece(self, tokens: I32) -> None:
+        """Write the inputs of a chunk, which may be a single token; `place` says the rest."""
+        count = len(tokens)
+        self._begin(tokens, [0] * count, [0] * count, is_chunk=count > 1)
+
+    def place(self, sequence: int, position: int) -> None:
+        """Say where the call's tokens stand, the first of them at ``position``."""
+        builder, count, model = self._builder, self._count, self._model
+        builder.sequences[:count] = sequence
+        builder.positions[:count] = np.arange(position, position + count)
+        if model.positions is not None:
+            builder.places[:count] = builder.positions[:count] + model.positions.offset
+
     def set_logits(self, first: int, count: int) -> None:
         """Let the head compute ``count`` tokens from ``first`` on."""
         x = self._layers.x
@@ -203,12 +250,12 @@ class BlockModel:
         """Return what the head gave last [n, vocab]."""
         return self._logits[: self._rows]
 
-    def read_head_input(self, first: int) -> F32:
+    def read_head_input(self, first: int, width: int | None = None) -> F32:
         """Return what the head reads of the chunk's tokens from ``first`` on [n, hidden], n at
-        most `LOGIT_ROWS`; valid until the next call."""
+        most `LOGIT_ROWS`, or ``width`` elements; valid until the next call."""
         self.choose_logits(first)
         self.run(self.head, self.head + 1)
-        return self._hidden[: self._rows, : self._model.shape.hidden]
+        return self._hidden[: self._rows, : width or self._model.shape.hidden]
 
     def join(self, given: F32) -> None:
         """See `pi2.backends.executor.InputJoiner`."""

@@ -13,8 +13,14 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, as_bytes, join, pick
-from pi2.backends.blocks.room import PANEL_TOKENS, STAGE_BYTES, STRETCH, count_panel_bytes
 from pi2.backends.blocks.rows import FEW, Pairs, Results, ask_ahead
+from pi2.backends.blocks.sizes import (
+    PANEL_TOKENS,
+    STAGE_BYTES,
+    TOGETHER,
+    count_panel_bytes,
+    count_stretch,
+)
 from pi2.backends.blocks.unpacking import Unpacking
 from pi2.backends.blocks.unpacking.block import Block, Source, add_fifths, join_halves
 from pi2.backends.compiler import vectors as v
@@ -36,13 +42,14 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     results, pairs = Results(table), Pairs(table)
     listed, starts = table.take_array("pairs", "int32"), table.take_array("starts", "int32")
     panel = _Panel(machine, unpacking, scratch, table.thread * table.take("scratch_stride"))
-    sums = v.let(panel.base + count_panel_bytes(lanes))
+    sums = v.let(panel.base + count_panel_bytes(lanes, unpacking.elements))
     row_bytes = v.let(blocks * unpacking.size)
-    # Blocks of 256 take more arithmetic, next to which a short stretch's beginning counts.
-    most = (STRETCH // 8 if unpacking.groups is not None else STRETCH) // unpacking.whole
+    most = count_stretch(unpacking.elements) // unpacking.whole
+    # Of whole tiles of tokens, as many as are computed together.
+    apart = v.Cell(T.int64(0))
 
     def find_sum(plane: v.Expr, token: v.Expr) -> v.Expr:
-        return v.let(sums + (plane * PANEL_TOKENS + token) * width)
+        return v.let(sums + (plane * apart.get() + token) * width)
 
     def store(place: v.Expr, value: v.Expr) -> None:
         v.store(scratch, place, v.reinterpret(value, "uint8", width), width)
@@ -72,6 +79,7 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
         with T.serial((end - begin + PANEL_TOKENS - 1) // PANEL_TOKENS) as some:
             low = v.let(begin + some * PANEL_TOKENS)
             tokens = v.let(T.min(end - low, T.int64(PANEL_TOKENS)))
+            apart.set((tokens + TOGETHER - 1) // TOGETHER * TOGETHER)
             with T.serial(planes) as plane, T.serial(tokens) as token:
                 store(find_sum(plane, token), v.constant(0.0, "float32", lanes))
             with T.serial((blocks + most - 1) // most) as stretch:

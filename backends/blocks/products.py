@@ -15,15 +15,9 @@ from pi2.backends.blocks.contract import PIECE
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
 from pi2.backends.blocks.interpreter import Interpreter
 from pi2.backends.blocks.operands import Area, Matrix, Product, Routed, find_address, put_optional
-from pi2.backends.blocks.room import (
-    Allocate,
-    KvCache,
-    count_quantized_bytes,
-    count_scratch_bytes,
-    count_together,
-    list_offsets,
-    make_tables,
-)
+from pi2.backends.blocks.room import Allocate, KvCache, count_together, list_offsets, make_tables
+from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
+from pi2.formats.packing import GROUP, round_up
 from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
@@ -67,10 +61,13 @@ class Products:
         threads: int,
         planes: int,
         allocate: Allocate,
+        is_stored: bool = False,
     ) -> None:
-        """``tokens``: most of a call; ``step_tokens``: most that may be of different sequences."""
+        """``tokens``: most of a call; ``step_tokens``: most that may be of different sequences;
+        ``is_stored``: a neuron store has the tensors (`pi2.model.tensors`)."""
         self._model = model
-        self._step_tokens, self._allocate = step_tokens, allocate
+        self.is_stored = is_stored
+        self.step_tokens, self._allocate = step_tokens, allocate
         self._planes = planes
         self._find = find
         self._interpreter = interpreter
@@ -167,7 +164,8 @@ class Products:
         the vectors of a tight one."""
         key = name, width, each
         if key not in self._areas:
-            stride = width if is_tight else -(-width // 16) * 16
+            whole = GROUP if self.is_stored else 16
+            stride = width if is_tight else round_up(width, whole)
             array = self._take(4 * stride * each * (tokens or self._tokens))
             self._areas[key] = Area(array.ctypes.data, stride)
         return self._areas[key]
@@ -181,7 +179,12 @@ class Products:
             weight = self.find(key, layer)
             if weight is None:
                 return 0
-            self._vectors[place] = self.keep(weight.read() + np.float32(offset), "attention")
+            is_there = weight.format == "f32" and not (offset or weight.added)
+            if is_there and self.is_stored and weight.data is not None:
+                self._vectors[place] = weight.data.view(np.float32)
+            else:
+                values = weight.read() + np.float32(offset)
+                self._vectors[place] = self.keep(values, "attention")
         return self._vectors[place].ctypes.data
 
     def add(
@@ -277,18 +280,65 @@ class Products:
         """Add matrices times the same vectors, ``each`` of a token, which are quantised first as
         the formats want."""
         inputs: dict[str, _Codes] = {}
+        x, length = self._fill_up(x, length, products[0], each)
         for product in products:
             self._quantize(x, length, product.weight, inputs, each)
-        for place, product in enumerate(products):
+        made = [self._leave_scales(place, product) for place, product in enumerate(products)]
+        for place, product in enumerate(made):
             codes = inputs[self._name_form(product.weight)]
             number = self._multiply(product, codes, waits=place == len(products) - 1)
             self.matrices.append(Matrix(product.key, self.layer, product.weight, (number,)))
+        for own, product in zip(made, products, strict=True):
+            if own is not product:
+                self._scale_rows(own, product)
 
-    def add_heads(self, x: Area, length: int, product: Product, heads: int, first: int = 0) -> None:
-        """Add a matrix of each head, from its row ``first`` on, times a vector of each.  Strides
-        are between heads, which follow each other without gaps."""
+    def _leave_scales(self, place: int, product: Product) -> Product:
+        """Return a product without what follows the scales of its rows, if they have one each."""
+        weight = product.weight
+        if weight.row_scales is None:
+            return product
+        y = self.take_area(f"unscaled {place}", weight.rows)
+        return replace(product, y=y, bias=0, added=False, factor=1.0)
+
+    def _scale_rows(self, own: Product, product: Product) -> None:
+        """Add what makes ``product`` of its products without scales."""
+        scales, rows = product.weight.row_scales, product.weight.rows
+        assert scales is not None
+        self.add_term(own.y, own.y, rows, self.keep(scales).ctypes.data)
+        if product.bias:
+            self.add_term(Area(product.bias, 0), own.y, rows)
+        if not product.added:
+            self.add_cap(own.y, rows, 0.0, product.factor, product.y)
+            return
+        if product.factor != 1.0:
+            self.add_cap(own.y, rows, 0.0, product.factor)
+        self.add_term(own.y, product.y, rows)
+
+    def _fill_up(self, x: Area, length: int, product: Product, each: int) -> tuple[Area, int]:
+        """Return vectors as long as a matrix's rows, which zeros may fill up."""
+        whole = product.weight.length
+        if whole == length:
+            return x, length
+        assert length < whole < length + GROUP, f"rows of {product.key} are {whole} long"
+        filled = self.take_area(f"filled {length}", whole, each)
+        self.add_cap(x, length, 0.0, 1.0, filled, each=each)
+        return filled, whole
+
+    def add_heads(
+        self,
+        x: Area,
+        length: int,
+        product: Product,
+        heads: int,
+        first: int = 0,
+        rows: int | None = None,
+    ) -> None:
+        """Add a matrix of each head, from its row ``first`` on, times a vector of each, or only so
+        many ``rows``.  Strides are between heads, which follow each other without gaps."""
         weight, y, inputs = product.weight, product.y, dict[str, _Codes]()
         each = weight.rows // heads
+        rows = each - first if rows is None else rows
+        x, length = self._fill_up(x, length, product, heads)
         self._quantize(x, length, weight, inputs, heads)
         codes, numbers = inputs[self._name_form(weight)], []
         for head in range(heads):
@@ -296,7 +346,7 @@ class Products:
             data = None if weight.data is None else weight.data[skip:]
             own = replace(
                 product,
-                weight=replace(weight, rows=each - first, data=data),
+                weight=replace(weight, rows=rows, data=data),
                 y=Area(y.skip(head * y.stride).address, heads * y.stride),
             )
             place = replace(
@@ -409,8 +459,9 @@ class Products:
 
     def _multiply(self, product: Product, codes: _Codes, *, waits: bool) -> int:
         weight, y = product.weight, product.y
-        size = count_scratch_bytes(self._interpreter.lanes)
-        self._scratch_size = max(self._scratch_size, size)
+        elements = 256 if weight.kind.activations == "q8_k" else 32
+        lanes, most = self._interpreter.lanes, self._tokens
+        self.need_scratch(count_scratch_bytes(lanes, elements, most, self._planes))
         return self._append(
             Instruction(
                 kernel="multiply",
@@ -491,8 +542,14 @@ class Products:
         many = find("multiply_many", weight.format)
         return one, few, Way(address=many, items=panels)
 
-    def finish(self) -> None:
-        """Allocate what instructions share that were added so far."""
+    def need_scratch(self, size: int) -> None:
+        """Let every thread have so many bytes that keep nothing from one instruction to the
+        next."""
+        self._scratch_size = max(self._scratch_size, size)
+
+    def finish(self) -> U8:
+        """Allocate what instructions share that were added so far; return the threads'
+        scratch."""
         size = -(-self._scratch_size // 64) * 64
         scratch = self._take(size * self._threads)
         partials = self._take(self._partial_size)
@@ -501,6 +558,12 @@ class Products:
                 instruction.values["partials"] = partials.ctypes.data
             if "scratch" in instruction.values:
                 instruction.values |= {"scratch": scratch.ctypes.data, "scratch_stride": size}
+        return scratch
+
+    def add_term(self, x: Area, y: Area, length: int, weights: int = 0) -> None:
+        """Add vectors to others; with the address of weights, give their products instead."""
+        values = {**x.put("x"), **y.put("y"), "length": length}
+        self.add("term", values | put_optional("weights", weights), each=1)
 
     def add_cap(
         self,

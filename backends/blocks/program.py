@@ -266,6 +266,29 @@ def emit_weigh(table: Table) -> None:
         walk(T.int64(0), length, emit)
 
 
+def emit_spread(table: Table) -> None:
+    """``y[t]`` = the weights of all experts for a token, 0 if it was not chosen; shared experts,
+    which follow the others, have a factor, times the sigmoid of a score."""
+    chosen, weights = table.take_array("chosen", "int32"), table.take_array("weights", "float32")
+    active, experts = table.take("active"), table.take("experts")
+    shared, factor = table.take("shared"), table.take_float("factor")
+    scores, stride = table.take_array("scores", "float32"), table.take("scores_stride")
+    has_scores = table.take("has_scores")
+    y, y_stride = table.take_array("y", "float32"), table.take("y_stride")
+    length = table.take("length")
+    with T.serial(table.first, table.end) as token:
+        target = v.let(token * y_stride)
+        with T.serial(length) as expert:
+            T.buffer_store(y, T.float32(0.0), [target + expert])
+        with T.serial(token * active, (token + 1) * active) as pair:
+            T.buffer_store(y, weights[pair], [target + v.wide(chosen[pair])])
+        weight = v.Cell(factor)
+        with T.If(has_scores != T.int64(0)), T.Then():
+            weight.set(factor * v.take_sigmoid(scores[token * stride], 1))
+        with T.serial(shared) as number:
+            T.buffer_store(y, weight.get(), [target + experts + number])
+
+
 _PAUSES = {
     "x86-64": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
     "aarch64": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"),
@@ -309,7 +332,12 @@ class Program:
         if library == STEPS:
             return {}
         if library == ROUTING:
-            return {"route": emit_route, "group": emit_group, "weigh": emit_weigh}
+            return {
+                "route": emit_route,
+                "group": emit_group,
+                "weigh": emit_weigh,
+                "spread": emit_spread,
+            }
         if library == STATES:
             return {
                 "convolve": states.emit_convolve,

@@ -77,6 +77,12 @@ class StateBuilder:
         builder, found = self._builder, dict[str, tuple[int, str, Weight]]()
         places, total = [], 0
         for tensor in tensors:
+            if builder.is_stored:
+                kind = split_mixer_kind(split_name(tensor.name)[1])[0]
+                found[kind] = total, kind, builder.need(kind)
+                places.append(total + np.arange(tensor.rows))
+                total += tensor.rows
+                continue
             for source in tensor.sources:
                 weight = builder.need(source.key)
                 name = weight.name or source.key

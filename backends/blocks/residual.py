@@ -55,9 +55,10 @@ class Residual:
             return Sum(self._builder.take_area("given", self._hidden))
         return Sum(self.x, self._model.multipliers.residual, True)
 
-    def end(self, norm: str) -> None:
-        """Add the sum of `begin` to the residual stream, normalised if outputs are."""
+    def end(self, norm: str, given: Area | None = None) -> None:
+        """Add the sum of `begin`, or another one, to the residual stream, normalised if outputs
+        are."""
         if self._model.norm.outputs:
-            given = self._builder.take_area("given", self._hidden)
+            given = given or self._builder.take_area("given", self._hidden)
             factor = self._model.multipliers.residual
             self._builder.add_norm(norm, given, self.x, self._hidden, added=True, factor=factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.operands import Area, Product
@@ -19,7 +20,7 @@ class Streams:
         width = self._count * self._hidden
         self.x = builder.take_area("streams", width, is_tight=True)
         """All of them."""
-        self._before = builder.take_area("predicted streams", width, is_tight=True)
+        self.before = builder.take_area("predicted streams", width, is_tight=True)
 
     @property
     def others(self) -> list[Area]:
@@ -30,8 +31,18 @@ class Streams:
         """Add what makes the other streams of the first."""
         builder, hidden = self._builder, self._hidden
         weight = builder.need("stream_in", None)
-        own = Product(key="stream_in", weight=weight, y=self.x.skip(hidden))
-        builder.add_products(self.x, hidden, [own])
+        products = [Product(key="stream_in", weight=weight, y=self.x.skip(hidden))]
+        each = weight.rows // (self._count - 1)
+        if each != hidden:
+            # Rows of zeros are between the streams' matrices.
+            assert weight.data is not None
+            firsts = range(0, weight.rows * weight.row_bytes, each * weight.row_bytes)
+            parts = [replace(weight, rows=hidden, data=weight.data[first:]) for first in firsts]
+            products = [
+                Product(key="stream_in", weight=own, y=y)
+                for own, y in zip(parts, self.others, strict=True)
+            ]
+        builder.add_products(self.x, hidden, products)
         self._add_match(self.x.skip(hidden))
 
     def _add_match(self, y: Area) -> None:
@@ -47,13 +58,13 @@ class Streams:
         """Predict all streams; the layer changes the first."""
         builder, count = self._builder, self._count
         factors = self._add_factors(layer, "altup_predict", count * count)
-        self._add("predict", self._before, count, factors)
-        builder.add_cap(self._before, self._hidden, 0.0, 1.0, self.x)
+        self._add("predict", self.before, count, factors)
+        builder.add_cap(self.before, self._hidden, 0.0, 1.0, self.x)
 
     def end_layer(self, layer: int) -> None:
         """Correct all predictions by what the layer has made of the first stream."""
         factors = self._add_factors(layer, "altup_correct", self._count)
-        self._add("correct", self._before, self._count, factors)
+        self._add("correct", self.before, self._count, factors)
 
     def _add_factors(self, layer: int, key: str, rows: int) -> dict[str, int]:
         builder, hidden, count = self._builder, self._hidden, self._count
@@ -94,7 +105,7 @@ class Streams:
         out = Product(
             key="stream_out", weight=builder.need("stream_out", None), y=Area(given.address, hidden)
         )
-        builder.add_heads(Area(target.address, hidden), hidden, out, count)
+        builder.add_heads(Area(target.address, hidden), hidden, out, count, rows=hidden)
         self._add_match(given)
         for number in range(count):
             builder.add_term(given.skip(number * hidden), self.x, hidden)

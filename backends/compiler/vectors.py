@@ -208,11 +208,6 @@ def take_error_function(
     return T.Select(value < number(0.0), number(0.0) - result, result)
 
 
-def take_cap(value: Expr, limit: float, lanes: int) -> Expr:
-    inner = take_tanh(value * constant(1.0 / limit, "float32", lanes), lanes)
-    return inner * constant(limit, "float32", lanes)
-
-
 def take_sigmoid(value: Expr, lanes: int) -> Expr:
     """Return 1 / (1 + exp(-value))."""
     one = constant(1.0, "float32", lanes)

@@ -1,14 +1,14 @@
 """What `pi2.backends.protocol.Backend` asks of the cpu backend."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
+from pi2.backends.blocks.contract import BlockSpec, list_libraries
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
-from pi2.backends.kernels.spec import NO_ROWS, KernelSpec, describe_kernels
+from pi2.backends.kernels.spec import KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.formats import find_packing
 from pi2.model.options import describe_unknown, read_options
-from pi2.model.tensor import name_layer_tensor
+from pi2.model.tensor import name_layer_tensor, takes_blocks
 from pi2.plan.arithmetic.units import UnitFacts, list_undivided
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import ActivationType
@@ -19,12 +19,12 @@ PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
 
 
 def make_spec(request: BuildRequest) -> KernelSpec:
+    """Return the spec of the library of neurons."""
     model, tensors, several = request.model, request.tensors, request.step_tokens > 1
     predictors = (name_layer_tensor(n, "predictor_in") for n in range(model.shape.layers))
     found = {tensors[name].rows // model.expert_count for name in predictors if name in tensors}
     return describe_kernels(
         model,
-        kv=request.kv_type,
         gates=request.gate_rows is not None,
         ranks=tuple(sorted(found)),
         stride=request.bundle.stride,
@@ -33,7 +33,6 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         planes=PLANES[request.token_type],
         chunk_planes=PLANES[request.chunk_type],
         upper_steps=several and (request.token_type, request.step_type) == ("int16", "int8"),
-        rows=dataclasses.replace(request.rows or NO_ROWS, unit=""),
         sequences=several,
         looks_ahead=request.looks_ahead and len(found) > 0,
         # With gates that are known there is less to read in a row: measured in notes/kernels.md.
@@ -43,11 +42,29 @@ def make_spec(request: BuildRequest) -> KernelSpec:
     )
 
 
+def list_specs(request: BuildRequest) -> list[KernelSpec | BlockSpec]:
+    """Return the specs of all libraries that an executor takes."""
+    return [make_spec(request), *list_programs(request)]
+
+
+def list_programs(request: BuildRequest) -> list[BlockSpec]:
+    """Return the libraries of instructions that everything but neurons is computed by."""
+    model, features = request.model, tuple(sorted(request.features))
+    dense = (own for own in model.dense_tensors if takes_blocks(own.name))
+    formats = {own.packing.joined for own in dense}
+    names = [*list_libraries(model, request.kv_type), *sorted(formats)]
+    return [
+        BlockSpec(library=name, architecture=request.architecture, features=features)
+        for name in names
+    ]
+
+
 __all__ = [
     "COMPUTES",
     "FIXED",
     "KINDS",
     "NATIVE",
+    "TAKES_BLOCKS",
     "build",
     "count_chunk_bytes",
     "find_limits",
@@ -57,6 +74,7 @@ __all__ = [
 ]
 
 COMPUTES = True
+TAKES_BLOCKS = True
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ("cpu",)
 ONLY_EMULATED = False
@@ -123,10 +141,11 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 def prepare(request: BuildRequest) -> Callable[[BuildRequest], Executor]:
     """Compile the kernels unless they are cached."""
-    from pi2.backends.compiler.cache import load_or_compile
+    from pi2.backends.compiler.cache import load_or_compile, load_or_compile_several
 
     spec = make_spec(request)
     path = load_or_compile(spec, request.progress)
+    load_or_compile_several(list_programs(request), request.progress)
 
     def build(request: BuildRequest) -> Executor:
         from pi2.backends.compiler.runtime import Library

@@ -1,23 +1,27 @@
-"""The executor of the cpu backend: what each call of the protocol runs."""
+"""The executor of the cpu backend: a program computes everything but neurons, kernels of a library
+compute these."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
-from pi2.backends.arithmetic import list_chosen, make_routers, read_rows
+from pi2.backends.arithmetic import list_chosen, read_rows
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.attention import Attention, PartCalls
-from pi2.backends.cpu.bindings import Bindings, DividedEnds
-from pi2.backends.cpu.neurons import Neurons
+from pi2.backends.cpu.course import Course, count_tokens
+from pi2.backends.cpu.divided import DividedRowsOfCourse
+from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.workspace import Scratch, Workspace, count_tokens, make_arrays
+from pi2.backends.cpu.workspace import Arrays, Views, Workspace, make_arrays
 from pi2.backends.executor import ExecutorObserver, PartGroup
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.formats import find_packing
 from pi2.memory.granules import expand_stretches
-from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.model.tensor import name_layer_tensor
 from pi2.plan.weights.layout import GROUP, Precision, split_lanes
 
 
@@ -38,61 +42,115 @@ def order_by_lanes(hidden: int, precision: Precision) -> I32 | None:
 _NONE: I32 = np.zeros(0, np.int32)
 
 
+class _Chunk:
+    """Arrays of a chunk's neurons, and the calls that take them."""
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        begin: list[BoundCall],
+        end: BoundCall,
+        neighbours: list[NeighbourCalls],
+    ) -> None:
+        """``begin`` and ``neighbours``: by layer."""
+        self.arrays, self.begin, self.end, self.neighbours = arrays, begin, end, neighbours
+
+
 class CpuExecutor:
-    """Executor of `pi2.backends.protocol`: one call of a kernel per method."""
+    """Executor of `pi2.backends.protocol`."""
 
     def __init__(self, request: BuildRequest, spec: KernelSpec, library: Library) -> None:
-        model, chunk = request.model, count_tokens(request)
+        model, layers = request.model, range(request.model.shape.layers)
         space = Workspace(request, library)
-        self._spec = spec
-        self._library = library
-        self._lanes = order_by_lanes(spec.neuron_width, spec.precision.ffn)
-        self._ends = DividedEnds(request)
-        self._ids = space.make("int32", chunk)
-        self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.model.shape.vocab)
-        arrays = [make_arrays(space, spec, chunk) for _ in range(request.chunks)]
+        self._spec, self._library, self._model = spec, library, model
+        self._lanes = order_by_lanes(spec.hidden, spec.precision.ffn)
+        self._course = Course(request)
+        self._rows = DividedRowsOfCourse(request, self._course)
+        self._shares_arrays = request.chunks == 1
+        """Whether the program's arrays belong to the only chunk."""
+        arrays = [self._make_arrays(space) for _ in range(request.chunks)]
         tiles = space.make_tiles("hidden", spec, spec.hidden)
-        if spec.latent_experts:
-            tiles |= space.make_tiles("experts", spec, spec.neuron_width)
         for own in arrays:
             own.views.update(tiles)
-        views, read = arrays[0].views, arrays[0].neuron_views
-        self._prediction = Prediction(request, space, spec, library, read)
-        scratch = Scratch(space, spec)
-        self._neurons = Neurons(request, space, spec, library, read, self._prediction, scratch)
-        self._attention = Attention(request, space, spec, library, scratch)
-        self._moe = model.moe
-        self._routers = make_routers(model, lambda name: read_rows(request.tensors[name]))
+        views = arrays[0].views
+        self._prediction = Prediction(request, space, spec, library, views)
+        scratch = self._course.program.scratch
+        self._neurons = Neurons(request, space, spec, library, views, self._prediction, scratch)
+        deviations = [model.blocks[layer].ffn.cutoff for layer in layers]
+        self._signs: list[tuple[float, ...]] = [
+            () if own is None else (math.copysign(1.0, own),) for own in deviations
+        ]
+        """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
+        self._cutoffs: Views = {}
+        if spec.cutoff_rows:
+            parts = space.make("float32", count_tokens(request), spec.cutoff_rows)
+            self._cutoffs["cutoff_parts"] = space.wrap(parts)
+        self._layers = [
+            space.wrap_parts(0, 1, gate_cutoff=name_layer_tensor(layer, "gate_cutoff"))
+            for layer in layers
+        ]
+        self._chunks = [
+            _Chunk(
+                own,
+                self._bind_begin("ffn", own.views),
+                library.bind("end_ffn", "tokens", own.views, name="end_ffn"),
+                [self._neurons.bind_chunk(layer, own.views) for layer in layers],
+            )
+            for own in arrays
+        ]
+        self._now = self._chunks[0]
+        self._step_begin = self._now.begin
+        if spec.sequences and spec.has_other_chunks:
+            self._step_begin = self._bind_begin("step", views)
+        if spec.foresees:
+            ahead = self._course.exchange.ahead
+            assert ahead is not None
+            later = space.wrap(self._course.view(ahead, spec.hidden)[: request.step_tokens])
+            self._prediction.bind_foresight(library, later, views)
+        self._down_biases: list[F32] = []
+        """By layer of an MoE model whose FFNs have biases [experts, hidden]."""
+        if model.moe is not None and model.ffn.bias:
+            self._down_biases = [
+                read_rows(request.tensors[name_layer_tensor(layer, "down_bias")])
+                for layer in layers
+            ]
         self._observer: ExecutorObserver | None = None
-        self._sequence = self._token = 0
-        self._step: tuple[Sequence[int], Sequence[int]] | None = None
-        """Sequences and positions of a step; None in a chunk."""
-        self._bindings = Bindings(
-            request,
-            space,
-            spec,
-            library,
-            self._attention,
-            self._neurons,
-            self._routers,
-            self._ids,
-            self._logits,
-        )
+        self._token = 0
         self._has_cutoffs = False
         """Whether gates of the layer that is computed have a cutoff."""
-        self._chunks = [self._bindings.bind_chunk(own) for own in arrays]
-        self._now = self._chunks[0]
-        self._bindings.bind_foresight(self._prediction, views)
-        self._step_calls = self._bindings.bind_step(self._now, request.step_tokens)
+
+    def _make_arrays(self, space: Workspace) -> Arrays:
+        course, spec, routes = self._course, self._spec, np.zeros((0, 0), np.float32)
+        read, given = (
+            course.view(area, spec.hidden) for area in (course.exchange.read, course.exchange.given)
+        )
+        if course.exchange.routes is not None:
+            routes = course.view(course.exchange.routes, spec.experts)
+        if not self._shares_arrays:
+            read = space.make("float32", *read.shape)
+            routes = space.make("float32", *routes.shape)
+        return make_arrays(space, spec, read, given, routes)
+
+    def _bind_begin(self, what: str, views: Views) -> list[BoundCall]:
+        """Return the calls that begin the neurons of each layer, in a chunk (``ffn``) or a step."""
+        calls = []
+        for layer, own in enumerate(self._layers):
+            name, given = f"begin_{what}", "tokens"
+            if self._signs[layer]:
+                name, given = f"begin_cut_{what}", "tokens sign"
+            arrays = (own, self._cutoffs, views)
+            calls.append(self._library.bind(name, given, *arrays, layer=layer, name="begin_ffn"))
+        return calls
 
     def select_chunk(self, number: int) -> None:
         """Let the calls that follow be about another chunk."""
+        self._course.select_chunk(number)
         self._now = self._chunks[number]
         if self._observer is not None:
             self._observer.select_chunk(number)
 
     def select_sequence(self, number: int) -> None:
-        self._sequence = number
+        self._course.select_sequence(number)
 
     def select_token(self, number: int) -> None:
         """Let calls for one token be about another one of a step."""
@@ -101,112 +159,86 @@ class CpuExecutor:
         self._neurons.select_token(number)
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
-        """Set x to the embeddings of tokens of some sequences."""
         self.select_chunk(0)
-        self._embed(tokens, self._step_calls.embed_layers)
-        self._step = sequences, positions
+        self._course.begin_step(tokens, sequences, positions)
+        self._begin_call()
 
     def attend_step(self, layer: int) -> None:
-        """Add the attention block of each sequence."""
-        assert self._step is not None and self._step_calls.attend, "built for one token"
-        sequences, positions = self._step
-        count, context = self._now.tokens, self._attention.context
-        if layer == 0:
-            for add, position in zip(self._step_calls.positions, positions, strict=False):
-                add(1, position)
-        for calls in self._step_calls.attend[layer]:
-            calls.project(count, 0, context)
-            for token, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-                calls.mix[sequence](token, position, context)
-            calls.output(count, 0, context)
+        self._course.attend(layer)
 
     def embed(self, tokens: I32) -> None:
-        """Set x to the embeddings of ``tokens``."""
-        self._embed(tokens, self._now.embed_layers)
+        self._course.embed(tokens)
+        self._begin_call()
 
-    def _embed(self, tokens: I32, embed_layers: BoundCall | None) -> None:
-        self._step = None
+    def _begin_call(self) -> None:
         if self._token:
             self.select_token(0)
-        count = len(tokens)
-        self._now.tokens = count
-        self._ids[:count] = tokens
-        self._now.embed(count)
-        if embed_layers is not None:
-            embed_layers(count, self._now.arrays.layer_inputs.shape[1])
+        self._rows.begin()
 
     def join(self, given: F32) -> None:
-        self._ends.join(self._now.arrays.x[: self._now.tokens], given)
+        self._course.program.join(given[:, : self._model.shape.hidden])
 
     def attend(self, layer: int, position: int) -> None:
-        now = self._now
-        if layer == 0 and now.positions is not None:
-            now.positions(now.tokens, position)
-        for attend in now.attend[self._sequence][layer]:
-            attend(now.tokens, position, self._attention.context)
+        if layer == 0:
+            self._course.begin_layers(position)
+        self._course.attend(layer)
 
     def begin_attention(self, layer: int, position: int) -> F32:
-        now = self._now
-        if layer == 0 and self._step is None and now.positions is not None:
-            now.positions(now.tokens, position)
-        elif layer == 0 and self._step is not None:
-            for add, place in zip(self._step_calls.positions, self._step[1], strict=False):
-                add(1, place)
-        return self._ends.normalize_attention(now.arrays.x[: now.tokens], layer)
+        if layer == 0:
+            self._course.begin_layers(position)
+        return self._rows.begin_attention(layer)
 
     def project(self, layer: int) -> None:
-        self._find_parts(layer).project(self._now.tokens, 0, self._attention.context)
+        self._rows.project(layer)
 
     def put_projected(self, layer: int, values: F32) -> None:
-        self._ends.put_projected(self._attention.qkv[: len(values)], layer, values)
+        self._rows.put_projected(layer, values)
 
     def mix(self, layer: int, position: int) -> F32:
-        count, context = self._now.tokens, self._attention.context
-        mix = self._find_parts(layer).mix
-        if self._step is None:
-            mix[self._sequence](count, position, context)
-        else:
-            for token, (sequence, place) in enumerate(zip(*self._step, strict=True)):
-                mix[sequence](token, place, context)
-        return self._attention.mixed[:count]
+        return self._rows.mix(layer)
 
     def project_output(self, layer: int) -> None:
-        self._find_parts(layer).output(self._now.tokens, 0, self._attention.context)
+        self._rows.project_output(layer)
 
     def put_output(self, layer: int, values: F32) -> None:
-        self._ends.put_output(self._now.arrays.x[: len(values)], layer, values)
-
-    def _find_parts(self, layer: int) -> PartCalls:
-        # Rows are divided of layers with attention alone.
-        return (self._now.parts if self._step is None else self._step_calls.attend)[layer][0]
+        self._rows.put_output(layer, values)
 
     def read_head_input(self, first: int) -> F32:
-        end = min(self._now.tokens, first + len(self._logits))
-        return self._ends.normalize_head(self._now.arrays.x[first:end])
+        return self._course.read_head_input(first)
 
     def put_logits(self, values: F32) -> F32:
-        logits: F32 = self._logits[: len(values)]
-        self._ends.put_logits(logits, values)
-        return logits
+        return self._rows.put_logits(values)
 
     def begin_ffn(self, layer: int) -> None:
-        """Normalise x and clear the FFN's sum."""
-        now = self._now
-        begin = now.begin if self._step is None else self._step_calls.begin
-        begin[layer](now.tokens, *self._bindings.begin_given[layer])
-        self._has_cutoffs = bool(self._bindings.signs[layer])
-        self._prediction.begin(now.tokens)
-        if self._moe is not None:
-            self._route(layer)
+        """Compute what neurons read, and clear their sum."""
+        course = self._course
+        course.read(layer)
+        if not self._shares_arrays:
+            self._take_arrays()
+        begin = self._step_begin if course.is_step else self._now.begin
+        begin[layer](course.tokens, *self._signs[layer])
+        self._has_cutoffs = bool(self._signs[layer])
+        self._prediction.begin(course.tokens)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
+
+    def _take_arrays(self) -> None:
+        """Copy what neurons read to the chunk's own arrays."""
+        course, arrays = self._course, self._now.arrays
+        exchange, count = course.exchange, course.tokens
+        arrays.read[:count] = course.view(exchange.read, self._spec.hidden)[:count]
+        if exchange.routes is not None:
+            arrays.routes[:count] = course.view(exchange.routes, self._spec.experts)[:count]
 
     @property
     def foresees(self) -> bool:
         return self._spec.foresees
 
     def foresee(self, following: int, layer: int, threshold: float) -> None:
-        self._prediction.begin(self._now.tokens)
+        self._course.read(layer)
+        if not self._shares_arrays:
+            self._take_arrays()
+        self._prediction.begin(self._course.tokens)
         self._prediction.foresee(following, layer, threshold)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
@@ -214,17 +246,12 @@ class CpuExecutor:
     def list_foreseen(self) -> I32:
         return self._prediction.list_foreseen()
 
-    def _route(self, layer: int) -> None:
-        if not self._bindings.is_routed[layer]:
-            routes = self._routers[layer].route(self.read_router_input())
-            self._now.arrays.routes[: self._now.tokens] = routes
-
     def list_experts(self) -> I32:
-        return list_chosen(self._now.arrays.routes[self._token]) if self._moe else _NONE
+        return _NONE if self._model.moe is None else list_chosen(self.read_routes()[self._token])
 
     def list_chunk_experts(self) -> I32:
         """Return the experts that the router chose for any token."""
-        if self._moe is None:
+        if self._model.moe is None:
             return _NONE
         return np.flatnonzero(self.read_routes().any(axis=0)).astype(np.int32)
 
@@ -273,7 +300,7 @@ class CpuExecutor:
         known: bool = False,
         stretch: int = 1,
     ) -> None:
-        tokens = self._now.tokens
+        tokens = self._course.tokens
         if not self._neurons.can_share(tokens, known):
             add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
         elif len(slots):
@@ -283,18 +310,22 @@ class CpuExecutor:
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         now = self._now
-        routes = None if self._moe is None else now.arrays.routes[: now.tokens]
-        is_step = self._step is not None
+        routes = None if self._model.moe is None else self.read_routes()
         if self._observer is not None:
             self._observer.add_dense(layer, bundles, first)
         self._neurons.add_neighbours(
-            bundles, first, now.tokens, now.neighbours[layer], routes, is_step=is_step
+            bundles,
+            first,
+            self._course.tokens,
+            now.neighbours[layer],
+            routes,
+            is_step=self._course.is_step,
         )
 
     def share_input(self) -> tuple[F32, F32 | None]:
         """Return what neurons read, before it was rounded to integers, and the routes."""
-        read = self._now.arrays.neuron_input[: self._now.tokens]
-        return read, None if self._moe is None else self.read_routes()
+        read = self._now.arrays.read[: self._course.tokens]
+        return read, None if self._model.moe is None else self.read_routes()
 
     def add_sum(self, values: F32) -> None:
         if self._lanes is not None:
@@ -302,55 +333,47 @@ class CpuExecutor:
         self._now.arrays.total[: len(values)] += values
 
     def end_ffn(self, layer: int) -> None:
-        """Add the FFN's sum to x."""
+        """Give the neurons' sum to the program."""
         if self._observer is not None:
             self._observer.end_ffn(layer)
-        if self._moe is not None and self._spec.ffn.bias:
+        if self._down_biases:
             # Here, because a plan may change the routes after ``begin_ffn``.
-            self.add_sum(self._routers[layer].add_biases(self.read_routes()))
-        end = self._now.end if self._step is None else self._step_calls.end
-        end[layer](self._now.tokens)
+            routes, biases = self.read_routes(), self._down_biases[layer]
+            used = np.flatnonzero(routes.any(axis=0))
+            self.add_sum(np.asarray(routes[:, used] @ biases[used]))
+        self._now.end(self._course.tokens)
+        self._course.finish(layer)
 
     def expect(self, end: int) -> None:
         """Choose the positions of a sequence of ``end`` tokens."""
-        for tables in self._attention.ropes.values():
-            tables.expect(end)
+        self._course.program.expect(end)
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:
-        return self._attention.read(sequence, first, end)
+        return self._course.program.read_context(sequence, first, end)
 
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
-        self._attention.put(sequence, first, end, kept)
+        self._course.program.put_context(sequence, first, end, kept)
 
     def read_state(self, sequence: int) -> F32:
-        states = self._attention.states
-        return np.zeros(0, np.float32) if states is None else states.read(sequence)
+        return self._course.program.read_state(sequence)
 
     def put_state(self, sequence: int, state: F32) -> None:
-        if self._attention.states is not None:
-            self._attention.states.put(sequence, state)
+        self._course.program.put_state(sequence, state)
 
     def read_router_input(self) -> F32:
-        arrays = self._now.arrays
-        kind = "ffn" if self._moe is None else self._moe.router_input
-        read = arrays.x if kind == "stream" else arrays.normalized
-        if kind == "layer" and arrays.layer_input is not None:
-            read = arrays.layer_input
-        return read[: self._now.tokens]
+        return self._course.read_router_input()
 
     def read_routes(self) -> F32:
         """Return the weights of an MoE model's experts."""
-        return self._now.arrays.routes[: self._now.tokens]
+        return self._now.arrays.routes[: self._course.tokens]
 
     def read_cutoffs(self) -> F32 | None:
-        now = self._now
-        return now.arrays.cutoffs[: now.tokens, None] if self._has_cutoffs else None
+        arrays = self._now.arrays
+        return arrays.cutoffs[: self._course.tokens, None] if self._has_cutoffs else None
 
     def logits(self, first: int) -> F32:
         """Return logits of the tokens from ``first`` on, as many as there is room for."""
-        count = min(self._now.tokens - first, len(self._logits))
-        self._now.head(first, count)
-        return self._logits[:count]
+        return self._course.run_head(first)
 
     def count_active(self) -> int:
         """Return the non-zero activations since the last call."""
@@ -360,9 +383,12 @@ class CpuExecutor:
         """Tell ``observer`` of every kernel and of the neurons of prompts."""
         assert self._observer is None or observer is None, "one observer at a time"
         self._observer = observer
-        self._library.observe(None if observer is None else observer.note_kernel)
+        note = None if observer is None else observer.note_kernel
+        self._library.observe(note)
+        self._course.program.observe(note)
 
     def close(self) -> None:
+        self._course.close()
         self._library.close()
         self._neurons.close()
         self._chunks.clear()

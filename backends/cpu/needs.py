@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pi2.backends.blocks.contract import PLANES
+from pi2.backends.blocks.sizes import count_workspace_bytes
 from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocked_tile_bytes, count_blocks_bytes
-from pi2.backends.kernels.mixing_layout import count_most_room
-from pi2.backends.kernels.spec import BLOCK_ROOM, PANEL, PARTS, SPANS
-from pi2.model.blocks import list_attention, list_turns
+from pi2.backends.kernels.spec import BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED
 from pi2.model.ffn import count_stored_cutoff_rows
-from pi2.model.states import describe_state
-from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens, count_stated_threads
+from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_stated_threads
 from pi2.plan.arithmetic.units import KV_TOKENS, Need
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import ALIGNMENT, GROUP, fill_groups, round_up
@@ -20,13 +19,12 @@ if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_mixing import Latent
     from pi2.plan.documents.plan import Plan
 
 PANEL_FLOATS = PANEL + PARTS
 """Floats of scratch per token: FFN neurons that a dense layer computes at once, and their bits."""
-THREAD_BYTES = 33 << 10
-"""Scratch of a compute thread."""
+DENSE_FLOATS = (UNPACKED + KEPT) * 128
+"""Numbers that a thread of the dense FFN has room for, in the program's scratch."""
 SHARED_BYTES, SHARED_TOKEN_BYTES = 4 << 10, 2 * 4 * BLOCK_ROOM
 """Scratch of a compute thread for neurons that several tokens share, and for each of the tokens,
 which lists slots and rows."""
@@ -35,174 +33,129 @@ UNPACKED_ROWS_BYTES = 10
 for several tokens on cores with i8mm."""
 SMALL_BYTES = 16 << 10
 """Alignment, counters, and the predictor's inner vector."""
-UNKNOWN_THREADS = 64
+UNKNOWN_THREADS = 32
 """Compute threads that are assumed where neither plan nor device states them."""
 
 
 def need_workspace(resolved: ResolvedPlan) -> Need:
-    """Bytes of activations, logits and tables; of a processor that may have AMX, with its tiles."""
-    plan, model = resolved.plan, resolved.model
-    shape, chunk = model.shape, count_chunk_tokens(plan)
-    # Layers with other heads have room of their own.
-    views = [own for own, _ in list_attention(model)]
-    qkv = sum(own.projected for own in views)
-    queries = sum(own.stored_query for own in views)
-
-    group_bytes = _count_group_bytes(plan)
-    inputs = (shape.stored_hidden + queries) * (4 + _count_planes(plan))
-    inputs += (shape.stored_hidden + queries) // GROUP * group_bytes
-    activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
-    state = describe_state(model)
-    if state is not None:
-        each = state.stored_width
-        own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
-        activations += (chunk + 1) * (own + 4 * (state.entries + state.factors + state.ranks))
-    if model.side_ffn is not None:
-        each = fill_groups(model.side_width)
-        own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
-        activations += (chunk + 1) * (own + 8 * model.side_width + 4 * shape.stored_hidden)
-    activations += (chunk + 1) * _count_latent_experts(plan, model)
-    if model.ffn.sub_norm:
-        activations += 4 * chunk + ALIGNMENT
-    if model.layer_embedding is not None:
-        each = model.layer_embedding.stored_width
-        own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
-        row = fill_groups(shape.layers * model.layer_embedding.width)
-        activations += (chunk + 1) * (own + 4 * row)
-        activations += chunk * _count_layer_inputs(model)
-    if model.altup is not None:
-        each = fill_groups(model.altup.laurel_rank)
-        own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
-        activations += (chunk + 1) * own * len(views) + chunk * _count_streams(model)
-        activations += min(chunk, LOGIT_ROWS) * _count_streams(model)
-    if model.cut_layers:
-        activations += 4 * chunk * (1 + count_stored_cutoff_rows(model)) + 2 * ALIGNMENT
-    logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
-    turned = sum(width for _, width in list_turns(model))
-    # Rows of scales of gathered neurons.
-    rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
-    latent = model.attention.latent
-    tables = rows + 4 * plan.kv.context * turned + 32 * model.layer_neurons
-    for view in views:
-        summed = view.head_dim if latent is None else latent.rank
-        tables += 4 * SPANS * view.heads * (summed + 2)
-    if latent is not None:
-        activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan), group_bytes)
-    tables += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
-    if model.attention.growth:
-        tables += 4 * plan.kv.context * (1 + (model.attention.growth_layers is not None))
-    if model.predictor is not None:
-        rank = model.predictor.rank
-        inner = rank * (4 + _count_planes(plan)) + rank // GROUP * group_bytes
-        tables += (plan.decode.step_tokens - 1) * inner
-    if _keeps_input(model):
-        activations += chunk * 4 * shape.stored_hidden
-    if model.moe is not None:
-        activations += chunk * 4 * (model.expert_count + 1)
-        tables += 4 * model.layer_neurons
+    """Bytes of the program's arrays and of neurons'; of a processor that may have AMX, with its
+    tiles."""
     stated = count_stated_threads(resolved)
     threads = stated or UNKNOWN_THREADS
-    scratch = THREAD_BYTES
-    if latent is None:
-        rooms = [count_most_room(view.heads // view.kv_heads, view.head_dim) for view in views]
-        scratch = max(THREAD_BYTES, *rooms)
-    parts = count_parts(threads) if model.moe is not None and model.is_smooth else 1
-    sums = 4 * threads * model.stored_neuron_width
-    tables += sums + max(0, (parts - 1) * sums - 4 * chunk * PANEL)
-    tables += threads * scratch + SMALL_BYTES
+    program = _count_program(resolved, threads)
+    neurons = _count_neurons(resolved, stated, threads)
+    return Need(
+        program + neurons,
+        f"arrays of {count_chunk_tokens(resolved.plan)} tokens {approximate_bytes(program)}, "
+        f"of neurons {approximate_bytes(neurons)}",
+    )
+
+
+def _count_program(resolved: ResolvedPlan, threads: int) -> int:
+    """Bytes of the program, for which FFNs are only what stands next to neurons."""
+    plan, model = resolved.plan, resolved.model
+    changes = {"ffn": max(model.side_width, GROUP)}
+    seen = model.model_copy(
+        update={"shape": model.shape.model_copy(update=changes), "moe": None, "side_ffn": None}
+    )
+    own = plan.decode.batch_activations
+    kinds = (plan.decode.activations, plan.prefill.activations, own or plan.decode.activations)
+    tokens = count_chunk_tokens(plan)
+    each = _count_exchanged(model)
+    if model.moe is not None:
+        each += 4 * (2 * model.moe.experts + 5 * model.moe.active_experts + 1)
+    rows = max(tokens, plan.decode.step_tokens)
+    return (
+        count_workspace_bytes(
+            seen,
+            tokens,
+            plan.decode.step_tokens,
+            max(PLANES[kind] for kind in kinds),
+            context=plan.kv.context,
+            threads=threads,
+            is_stored=True,
+        )
+        + rows * each
+        + 4 * plan.decode.step_tokens * model.stored_neuron_width
+        + (model.expert_count * 4 + ALIGNMENT) * model.shape.layers * (model.moe is not None)
+    )
+
+
+def _count_exchanged(model: Model) -> int:
+    """Bytes of a token that the program and neurons share, beyond what programs have that compute
+    neurons."""
+    shape, moe = model.shape, model.moe
+    floats = 2 * model.stored_neuron_width
+    latent = moe is not None and moe.latent is not None
+    # Of four vectors of other programs, three are not there: what mixers and FFNs read, their sum.
+    floats += (_keeps_input(model) + latent + model.norm.outputs - 3) * shape.stored_hidden
+    floats += 0 if moe is None else model.expert_count
+    return 4 * floats + 8 * ALIGNMENT
+
+
+def _keeps_input(model: Model) -> bool:
+    """Whether FFNs or routers read the layer's input."""
+    moe = model.moe
+    return model.residual == "parallel" or (moe is not None and moe.router_input == "layer")
+
+
+def _count_neurons(resolved: ResolvedPlan, stated: int | None, threads: int) -> int:
+    plan, model = resolved.plan, resolved.model
+    chunk, width = count_chunk_tokens(plan), model.stored_neuron_width
+    planes = _count_planes(plan)
+    inputs = width * planes + width // GROUP * _count_group_bytes(plan)
+    total = chunk * (inputs + 4 * width + 4 * PANEL_FLOATS + 4)
     if model.ffn.sub_norm:
-        tables += 4 * threads * (1 + plan.decode.step_tokens) + 2 * ALIGNMENT
+        total += 4 * chunk + ALIGNMENT
+    if model.cut_layers:
+        total += 4 * chunk * (1 + count_stored_cutoff_rows(model)) + 2 * ALIGNMENT
+    # Rows of scales of gathered neurons.
+    total += 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
+    total += 32 * model.layer_neurons
+    total += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
+    if model.predictor is not None:
+        rank = model.predictor.rank
+        inner = rank * (4 + planes) + rank // GROUP * _count_group_bytes(plan)
+        total += (plan.decode.step_tokens - 1) * inner
+    if model.moe is not None:
+        total += 4 * (chunk + model.layer_neurons)
+    parts = count_parts(threads) if model.moe is not None and model.is_smooth else 1
+    sums = 4 * threads * width
+    total += sums + max(0, (parts - 1) * sums - 4 * chunk * PANEL)
+    total += SMALL_BYTES
+    if model.ffn.sub_norm:
+        total += 4 * threads * (1 + plan.decode.step_tokens) + 2 * ALIGNMENT
     if plan.decode.step_tokens > 1 and not model.is_smooth:
         # What several tokens share: a sum for each of them, and lists of a block of neurons.
-        each = 4 * model.stored_neuron_width + SHARED_TOKEN_BYTES
-        tables += threads * (plan.decode.step_tokens * each + SHARED_BYTES)
-    lengths, unpacked = _list_inputs(plan, model), [(0, 0)]
+        each = 4 * width + SHARED_TOKEN_BYTES
+        total += threads * (plan.decode.step_tokens * each + SHARED_BYTES)
+    unpacked = [0]
     if _may_pair_tokens(resolved.device):
-        unpacked.append((chunk % 2 * inputs, threads * UNPACKED_ROWS_BYTES * sum(lengths)))
+        unpacked.append(chunk % 2 * (inputs + 4 * width) + threads * UNPACKED_ROWS_BYTES * width)
     if _may_use_tiles(resolved.device):
         # Of a machine of which nothing is known, a run uses as many threads as this has room for.
         counted = 1 if stated is None and len(unpacked) > 1 else threads
         blocks = round_up(chunk, BLOCK_TOKENS) // BLOCK_TOKENS
-        tokens = sum(count_blocks_bytes(length, _count_planes(plan)) for length in lengths)
-        tiles = sum(map(count_blocked_tile_bytes, lengths))
-        unpacked.append((blocks * tokens, counted * tiles))
-    of_tokens, of_rows = max(unpacked, key=sum)
-    activations += of_tokens
-    tables += of_rows
-    return Need(
-        activations + logits + tables,
-        f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
-        f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}",
-    )
-
-
-def _list_inputs(plan: Plan, model: Model) -> list[int]:
-    shape, state, latent = model.shape, describe_state(model), model.attention.latent
-    views = [own for own, _ in list_attention(model)]
-    lengths = [shape.stored_hidden, *(own.stored_query for own in views)]
-    if state is not None:
-        lengths.append(state.stored_width)
-    if model.side_ffn is not None:
-        lengths.append(fill_groups(model.side_width))
-    if _count_latent_experts(plan, model):
-        lengths.append(model.stored_neuron_width)
-    if latent is not None and latent.query_rank:
-        lengths += [fill_groups(latent.query_rank)] * len(views)
-    if model.layer_embedding is not None:
-        lengths.append(model.layer_embedding.stored_width)
-    if model.altup is not None:
-        lengths += [fill_groups(model.altup.laurel_rank)] * len(views)
-    return lengths
-
-
-def _need_latent(model: Model, latent: Latent, planes: int, group_bytes: int) -> int:
-    """Bytes of latent attention for each token: queries and their latents, the plain parts of
-    heads, their queries of the KV latents, and the mixed latents."""
-    heads, made = model.shape.heads, fill_groups(latent.query_rank or 0)
-    vectors = made + heads * (fill_groups(latent.plain) + fill_groups(latent.rank))
-    floats = heads * (latent.key + latent.kept)
-    return vectors * (4 + planes) + vectors // GROUP * group_bytes + 4 * floats
+        own = blocks * count_blocks_bytes(width, planes)
+        unpacked.append(own + counted * count_blocked_tile_bytes(width))
+    return total + max(unpacked)
 
 
 def count_chunk_bytes(resolved: ResolvedPlan) -> int:
-    """Bytes of the residual, the FFN sum and the input of projections of a chunk, d wide, of what
-    routes experts, and of what layers have of their own."""
+    """Bytes of a chunk's content of the program's areas, and of its neurons' input and sum."""
     plan, model = resolved.plan, resolved.model
-    hidden = model.shape.stored_hidden
-    own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * _count_group_bytes(plan)
-    if _keeps_input(model):
-        own += 4 * hidden
+    hidden, width = model.shape.stored_hidden, model.stored_neuron_width
+    streams = 1 if model.altup is None else 2 * model.altup.streams
+    own = 4 * hidden * (streams + 1 + _keeps_input(model))
+    if model.layer_embedding is not None:
+        layers = (model.shape.layers + 1) * model.layer_embedding.width
+        own += 4 * fill_groups(layers)
+    own += width * (8 + _count_planes(plan)) + width // GROUP * _count_group_bytes(plan)
+    own += 4 * model.ffn.sub_norm + 4 * (len(model.cut_layers) > 0)
     if model.moe is not None:
         own += 4 * model.expert_count
-    own += 4 * model.ffn.sub_norm
-    own += _count_layer_inputs(model)
-    own += _count_latent_experts(plan, model)
-    own += 0 if model.altup is None else _count_streams(model)
-    own += 4 * (len(model.cut_layers) > 0)
     # Every array is rounded up.
-    arrays = 9 + 4 * (_count_latent_experts(plan, model) > 0)
-    return (count_chunk_tokens(plan) + 1) * own + arrays * ALIGNMENT
-
-
-def _keeps_input(model: Model) -> bool:
-    return model.residual == "parallel" or model.moe is not None or model.altup is not None
-
-
-def _count_streams(model: Model) -> int:
-    assert model.altup is not None
-    return 4 * (model.altup.streams - 1) * model.shape.stored_hidden
-
-
-def _count_latent_experts(plan: Plan, model: Model) -> int:
-    if model.moe is None or model.moe.latent is None:
-        return 0
-    width = model.stored_neuron_width
-    return width * (8 + _count_planes(plan)) + width // GROUP * _count_group_bytes(plan)
-
-
-def _count_layer_inputs(model: Model) -> int:
-    own = model.layer_embedding
-    return 0 if own is None else 4 * model.shape.layers * own.stored_width
+    return (count_chunk_tokens(plan) + 1) * own + 16 * ALIGNMENT
 
 
 def _count_group_bytes(plan: Plan) -> int:

@@ -9,8 +9,10 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
+from pi2.backends.cpu.course import count_tokens
+from pi2.backends.cpu.needs import DENSE_FLOATS
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.workspace import DENSE_FLOATS, Scratch, Views, Workspace, count_tokens
+from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.executor import PartGroup
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
@@ -71,9 +73,10 @@ class Neurons:
         library: Library,
         views: Views,
         prediction: Prediction,
-        scratch: Scratch,
+        scratch: U8,
     ) -> None:
-        """``views``: arrays of the first chunk, which single tokens use."""
+        """``views``: arrays of the first chunk, which single tokens use; ``scratch`` keeps nothing
+        from call to call."""
         self._spec = spec
         self._library = library
         self._prediction = prediction
@@ -95,7 +98,7 @@ class Neurons:
         uncounted = space.make("int32", spec.threads + 1)
         self._uncounted = {"counts": space.wrap(uncounted)}
         # One token alone takes what many have room for.
-        count = max(tokens * PANEL, spec.parts * spec.threads * spec.neuron_width)
+        count = max(tokens * PANEL, spec.parts * spec.threads * spec.hidden)
         values = space.make("float32", count)
         self._room: Views = {
             "slots": space.wrap(self._slots),
@@ -114,7 +117,7 @@ class Neurons:
             self._room["rows"] = space.wrap(self._rows)
             self._room["firing_rows"] = space.wrap(space.make("int32", neurons))
         self._tokens = space.make("int32", tokens if spec.experts else 1)
-        (unpacked,) = scratch.cut(("float32", spec.threads * DENSE_FLOATS))
+        unpacked = scratch[: 4 * spec.threads * DENSE_FLOATS].view(np.float32)
         self._panel: Views = {
             "slots": self._room["slots"],
             "tokens_of_expert": space.wrap(self._tokens),
@@ -196,7 +199,7 @@ class Neurons:
             )
             for name, kind in kinds.items()
         }
-        sums = space.make("float32", tokens, threads, self._spec.neuron_width)
+        sums = space.make("float32", tokens, threads, self._spec.hidden)
         if self._spec.sub_norm:
             room["token_squares"] = space.wrap(space.make("float32", tokens, threads))
         return room | {"partials": space.wrap(sums), "named": space.wrap(self._named)}
@@ -204,7 +207,7 @@ class Neurons:
     def _make_sums(self, space: Workspace, values: F32) -> Views:
         """Return what sums of gathered neurons are made in; of parts, these are ``values``."""
         spec = self._spec
-        shape = (spec.parts, spec.threads, spec.neuron_width)
+        shape = (spec.parts, spec.threads, spec.hidden)
         sums = values[: math.prod(shape)].reshape(shape)
         if not self._takes_stretches:
             return {"partial": space.wrap(sums[0])}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.compiler.runtime import BoundCall, Library
+from pi2.backends.compiler.runtime import BoundCall, Library, View
 from pi2.backends.cpu.workspace import Views, Workspace, wrap_table
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
@@ -98,20 +98,19 @@ class Prediction:
         self._foresee: dict[tuple[int, int], BoundCall] = {}
         """By the layer that is predicted and the one that is begun."""
 
-    def bind_foresight(self, library: Library, norms: list[Views], *views: Views) -> None:
-        """Bind the calls that predict a layer and begin the one before it, or itself; ``norms``:
-        the norm of each FFN's input, ``views``: its first arguments."""
+    def bind_foresight(self, library: Library, later: View, views: Views) -> None:
+        """Bind the calls that predict a layer and begin the one before it, or itself; ``later``:
+        what the following layer would read."""
         tokens = "tokens" if self._is_several else ""
         for following, ((rank, arrays),) in enumerate(self._predictors):
-            ahead = {f"next_{name}": view for name, view in norms[following].items()}
             for layer in {max(0, following - 1), following}:
+                ahead = views["hidden_values"] if layer == following else later
                 self._foresee[following, layer] = library.bind(
                     f"foresee_{rank}",
                     f"neurons threshold {tokens}",
-                    ahead,
+                    {"ahead": ahead},
                     *arrays,
-                    norms[layer],
-                    *views,
+                    views,
                     layer=layer,
                     name="foresee",
                 )

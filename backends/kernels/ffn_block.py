@@ -1,4 +1,4 @@
-"""The functions of a layer's FFN: norm, neurons, residual."""
+"""The functions of the neurons of a layer's FFN, from their input to their sum."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.ffn import DenseRoom, emit_dense
 from pi2.backends.kernels.gathered import Gathered, Run, Scratch, emit_gathered, emit_gathered_gates
+from pi2.backends.kernels.matrix import emit_quantize
 from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, Squares, emit_leave_lane_order
-from pi2.backends.kernels.norms import (
-    NormWeights,
-    emit_add_normalized,
-    emit_add_scaled,
-    emit_fill,
-    emit_normalize,
-    emit_scale,
-    take_sub_norm_factor,
-)
 from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen
 from pi2.backends.kernels.panel import Panel
 from pi2.backends.kernels.plain import (
@@ -32,19 +24,12 @@ from pi2.backends.kernels.plain import (
 from pi2.backends.kernels.schedule import Schedule, emit_each_token
 from pi2.backends.kernels.selection import take_cutoffs, take_finding
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
-from pi2.backends.kernels.side_ffn import (
-    RouterArrays,
-    emit_route_tokens,
-    take_latent_experts,
-    take_side_ffn,
-)
-from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED
+from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.kernels.unpacking import find_unpacking
-from pi2.backends.kernels.vocabulary import take_layer_input
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Normalise and quantise x; set y to zero; in an MoE model, route."""
+    """Quantise what neurons read, and set their sum y to zero."""
     _emit_begin(schedule, take, has_cutoff=False)
 
 
@@ -54,17 +39,11 @@ def emit_begin_cut_ffn(schedule: Schedule, take: Parameters) -> None:
 
 
 def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> None:
-    spec = schedule.spec
     tokens = take.take_number("tokens")
-    routed = None if spec.router is None else take.take_number("routed")
     finding = take_finding(schedule, take) if has_cutoff else None
     cutoffs = None if has_cutoff else take_cutoffs(schedule, take)
-    x = schedule.take_rows(take, "x")
-    norm = schedule.take_input_norm(take)
-    hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
-    latent = take_latent_experts(schedule, take, tokens, "experts_in")
-    begin = take_beginning(schedule, take, x, norm, hidden)
-    router = None if routed is None else _take_router(schedule, take, hidden)
+    hidden = schedule.take_chunk(take, "hidden", schedule.spec.hidden, tokens)
+    begin = take_beginning(schedule, take, hidden)
 
     def prepare(token: v.Expr) -> None:
         if cutoffs is not None:
@@ -74,51 +53,60 @@ def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> No
     emit_each_token(tokens, prepare)
     if finding is not None:
         finding.emit(hidden, tokens)
-    if latent is not None:
-        latent.emit_lead(hidden, tokens)
-    if routed is not None and router is not None:
-        # Some layers of a mixture have no router.
-        with T.If(routed > 0), T.Then():
-            emit_route_tokens(spec, router, tokens)
 
 
 def take_beginning(
-    schedule: Schedule, take: Parameters, x: v.Buffer, norm: NormWeights | None, hidden: Activations
+    schedule: Schedule, take: Parameters, hidden: Activations
 ) -> Callable[[v.Expr], None]:
-    """Declare what else the FFN of a layer begins with; return what normalises and quantises ``x``
-    of a token, and sets its y to zero."""
-    spec, width = schedule.spec, schedule.spec.neuron_width
-    y = take.take_array("y", "float32", "tokens", width)
+    """Declare what else the neurons of a layer begin with; return what quantises the values of a
+    token, and sets its y to zero."""
+    width = schedule.spec.hidden
+    y = schedule.take_rows(take, "y")
     squares = _take_squares(schedule, take)
 
     def begin(token: v.Expr) -> None:
         if squares is not None:
             v.store(squares, token, v.constant(0.0, "float32"), 1)
-        emit_normalize(spec, x, token, norm, hidden, token)
-        with T.serial(width // 16) as step:
-            place = token * width + step * 16
-            v.store(y, place, v.constant(0.0, "float32", 16), 16)
+        emit_quantize(hidden, token)
+        emit_fill(y, v.let(token * width), width)
 
     return begin
 
 
-def _take_router(schedule: Schedule, take: Parameters, hidden: Activations) -> RouterArrays:
-    spec, router = schedule.spec, schedule.spec.router
-    assert router is not None
+def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
+    """Write y to ``given``, in the order of the residual stream."""
+    spec = schedule.spec
+    tokens = take.take_number("tokens")
+    y, given = schedule.take_rows(take, "y"), schedule.take_rows(take, "given")
+    squares = _take_squares(schedule, take)
 
-    def take_row(name: str, is_there: bool, length: int) -> v.Buffer | None:
-        return take.take_array(name, "float32", length) if is_there else None
+    def finish(token: v.Expr) -> None:
+        base = v.let(token * spec.hidden)
+        if squares is not None:
+            emit_scale(y, base, spec.hidden, take_sub_norm_factor(spec, squares[token]))
+        emit_fill(given, base, spec.hidden)
+        emit_leave_lane_order(spec.hidden, spec.precision.ffn, y, given, token)
 
-    return RouterArrays(
-        inputs=schedule.take_rows(take, "before")
-        if router.router_input == "layer"
-        else hidden.values,
-        rows=take.take_array("router", "float32", router.experts, spec.hidden),
-        bias=take_row("router_bias", router.router_bias, router.experts),
-        choice_bias=take_row("choice_bias", router.choice_bias, router.experts),
-        shared=take_row("shared_router", router.shared_gate, spec.hidden),
-        routes=take.take_array("routes", "float32", "tokens", spec.experts),
-    )
+    emit_each_token(tokens, finish)
+
+
+def emit_fill(target: v.Buffer, base: v.Expr, length: int) -> None:
+    """Set ``target[base : base + length]`` to 0."""
+    with T.serial(length // 16) as step:
+        v.store(target, base + step * 16, v.constant(0.0, "float32", 16), 16)
+
+
+def emit_scale(target: v.Buffer, base: v.Expr, length: int, factor: v.Expr) -> None:
+    """Multiply ``target[base : base + length]`` by ``factor``."""
+    with T.serial(length // 16) as step:
+        place = v.let(base + step * 16)
+        v.store(target, place, v.load(target, place, 16) * v.splat(factor, 16), 16)
+
+
+def take_sub_norm_factor(spec: KernelSpec, squares: v.Expr) -> v.Expr:
+    """What normalises a layer's activations, of which ``squares`` is the sum of the squares."""
+    mean = squares * v.constant(1.0 / spec.sub_norm, "float32")
+    return v.let(v.constant(1.0, "float32") / T.sqrt(mean + v.constant(spec.epsilon, "float32")))
 
 
 def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
@@ -328,61 +316,3 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
     )
     room = DenseRoom(masks=masks, unpacked=unpacked, squares=squares)
     emit_dense(schedule.isa, hidden, every, tokens, room, total)
-
-
-def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Add y to x, with norms of outputs through ``whole`` [T, hidden]; then the layer's own
-    parts."""
-    spec = schedule.spec
-    tokens = take.take_number("tokens")
-    x = schedule.take_rows(take, "x")
-    y = take.take_array("y", "float32", "tokens", spec.neuron_width)
-    # Those of experts are added where tokens are routed.
-    has_bias = spec.ffn.bias and not spec.experts
-    bias = take.take_array("down_bias", "float32", spec.hidden) if has_bias else None
-    norm = take.take_array("output_norm", "float32", spec.hidden) if spec.norm.outputs else None
-    whole = schedule.take_rows(take, "whole") if spec.norm.outputs else None
-    scale = take.take_array("layer_scale", "float32", 1) if spec.model.layer_scale else None
-    squares = _take_squares(schedule, take)
-    side = take_side_ffn(schedule, take, tokens)
-    own = take_layer_input(schedule, take, tokens)
-    latent = take_latent_experts(schedule, take, tokens, "experts_out")
-    if side is not None:
-        side.emit(x, tokens)
-    if latent is not None:
-        latent.emit_back(y, x, tokens)
-
-    def finish(token: v.Expr) -> None:
-        base = v.let(token * spec.hidden)
-        if squares is not None:
-            emit_scale(y, base, spec.hidden, take_sub_norm_factor(spec, squares[token]))
-        if latent is None:
-            add_sum(token, base)
-        if own is None:
-            scale_all(token)
-
-    def scale_all(token: v.Expr) -> None:
-        if scale is not None:
-            emit_scale(x, v.let(token * spec.hidden), spec.hidden, scale[0])
-
-    def add_sum(token: v.Expr, base: v.Expr) -> None:
-        if norm is not None and whole is not None:
-            emit_fill(whole, base, spec.hidden)
-            emit_leave_lane_order(spec.hidden, spec.precision.ffn, y, whole, token)
-            if bias is not None:
-                emit_add_scaled(bias, whole, base, spec.hidden, 1.0)
-            once, given = T.min(tokens, 1), whole
-            if side is not None and side.norms is not None:
-                side.norms.emit_join(whole, y, token, once)
-                given = y
-            emit_add_normalized(spec, given, x, norm, once, token)
-            return
-        emit_scale(y, base, spec.hidden, spec.model.multipliers.residual)
-        emit_leave_lane_order(spec.hidden, spec.precision.ffn, y, x, token)
-        if bias is not None:
-            emit_add_scaled(bias, x, base, spec.hidden, spec.model.multipliers.residual)
-
-    emit_each_token(tokens, finish)
-    if own is not None:
-        own.emit(x, tokens)
-        emit_each_token(tokens, scale_all)

@@ -37,34 +37,6 @@ LIMIT = {1: 127, 2: 127 * 256}
 """Largest code by number of planes."""
 
 
-def emit_norm(
-    source: v.Buffer,
-    row: v.Expr,
-    weight: v.Buffer,
-    epsilon: float,
-    target: Activations,
-    token: v.Expr,
-    width: int | None = None,
-) -> None:
-    """Set ``target.values[token]`` to RMSNorm(``source[row]``), quantised; zeros from ``width``."""
-    length = target.length
-    sums = T.alloc_buffer((32,), "float32")
-    for half in range(2):
-        v.store(sums, half * 16, v.constant(0.0, "float32", 16), 16)
-    with T.serial(length // 32 * target.once) as step:
-        for half in range(2):
-            part = v.let(v.load(source, row * length + step * 32 + half * 16, 16))
-            v.store(sums, half * 16, T.fma(part, part, v.load(sums, half * 16, 16)), 16)
-    total = v.add_lanes(v.load(sums, 0, 16) + v.load(sums, 16, 16), "float32", 16)
-    mean = total * v.constant(1.0 / (width or length), "float32") + v.constant(epsilon, "float32")
-    factor = v.let(v.constant(1.0, "float32") / T.sqrt(mean))
-    with T.serial(length // 16 * target.once) as step:
-        part = v.load(source, row * length + step * 16, 16) * v.splat(factor, 16)
-        part = part * v.load(weight, step * 16, 16)
-        v.store(target.values, token * length + step * 16, part, 16)
-    emit_quantize(target, token)
-
-
 def emit_quantize(target: Activations, token: v.Expr) -> None:
     """Set codes, scales and sums of ``target`` from its values; only codes of floats."""
     if target.several is not None:

@@ -96,18 +96,6 @@ class Activations:
         paired = self.tiles is not None and self.blocks is None
         return replace(own, planes=self.chunk_planes, several=None, paired=paired)
 
-    def keep_values(self, values: v.Buffer, length: int) -> Activations:
-        """Return others of ``length`` that are not quantised, for fp16 weights: only ``values``."""
-        return replace(
-            self,
-            length=length,
-            values=values,
-            several=None,
-            tiles=None,
-            blocks=None,
-            upper_sums=None,
-        )
-
     def for_one(self) -> Activations:
         return replace(self, several=None, paired=False)
 

@@ -11,7 +11,6 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.isa import BLOCK_TOKENS, Isa, count_blocks_bytes
 from pi2.backends.kernels.matrix import Matrix
-from pi2.backends.kernels.norms import NormWeights
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import GROUP, Precision, scale_bytes, weight_bytes
@@ -117,7 +116,7 @@ class Schedule:
         return take.take_number("token") if self.spec.sequences else T.int32(0)
 
     def take_rows(self, take: Parameters, name: str, rows: str = "tokens") -> v.Buffer:
-        """Declare vectors of the residual stream's length, float32."""
+        """Declare vectors as long as what neurons read, float32."""
         return take.take_array(name, "float32", rows, self.spec.hidden)
 
     def take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
@@ -162,14 +161,3 @@ class Schedule:
         if not self.spec.experts:
             return None
         return take.take_array("routes", "float32", "tokens", self.spec.experts)
-
-    def take_input_norm(self, take: Parameters, name: str = "norm") -> NormWeights | None:
-        """Declare the norm of what attention or the FFN reads."""
-        return self.take_norm(take, name) if self.spec.norm.inputs else None
-
-    def take_norm(self, take: Parameters, name: str = "norm") -> NormWeights:
-        """Declare weight and bias of a norm of the model's width."""
-        width = self.spec.hidden
-        weight = take.take_array(name, "float32", width)
-        bias = take.take_array(f"{name}_bias", "float32", width) if self.spec.norm.bias else None
-        return NormWeights(weight=weight, bias=bias)

@@ -171,7 +171,8 @@ class Cutoffs:
 
 def take_finding(schedule: Schedule, take: Parameters) -> Cutoffs:
     spec = schedule.spec
-    precision = "fp16" if find_packing(spec.precision.attention).is_plain else "int8"
+    precision = spec.precision.cutoff
+    assert precision is not None
     return Cutoffs(
         schedule=schedule,
         sign=take.take_number("sign", "float32"),

@@ -28,6 +28,7 @@ from pi2.engine.loading import (
     open_embedding,
     open_layer_embedding,
     open_reader,
+    takes_blocks,
 )
 from pi2.engine.opened_model import OpenedModel, build_shares, load_shares, make_rows
 from pi2.engine.parts import LayerParts, Parts
@@ -40,6 +41,7 @@ from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.store.block_tensors import BlockTensors
 from pi2.store.file_read import EmbeddingRows
 
 MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]
@@ -60,6 +62,8 @@ class Memory:
     reader: FlashReader | NullReader
     bulk: BulkLoad
     dense: Batch
+    blocks: BlockTensors | None
+    """Makes blocks of what ``dense`` has read, if the executor takes blocks."""
     neurons: Batch
 
 
@@ -77,6 +81,8 @@ def build_parts(
     budget, request, reader = memory.budget, memory.request, memory.reader
     # Neurons are read while the executor is built, which may look at dense weights.
     memory.dense.finish()
+    if memory.blocks is not None:
+        memory.blocks.arrange()
     executor = opened.build(request)
     cleanup.callback(executor.close)
     observer = None if make_observer is None else make_observer(executor, request)
@@ -173,7 +179,8 @@ def _allocate(opened: OpenedModel, cleanup: ExitStack) -> Memory:
     bulk = BulkLoad(opened.request.progress)
     cleanup.callback(bulk.close)
     dense, neurons = Batch(bulk), Batch(bulk)
-    request = complete_request(opened, rows, grouped, budget, dense)
+    blocks = BlockTensors() if takes_blocks(resolved) else None
+    request = complete_request(opened, rows, grouped, budget, dense, blocks)
     cache = allocate_cache(
         resolved,
         budget,
@@ -203,6 +210,7 @@ def _allocate(opened: OpenedModel, cleanup: ExitStack) -> Memory:
         reader=reader,
         bulk=bulk,
         dense=dense,
+        blocks=blocks,
         neurons=neurons,
     )
 
@@ -213,13 +221,15 @@ def complete_request(
     grouped: list[I32] | None,
     budget: Budget,
     batch: Batch,
+    blocks: BlockTensors | None = None,
 ) -> BuildRequest:
-    """What the executor is built of: dense weights and scales, which ``batch`` reads, and room."""
+    """What the executor is built of: dense weights and scales, which ``batch`` reads, and room;
+    ``blocks`` arranges the weights that ``batch`` has read."""
     resolved = opened.resolved
     request = replace(opened.request, gate_rows=None, allocate=budget.allocate)
     if opened.store is None:
         return request
-    tensors = begin_dense(resolved, opened.store, rows, budget, batch)
+    tensors = begin_dense(resolved, opened.store, rows, budget, batch, blocks)
     scales = begin_scales(resolved, opened.store, budget, batch)
     gate_rows = gate_biases = None
     if resolved.plan.decode.predictor == "gate":

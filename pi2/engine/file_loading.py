@@ -13,6 +13,7 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.backends.blocks.contract import PLANES
+from pi2.backends.blocks.instructions import Planes
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.protocol import ProgramRequest
 from pi2.engine.file_model import Division, FileModel, divide_matrices
@@ -222,7 +223,7 @@ def _make_program(
 ) -> BlockModel:
     plan, unit = resolved.plan, resolved.device.units[resolved.sparse_unit]
     features = machine.features if unit.features is None else frozenset(unit.features)
-    threads = count_threads(resolved, machine)
+    threads, one = count_threads(resolved, machine), PLANES[plan.decode.activations]
     request = ProgramRequest(
         architecture=unit.architecture or machine.architecture,
         features=features,
@@ -242,5 +243,5 @@ def _make_program(
         interpret=partial(backend.interpret, request),
         predicts=predicts,
         kv=plan.kv.type,
-        planes=(PLANES[plan.decode.activations], PLANES[plan.prefill.activations]),
+        planes=Planes(one, one, PLANES[plan.prefill.activations]),
     )

@@ -16,7 +16,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.units import WholeModel, WholeRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
-from pi2.fitting import find_whole_backend
+from pi2.fitting import find_executor_backend, find_whole_backend
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
 from pi2.memory.arena import allocate_cache, allocate_staging
@@ -38,6 +38,7 @@ from pi2.plan.arithmetic.sizes import (
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
 from pi2.progress import Progress
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
+from pi2.store.block_tensors import BlockTensors, map_blocks
 from pi2.store.file_read import EmbeddingRows, FileRead, place_scales, place_tensors, read_pieces
 from pi2.store.identity import find_bundle_misfits
 from pi2.store.manifest import DENSE_FILE
@@ -90,7 +91,8 @@ def open_embedding(
     if store is None or not reads_embedding(resolved.plan, resolved.model):
         return None
     allocate = partial(budget.allocate, "attention")
-    return EmbeddingRows(store, allocate, rows=count_chunk_tokens(resolved.plan))
+    rows = count_chunk_tokens(resolved.plan)
+    return EmbeddingRows(store, allocate, rows=rows, as_blocks=takes_blocks(resolved))
 
 
 def open_layer_embedding(
@@ -101,7 +103,14 @@ def open_layer_embedding(
         return None
     allocate = partial(budget.allocate, "attention")
     rows = count_chunk_tokens(resolved.plan)
-    return EmbeddingRows(store, allocate, rows=rows, name=LAYER_EMBEDDING)
+    as_blocks = takes_blocks(resolved)
+    return EmbeddingRows(store, allocate, rows=rows, name=LAYER_EMBEDDING, as_blocks=as_blocks)
+
+
+def takes_blocks(resolved: ResolvedPlan) -> bool:
+    """Whether the executor multiplies dense tensors as blocks."""
+    backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
+    return backend is not None and backend.TAKES_BLOCKS
 
 
 def begin_dense(
@@ -110,23 +119,27 @@ def begin_dense(
     rows: Sequence[EmbeddingRows],
     budget: Budget,
     batch: Batch,
+    blocks: BlockTensors | None,
 ) -> Mapping[str, Tensor]:
     """Begin to read used tensors into their segments; others stay mapped, as do all if the plan
-    lets the system read again. ``rows`` replace embeddings whose rows are read."""
-    loaded = dict(store.tensors)
+    lets the system read again. ``rows`` replace embeddings whose rows are read; with ``blocks``
+    tensors are these."""
+    is_mapped = keeps_mapped(resolved)
+    loaded = dict(store.tensors if blocks is None or not is_mapped else map_blocks(store))
     read = {own.tensor.name: own.tensor for own in rows}
     loaded |= read
     wanted = [name for name in loaded if name not in read]
     segments = {"attention": [name for name in wanted if ".predictor" not in name]}
     if resolved.plan.decode.predictor == "low-rank":
         segments["predictor"] = [name for name in wanted if ".predictor" in name]
-    if keeps_mapped(resolved):
+    if is_mapped:
         for segment, names in segments.items():
             budget.charge(segment, sum(count_tensor_bytes(loaded[name]) for name in names))
         return loaded
     file = open_file(resolved, store, DENSE_FILE, batch)
     for segment, names in segments.items():
-        loaded |= place_tensors(file, store, names, partial(_allocate, budget, segment))
+        place = place_tensors if blocks is None else blocks.place
+        loaded |= place(file, store, names, partial(_allocate, budget, segment))
     begin_file(file, batch)
     return loaded
 

@@ -27,6 +27,7 @@ from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_
 from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress, ignore_progress
+from pi2.store.block_tensors import split_blocks
 from pi2.store.reader import NeuronStore
 from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library
 
@@ -120,12 +121,17 @@ def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -
     return SharedRows(executor, shares.units[rows.unit], rows, name_head(resolved.model))
 
 
+def unpack_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor as stores have it, which units expect."""
+    return tensor if tensor.format is None else split_blocks(tensor)
+
+
 def _cut_matrices(resolved: ResolvedPlan, name: str, request: BuildRequest) -> Mapping[str, Tensor]:
     rows = resolved.divided_rows
     if rows is None or rows.unit != name:
         return {}
     return {
-        matrix: request.tensors[matrix].take_rows(0, count)
+        matrix: unpack_rows(request.tensors[matrix].take_rows(0, count))
         for matrix, (count, *_) in list_matrices(resolved.model, rows).items()
         if matrix in request.tensors
     }

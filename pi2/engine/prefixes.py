@@ -25,7 +25,7 @@ from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
 
-_MAGIC = b"pi2kept1"
+_MAGIC = b"pi2kept2"
 _HEAD = len(_MAGIC) + 32 + 8 + 1
 _SUFFIX = ".kept"
 

@@ -60,7 +60,20 @@ class _PlainVectors(Packing):
         return plain.reshape(len(weights), length).astype(np.float32)
 
 
+class _Ternaries(Format):
+    """Codes of a store's ternary rows, 4 in each byte; a row's scale is elsewhere."""
+
+    __slots__ = ()
+
+    def decode(self, raw: U8) -> F32:
+        blocks = np.ascontiguousarray(raw).reshape(*raw.shape[:-1], -1, 1, 8)
+        fields = blocks >> np.array([[0], [2], [4], [6]], np.uint8) & np.uint8(3)
+        return (fields.astype(np.float32) - 1).reshape(*raw.shape[:-1], -1)
+
+
 FORMATS = (
+    # No file has it.
+    _Ternaries(name="ternary", number=-1, block=32, block_bytes=8, activations="q8_0"),
     _Plain(name="f32", number=0, block=1, block_bytes=4, activations="float", can_encode=True),
     _Plain(name="f16", number=1, block=1, block_bytes=2, activations="float", can_encode=True),
     _Plain(name="bf16", number=30, block=1, block_bytes=2, activations="float", can_encode=True),

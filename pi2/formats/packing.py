@@ -113,6 +113,11 @@ class Packing:
         return self.scaled != "nothing"
 
     @property
+    def joined(self) -> str:
+        """The format of blocks of such vectors (`join_blocks`)."""
+        return self.like or self.name
+
+    @property
     def chunks(self) -> int:
         """Chunks of a block's first plane."""
         return next(self.list_planes())
@@ -253,6 +258,41 @@ class Packing:
             group += groups
             byte += size
         return ordered
+
+    def join_blocks(self, weights: U8, scales: Scales | None, length: int) -> U8:
+        """Return packed vectors [n, weight bytes] and scales as blocks of the format `joined`,
+        uint8 [n, bytes]; not copied where they are blocks.  Scales of whole vectors stay apart."""
+        if scales is None:
+            return weights
+        if self.scaled == "vectors":
+            return self.order_words(weights, length).view(np.uint8).reshape(len(weights), -1)
+        count, groups = len(weights), length // GROUP
+        scale = scales.itemsize
+        blocks = np.empty((count, groups, scale + 4 * self.bits), np.uint8)
+        own = np.ascontiguousarray(scales).view(np.uint8)
+        blocks[:, :, :scale] = own.reshape(count, groups, scale)
+        words = self.order_words(weights, length).view(np.uint8)
+        blocks[:, :, scale:] = words.reshape(count, groups, -1)
+        return blocks.reshape(count, -1)
+
+    def split_blocks(self, blocks: U8, length: int) -> tuple[U8, Scales]:
+        """Undo `join_blocks`: weights [n, weight bytes] and scales [n, scales] if blocks have them,
+        copied."""
+        count, scale = len(blocks), int(self.scale_type[-1])
+        scale *= self.scaled == "groups"
+        parts = blocks.reshape(count, length // GROUP, -1)
+        scales = self.view_scales(np.ascontiguousarray(parts[:, :, :scale]).reshape(-1), count)
+        words = np.ascontiguousarray(parts[:, :, scale:]).view("<u4")
+        weights = np.empty((count, self.count_weight_bytes(length)), np.uint8)
+        group, byte = 0, 0
+        for lanes, number in Counter(split_lanes(length)).items():
+            size, groups = self.count_weight_bytes(number * lanes * GROUP), number * lanes
+            own = words[:, group : group + groups].reshape(count, number, lanes, self.bits)
+            ordered = np.ascontiguousarray(own.transpose(0, 1, 3, 2)).view(np.uint8)
+            weights[:, byte : byte + size] = ordered.reshape(count, -1)
+            group += groups
+            byte += size
+        return weights, scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

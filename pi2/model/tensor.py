@@ -208,6 +208,12 @@ def split_name(name: str) -> tuple[int | None, str]:
     return (int(parts[1]), parts[2]) if len(parts) == 3 else (None, name)
 
 
+def takes_blocks(name: str) -> bool:
+    """Whether a tensor is multiplied by a program; predictors of neurons stay as they are."""
+    kind = split_name(name)[1]
+    return not kind.startswith("predictor") and kind != GATE_CUTOFF
+
+
 def name_mixer_norm(mixer: int) -> str:
     """Kind of the norm before mixer number ``mixer`` of a layer."""
     return "attention_norm" if mixer == 0 else f"{_name_inner(mixer)}norm"

@@ -17,7 +17,7 @@ from pi2.arrays import F32
 from pi2.backends.blocks.contract import BlockSpec, list_libraries
 from pi2.backends.blocks.room import GRIDS, make_tables, place_tables
 from pi2.backends.compiler.cache import compile_ahead
-from pi2.backends.cpu.backend import make_spec
+from pi2.backends.cpu.backend import list_specs as list_cpu_specs
 from pi2.backends.hexagon.backend import describe_sizes
 from pi2.backends.hexagon.library import PROGRAM, describe_library, write_library
 from pi2.backends.hexagon.specification import HexagonSpec
@@ -336,7 +336,8 @@ def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]
     here = detect_machine()
     cpu = replace(here.cpu, features=features, architecture=unit.architecture)
     machine = replace(here, cpu=cpu)
-    return [make_spec(make_request(aimed, machine, tensors)), *list_host_specs(aimed)]
+    own = list_cpu_specs(make_request(aimed, machine, tensors))
+    return [*own, *list_host_specs(aimed)]
 
 
 def list_host_specs(aimed: ResolvedPlan) -> list[Spec]:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pi2.backends.cpu.backend import make_spec
+from pi2.backends.blocks.contract import BlockSpec
+from pi2.backends.cpu.backend import list_specs
 from pi2.backends.gpu.devices import Survey
 from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.gpu.launchers.interface import DeviceFacts
@@ -152,7 +153,7 @@ class KernelRecipe:
     def __call__(self, progress: Progress) -> KernelBench:
         return KernelBench(self, progress)
 
-    def list_specs(self) -> list[KernelSpec]:
+    def list_specs(self) -> list[KernelSpec | BlockSpec]:
         request = tokens.make_request(
             tokens.make_model(self.sizes),
             threads=self.threads,
@@ -161,7 +162,8 @@ class KernelRecipe:
             progress=ignore_progress,
             filled=False,
         )
-        return [make_spec(variety.choose_types(request)) for variety in self.varieties]
+        requests = [variety.choose_types(request) for variety in self.varieties]
+        return list(dict.fromkeys(spec for own in requests for spec in list_specs(own)))
 
 
 class KernelBench:

@@ -11,12 +11,17 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from pi2.arrays import I32, U8
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.compiler.signature import Parameter
 from pi2.backends.cpu.backend import make_spec
-from pi2.backends.cpu.executor import CpuExecutor
-from pi2.backends.cpu.workspace import measure_arrays
+from pi2.backends.cpu.needs import DENSE_FLOATS
+from pi2.backends.cpu.neurons import Neurons
+from pi2.backends.cpu.prediction import Prediction
+from pi2.backends.cpu.workspace import Workspace, make_arrays, measure_arrays
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device, IsaFeature
 from pi2.plan.weights.layout import matrix_bytes
@@ -29,10 +34,8 @@ ROUNDS = 5
 SHAPE = replace(
     synthetic.SMALL,
     width=2048,
-    neurons=1024,
-    heads=16,
-    kv_heads=4,
-    head_dim=128,
+    neurons=2048,
+    rank=2048,
     layers=1,
     arena_neurons=1024,
     gathered=(64, 256),
@@ -124,11 +127,44 @@ def measure_remote(
         session.get_function("runtime.config_threadpool")(1, machine.threads)
         functions = RemoteFunctions(session, library, clock)
         calls = Library(library, measure_arrays(request), functions=functions)
-        executor = CpuExecutor(request, spec, calls)
         try:
-            return _measure(executor, SHAPE, request.bundle.used_bytes, clock, progress)
+            neurons = RemoteNeurons(request, spec, calls)
+            return _measure(neurons, SHAPE, request.bundle.used_bytes, clock, progress)
         finally:
-            executor.close()
+            calls.close()
+
+
+class RemoteNeurons:
+    """The kernels of a layer's neurons on the other machine."""
+
+    def __init__(self, request: BuildRequest, spec: KernelSpec, calls: Library) -> None:
+        space, tokens = Workspace(request, calls), request.chunk
+        read = space.make("float32", tokens, spec.hidden)
+        read[:] = 1
+        given, routes = space.make("float32", *read.shape), np.zeros((0, 0), np.float32)
+        arrays = make_arrays(space, spec, read, given, routes)
+        views = arrays.views | space.make_tiles("hidden", spec, spec.hidden)
+        self.prediction = Prediction(request, space, spec, calls, views)
+        scratch = space.make("uint8", 4 * spec.threads * DENSE_FLOATS)
+        self._neurons = Neurons(request, space, spec, calls, views, self.prediction, scratch)
+        self._begin = calls.bind("begin_ffn", "tokens", views)
+        self._end = calls.bind("end_ffn", "tokens", views)
+        self._neighbours = self._neurons.bind_chunk(0, views)
+
+    def begin(self, tokens: int) -> None:
+        self._begin(tokens)
+
+    def end(self, tokens: int) -> None:
+        self._end(tokens)
+
+    def predict(self) -> None:
+        self.prediction.find_named(0, 0.0, np.zeros(1, np.int32))
+
+    def gather(self, arena: U8, slots: I32) -> None:
+        self._neurons.add_gathered(0, arena, slots, None, False)
+
+    def add_dense(self, piece: U8, tokens: int) -> None:
+        self._neurons.add_neighbours(piece, 0, tokens, self._neighbours)
 
 
 def connect(machine: RemoteMachine) -> Any:
@@ -159,34 +195,31 @@ def connect(machine: RemoteMachine) -> Any:
 
 
 def _measure(
-    executor: CpuExecutor,
+    neurons: RemoteNeurons,
     shape: synthetic.ProbeShape,
     used_bytes: int,
     clock: Clock,
     progress: Progress,
 ) -> tuple[tuple[StepFacts, ...], Mapping[Key, list[float]]]:
     arena = synthetic.make_arena(synthetic.make_model(shape), shape.arena_neurons)
-    tokens = np.arange(synthetic.CHUNK, dtype=np.int32)
-    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    weights = rows * shape.width + shape.width * shape.heads * shape.head_dim
-
-    def start(count: int) -> None:
-        executor.embed(tokens[:count])
-        executor.begin_ffn(0)
+    # A prediction multiplies two matrices, of as many weights as one of these rows.
+    rows = shape.rank + shape.neurons * shape.rank // shape.width
 
     def norm() -> None:
-        executor.begin_ffn(0)
-        executor.end_ffn(0)
+        neurons.begin(1)
+        neurons.end(1)
 
     def gather(count: int) -> Callable[[], None]:
         slots = np.sort(
             np.random.default_rng(5).choice(shape.arena_neurons, count, replace=False)
         ).astype(np.int32)
-        return lambda: executor.add_neurons(0, arena, slots)
+        return lambda: neurons.gather(arena, slots)
+
+    def add_dense(count: int) -> Callable[[], None]:
+        return lambda: neurons.add_dense(arena[: shape.dense_neurons], count)
 
     steps: list[tuple[StepFacts, int, Callable[[], object]]] = [
-        (_describe("multiply", shape.vocab, shape), 1, lambda: executor.logits(0)),
-        (_describe("project", rows, shape), 1, lambda: executor.attend(0, 0)),
+        (_describe("multiply", rows, shape), 1, neurons.predict),
         (_describe("norm", shape.width, shape), 1, norm),
     ]
     steps += [
@@ -195,23 +228,11 @@ def _measure(
     ]
     for count in (8, 128):
         dense = 2.0 * 3 * shape.dense_neurons * shape.width * count
-        piece = arena[: shape.dense_neurons]
-        steps += [
-            (
-                _describe("project-many", count, shape, operations=2.0 * count * weights),
-                count,
-                lambda: executor.attend(0, 0),
-            ),
-            (
-                _describe("dense", count, shape, operations=dense),
-                count,
-                lambda piece=piece: executor.add_dense(0, piece),  # type: ignore[misc]
-            ),
-        ]
+        steps.append((_describe("dense", count, shape, operations=dense), count, add_dense(count)))
     found: dict[Key, list[float]] = {facts.key: [] for facts, _, _ in steps}
     for number in range(ROUNDS + 1):
         for facts, count, run in steps:
-            start(count)
+            neurons.begin(count)
             clock.seconds = 0.0
             run()
             if number:  # the first round makes ready

@@ -23,7 +23,7 @@ from pi2.store.arrow_file import ALIGNMENT as ALIGNMENT_of_arrow_file
 from pi2.store.arrow_file import PAGE
 from pi2.store.identity import report_size
 from pi2.store.manifest import CHECKED_BYTES, DENSE_FILE, StoredFile
-from pi2.store.reader import NeuronStore, StoredLayer, view_tensor
+from pi2.store.reader import NeuronStore, StoredLayer, name_blocks, view_tensor
 from pi2.store.verification import report_file
 
 Range = tuple[int, int]
@@ -252,10 +252,17 @@ class EmbeddingRows:
     """Stands for an embedding of a store: ``tensor`` has room for some of its rows."""
 
     def __init__(
-        self, store: NeuronStore, allocate: Callable[[int], U8], *, rows: int, name: str = EMBEDDING
+        self,
+        store: NeuronStore,
+        allocate: Callable[[int], U8],
+        *,
+        rows: int,
+        name: str = EMBEDDING,
+        as_blocks: bool = False,
     ) -> None:
-        """``allocate(size)`` gives uint8 [size]; ``rows``: most tokens of a ``load``; ``name``: the
-        tensor's.  UserError P508 if the store's file cannot be opened."""
+        """``allocate(size)`` gives uint8 [size]; ``rows``: most tokens of a ``load``, which are
+        blocks if ``as_blocks``; ``name``: the tensor's.  UserError P508 if the store's file cannot
+        be opened."""
         stored = next(tensor for tensor in store.manifest.tensors if tensor.name == name)
         self._stored_rows = stored.rows
         some = stored.model_copy(update={"rows": rows})
@@ -267,6 +274,14 @@ class EmbeddingRows:
         self._path = store.path / DENSE_FILE
         self.tensor: Tensor = view_tensor(some, region[:weights_bytes], region[weights_bytes:])
         """The rows of the last ``load``, in the order of its tokens."""
+        self._packing, self._blocks = some.dense.packing, np.zeros((0, 0), np.uint8)
+        if as_blocks and scales_bytes:
+            self.tensor = name_blocks(some, region)
+            self._blocks = region.reshape(rows, -1)
+            # Rows are read one by one before they become blocks.
+            self._weights, self._scales = (
+                np.empty((1, own.shape[1]), np.uint8) for own in (self._weights, self._scales)
+            )
         self._numbers = np.arange(rows, dtype=np.int32)
         self._fd = _open(self._path)
         if hasattr(os, "posix_fadvise"):
@@ -279,8 +294,12 @@ class EmbeddingRows:
         known = np.where(tokens < self._stored_rows, tokens, 0)
         for place, token in enumerate(known.tolist()):
             for rows, offset in zip((self._weights, self._scales), self._offsets, strict=True):
-                row = rows[place]
+                row = rows[place % len(rows)]
                 read_bytes(self._fd, self._path, row, offset + token * len(row), forget=False)
+            if len(self._blocks):
+                scales = self._packing.view_scales(self._scales.reshape(-1), 1)
+                length = self.tensor.length
+                self._blocks[place] = self._packing.join_blocks(self._weights, scales, length)
         return self._numbers[: len(tokens)]
 
     def close(self) -> None:

@@ -214,6 +214,24 @@ def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
     )
 
 
+def name_blocks(tensor: StoredTensor, raw: U8) -> Tensor:
+    """Return a tensor the blocks of which are, or will be, ``raw``, and then scales of its vectors,
+    if they have one each."""
+    packing, size = tensor.dense.packing, tensor.dense.count_bytes()[0]
+    scales = None
+    if packing.scaled == "vectors":
+        raw, scales = raw[:size], packing.view_scales(raw[size:], tensor.rows)
+    return Tensor(
+        name=tensor.name,
+        rows=tensor.rows,
+        length=tensor.length,
+        precision=tensor.precision,
+        weights=raw.reshape(tensor.rows, -1),
+        scales=scales,
+        format=packing.joined,
+    )
+
+
 def _map_file(path: Path, entry: StoredFile) -> mmap.mmap:
     try:
         with open_stream(path) as file:

@@ -313,7 +313,7 @@ def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:
 
 def count_needs(weights: GgufWeights, parts: Parts) -> FileNeeds:
     from pi2.backends.blocks.contract import PLANES
-    from pi2.backends.blocks.room import (
+    from pi2.backends.blocks.sizes import (
         count_kv_bytes,
         count_sequence_states,
         count_workspace_bytes,

@@ -12,7 +12,7 @@ from pi2.backends.blocks.contract import find_unknown
 from pi2.backends.blocks.instructions import FindWeight, Weight
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.blocks.model import BlockModel
-from pi2.backends.blocks.room import count_kv_bytes, count_workspace_bytes
+from pi2.backends.blocks.sizes import count_kv_bytes, count_workspace_bytes
 from pi2.backends.protocol import ProgramRequest
 from pi2.backends.reference.interpreter import NumpyInterpreter
 from pi2.machine.cpu import detect_cpu

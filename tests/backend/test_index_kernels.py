@@ -8,7 +8,7 @@ import pytest
 
 from pi2.arrays import F32, I32
 from pi2.backends.blocks.contract import MOST_TOGETHER
-from pi2.backends.blocks.room import (
+from pi2.backends.blocks.sizes import (
     LIST_HEAD,
     PARTIAL,
     PARTS,

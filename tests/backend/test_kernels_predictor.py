@@ -99,17 +99,3 @@ def test_gate_predictor_of_smooth_activations_lists_those_that_reach_limit(activ
         assert np.array_equal(indices[: found[0]], np.flatnonzero(listed))
         counts.append(int(found[0]))
     assert counts[0] == NEURONS > counts[1] > counts[2] > counts[3] == 0
-
-
-@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
-@pytest.mark.parametrize("hidden", [32, 352, 1024])
-def test_embedding_rows_are_exact(precision: Precision, hidden: int) -> None:
-    table = np.random.default_rng(2).standard_normal((50, hidden)).astype(np.float32)
-    weights, scales = find_packing(precision).quantize(table)
-    ids = allocate("int32", 5)
-    ids[:] = [3, 49, 0, 3, 17]
-    x = allocate("float32", 5, hidden)
-    spec = make_spec(hidden=hidden, embedding=precision)
-    second = weights if scales is None else scales.view(np.uint8)
-    compile_program("embed", spec)(5, weights, second, ids, x)
-    assert np.array_equal(x, find_packing(precision).dequantize(weights, scales, hidden)[ids])

@@ -47,6 +47,9 @@ def make_blocks(
             raw[:, 49 + 2 * number] = raw[:, 49 + 2 * number] & 15 | nibble << 4
     if own.name == "mxfp4":
         raw[:, 0] = generator.integers(115, 125, count)
+    if own.name == "ternary":
+        # No field of two bits is 3.
+        raw &= ~((raw & 0x55) & (raw >> 1 & 0x55))
     if own.name == "nvfp4":
         raw[:, :4] = generator.integers(20, 60, (count, 4))
     return raw

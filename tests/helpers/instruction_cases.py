@@ -23,14 +23,13 @@ from pi2.backends.blocks.contract import (
     STATES,
     name_attention,
 )
-from pi2.backends.blocks.room import (
+from pi2.backends.blocks.room import count_together, list_offsets
+from pi2.backends.blocks.sizes import (
     PARTIAL,
     PARTS,
     count_attention_bytes,
     count_quantized_bytes,
     count_tile_tokens,
-    count_together,
-    list_offsets,
 )
 from pi2.formats import find_format
 from pi2.plan.arithmetic.units import find_index_type
@@ -392,6 +391,12 @@ def list_routing(draw: Draw) -> Iterator[Case]:
     yield Case(kernel="group", items=1, values=values)
     values = put("x", draw.floats(TOKENS, 37, gap=1)) | put("scores", draw.floats(TOKENS, 2))
     yield Case(kernel="weigh", items=TOKENS, values=values | {"length": 37})
+    chosen = np.arange(TOKENS)[:, None] + np.arange(3)
+    for has_scores in (0, 1):
+        values = {"chosen": chosen.astype(np.int32), "weights": draw.floats(TOKENS, 3)}
+        values |= {"active": 3, "experts": 9, "shared": 2, "factor": 0.5, "length": 12}
+        values |= put("scores", draw.floats(TOKENS, 1)) | put("y", empty(TOKENS, 12))
+        yield Case(kernel="spread", items=TOKENS, values=values | {"has_scores": has_scores})
 
 
 # States

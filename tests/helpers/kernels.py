@@ -1,6 +1,5 @@
 """Kernels in tests: compiled in the test's own process, and numpy in float64 to compare with."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from pi2.backends.kernels.isa import (
     choose_isa,
     count_blocks_bytes,
 )
-from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.formats import find_packing
@@ -86,16 +84,6 @@ def allocate(dtype: str, *shape: int) -> npt.NDArray[Any]:
     raw = np.zeros(size + 64, np.uint8)
     offset = -raw.ctypes.data % 64
     return raw[offset : offset + size].view(dtype).reshape(shape)
-
-
-def allocate_mixing_room(spec: KernelSpec) -> list[npt.NDArray[Any]]:
-    layout = lay_out_mixing(spec)
-    sizes = (layout.float_sizes, layout.integer_sizes, layout.byte_sizes)
-    dtypes = ("float32", "int32", "int8")
-    return [
-        allocate(dtype, spec.threads * count(size))
-        for dtype, size in zip(dtypes, sizes, strict=True)
-    ]
 
 
 def align(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -279,15 +267,20 @@ def make_model(
     )
 
 
-_CHOICES = frozenset(field.name for field in dataclasses.fields(KernelSpec))
+_CHOICES = frozenset(
+    {
+        *("gates", "ranks", "stride", "scales", "threads", "planes", "chunk_planes", "passes"),
+        *("architecture", "features", "upper_steps", "sequences", "looks_ahead"),
+    }
+)
 
 
 def make_spec(**changes: Any) -> KernelSpec:
     """Return a small spec for this machine; ``changes`` are of `make_model` and of the run."""
-    run = {key: changes.pop(key) for key in list(changes) if key in _CHOICES - {"experts"}}
+    run = {key: changes.pop(key) for key in list(changes) if key in _CHOICES}
     model = make_model(**{"activation": "drelu"} | changes)
     choices: dict[str, Any] = {
-        "kv": "fp16", "gates": True, "ranks": (64,),
+        "gates": True, "ranks": (64,),
         "stride": lay_out_bundle(model.shape.hidden, model.quantization.ffn).stride, "threads": 2,
         "planes": 2, "chunk_planes": 2, "architecture": "x86-64",
         "features": tuple(sorted(find_own_features() - {"avx512vnni"})),

@@ -7,13 +7,8 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.backends.blocks.room import (
-    count_quantized_bytes,
-    count_scratch_bytes,
-    count_together,
-    list_offsets,
-    make_tables,
-)
+from pi2.backends.blocks.room import count_together, list_offsets, make_tables
+from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
 from pi2.formats import find_format
 from tests.helpers.blocks import Numpy
 from tests.helpers.instruction_cases import TOKENS, Case, Draw, draw_inputs, empty, put
@@ -76,7 +71,7 @@ def make_product(
         products = decoded[place_of[expert]] @ np.abs(x[source]).astype(np.float64)
         own_size = products * scales[expert] + np.abs(bias[expert])
         size[target, :rows] += own_size * (routes[pair] if adds else 1.0)
-    scratch = allocate("uint8", 1, count_scratch_bytes(draw.lanes))
+    scratch = allocate("uint8", 1, count_scratch_bytes(draw.lanes, 256, 512, 3))
     return Case(
         kernel=kernel,
         items=-(-rows // draw.lanes) if is_many else rows,

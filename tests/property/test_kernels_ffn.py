@@ -62,7 +62,7 @@ class Layer:
         self.spec = spec
         self.tokens = tokens
         formats = spec.precision
-        layout = lay_out_bundle(spec.hidden, formats.ffn, spec.stride, gate_up=formats.gate_up)
+        layout = lay_out_bundle(spec.hidden, formats.ffn, spec.stride, gate_up=formats.gates)
         # Of mxfp4, 32 neurons share scales.
         gate, up, down = (
             rng.standard_normal((round_up(neurons, 32), spec.hidden)).astype(np.float32)
@@ -137,10 +137,11 @@ class Layer:
 
 
 def leave_lane_order(spec: KernelSpec, y: npt.NDArray[Any]) -> F32:
-    """What ``end_ffn`` adds to x."""
-    x = allocate("float32", *y.shape)
-    compile_program("end_ffn", spec)(len(y), x, y)
-    return x
+    """The sum that ``end_ffn`` gives."""
+    total, given = allocate("float32", *y.shape), allocate("float32", *y.shape)
+    total[:] = y
+    compile_program("end_ffn", spec)(len(y), total, given)
+    return given
 
 
 @settings(max_examples=12)

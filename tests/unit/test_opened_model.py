@@ -49,10 +49,11 @@ def test_a_model_that_guesses_has_its_kernels_before_the_other_takes_memory(plan
     other = plan.with_name("other.plan.toml")
     other.write_text(plan.read_text())
     guessing = {"drafts": "plan", "plan": f"./{other.name}", "when": "always", "tokens": 3}
-    chosen = {"decode.speculation": guessing, "memory.budget": "4 GiB", "kv.type": "int8"}
+    chosen = {"decode.speculation": guessing, "memory.budget": "4 GiB"}
+    chosen["decode.activations"] = "int8"
     early, needed = watch_kernels(partial(pi2.load, plan, set=chosen))
     assert early[0] == needed
-    assert [spec.kv for spec in early] == ["int8", "fp16"]
+    assert [spec.planes for spec in early] == [1, 2]
 
 
 def test_loops_of_the_host_are_compiled_early(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,9 @@ def need_workspace(
 def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> None:
     need = partial(need_workspace, demo)
     threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
-    rows = threads * (256 + 256) // GROUP * PAIRED_GROUP_BYTES
+    rows = threads * 256 // GROUP * PAIRED_GROUP_BYTES
     dotprod = ("neon", "dotprod")
-    for chunk, padding in ((128, 0), (127, 512 * 6 + 512 // GROUP * 8)):
+    for chunk, padding in ((128, 0), (127, 256 * 6 + 256 // GROUP * 8)):
         fewest = need(dotprod, "aarch64", chunk)
         assert need(I8MM, "aarch64", chunk) == fewest + rows + padding
         assert need(None, "aarch64", chunk) == fewest + rows + padding, "they may have it"
@@ -72,11 +72,11 @@ def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> Non
 def test_cores_with_amx_keep_tokens_and_rows_for_tiles(demo: ResolvedPlan) -> None:
     need = partial(need_workspace, demo)
     threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
-    # 64 rows and the sums of a tile, for both kinds of inputs of projections, 256 long.
-    rows = 2 * threads * (64 * 256 * (1 + 4 / GROUP) + 9 * 1024)
+    # 64 rows and the sums of a tile, for what neurons read, 256 long.
+    rows = threads * (64 * 256 * (1 + 4 / GROUP) + 9 * 1024)
     for chunk, rounded in ((128, 128), (127, 128), (1, 16)):
         fewest = need(("avx512vnni",), "x86-64", chunk)
-        tokens = rounded * 2 * 256 * (2 + 4 / GROUP)
+        tokens = rounded * 256 * (2 + 4 / GROUP)
         for features in (AMX, None):
             assert need(features, "x86-64", chunk) == fewest + rows + tokens
 

@@ -70,6 +70,34 @@ def _take_bytes(machine: Machine, value: v.Expr, size: int) -> Sequence[v.Expr]:
     return [v.let(as_bytes(value, "int8", size))]
 
 
+def _take_pairs(value: v.Expr, size: int, first: int) -> v.Expr:
+    """Return two bits of each byte: ``first`` and the next of 8 bytes, two places on of others, and
+    so on."""
+    moves = [first + 2 * (k % 4 // 2) for k in range(size // 4)]
+    words = v.reinterpret(value, "uint32", size // 4) >> fill(moves, "uint32")
+    return v.let(as_bytes(words, "uint8", size) & v.constant(3, "uint8", size))
+
+
+def _open_ternary(source: Source) -> Block:
+    twice = v.let(pick(source.load(0, 8), 8, [k % 8 for k in range(16)]))
+    halves = [_take_pairs(twice, 16, first) for first in (0, 4)]
+    parts = split_group(source, join(halves, 16))
+    return Block(parts=parts, scale=v.constant(1.0, "float32"), offset=1)
+
+
+def _bundle_ternary(sources: Sequence[Source]) -> Bundle:
+    count = len(sources)
+    width, owner = 16 * count, tuple(range(count))
+    raw = v.let(join([source.load(0, 8) for source in sources], 8))
+    twice = v.let(pick(raw, 8 * count, [8 * (k // 16) + k % 8 for k in range(width)]))
+    return Bundle(
+        parts=[_take_pairs(twice, width, first) for first in (0, 4)],
+        owners=(owner, owner),
+        scales=v.constant(1.0, "float32", count),
+        offset=1,
+    )
+
+
 _SCALES = partial(join_halves, place=0)
 
 UNPACKINGS = {
@@ -93,4 +121,7 @@ UNPACKINGS["q8_0"] = Unpacking(
     opens=(_open_q8_0,),
     bundle=_bundle_q8_0,
     groups=Groups(places=(2, 18), split=_take_bytes, scales=_SCALES, is_signed=True),
+)
+UNPACKINGS["ternary"] = Unpacking(
+    size=8, elements=32, opens=(_open_ternary,), bundle=_bundle_ternary
 )

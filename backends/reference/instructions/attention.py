@@ -6,7 +6,7 @@ import numpy as np
 
 from pi2.arrays import F64, I32, I64, Bits
 from pi2.backends.blocks.contract import KV_TYPES
-from pi2.backends.blocks.room import LIST_HEAD, PARTIAL, SCORES
+from pi2.backends.blocks.sizes import LIST_HEAD, PARTIAL, SCORES
 from pi2.backends.reference.instructions.arguments import Arguments, Array, widen
 
 

@@ -78,3 +78,17 @@ def group(own: Arguments) -> None:
 def weigh(own: Arguments) -> None:
     x = own.vectors("x", own.length)
     x[...] = x * take_sigmoid(widen(own.vectors("scores", 1)))
+
+
+def spread(own: Arguments) -> None:
+    y = own.vectors("y", own.length)
+    y[...] = 0
+    tokens, active = range(own.first, own.last), own.active
+    chosen = own.numbers("chosen", own.last * active).reshape(-1, active)
+    weights = own.vector("weights", own.last * active).reshape(-1, active)
+    for row, token in enumerate(tokens):
+        y[row, chosen[token]] = weights[token]
+    shared = y[:, own.experts : own.experts + own.shared]
+    shared[...] = own.real("factor")
+    if own.has_scores:
+        shared[...] = shared * take_sigmoid(widen(own.vectors("scores", 1)))

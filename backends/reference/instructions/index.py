@@ -6,7 +6,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.blocks.contract import KV_TYPES
-from pi2.backends.blocks.room import LIST_HEAD
+from pi2.backends.blocks.sizes import LIST_HEAD
 from pi2.backends.reference.index import choose_keys
 from pi2.backends.reference.instructions.arguments import Arguments, widen
 from pi2.backends.reference.instructions.attention import keep

@@ -230,6 +230,8 @@ class Tensor:
     precision: Precision | None
     weights: Raw
     scales: Scales | None = None
+    format: str | None = None
+    """The name of `pi2.formats` of what ``weights`` uint8 [rows, bytes] are then: whole blocks."""
 
     def take_rows(self, first: int, end: int | None = None) -> Tensor:
         """Return the rows from ``first`` to ``end``, by default the last, not copied."""
