@@ -1,10 +1,10 @@
 """Weights of the store rearranged for a GPU: neighbouring threads read neighbouring words.
 
 The store's groups of 32 weights keep their words (`pi2.plan.weights.layout`): what is in them says
-`pi2.backends.gpu.kernels.code`.  Where these lie is another matter:
+`pi2.backends.gpu.kernels.code`.  There are two orders:
 
 - *tiles*, for rows that are multiplied with inputs: 32 rows are a tile.  In it comes one vector of
-  16 bytes of each row, then the next of each row, and so on; where neurons have gates, all of the
+  16 bytes of each row, then the next of each row, and so on; if neurons have gates, all of the
   gates of a tile come before its up rows.  Scales likewise: one of each row, then the next.
 - *rows*, for vectors that are added up or gathered: a vector's groups one after the other, and its
   scales.

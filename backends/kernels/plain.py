@@ -1,7 +1,7 @@
 """FFNs whose neurons have biases or no gate: down(act(up x + bias)).
 
-One pass over a neuron: its value from all vectors but the last, then the last one, where the value
-is not zero.  Bundles as `pi2.plan.weights.layout` says; biases are float32 in the bundle.
+One pass over a neuron: its value from all vectors but the last, then the last one, unless the value
+is zero.  Bundles as `pi2.plan.weights.layout` says; biases are float32 in the bundle.
 
 The FFN of one token over stretches of neurons, all of which have an effect: an MoE model's chosen
 experts with a smooth activation, in whose memory one neuron follows another.

@@ -218,7 +218,7 @@ def check_folder(folder: Path, model: Model) -> None:
         if value != own:
             raise UserError.of(
                 "P689",
-                f"{folder} is of another model: {name} is {value}, that of {model.id} is {own}",
+                f"{folder} is of another model: {name} is {value}, {model.id} has {own}",
                 help="convert the plan's own model with `mlc_llm convert_weight`",
             )
 

@@ -1,5 +1,5 @@
 """Sequences through a model: prompts in pieces, then steps; and through one that a unit has as a
-whole, where tokens go in and logits come out."""
+whole: tokens go in, logits come out."""
 
 from __future__ import annotations
 
