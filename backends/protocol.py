@@ -117,6 +117,8 @@ class BuildRequest:
     """``allocate(segment, size)`` gives zeroed bytes, 64-byte aligned, counted in the segment."""
     progress: Progress
     """Called with a label and the share done while something takes its time."""
+    has_little_memory: bool = False
+    """Whether libraries are compiled one after another, which takes less of it."""
 
     @property
     def whole_bundle(self) -> BundleLayout:

@@ -145,7 +145,11 @@ def prepare(request: BuildRequest) -> Callable[[BuildRequest], Executor]:
 
     spec = make_spec(request)
     path = load_or_compile(spec, request.progress)
-    load_or_compile_several(list_programs(request), request.progress)
+    programs = list_programs(request)
+    if request.has_little_memory:
+        for own in programs:
+            load_or_compile(own, request.progress)
+    load_or_compile_several(programs, request.progress)
 
     def build(request: BuildRequest) -> Executor:
         from pi2.backends.compiler.runtime import Library

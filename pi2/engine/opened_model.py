@@ -76,8 +76,13 @@ def make_request(
         architecture=unit.architecture or machine.architecture,
         allocate=_refuse_memory,
         progress=ignore_progress,
+        has_little_memory=resolved.plan.memory.budget < _MUCH_MEMORY,
         cores=tuple(list_cores(resolved.plan.threads.cores or "")),
     )
+
+
+_MUCH_MEMORY = 1 << 30
+"""Budget in which several compilers have room."""
 
 
 def _refuse_memory(segment: str, size: int) -> U8:

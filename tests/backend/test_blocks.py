@@ -9,7 +9,7 @@ import pytest
 
 from pi2.arrays import F32, I32
 from pi2.backends.blocks.contract import find_unknown
-from pi2.backends.blocks.instructions import FindWeight, Weight
+from pi2.backends.blocks.instructions import FindWeight, Planes, Weight
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.sizes import count_kv_bytes, count_workspace_bytes
@@ -206,7 +206,7 @@ def test_the_workspace_is_known_before(name: str, planes: int) -> None:
     own = open_model(
         model,
         weights,
-        planes=(1, planes),
+        planes=Planes(1, 1, planes),
         chunk=100,
         context=1000,
         step_tokens=9,
@@ -289,7 +289,7 @@ def test_further_planes_of_activations_round_almost_nothing(
         return replace(found, format="f32", data=found.read().view(np.uint8))
 
     expected = compute_in_numpy(model, decode, tokens)
-    own = open_model(model, weights, planes=(planes, planes))
+    own = open_model(model, weights, planes=Planes(planes, planes, planes))
     try:
         # A panel's tokens, several, and one.
         own.prefill(tokens[:9], 0, 0)
@@ -307,7 +307,7 @@ def test_steps_and_chunks_have_planes_of_their_own() -> None:
     tokens = np.random.default_rng(1).integers(0, 96, 14).astype(np.int32)
     found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
     for planes in ((1, 1), (2, 2), (1, 2), (2, 1)):
-        own = open_model(model, weights, planes=planes)
+        own = open_model(model, weights, planes=Planes(planes[0], planes[0], planes[1]))
         try:
             own.prefill(tokens, 0, 0)
             chunk = own.logits(0).copy()
