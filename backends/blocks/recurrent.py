@@ -23,7 +23,15 @@ from pi2.model.tensor import DenseTensor, Place, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
 
 STATE_MATRICES = (
-    *("state_in", "state_key", "state_value", "state_gate", "state_beta", "state_alpha"),
+    *(
+        "state_gates",
+        "state_in",
+        "state_key",
+        "state_value",
+        "state_gate",
+        "state_beta",
+        "state_alpha",
+    ),
     *("state_decays", "state_output_gates", "state_parts", "state_steps", "state_output"),
 )
 """Keys of the matrices of mixers with a state."""

@@ -368,11 +368,15 @@ def _choose_chunk(
         return resolve_values({**values, "prefill": prefill}, device, model)
 
     longest = list_chunks(model, context)[-1]
-    if budget is None or longest == usual:
+    if longest == usual:
         return longest
-    more = find_needs(resolve(longest)).workspace.bytes - find_needs(resolve(usual)).workspace.bytes
-    if more > LONG_CHUNK_SHARE * budget:
+    needs = find_needs(resolve(usual))
+    more = find_needs(resolve(longest)).workspace.bytes - needs.workspace.bytes
+    whole = sum(need.bytes for _, need in needs.items()) if budget is None else budget
+    if more > LONG_CHUNK_SHARE * whole:
         return usual
+    if budget is None:
+        return longest
     try:
         fit_plan(resolve(longest), budget)
     except Shortage:

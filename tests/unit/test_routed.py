@@ -197,7 +197,7 @@ def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> N
     assert (plan["layers"]["hot"], plan["memory"]["segments"]["hot"]) == (0.0, "0 B")
 
 
-@pytest.mark.parametrize(("budget", "chunk"), [("9 GiB", 512), ("2010 MiB", 128), (None, 512)])
+@pytest.mark.parametrize(("budget", "chunk"), [("9 GiB", 512), ("2030 MiB", 128), (None, 512)])
 def test_prompts_of_many_experts_have_long_chunks_where_these_take_little(
     budget: str | None, chunk: int
 ) -> None:

@@ -74,8 +74,8 @@ class Memory(Table):
     lock: Literal["none", "locked", "re-read"] = "none"
     """Reaction to memory pressure, as on phones: ``none`` lets the system compress or swap idle
     pages; ``locked`` locks all segments within ``ulimit -l`` and reports a refusal; ``re-read``
-    maps dense weights from the store, or from a file of the run's own in the cache, and the system
-    drops their pages instead of swapping them. The store must not change meanwhile."""
+    maps dense weights, of the store or of a copy in the cache. The system drops their pages instead
+    of swapping them. The store must not change meanwhile."""
 
 
 class Bundle(Table):
