@@ -69,7 +69,7 @@ def _list_assumptions(resolved: ResolvedPlan, rates: Rates) -> tuple[str, ...]:
 
 
 _READING_WEIGHT = 3.0
-"""A processor is slowest where a third of the time of reads and token is reads."""
+"""A processor is slowest if a third of the time of reads and token is reads."""
 
 Activity = tuple[tuple[LayerActivity, ...], str]
 """Activity of every layer, and its source."""

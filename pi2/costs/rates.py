@@ -176,7 +176,7 @@ class _Reader:
         }
 
     def _choose(self, figure: ShareFigure | None, assumed: float) -> float:
-        """The figure; else 1 where the device ran pi2's kernels, and what is assumed elsewhere."""
+        """The figure; else 1 if the device ran pi2's kernels, or what is assumed of others."""
         if figure is not None:
             return float(figure.value)
         return 1.0 if self._times.measured else assumed
@@ -417,7 +417,7 @@ def check_flash(rates: Rates, device: Device) -> Flash:
 
 
 def list_missing_reads(device: Device) -> tuple[Diagnostic, ...]:
-    """P351 where the device does not say how fast its storage is."""
+    """P351 if the device does not say how fast its storage is."""
     missing = sorted({"random", "sequential"} - {item.pattern for item in device.storage.reads})
     if not missing:
         return ()
@@ -425,6 +425,6 @@ def list_missing_reads(device: Device) -> tuple[Diagnostic, ...]:
         MISSING_FIGURE,
         f"the device {device.id!r} has no figure storage.reads for {', '.join(missing)} reads, and "
         "the model does not fit into the memory",
-        help="measure them with `pi2 probe`, or state those of a data sheet; random reads of 4 KiB "
+        help="measure them with `pi2 probe`, or state a data sheet's rates; random reads of 4 KiB "
         "and sequential ones of 1 MiB are the least",
     ).diagnostics

@@ -1,6 +1,6 @@
 """The best plan within a memory: choices are improved one after the other, by the cost model.
 
-Where memory goes is tried in plain numbers. Plans with sizes are made of the best choices only
+Shares of memory are tried in plain numbers. Plans with sizes are made of the best choices only
 (`pi2.planning.refinement`), and tried with all else that the search leaves open."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """All of a plan but where its neurons are."""
+    """All of a plan but the places of its neurons."""
 
     resolved: ResolvedPlan
     description: Description
@@ -79,7 +79,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where neurons are, by kind of layers."""
+    """Places of neurons, by kind of layers."""
 
     frame: Frame
     kinds: tuple[LayerKind, ...]
@@ -348,7 +348,7 @@ def _list_dense(problem: Problem, choices: Choices, memory_bytes: int) -> list[f
 
 
 def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Layout | None:
-    """Where the neurons are within a memory; None if it is too small."""
+    """Places of the neurons within a memory; None if it is too small."""
     wish, unit = problem.wish, problem.rates.dense
     streams = problem.rates.flash is None
     frame = problem.find_frame(choices, whole=streams)
