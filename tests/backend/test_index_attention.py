@@ -81,10 +81,10 @@ def test_contexts_that_are_attended_as_a_whole_have_the_bits_of_a_larger_choice(
 
 
 def test_costs_know_the_keys_that_a_token_reads(tmp_path: Path) -> None:
-    """Two of three layers have an index, which chooses 5 tokens."""
+    """All three layers have an index, which chooses 6 tokens."""
     with WholeFile("glm-dsa", tmp_path).open() as model:
         resolved = model.plan
     sizes = measure_sizes(resolved.model, "router", "fp16", resolved.bundle)
-    kept, keys = 28 * 2, 2 * 64 * 2
-    assert (sizes.kv_token, sizes.index_token, sizes.reach) == (kept, keys // 3, 5)
+    kept, keys = 28 * 2, 3 * 64 * 2
+    assert (sizes.kv_token, sizes.index_token, sizes.reach) == (kept, keys // 3, 6)
     assert resolved.plan.memory.segments.kv == 64 * (3 * kept + keys)
