@@ -120,7 +120,7 @@ class LatentAttention:
         assert latent is not None
         self._latent = latent
         self.kept = KvCache(request)
-        self._index = KeyIndex(self._model, read, self.kept.keep_index)
+        self.index = KeyIndex(self._model, read, self.kept.keep_index)
         size = (request.context, latent.rotated // 2)
         arrays = (np.empty(size, np.float32), np.empty(size, np.float32))
         self._rope = RopeTables(self._model.rope, latent.rotated, arrays)
@@ -169,7 +169,7 @@ class LatentAttention:
         visible = np.arange(end)[None, :] <= np.arange(position, end)[:, None]
         scale = np.float32(self._model.attention.scale or 1 / math.sqrt(latent.key))
         scores = np.einsum("thk,sk->hts", query, keys) * scale
-        chosen = self._index.see(layer, x, made, (sequence, position), (cos, sin))
+        chosen = self.index.see(layer, x, made, (sequence, position), (cos, sin))
         seen = visible[None] if chosen is None else visible & chosen
         scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -192,7 +192,7 @@ class Attention:
         self._model, self._read = request.model, read
         self._head_norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
         self.kept = KvCache(request)
-        self._index = KeyIndex(self._model, read, self.kept.keep_index)
+        self.index = KeyIndex(self._model, read, self.kept.keep_index)
         self._ropes = {}
         for turn in list_turns(self._model):
             arrays = np.empty((2, request.context, turn[1] // 2), np.float32)
@@ -264,7 +264,7 @@ class Attention:
             is_chunked = attention.window_kind == "chunked"
             visible &= seen >= now // window * window if is_chunked else seen > now - window
         cos, sin = (table[position:end] for table in self._ropes[shape.turn].arrays)
-        chosen = self._index.see(layer, x, x, (sequence, position), (cos, sin))
+        chosen = self.index.see(layer, x, x, (sequence, position), (cos, sin))
         scale = np.float32(attention.scale or 1 / math.sqrt(shape.head_dim))
         sinks = self._read(layer, "sinks")[0] if attention.sinks else None
         mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)

@@ -37,7 +37,8 @@ class KeyIndex:
     def __init__(self, model: Model, read: Callable[[int, str], F32], keep: Keep) -> None:
         """``read`` gives a tensor of a layer [rows, length]."""
         self._model, self._read, self._keep = model, read, keep
-        self._chosen: dict[int, Bits] = {}
+        self.chosen: dict[int, Bits] = {}
+        """By sequence; layers that share an index read it."""
 
     def see(
         self, layer: int, x: F32, made: F32, place: tuple[int, int], tables: tuple[F32, F32]
@@ -48,7 +49,7 @@ class KeyIndex:
         own, (sequence, position) = find_attention(self._model, layer), place
         index = own.index
         if index is None or own.chooses == "shared":
-            return None if index is None else self._chosen[sequence]
+            return None if index is None else self.chosen[sequence]
         query = made @ self._read(layer, "index_query").T
         query = query.reshape(len(x), index.heads, index.width)
         key = x @ self._read(layer, "index_key").T
@@ -72,5 +73,5 @@ class KeyIndex:
         found = choose_keys(
             scores, position, chosen=index.chosen, block=index.block, local=index.local
         )
-        self._chosen[sequence] = found
+        self.chosen[sequence] = found
         return found

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, I64, U8
+from pi2.arrays import F32, F64, I32, I64, U8, Bits
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.backends.reference.operators import activate, enter_layers, weigh_activations
@@ -148,6 +148,8 @@ class State:
     chunk: ChunkState
     kept: U8 | None = None
     """The KV cache, if later layers read the cache of an earlier layer."""
+    chosen: Bits | None = None
+    """The keys that the last index chose, for layers that share it."""
 
 
 class LayerExecutor(ReferenceExecutor):
@@ -192,7 +194,11 @@ class LayerExecutor(ReferenceExecutor):
         if state.kept is not None:
             self.put_context(0, 0, length, state.kept)
         self.expect(length)
+        choices = self._mixing.attention.index.chosen
+        if state.chosen is not None:
+            choices[0] = state.chosen
         self.attend(layer, 0)
+        state.chosen = choices.get(0)
         if self._model.attention.kv_shared_layers > 0:
             state.kept = self.read_context(0, 0, length)
         self.begin_ffn(layer)
