@@ -6,14 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 
 from pi2.backends.blocks.contract import FIELDS
-from pi2.backends.reference.instructions import (
-    attention,
-    elements,
-    experts,
-    index,
-    products,
-    states,
-)
+from pi2.backends.reference.instructions import attention, elements, products, states
 from pi2.backends.reference.instructions.arguments import Arguments
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
@@ -21,7 +14,7 @@ from pi2.plan.documents.plan import KvType
 INSTRUCTIONS: Mapping[str, Callable[[Arguments], None]] = {
     name: next(
         getattr(module, name)
-        for module in (attention, elements, experts, index, products, states)
+        for module in (attention, elements, products, states)
         if hasattr(module, name)
     )
     for name in FIELDS
