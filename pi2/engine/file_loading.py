@@ -1,11 +1,13 @@
-"""Making a model of a GGUF file that is run as it is."""
+"""Making a model of a GGUF file that is run as it is, and noticing that the file is changed."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,10 @@ from pi2.arrays import U8
 from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.instructions import Planes
 from pi2.backends.blocks.model import BlockModel
+from pi2.backends.faults.guard import find_guard
 from pi2.backends.protocol import ProgramRequest
+from pi2.caches import open_regular
+from pi2.diagnostics import UserError
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_whole_forward
@@ -29,9 +34,9 @@ from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, Weigh
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress
+from pi2.reads import refuse_cut, refuse_weights
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import FileTexts, GgufWeights
-from pi2.weights.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import ProgramBackend
@@ -245,3 +250,60 @@ def _make_program(
         kv=plan.kv.type,
         planes=Planes(one, one, PLANES[plan.prefill.activations]),
     )
+
+
+class WatchedFiles:
+    """A model's files, from the time on when their headers had been read."""
+
+    def __init__(self, paths: Sequence[Path], maps: Mapping[int, U8]) -> None:
+        """``maps``: the bytes of mapped ones, by number."""
+        self._paths = paths
+        self._descriptors = [open_regular(path) for path in paths]
+        self._states = [_read_state(own) for own in self._descriptors]
+        self._guard = find_guard() if maps else None
+        self._ranges: dict[int, int] = {}
+        for number, whole in maps.items() if self._guard is not None else ():
+            assert self._guard is not None
+            found = self._guard.watch(whole.ctypes.data, whole.nbytes)
+            if found is not None:
+                self._ranges[number] = found
+
+    def check(self) -> None:
+        """Raises `UserError` P532 if a file was cut, P546 if its disk failed, P547 if its contents
+        were changed."""
+        for number, descriptor in enumerate(self._descriptors):
+            if _read_state(descriptor) != self._states[number]:
+                raise self._refuse(number)
+        for number, place in self._ranges.items():
+            assert self._guard is not None
+            if self._guard.find_fault(place) is not None:
+                raise self._refuse(number)
+
+    def _refuse(self, number: int) -> UserError:
+        path, size = self._paths[number], self._states[number][0]
+        if os.fstat(self._descriptors[number]).st_size < size:
+            return refuse_cut(path)
+        range_number = self._ranges.get(number)
+        if self._guard is not None and range_number is not None:
+            fault = self._guard.find_fault(range_number)
+            if fault is not None and _read_state(self._descriptors[number]) == self._states[number]:
+                return refuse_weights(path, fault, OSError(5, os.strerror(5)))
+        return UserError.of(
+            "P547",
+            f"{path} was changed while it was in use",
+            help="load the model again when the file is written, and replace files by renaming",
+        )
+
+    def close(self) -> None:
+        """Call it before the files are mapped no longer."""
+        for number in self._ranges.values():
+            assert self._guard is not None
+            self._guard.forget(number)
+        self._ranges.clear()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def _read_state(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_mtime_ns

@@ -13,8 +13,8 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 import pi2
 from pi2.backends.faults.guard import find_guard
 from pi2.diagnostics import UserError
+from pi2.engine.file_loading import WatchedFiles
 from pi2.serving.hosts import ServedPlan
-from pi2.weights.watched_files import WatchedFiles
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import start_python
