@@ -20,12 +20,9 @@ ROOT = Path(__file__).parents[2]
 ALONE = ROOT / "plans" / "demo.plan.toml"
 BESIDE = ROOT / "plans" / "demo-opencl-beside.plan.toml"
 EXACT = {
-    "decode.activations": "fp32",
-    "prefill.activations": "fp32",
-    "kv.type": "fp32",
-    "memory.segments.kv": "8 MiB",
-    "memory.budget": "1 GiB",
-}
+    "decode.activations": "fp32", "prefill.activations": "fp32", "kv.type": "fp32",
+    "memory.segments.kv": "8 MiB", "memory.budget": "1 GiB",
+}  # fmt: skip
 """Nothing is rounded, so that it does not matter which unit computes a neuron."""
 TOKENS = 60
 Mode = Literal["decode", "prefill"]

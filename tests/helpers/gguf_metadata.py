@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 
 _KIMI = {
-    "model_max_length": "max_position_embeddings",
-    "num_experts": "n_routed_experts",
-    "num_shared_experts": "n_shared_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_expert_group": "n_group",
-    "moe_renormalize": "norm_topk_prob",
-}
+    "model_max_length": "max_position_embeddings", "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts", "num_experts_per_token": "num_experts_per_tok",
+    "num_expert_group": "n_group", "moe_renormalize": "norm_topk_prob",
+}  # fmt: skip
 """What others call the keys of Kimi and Ling."""
 _LISTED = ("lfm2", "granitemoehybrid", "kimi_linear", "bailing_hybrid")
 """Names of families whose files state keys and values of each layer."""
@@ -47,13 +44,8 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(config["num_hidden_layers"])
-    keys = [
-        "dense_intermediate_size",
-        "intermediate_size",
-        "ffn_dim",
-        "ffn_hidden_size",
-        "moe_intermediate_size",
-    ]
+    keys = ["dense_intermediate_size", "intermediate_size", "ffn_dim", "ffn_hidden_size"]
+    keys.append("moe_intermediate_size")
     if config.get("num_local_experts") == 0:
         keys = ["shared_intermediate_size"]
     sizes = (config.get(key) for key in keys)

@@ -17,12 +17,9 @@ from tests.helpers.bundles import pack_bundles
 
 _EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
 PUBLISHED_HITS = (
-    (512, 10, 64 / 512, 0.67, 0.67),
-    (512, 10, 128 / 512, 0.81, 0.81),
-    (256, 8, 3 / 20, 0.65, 0.65),
-    (128, 8, 4 / 17, 0.76, 0.82),
-    (128, 4, 2 / 57, 0.27, 0.27),
-)
+    (512, 10, 64 / 512, 0.67, 0.67), (512, 10, 128 / 512, 0.81, 0.81), (256, 8, 3 / 20, 0.65, 0.65),
+    (128, 8, 4 / 17, 0.76, 0.82), (128, 4, 2 / 57, 0.27, 0.27),
+)  # fmt: skip
 """Experts, those of a token, the share that a least recently used cache holds, and what it hits at
 least and at most: two of 512 experts, Qwen3.6-35B-A3B, Qwen3-30B-A3B, gpt-oss-120b."""
 MIXTURE: Mapping[str, Mapping[str, Any]] = {

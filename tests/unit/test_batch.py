@@ -20,12 +20,9 @@ from tests.helpers.plans import write_plan
 
 PROMPTS = ([5, 6, 7, 8, 9], [250], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [17, 99])
 ROOM = {
-    "memory.budget": "2 GiB",
-    "memory.segments.workspace": "16 MiB",
-    "memory.segments.kv": "16 MiB",
-    "memory.segments.predictor": "1 MiB",
-    "memory.segments.cold": "700 KiB",
-}
+    "memory.budget": "2 GiB", "memory.segments.workspace": "16 MiB", "memory.segments.kv": "16 MiB",
+    "memory.segments.predictor": "1 MiB", "memory.segments.cold": "700 KiB",
+}  # fmt: skip
 """A mixture's plan has as little as one sequence needs, and no cold neurons."""
 ROUNDING = 1e-6
 """Of the largest logit: the reference backend adds in another order."""

@@ -297,11 +297,8 @@ def test_what_a_lost_unit_owned_is_computed_for_every_chunk_of_a_prompt(
 
 
 EVERYTHING_BESIDE: Mapping[str, Any] = {
-    **TWO,
-    "layers.hot": 1.0,
-    "layers.split": {"second": 1, "cpu": 0},
-    "decode.predictor": "gate",
-}
+    **TWO, "layers.hot": 1.0, "layers.split": {"second": 1, "cpu": 0}, "decode.predictor": "gate",
+}  # fmt: skip
 
 
 ROWS_BESIDE: Mapping[str, Any] = {

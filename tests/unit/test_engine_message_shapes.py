@@ -158,27 +158,18 @@ REFUSE = "{{ raise_exception('no') }}{% endif %}"
 ORDERS = {
     "all places": "{% for m in messages %}" + SAY + "{% endfor %}",
     "the first place only": "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-    + REFUSE
-    + SAY
-    + "{% endfor %}",
+    + REFUSE + SAY + "{% endfor %}",
     "the first places only": "{% set n = namespace(said=false) %}{% for m in messages %}"
-    "{% if m.role == 'system' and n.said %}"
-    + REFUSE
-    + "{% if m.role != 'system' %}{% set n.said = true %}{% endif %}"
-    + SAY
-    + "{% endfor %}",
-    "others dropped": "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
-    + SAY
+    "{% if m.role == 'system' and n.said %}" + REFUSE
+    + "{% if m.role != 'system' %}{% set n.said = true %}{% endif %}" + SAY + "{% endfor %}",
+    "others dropped": "{% for m in messages %}{% if m.role != 'system' or loop.first %}" + SAY
     + "{% endif %}{% endfor %}",
     "none": "{% for m in messages %}{% if m.role == 'system' %}" + REFUSE + SAY + "{% endfor %}",
-    "turns": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    + REFUSE
-    + SAY
-    + "{% endfor %}",
-    "turns after a system": "{% if messages[0].role == 'system' %}<system>"
+    "turns": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}" + REFUSE
+    + SAY + "{% endfor %}", "turns after a system": "{% if messages[0].role == 'system' %}<system>"
     "{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}" + REFUSE + SAY + "{% endfor %}",
-}
+}  # fmt: skip
 """Templates by the places in which they take system messages."""
 
 

@@ -15,12 +15,9 @@ from tests.helpers.slow import keep_quick
 TOKENS = [7, 100, 8, 290, 3, 3, 41, 250]
 LAYERS, CHOSEN, FFN = 5, 2, 200
 SETTINGS = {
-    "decode.predictor": "router",
-    "decode.look_ahead": "layer",
-    "backends.cpu": "reference",
-    "memory.budget": "2 GiB",
-    "layers.hot": 0.0,
-}
+    "decode.predictor": "router", "decode.look_ahead": "layer", "backends.cpu": "reference",
+    "memory.budget": "2 GiB", "layers.hot": 0.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -210,25 +210,19 @@ ENTRIES: tuple[object, ...] = (
     {"dtype": None, "shape": SHAPE, "data_offsets": SPAN},
 )
 CONTRADICTIONS: tuple[tuple[str, object, str], ...] = (
-    ("num_hidden_layers", 4, "shape.layers"),
-    ("num_attention_heads", 8, "shape.heads"),
-    ("num_key_value_heads", 4, "shape.kv_heads"),
-    ("intermediate_size", 97, "shape.ffn"),
-    ("rms_norm_eps", 1e-6, "norm.epsilon"),
-    ("rope_theta", 500000.0, "rope.theta"),
+    ("num_hidden_layers", 4, "shape.layers"), ("num_attention_heads", 8, "shape.heads"),
+    ("num_key_value_heads", 4, "shape.kv_heads"), ("intermediate_size", 97, "shape.ffn"),
+    ("rms_norm_eps", 1e-6, "norm.epsilon"), ("rope_theta", 500000.0, "rope.theta"),
     ("tie_word_embeddings", False, "tied_head"),
     ("rope_parameters", {"rope_theta": 500000.0}, "rope.theta"),
-)
+)  # fmt: skip
 WRONG_COUNTS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"neuron": None}, "neuron"),
-    ({"layer": np.zeros(288, np.int64)}, "listed twice"),
+    ({"neuron": None}, "neuron"), ({"layer": np.zeros(288, np.int64)}, "listed twice"),
     ({"layer": np.repeat(np.arange(1, 4), 96)}, "outside of 3 x 96"),
     ({"neuron": np.tile(np.arange(-1, 95), 3)}, "outside of 3 x 96"),
-    ({"count": np.full(288, -1)}, "negative"),
-    ({"count": np.full(288, "many")}, ""),
-    ({"count": pa.array([None] * 288, pa.int64())}, "missing"),
-    ({"count": np.full(288, 0.5)}, ""),
-)
+    ({"count": np.full(288, -1)}, "negative"), ({"count": np.full(288, "many")}, ""),
+    ({"count": pa.array([None] * 288, pa.int64())}, "missing"), ({"count": np.full(288, 0.5)}, ""),
+)  # fmt: skip
 UNSTORABLE = (
     *(GATE, "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"),
     *("model.layers.0.self_attn.k_proj.weight", OUTER),

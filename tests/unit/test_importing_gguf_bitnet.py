@@ -28,14 +28,11 @@ CONFIG: dict[str, Any] = json.loads((FOLDER / "bitnet/config.json").read_text())
 SCALE = 127 * 2.0**-13
 """What a type's own scale holds exactly, with 127 steps too."""
 ROWS = {
-    "self_attn.q_proj": ("attn_q", 256),
-    "self_attn.k_proj": ("attn_k", 128),
-    "self_attn.v_proj": ("attn_v", 128),
-    "self_attn.o_proj": ("attn_output", 256),
-    "mlp.gate_proj": ("ffn_gate", 256),
-    "mlp.up_proj": ("ffn_up", 256),
+    "self_attn.q_proj": ("attn_q", 256), "self_attn.k_proj": ("attn_k", 128),
+    "self_attn.v_proj": ("attn_v", 128), "self_attn.o_proj": ("attn_output", 256),
+    "mlp.gate_proj": ("ffn_gate", 256), "mlp.up_proj": ("ffn_up", 256),
     "mlp.down_proj": ("ffn_down", 256),
-}
+}  # fmt: skip
 NORMS = {
     "model.norm": "output_norm",
     "model.layers.0.input_layernorm": "blk.0.attn_norm",

@@ -36,12 +36,9 @@ def find_least() -> float:
 
 
 SEVERAL: dict[str, object] = {
-    "layers__hot": 0.5,
-    "layers__batches": [{"sequences": 2, "split": {"second": 0.1, "cpu": 0.9}}],
-    "decode__batch": 2,
-    "memory__segments__kv": "8 MiB",
-    "memory__segments__workspace": "5.125 MiB",
-}
+    "layers__hot": 0.5, "layers__batches": [{"sequences": 2, "split": {"second": 0.1, "cpu": 0.9}}],
+    "decode__batch": 2, "memory__segments__kv": "8 MiB", "memory__segments__workspace": "5.125 MiB",
+}  # fmt: skip
 
 
 OWNED: list[dict[str, Any]] = [

@@ -28,12 +28,8 @@ from tests.helpers.plans import write_plan
 from tests.helpers.programs import start_pi2
 
 STORE_FILES = [
-    "manifest.json",
-    "dense.arrow",
-    "layers/ffn-001.arrow",
-    "tokenizer.json",
-    "chat_template.jinja",
-]
+    "manifest.json", "dense.arrow", "layers/ffn-001.arrow", "tokenizer.json", "chat_template.jinja",
+]  # fmt: skip
 CHECKPOINT_FILES = ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"]
 
 

@@ -102,12 +102,8 @@ SPARSE: dict[str, dict[str, Any]] = {
     "lent by the context": {"kv.lend": True},
 }
 DRAWN: dict[str, Any] = {
-    "temperature": 1.3,
-    "top_p": 0.95,
-    "min_p": 0.01,
-    "repetition_penalty": 1.2,
-    "seed": 7,
-}
+    "temperature": 1.3, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 7,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPARSE)
