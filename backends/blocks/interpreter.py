@@ -16,6 +16,7 @@ from pi2.backends.blocks.contract import FIELDS, BlockSpec, list_libraries
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.protocol import ProgramRequest
+from pi2.logging import get_logger
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 
@@ -106,7 +107,10 @@ class CompiledInterpreter:
 
 def _work(library: ctypes.CDLL, index: int, since: int, core: int | None) -> None:
     if core is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {core})
+        try:
+            os.sched_setaffinity(0, {core})
+        except OSError as error:
+            get_logger().warning("thread not bound", core=core, reason=error.strerror)
     library.pi2_blocks_work(ctypes.c_int64(index), since)
 
 
