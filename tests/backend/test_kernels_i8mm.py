@@ -155,12 +155,11 @@ def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
     neurons, tokens, hidden, planes = 37, 5, spec.hidden, spec.chunk_planes
 
     # What `begin_ffn` makes of x is in the order that is documented.
-    source, norm = allocate("float32", tokens, hidden), allocate("float32", hidden)
-    source[:], norm[:] = rng.standard_normal((tokens, hidden)), 1
     arrays: list[Any] = allocate_activations(tokens + 1, hidden, planes)
     arrays.append(allocate_tiles(spec.threads, hidden))
     y = allocate("float32", tokens, hidden)
-    emulate(spec, "begin_ffn", tmp_path)(tokens, source, norm, *arrays, y)
+    arrays[3][:tokens] = rng.standard_normal((tokens, hidden))
+    emulate(spec, "begin_ffn", tmp_path)(tokens, *arrays, y)
     natural, inputs = quantize_activations(arrays[3][:tokens].copy(), planes)
     codes = np.stack(
         [
