@@ -2,18 +2,14 @@
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-import pi2
 from pi2.arrays import F32
-from pi2.cli.main import run
 from pi2.weights.gguf_weights import GgufWeights
-from tests.helpers.goldens import copy_checkpoint, measure_error, read_golden
-from tests.helpers.whole_files import NEAR, SETTINGS, WholeFile
+from tests.helpers.goldens import measure_error
+from tests.helpers.whole_files import NEAR, WholeFile
 
 Open = Callable[[str], WholeFile]
 
@@ -101,17 +97,3 @@ def test_matrices_that_have_several_parts_are_counted_once(open_file: Open) -> N
     assert len(names) == len(set(names))
     assert any("ssm_ba" in name for name in names)
     assert not any("conv" in name or "ssm_a." in name for name in names)
-
-
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon-mamba"])
-def test_files_that_pi2_makes_of_folders_compute_what_these_do(name: str, tmp_path: Path) -> None:
-    """None of their rows is a multiple of 32 numbers: all stay as they are."""
-    checkpoint, file = copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path / "made.gguf"
-    golden = read_golden(name)
-    assert run(["convert", str(checkpoint), "-o", str(file), "--quantization", "q8_0"]) == 0
-    with pi2.load(file, set=SETTINGS) as model:
-        assert model.plan.file is not None
-        for mode in ("prefill", "decode"):
-            assert measure_error(model.logits(golden.prompt, mode=mode), golden.logits) <= NEAR
-        whole: Any = model._parts.whole
-        assert whole.read_context(0, 0, 16).size == 0

@@ -88,7 +88,7 @@ class CompiledFunctions:
         """Return what functions take in the place of an array [n], which is not copied."""
         words = (ctypes.c_int64 * _WORDS)()
         _write_tensor(words, 0, ctypes.addressof(words), _describe_type(flat.dtype))
-        words[0], words[6] = flat.ctypes.data, flat.size
+        words[0], words[6], words.array = flat.ctypes.data, flat.size, flat  # type: ignore[attr-defined]
         return words
 
     def close(self) -> None:
