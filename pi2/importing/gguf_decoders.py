@@ -409,12 +409,13 @@ def read_shared_index(
 ) -> dict[str, Any]:
     """Families whose layers share the choice of an index."""
     found, layers = read_decoder(metadata, config, activation), config["num_hidden_layers"]
-    flags = metadata.read_list("{arch}.attention.indexer.types", layers, "biu")
+    flags = metadata.read_list(key := "{arch}.attention.indexer.types", layers, "biu")
+    if metadata.has(key) and not set(flags or [2]) <= {0, 1}:
+        raise metadata.refuse("attention.indexer.types is no list of flags 0 and 1")
     if flags is not None:
         found["indexer_types"] = ["full" if flag else "shared" for flag in flags]
     elif config["max_position_embeddings"] >= _LONG_INDEX:
-        found["index_topk_freq"] = 4
-        found["index_skip_topk_offset"] = 3
+        found |= {"index_topk_freq": 4, "index_skip_topk_offset": 3}
     return found
 
 

@@ -195,8 +195,7 @@ class LayerExecutor(ReferenceExecutor):
             self.put_context(0, 0, length, state.kept)
         self.expect(length)
         choices = self._mixing.attention.index.chosen
-        if state.chosen is not None:
-            choices[0] = state.chosen
+        choices.update({} if state.chosen is None else {0: state.chosen})
         self.attend(layer, 0)
         state.chosen = choices.get(0)
         if self._model.attention.kv_shared_layers > 0:

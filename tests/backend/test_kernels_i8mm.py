@@ -272,7 +272,6 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
     from pi2.backends.compiler.compile import compile_library
     from pi2.backends.cpu import backend as cpu
     from pi2.backends.kernels import i8mm
-    from pi2.backends.kernels import isa as table
     from pi2.backends.kernels.program import Program
     from pi2.backends.kernels.spec import KernelSpec
     from pi2.backends.reference import backend as reference
@@ -296,7 +295,7 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
         return output
 
     own = dataclasses.replace(make_isa("avx2"), name="pairs", pairs=True)
-    monkeypatch.setattr(table, "_X86", ((set(), own),))
+    monkeypatch.setattr(KernelSpec, "isa", own)  # the program has this machine's
     monkeypatch.setattr(i8mm, "emit_smmla", write_out)
     monkeypatch.setattr(cache, "load_or_compile", compile_here)
     model = RandomModel(hidden=160, ffn=45, chunk=5, context=32, threads=3, rank=None)

@@ -95,7 +95,7 @@ from tests.helpers.models import TinyModel, draw_weights, make_model
 from tests.helpers.plans import write_plan
 
 SHAPE = {"hidden": 128, "head_dim": 32}
-model = make_model({"quantization": {"ffn": "toy5", "attention": "toy5"}, "shape": SHAPE})
+model = make_model({"quantization": {"ffn": "toy5"}, "shape": SHAPE})
 weights = draw_weights(model)
 checkpoint = write_checkpoint(home / "checkpoint", model, weights)
 tiny = TinyModel(model=model, store=home / "store", weights=weights, original=None)
