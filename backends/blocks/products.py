@@ -336,6 +336,9 @@ class Products:
         """Add a matrix of each head, from its row ``first`` on, times a vector of each, or only so
         many ``rows``.  Strides are between heads, which follow each other without gaps."""
         weight, y, inputs = product.weight, product.y, dict[str, _Codes]()
+        assert weight.row_scales is None, (
+            f"{product.key}: rows of heads have no scales of their own"
+        )
         each = weight.rows // heads
         rows = each - first if rows is None else rows
         x, length = self._fill_up(x, length, product, heads)

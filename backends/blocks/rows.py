@@ -51,9 +51,17 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
         expert = pairs.find_expert(pair)
         start = v.let(rows.start(row) + pairs.find_matrix(expert))
         x, total = pairs.find_x(pair), v.Cell(T.float32(0.0))
-        with T.serial(table.take("planes")) as plane:
-            token = _Token(table, rows.codes, x, rows.length, plane)
-            total.set(total.get() + rows.sum(start, [token])[0])
+
+        def add(*planes: v.Expr) -> None:
+            taken = [_Token(table, rows.codes, x, rows.length, plane) for plane in planes]
+            for own in rows.sum(start, taken):
+                total.set(total.get() + own)
+
+        with T.If(table.take("planes") == T.int64(2)):
+            with T.Then():  # weights are unpacked once
+                add(T.int64(0), T.int64(1))
+            with T.Else(), T.serial(table.take("planes")) as plane:
+                add(plane)
         rows.results.put(pair, expert, row, total.get())
 
 

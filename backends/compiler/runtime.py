@@ -163,7 +163,7 @@ class Library:
         self._functions.close()
 
     def wrap(self, array: npt.NDArray[Any]) -> View:
-        """The functions' view of an array that the caller keeps alive, read-only ones too."""
+        """The functions' view of an array which it keeps alive, read-only ones too."""
         assert array.flags.c_contiguous, "kernels take contiguous arrays"
         assert array.dtype == np.uint8 or array.ctypes.data % ALIGNMENT == 0, "misaligned array"
         flat = array.reshape(-1)

@@ -233,8 +233,7 @@ class Course:
         return self.program.logits(first)
 
     def reach_head(self) -> None:
-        self._now.target = self.program.head
-        self.catch_up()
+        self.go_to(self.program.head)
 
     def close(self) -> None:
         self.program.close()

@@ -50,9 +50,8 @@ class DividedRowsOfCourse:
                 own = _Product(number=number, rows=count, others=others, y=area)
                 self._projections[layer].append(own)
             elif layer is not None and matrix.key == "output":
-                self._outputs[layer] = _Product(
-                    number=number, rows=count, others=rows.output, y=area
-                )
+                others = rows.output
+                self._outputs[layer] = _Product(number=number, rows=count, others=others, y=area)
             elif number >= program.head:
                 self._head = _Product(number=number, rows=count, others=rows.head, y=area)
 
@@ -66,8 +65,7 @@ class DividedRowsOfCourse:
 
     def begin_attention(self, layer: int) -> F32:
         """Return what the projection reads [T, hidden]."""
-        first = self._projections[layer][0].number
-        self._course.go_to(first)
+        self._course.go_to(self._projections[layer][0].number)
         return self._course.view_input()
 
     def project(self, layer: int) -> None:
@@ -76,14 +74,12 @@ class DividedRowsOfCourse:
     def put_projected(self, layer: int, values: F32) -> None:
         done = 0
         for own in self._projections[layer]:
-            part = values[:, done : done + own.others]
-            self._put(own, part, is_added=False)
+            self._put(own, values[:, done : done + own.others], is_added=False)
             done += own.others
 
     def mix(self, layer: int) -> F32:
         """Return the values that attention mixes [T, heads x head_dim]."""
-        number = self._outputs[layer].number
-        self._course.go_to(number)
+        self._course.go_to(self._outputs[layer].number)
         return self._course.view_mixed(layer)
 
     def project_output(self, layer: int) -> None:

@@ -53,17 +53,13 @@ class StoreWeights:
         self._model, self._tensors = model, tensors
         self._whole: dict[str, Weight] = {}
         """Tensors by their names in stores."""
-        self._inputs = [
-            {f"mtp_{kind}": own[kind] for kind in ("in", "token_norm", "stream_norm")}
-            for name, own in model.operators.items()
-            if name == "mtp"
-        ]
+        kinds, own = ("in", "token_norm", "stream_norm"), model.operators.get("mtp")
+        self._inputs = {} if own is None else {own[kind]: f"mtp_{kind}" for kind in kinds}
+        """Names in stores of what an MTP head joins."""
 
     def __call__(self, key: str, layer: int, mixer: int = 0, /) -> Weight | None:
-        for names in self._inputs:
-            for kind, name in names.items():
-                if key == name:
-                    return self._take(name_layer_tensor(0, kind))
+        if key in self._inputs:
+            return self._take(name_layer_tensor(0, self._inputs[key]))
         if key in _SAME:
             return self._take(key)
         if key.startswith("state_"):

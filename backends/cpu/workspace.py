@@ -27,7 +27,6 @@ class Workspace:
     def __init__(self, request: BuildRequest, library: Library) -> None:
         self._request = request
         self._library = library
-        self._kept: list[npt.NDArray[Any]] = []
 
     def make(self, dtype: str, *shape: int, segment: str = "workspace") -> npt.NDArray[Any]:
         kind = np.dtype(dtype)
@@ -36,7 +35,6 @@ class Workspace:
         return raw[:size].view(kind).reshape(shape)
 
     def wrap(self, array: npt.NDArray[Any]) -> View:
-        self._kept.append(array)
         return self._library.wrap(array)
 
     def wrap_parts(self, part: int, parts: int, **tensors: str) -> Views:
