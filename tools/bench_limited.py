@@ -16,7 +16,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,8 @@ from limited.plans import (
     write_limited_plan,
     write_whole_plan,
 )
-from limited.program import (
-    drop_page_cache,
-    prepare_peer_file,
-    run_program,
-    show,
-    start_limited,
-    was_killed,
-)
-from limited.read_ahead import DENSE_KIB, MIXTURE_KIB, set_read_ahead
+from limited.program import prepare_peer_file, run_limited, run_program, show
+from limited.read_ahead import DENSE_KIB, MIXTURE_KIB
 from limited.rows import ROWS
 from limited.table import report
 from pi2.caches import find_cache_folder
@@ -163,7 +155,9 @@ def measure_row(arguments: argparse.Namespace) -> None:
         speeds = meter.measure()
         for _ in range(arguments.repetitions):
             for name, job in jobs.items():
-                results[name].append(run_limited(job, arguments.before.split()))
+                results[name].append(
+                    run_limited(__file__, job, str(job.get("folder", "")), arguments.before.split())
+                )
                 print(f"# {name}: {results[name][-1].get('tokens_s', 'failed')}", file=sys.stderr)
             speeds += meter.measure()
     lines = list(report(arguments.row, row, limit_bytes, resolved, results, disk, speeds))
@@ -223,28 +217,6 @@ def measure_disk(resolved: ResolvedPlan, before: Sequence[str]) -> dict[str, flo
         rows = [line.split("|") for line in done.stdout.splitlines() if "io_uring" in line]
         rates[name] = float(rows[0][5]) * 1e6
     return rates
-
-
-def run_limited(job: Mapping[str, Any], before: Sequence[str]) -> dict[str, Any]:
-    """Run one engine once with an empty page cache; a limit of 0 is none."""
-    drop_page_cache()
-    program = [sys.executable, "-B", str(Path(__file__).resolve())]
-    command = [*before, *program, "--child", json.dumps(job)]
-    with ExitStack() as cleanup:
-        kib = job.get("read_ahead_kib")
-        if kib is not None:
-            cleanup.enter_context(set_read_ahead(Path(job["folder"]), kib))
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started = start_limited(command, job["limit"], **streams)
-        process, group = cleanup.enter_context(started)
-        out, err = process.communicate()
-        if process.returncode:
-            why = "killed for lack of memory" if was_killed(group) else err.strip()[-300:]
-            return {"failed": why or f"exit status {process.returncode}"}
-        result: dict[str, Any] = json.loads(out.splitlines()[-1])
-        if group is not None:
-            result["group_peak_bytes"] = group.peak_bytes
-    return result
 
 
 if __name__ == "__main__":

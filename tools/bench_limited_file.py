@@ -15,20 +15,18 @@ import json
 import mmap
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from limited.engines import PROMPT_TOKENS, run_pi2
 from limited.llama_cpp import LlamaRecipe, check_installed
-from limited.program import drop_page_cache, run_program, start_limited, was_killed
-from limited.read_ahead import DENSE_KIB, MIXTURE_KIB, set_read_ahead
+from limited.program import drop_page_cache, run_limited, run_program
+from limited.read_ahead import DENSE_KIB, MIXTURE_KIB
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.measuring.contestant import BandwidthLimit
 from pi2.measuring.samples import Workload
@@ -77,7 +75,11 @@ def measure_file(arguments: argparse.Namespace) -> None:
         jobs: dict[str, dict[str, Any]] = {
             "pi2": {**job, "kind": "pi2"},
             "llama.cpp, mapped": {**job, "kind": "llama.cpp"},
-            f"llama.cpp, mapped, {kib} KiB ahead": {**job, "kind": "llama.cpp", "ahead": kib},
+            f"llama.cpp, mapped, {kib} KiB ahead": {
+                **job,
+                "kind": "llama.cpp",
+                "read_ahead_kib": kib,
+            },
         }
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
         disk = measure_disk(arguments.file)
@@ -85,7 +87,7 @@ def measure_file(arguments: argparse.Namespace) -> None:
             speed = statistics.median(meter.measure())
         for _ in range(arguments.repetitions):
             for name, own in jobs.items():
-                results[name].append(run_limited(own))
+                results[name].append(run_limited(__file__, own, own["file"]))
                 print(f"# {name}: {results[name][-1]}", file=sys.stderr)
     size = approximate_bytes(arguments.file.stat().st_size)
     print(f"**{arguments.file.name}**, {size}, within {approximate_bytes(limit)}\n")
@@ -136,24 +138,6 @@ def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {True: Workload("pp", job["prefill"], 0)}
     sample = peer.run(kinds.get(bool(job["prefill"]), Workload("tg", job["tokens"], PROMPT_TOKENS)))
     return {"tokens_s": sample.tokens_s, "peak_rss_bytes": read_peak_rss_bytes()}
-
-
-def run_limited(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one engine once with an empty page cache."""
-    drop_page_cache()
-    command = [sys.executable, "-B", str(Path(__file__).resolve()), "--child", json.dumps(job)]
-    with ExitStack() as cleanup:
-        cleanup.enter_context(set_read_ahead(Path(job["file"]), job.get("ahead")))
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process, group = cleanup.enter_context(start_limited(command, job["limit"], **streams))
-        out, err = process.communicate()
-        if process.returncode:
-            why = "killed for lack of memory" if was_killed(group) else err.strip()[-300:]
-            return {"failed": why or f"exit status {process.returncode}"}
-        result: dict[str, Any] = json.loads(out.splitlines()[-1])
-        if group is not None:
-            result["group_peak_bytes"] = group.peak_bytes
-    return result
 
 
 def measure_disk(file: Path) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from limited.engines import open_likeness
 from limited.memory_group import GroupUnavailable, MemoryGroup
 from limited.random_gguf import find_gguf, write_gguf
+from limited.read_ahead import set_read_ahead
 from pi2.caches import find_cache_folder
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
@@ -65,6 +67,29 @@ def start_limited(
 def was_killed(group: MemoryGroup | None) -> bool:
     """Whether the limit has ended a process."""
     return group is not None and group.kills > 0
+
+
+def run_limited(
+    script: str, job: Mapping[str, Any], path: str, before: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Let ``script`` run one engine once with an empty page cache, reading ahead in ``path`` as the
+    job says; a limit of 0 is none."""
+    drop_page_cache()
+    program = [sys.executable, "-B", str(Path(script).resolve())]
+    command = [*before, *program, "--child", json.dumps(job)]
+    with ExitStack() as cleanup:
+        cleanup.enter_context(set_read_ahead(Path(path), job.get("read_ahead_kib")))
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started = start_limited(command, job["limit"], **streams)
+        process, group = cleanup.enter_context(started)
+        out, err = process.communicate()
+        if process.returncode:
+            why = "killed for lack of memory" if was_killed(group) else err.strip()[-300:]
+            return {"failed": why or f"exit status {process.returncode}"}
+        result: dict[str, Any] = json.loads(out.splitlines()[-1])
+        if group is not None:
+            result["group_peak_bytes"] = group.peak_bytes
+    return result
 
 
 def show(lines: Iterable[str], output: Path | None) -> None:
