@@ -89,9 +89,8 @@ class Course:
         begun = zip(self._starts, (own.begun for own in self._layers), strict=False)
         self._begun = {**dict(begun), 0: self._layers[0].begun}
         """By the first instruction of each layer, the one after its input has been kept."""
-        self._shared = [
-            view_floats(area.address, tokens, area.stride) for area in program.list_kept()
-        ]
+        kept = program.list_kept()
+        self._shared = [view_floats(area.address, tokens, area.stride) for area in kept]
         """Areas that every chunk has its own content of."""
         self._places = [_Place(tokens=np.zeros(0, np.int32)) for _ in range(request.chunks)]
         if request.chunks > 1:
@@ -108,8 +107,7 @@ class Course:
         """Tokens of the call."""
 
     def view(self, area: Area, width: int) -> F32:
-        """Return an area [tokens, width]; its vectors follow each other without gaps where they are
-        as long."""
+        """Return an area [tokens, width]; vectors of this width have no gaps between them."""
         found: F32 = view_floats(area.address, self._tokens, area.stride)[:, :width]
         return found
 

@@ -33,6 +33,8 @@ from pi2.plan.weights.layout import round_up
 
 LIBRARY_BYTES = 78 << 20
 """Python, pi2, numpy, the tokenizer library and TVM's runtime, once tokens have been generated."""
+PROGRAM_BYTES = 2 << 20
+"""Kernels and instructions of the program that computes a store's dense tensors."""
 LAYER_BYTES = 100 << 10
 """Python's objects of a layer, and pages of which it uses a part."""
 VOCABULARY_BYTES = 700
@@ -62,7 +64,7 @@ def count_libraries(model: Model, tokenizer_bytes: int | None = None) -> int:
     if tokenizer_bytes is not None:
         tokenizer = int(TOKENIZER_FILE_PART * tokenizer_bytes)
     tables = NEURON_TABLE_BYTES * shape.layers * model.layer_neurons
-    return LIBRARY_BYTES + LAYER_BYTES * shape.layers + tokenizer + tables
+    return LIBRARY_BYTES + PROGRAM_BYTES + LAYER_BYTES * shape.layers + tokenizer + tables
 
 
 def count_file_runtime(model: Model, *, has_table: bool) -> int:
@@ -76,7 +78,7 @@ def count_file_runtime(model: Model, *, has_table: bool) -> int:
 def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] = ()) -> int:
     """Size of the segment ``runtime`` in whole MiB: libraries, page tables, ``units``, reserve."""
     tables = budget_bytes // PAGE_TABLE_PART
-    spare = SPARE_BYTES + sum(UNIT_BYTES[kind] for kind in units)
+    spare = SPARE_BYTES - PROGRAM_BYTES + sum(UNIT_BYTES[kind] for kind in units)
     return round_up(count_libraries(model) + tables + spare, _MIB)
 
 
