@@ -16,6 +16,7 @@ from pi2.engine.statistics import (
     read_peak_rss_bytes,
     split_time,
 )
+from pi2.machine import detect_cpu
 from pi2.plan.arithmetic.estimates import find_read_rate
 from pi2.plan.documents.plan import Decode
 from pi2.plan.documents.quantities import approximate_bytes
@@ -166,6 +167,12 @@ def _describe_bound(model: LoadedModel, statistics: RunStatistics, tokens: int) 
     }
 
 
+def list_features(model: LoadedModel) -> list[str]:
+    """The processor's features that kernels are chosen by."""
+    stated = model.plan.device.units[model.plan.sparse_unit].features
+    return sorted(detect_cpu().features if stated is None else stated)
+
+
 def list_deviations(model: LoadedModel, statistics: RunStatistics) -> list[str]:
     """How a run computed less, or more coarsely, than the model states; none: it is exact."""
     plan = model.plan.plan
@@ -242,6 +249,7 @@ def _describe_model(model: LoadedModel, statistics: RunStatistics, tokens: int) 
         "budget_changes": list(model.changes),
         "budget_bytes": model.plan.plan.memory.budget,
         "plan_digest": model.plan.digest,
+        "cpu_features": list_features(model),
         **_describe_bound(model, statistics, tokens),
     }
 
@@ -333,6 +341,7 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
             else _describe_weights(model)
         )
         lines.append(f"plan: digest {model.plan.digest[:12]}")
+        lines.append(f"processor: {' '.join(run['cpu_features']) or 'no features that count'}")
     if run["expert_weight_replaced"] is not None:
         replaced, gone = run["expert_weight_replaced"], run["expert_weight_left_out"]
         lines.append(

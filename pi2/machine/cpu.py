@@ -90,8 +90,8 @@ _FEATURES: Mapping[str, Mapping[str, IsaFeature]] = {
 """Linux's names (cpufeatures.h, elf_hwcaps.rst) of features."""
 
 LIMIT = "PI2_CPU"
-"""Environment variable that hides features of this processor: the best one of `_LEVELS` to use."""
-_LEVELS: Mapping[str, Mapping[str, Set[IsaFeature]]] = {
+"""Environment variable that hides features of this processor: the best one of `LEVELS` to use."""
+LEVELS: Mapping[str, Mapping[str, Set[IsaFeature]]] = {
     "x86-64": {
         "x86-64": frozenset(),
         "sse4.2": {"sse4.2"},
@@ -104,6 +104,8 @@ _LEVELS: Mapping[str, Mapping[str, Set[IsaFeature]]] = {
 }
 """Generations of processors, each with all features of the ones before, by the names of the
 schedules that they choose."""
+_ALIASES: Mapping[str, str] = {"x86-64-v2": "sse4.2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}
+"""Compilers' names of generations."""
 
 _ARM_CORES: Mapping[int, str] = {
     0xD03: "cortex-a53",
@@ -180,7 +182,7 @@ def detect_cpu(
     features = read_hwcaps() if is_here and architecture == "aarch64" else None
     features = features or _find_permitted(_find_features(architecture, processors), is_here)
     if is_here and (level := os.environ.get(LIMIT)):
-        features &= list_features(architecture, level)
+        features = _limit_features(architecture, features, level)
     return Cpu(
         name=_name_cpu(root, processors, clusters),
         architecture=architecture,
@@ -193,18 +195,28 @@ def detect_cpu(
 
 
 def list_features(architecture: str, level: str) -> frozenset[IsaFeature]:
-    """Return what processors of a generation of `_LEVELS` have; raises `UserError` P699."""
-    levels = _LEVELS.get(architecture, {})
+    """Return what processors of a generation of `LEVELS` have; raises `UserError` P699."""
+    levels = LEVELS.get(architecture, {})
     found: frozenset[IsaFeature] = frozenset()
     for name, own in levels.items():
         found |= own
-        if name == level:
+        if name == _ALIASES.get(level, level):
             return found
-    raise UserError.of(
-        "P699",
-        f"{LIMIT}={level} names no generation of {architecture} processors",
-        help=f"set {LIMIT} to one of {', '.join(levels)}, or unset it",
-    )
+    raise _refuse(f"{level} names no generation of {architecture} processors", levels)
+
+
+def _limit_features(architecture: str, own: Set[IsaFeature], level: str) -> frozenset[IsaFeature]:
+    wanted = list_features(architecture, level)
+    if missing := sorted(wanted - own):
+        levels = LEVELS[architecture]
+        runnable = [name for name in levels if list_features(architecture, name) <= own]
+        raise _refuse(f"{level} needs {', '.join(missing)}: this processor has less", runnable)
+    return wanted
+
+
+def _refuse(problem: str, levels: Iterable[str]) -> UserError:
+    help_text = f"set {LIMIT} to one of {', '.join(levels)}, or unset it"
+    return UserError.of("P699", f"{LIMIT}={problem}", help=help_text)
 
 
 Processor = Mapping[str, str]

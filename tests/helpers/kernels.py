@@ -19,7 +19,7 @@ from pi2.backends.kernels.isa import (
 from pi2.backends.kernels.spec import KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.formats import find_packing
-from pi2.machine.cpu import detect_cpu
+from pi2.machine.cpu import LEVELS, detect_cpu, list_features
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Attention, Rope
@@ -31,19 +31,7 @@ from pi2.progress import ignore_progress
 from tests.helpers.bundles import pack_bundles
 
 X86_FEATURES: Mapping[str, frozenset[str]] = {
-    "x86-64": frozenset(),
-    "sse4.2": frozenset({"sse4.2"}),
-    "avx2": frozenset({"sse4.2", "avx2", "fma", "f16c"}),
-    "avx512bw": frozenset({"sse4.2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl"}),
-    "avx512vnni": frozenset(
-        {"sse4.2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni"}
-    ),
-    "amx": frozenset(
-        {
-            *("sse4.2", "avx2", "fma", "f16c"),
-            *("avx512f", "avx512bw", "avx512vl", "avx512vnni", "amx-int8"),
-        }
-    ),
+    name: frozenset(list_features("x86-64", name)) for name in LEVELS["x86-64"]
 }
 """Features by the name of the schedule that they choose."""
 

@@ -8,7 +8,7 @@ import pytest
 from pi2.backends.kernels.isa import choose_isa
 from pi2.diagnostics import UserError
 from pi2.machine import detect_cpu
-from pi2.machine.cpu import _FEATURES, list_features
+from pi2.machine.cpu import _FEATURES, LEVELS, list_features
 from pi2.plan.documents.device import IsaFeature
 
 CASCADE_LAKE = (
@@ -191,9 +191,19 @@ def test_newer_features_of_this_processor_are_hidden(monkeypatch: pytest.MonkeyP
     own = detect_cpu()
     if own.architecture != "x86-64":
         pytest.skip(f"features of {own.architecture} have other names")
-    monkeypatch.setenv("PI2_CPU", "sse4.2")
-    assert detect_cpu().features == own.features & {"sse4.2"}
-    monkeypatch.setenv("PI2_CPU", "avx3")
-    with pytest.raises(UserError, match="PI2_CPU=avx3") as caught:
-        detect_cpu()
-    assert [item.code for item in caught.value.diagnostics] == ["P699"]
+    for level in ("sse4.2", "x86-64-v2"):
+        monkeypatch.setenv("PI2_CPU", level)
+        assert detect_cpu().features == own.features & {"sse4.2"}
+    lacking = [
+        name for name in LEVELS["x86-64"] if not list_features("x86-64", name) <= own.features
+    ]
+    for level, words in (
+        ("avx3", "names no"),
+        *((name, "needs .*: this processor") for name in lacking),
+    ):
+        monkeypatch.setenv("PI2_CPU", level)
+        with pytest.raises(UserError, match=f"PI2_CPU={level} {words}") as caught:
+            detect_cpu()
+        (found,) = caught.value.diagnostics
+        assert found.code == "P699" and found.help is not None and "sse4.2" in found.help
+        assert level not in found.help
