@@ -110,8 +110,10 @@ def list_offsets(name: str, width: int) -> tuple[int, ...]:
     return tuple(CHUNK * flat.index(chunk) for chunk in range(256 // CHUNK))
 
 
-_BUNDLED = frozenset({"q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "ternary"})
-"""Formats of nibbles, whose groups of 32 are computed several at once: the first halves of all of
+_BUNDLED = frozenset(
+    {"q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "ternary", "q1_0", "q2_0", "pq2_0"}
+)
+"""Formats of few bits, whose groups of 32 are computed several at once: the first halves of all of
 them, then the second ones."""
 
 

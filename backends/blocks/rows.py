@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, join, pick
 from pi2.backends.blocks.unpacking import Unpacking
-from pi2.backends.blocks.unpacking.block import Block, Source
+from pi2.backends.blocks.unpacking.block import Block, Bundle, Source
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
@@ -306,10 +306,10 @@ def _emit_groups(
     length = tokens[0].length
     bundled = T.int64(0)
     if unpacking.bundle is not None and machine.width >= 32:
-        together = machine.width // 16
-        bundles = v.let(blocks // together)
-        bundled = v.let(bundles * together)
-        found = _emit_bundles(machine, unpacking, weights, grid, start, tokens, bundles)
+        together = max(1, machine.width // 16 // max(1, len(unpacking.opens)))
+        steps = v.let(blocks // together)
+        bundled = v.let(steps * together)
+        found = _emit_bundles(machine, unpacking, weights, grid, start, tokens, steps)
         for own, cell in zip(found, low_sums, strict=True):
             cell.set(own)
     with T.serial(bundled, blocks) as number:
@@ -346,20 +346,18 @@ def _emit_bundles(
     grid: v.Buffer,
     start: v.Expr,
     tokens: Sequence[_Token],
-    bundles: v.Expr,
+    steps: v.Expr,
 ) -> list[v.Expr]:
-    """Return the sums of tokens over groups of 32, as many at once as a register has 16 bytes."""
+    """Return the sums of tokens over groups of 32, as many at once as a register has 16 bytes: in
+    each step of several blocks, or of a longer one."""
     assert unpacking.bundle is not None
     lanes, width, length = machine.lanes, machine.width, tokens[0].length
-    count = width // 16
+    count, groups = width // 16, max(1, len(unpacking.opens))
+    turns, together = max(1, groups // count), max(1, count // groups)
     totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
     low_sums = [v.Cell(v.constant(0.0, "float32", count)) for _ in tokens]
-    with T.serial(bundles) as number:
-        base = v.let(start + number * (count * unpacking.size))
-        ask_ahead(weights, base + _AHEAD, count * unpacking.size)
-        own = unpacking.bundle(
-            [Source(machine, weights, base + k * unpacking.size, grid) for k in range(count)]
-        )
+
+    def add(own: Bundle, number: v.Expr) -> None:
         taken = [machine.take_signed(part, width) if own.is_signed else part for part in own.parts]
         place = v.let(number * (4 * count))
         for index, token in enumerate(tokens):
@@ -375,9 +373,9 @@ def _emit_bundles(
                     if of != owners:
                         continue
                     codes = token.load(number * (32 * count) + part * width, width)
-                    weights, other = own.parts[part], taken[part]
+                    plain, other = own.parts[part], taken[part]
                     if own.is_signed:
-                        total = v.let(machine.add_signed(total, weights, other, codes, width))
+                        total = v.let(machine.add_signed(total, plain, other, codes, width))
                     else:
                         total = v.let(machine.add_bytes(total, other, codes, width))
                 factor = pick(factors, count, [owner for owner in owners for _ in range(4)])
@@ -387,6 +385,14 @@ def _emit_bundles(
                 least = token.load_as(length + length // 8 + place, "float32", count)
                 low_cell = low_sums[index]
                 low_cell.set(T.fma(own.mins, least, low_cell.get()))
+
+    with T.serial(steps) as step:
+        base = v.let(start + step * (together * unpacking.size))
+        ask_ahead(weights, base + _AHEAD, together * unpacking.size)
+        places = [base + k * unpacking.size for k in range(together)]
+        for turn in range(turns):
+            sources = [Source(machine, weights, own, grid, turn * count) for own in places]
+            add(unpacking.bundle(sources), v.let(step * turns + turn))
     return [
         v.add_lanes(total.get(), "float32", lanes) + v.add_lanes(least.get(), "float32", count)
         for total, least in zip(totals, low_sums, strict=True)

@@ -48,7 +48,7 @@ from pi2.tokens.table_tokenizer import Coder
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _PIECE_WEIGHTS = 2**20
 """Weights that are looked at together."""
-_KEEP_THREE = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0")
+_KEEP_THREE = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "q1_0", "q2_0", "pq2_0")
 """Types in which -1, 0 and 1 times a scale still have one magnitude: Q4_0 and its like round one of
 the two signs."""
 _LAST = 3

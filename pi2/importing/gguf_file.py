@@ -8,7 +8,8 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ import numpy as np
 from pi2.arrays import F16, I8, U8
 from pi2.caches import GGUF_MAGICS, check_regular
 from pi2.diagnostics import UserError
-from pi2.formats import Format, find_packing, list_formats
+from pi2.formats import Format, find_format, find_packing, list_formats
 from pi2.formats.packing import BlockPacking
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.reads import read_weights
@@ -37,7 +38,7 @@ BLOCKS = {
 
 def check_block(block: Format, tensor: str, file: str) -> None:
     """`UserError` P535 if the installed `gguf` package does not decode ``tensor``."""
-    if block.is_plain:
+    if block.is_plain or type(block).decode is not Format.decode:
         return
     from gguf import quants
 
@@ -220,9 +221,9 @@ class _Header:
                 self._refuse(f"tensor {entry.name!r} does not begin at a multiple of {alignment}")
             relative[entry.name] = entry
         start = -(-self._place // alignment) * alignment
-        entries = {}
+        ordered = _find_lengths(sorted(relative.values(), key=lambda entry: entry.offset))
         end, before = 0, ""
-        for entry in sorted(relative.values(), key=lambda entry: entry.offset):
+        for entry in ordered:
             if entry.offset < end:
                 self._refuse(f"the tensors {before!r} and {entry.name!r} overlap")
             end, before = entry.offset + entry.size_bytes, entry.name
@@ -230,15 +231,8 @@ class _Header:
                 self._refuse(
                     f"it is cut: {self._size} bytes, but tensor {before!r} ends at {start + end}"
                 )
-        for name, entry in relative.items():
-            entries[name] = GgufEntry(
-                name=name,
-                block=entry.block,
-                shape=entry.shape,
-                offset=start + entry.offset,
-                size_bytes=entry.size_bytes,
-            )
-        return entries
+        placed = {own.name: replace(own, offset=start + own.offset) for own in ordered}
+        return {name: placed[name] for name in relative}
 
     def _take_entry(self) -> GgufEntry:
         name = self._take_text(strict=True)
@@ -315,6 +309,23 @@ class _Header:
 
     def _refuse(self, problem: str) -> NoReturn:
         raise _bad_file(self._path, problem)
+
+
+def _find_lengths(ordered: list[GgufEntry]) -> list[GgufEntry]:
+    """Return entries as they are, or with the longer blocks that older files call Q2_0 as well: one
+    of them overlaps the next tensor otherwise."""
+    short, long = (find_format(name) for name in ("q2_0", "pq2_0"))
+    if not any(
+        own.block == short and own.offset + own.size_bytes > following.offset
+        for own, following in pairwise(ordered)
+    ):
+        return ordered
+    return [
+        replace(own, block=long, size_bytes=long.count_bytes(math.prod(own.shape)))
+        if own.block == short and own.shape[-1] % long.block == 0
+        else own
+        for own in ordered
+    ]
 
 
 def _bad_file(path: Path, problem: str) -> UserError:

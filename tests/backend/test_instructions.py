@@ -17,9 +17,9 @@ from tests.helpers.kernels import list_runnable_isas
 from tests.helpers.product_cases import list_products
 
 FORMATS = sorted(list_unpackings())
-WAYS = (*CASES, "f16", "q8_0", "q4_k", "q6_k", "iq4_nl", "iq2_s", "iq1_m", "nvfp4")
+WAYS = (*CASES, "f16", "q8_0", "q4_k", "q6_k", "iq4_nl", "iq2_s", "iq1_m", "nvfp4", "q1_0", "q2_0")
 """Each way of reading codes and scales: other formats add nothing that is one processor's."""
-WIDE = (*CASES, "f16", "q4_k", "q8_0", "iq3_s", "nvfp4")
+WIDE = (*CASES, "f16", "q4_k", "q8_0", "iq3_s", "nvfp4", "pq2_0")
 """For AVX-512 without VNNI: products are those of AVX2 there, in wider registers."""
 OF_CACHES = (ATTENTION, INDEX)
 PLAIN = (COMMON, "q4_k", "q8_0")

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from pi2.arrays import F32
-from pi2.formats import find_format
+from pi2.arrays import F32, U8
+from pi2.formats import Format, find_format
+from pi2.formats.bits import Bits
 from tests.helpers.gguf_tensors import write_all
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden/peers"
@@ -89,25 +91,40 @@ def write_tiny(file: Path, model: Tiny, *, decoded: bool = False) -> Path:
             writer.add_uint32(name, value)
         else:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-    kind = gguf.GGMLQuantizationType[model.kind]
-    block, _ = gguf.GGML_QUANT_SIZES[kind]
-    for name, values in model.list_tensors():
-        is_plain = block == 1 or values.ndim == 1 or values.shape[-1] % block
-        if is_plain or any(part in name for part in _PLAIN):
-            writer.add_tensor(name, values)
-            continue
-        is_known = not model.kind.endswith("_K")  # which the package does not write
-        packed = (
-            gguf.quants.quantize(values, kind)
-            if is_known
-            else find_format(model.kind.lower()).encode(values)
-        )
-        if decoded:
-            writer.add_tensor(name, gguf.quants.dequantize(packed, kind))
-        else:
-            writer.add_tensor(name, packed, raw_dtype=kind)
+    own = find_format(model.kind.lower())
+    with patch.dict(gguf.GGML_QUANT_SIZES, {own.number: (own.block, own.block_bytes)}):
+        for name, values in model.list_tensors():
+            is_plain = own.is_plain or values.ndim == 1 or values.shape[-1] % own.block
+            if is_plain or any(part in name for part in _PLAIN):
+                writer.add_tensor(name, values)
+                continue
+            packed = _encode(own, values)
+            if decoded:
+                writer.add_tensor(name, own.decode(packed))
+            else:
+                writer.add_tensor(name, packed, raw_dtype=own.number)
     write_all(writer)
     return file
+
+
+def _encode(own: Format, values: F32) -> U8:
+    """Encode as the package does, or as this project does if the package doesn't."""
+    import gguf
+
+    if isinstance(own, Bits):
+        raw = np.empty((*values.shape[:-1], values.shape[-1] // own.block, own.block_bytes), "u1")
+        blocks = values.reshape(*raw.shape[:-1], own.block)
+        scales = np.abs(blocks).mean(axis=-1, keepdims=True).astype("<f2")
+        raw[..., :2] = scales.view(np.uint8)
+        codes = np.rint(blocks / scales) + 1 if own.bits == 2 else blocks > 0
+        fields = np.clip(codes, 0, 3).astype(np.uint8).reshape(*raw.shape[:-1], -1, 8 // own.bits)
+        places = np.arange(0, 8, own.bits, dtype=np.uint8)
+        raw[..., 2:] = np.bitwise_or.reduce(fields << places, axis=-1)
+        return raw.reshape(*values.shape[:-1], -1)
+    if own.name.endswith("_k"):
+        return own.encode(values)
+    packed: U8 = gguf.quants.quantize(values, gguf.GGMLQuantizationType(own.number))
+    return packed
 
 
 def hash_file(file: Path) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from pi2.arrays import F32, U8
 from pi2.formats import Format, find_format, list_formats
+from pi2.formats.bits import Bits
 
 FORMATS = pytest.mark.parametrize(
     "own", [own for own in list_formats().values() if own.number >= 0], ids=lambda own: own.name
@@ -29,7 +30,27 @@ def make_edges(own: Format) -> U8:
     return raw
 
 
-@FORMATS
+def test_bits_are_numbers_in_their_order_as_llama_cpp_decodes_them() -> None:
+    for name, number, block, each in (
+        ("q1_0", 41, 128, 8),
+        ("q2_0", 42, 64, 4),
+        ("pq2_0", 142, 128, 4),
+    ):
+        own = find_format(name)
+        assert (own.number, own.block, own.block_bytes) == (number, block, 2 + block // each)
+        raw = np.random.default_rng(number).integers(0, 256, (3, own.block_bytes), np.uint8)
+        raw[:, :2] = np.array([[0.5], [-2.0], [3.0]], "<f2").view(np.uint8)
+        for scale, row, found in zip((0.5, -2.0, 3.0), raw[:, 2:], own.decode(raw), strict=True):
+            bits = [int(row[n // each]) >> n % each * (8 // each) for n in range(block)]
+            numbers = [2 * (b & 1) - 1 for b in bits] if each == 8 else [(b & 3) - 1 for b in bits]
+            assert found.tolist() == [scale * number for number in numbers]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [own for own in list_formats().values() if own.number >= 0 and not isinstance(own, Bits)],
+    ids=lambda own: own.name,
+)
 def test_decoding_equals_that_of_the_gguf_package(own: Format) -> None:
     kind = gguf.GGMLQuantizationType(own.number)
     assert kind.name.lower() == own.name
@@ -44,8 +65,8 @@ def test_decoding_equals_that_of_the_gguf_package(own: Format) -> None:
 
 def test_every_type_of_weights_is_there() -> None:
     kinds = {kind.name.lower() for kind in gguf.GGMLQuantizationType}
-    # Whole numbers, what only activations have, and what the package does not decode.
-    others = {"i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k", "q1_0"}
+    # Whole numbers, and what only activations have.
+    others = {"i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k"}
     assert kinds - others <= set(list_formats())
 
 

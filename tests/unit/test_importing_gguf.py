@@ -1,7 +1,9 @@
 """GGUF files: the store is that of the checkpoint which the file was made from."""
 
 import json
+import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import pi2
 from pi2.arrays import F32
 from pi2.backends.reference.dense_unit import widen
 from pi2.diagnostics import UserError
+from pi2.formats import find_format
 from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
 from pi2.importing.convert import convert_checkpoint
+from pi2.importing.gguf_file import read_gguf
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.requirements import describe_rounded, keep_bits
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import unpack_part
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
+from tests.helpers import peers
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
@@ -251,3 +256,20 @@ def test_a_file_of_powerinfer_runs_with_its_predictors(tmp_path: Path) -> None:
             logits[f"{name} tokens"] = np.array(text.result.token_ids)
     np.testing.assert_allclose(logits["store"], logits["other"], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(logits["store tokens"], logits["other tokens"])
+
+
+def test_older_files_call_the_longer_blocks_of_two_bits_as_the_shorter_ones(tmp_path: Path) -> None:
+    model = replace(peers.read_models()["llama-q2_0"], kind="PQ2_0")
+    expected = read_gguf(peers.write_tiny(tmp_path / "new.gguf", model)).entries
+    assert "pq2_0" in {entry.block.name for entry in expected.values()}
+    old, short = peers.write_tiny(tmp_path / "old.gguf", model), find_format("q2_0")
+    start = min(entry.offset for entry in expected.values())
+    raw = old.read_bytes()
+    header = raw[:start].replace(struct.pack("<I", 142), struct.pack("<I", short.number))
+    old.write_bytes(header + raw[start:])
+    assert read_gguf(old).entries == expected
+    cut = peers.write_tiny(tmp_path / "cut.gguf", peers.read_models()["llama-q2_0"])
+    assert short in {entry.block for entry in read_gguf(cut).entries.values()}
+    cut.write_bytes(cut.read_bytes()[:-64])
+    with pytest.raises(UserError, match="it is cut"):
+        read_gguf(cut)

@@ -158,7 +158,8 @@ class Unpacking:
     opens: tuple[Callable[[Source], Block], ...] = ()
     """Unpack what bytes have: a block, or several that follow each other."""
     bundle: Callable[[Sequence[Source]], Bundle] | None = None
-    """Unpacks several groups at once, as many as a register has 16 bytes."""
+    """Unpacks several groups at once, as many as a register has 16 bytes, of as many blocks or,
+    from a group of theirs on, of fewer."""
     groups: Groups | None = None
     """Groups of 32 that can be turned before they are unpacked."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
@@ -173,9 +174,13 @@ class Unpacking:
 class Source:
     """Place of a block, and the parts of its bytes."""
 
-    def __init__(self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer) -> None:
+    def __init__(
+        self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer, group: int = 0
+    ) -> None:
         self.machine = machine
         self.width = machine.width
+        self.group = group
+        """The first group of the block that is meant."""
         self.weights = weights
         self.base = base
         self.grid = grid
