@@ -1,5 +1,5 @@
-"""Attention over the KV cache, for tokens and tiles of a chunk. Contexts are cut into at most
-`PARTS` parts, joined in order: results depend on positions only."""
+"""Attention over the KV cache, of a token. Contexts are cut into at most `PARTS` parts, joined in
+order: results depend on positions only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.blocks.contract import KV_TYPES, MOST_TOGETHER
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, join, pick
-from pi2.backends.blocks.panels import turn_square
-from pi2.backends.blocks.sizes import LIST_HEAD, PARTIAL, QUERIES, SCORES, SCORES_ROW
+from pi2.backends.blocks.sizes import LIST_HEAD, PARTIAL, SCORES, SCORES_ROW
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
@@ -32,7 +31,7 @@ Bases = tuple[v.Expr, v.Expr]
 """First elements of the keys and of the values of a head."""
 
 
-class _Heads:
+class Heads:
     """Arguments of attention, and a thread's scratch."""
 
     def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
@@ -122,7 +121,7 @@ class _Heads:
         walk(T.int64(0), self._width, emit)
 
 
-class _Parts(_Heads):
+class _Parts(Heads):
     """A part of the context of a token, for some heads that share keys; of the positions that are
     ``chosen`` for it, places in their list stand for positions."""
 
@@ -394,192 +393,3 @@ def add_columns(rows: Sequence[v.Expr]) -> v.Expr:
         ]
         step *= 2
     return now[0]
-
-
-class _Tile(_Heads):
-    """Queries of some tokens and all heads that share keys: scores of `SCORES` positions, the mix
-    so far, largest scores and sums; keys of a register's positions, transposed."""
-
-    def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
-        super().__init__(isa, kind, table)
-        room = v.let((table.take("tile") * self.group + QUERIES - 1) // QUERIES * QUERIES)
-        self._mixed = v.let(self._scores + room * SCORES)
-        self._tops = v.let(self._mixed + room * self._width)
-        self._sums = v.let(self._tops + room)
-        self._turned = v.let(self._sums + room)
-
-    def emit(
-        self, first: v.Expr, end: v.Expr, head: v.Expr, bases: Bases, position: v.Expr
-    ) -> None:
-        """Compute tokens ``first`` to ``end``, the first of which stands at ``position``."""
-        lanes, (keys, values) = self._lanes, bases
-        self._first, self._head, self._position = first, head, position
-        count = v.let((end - first) * self.group)
-        self._last = v.let(count - 1)
-        self._begin(count)
-        stop = v.let(position + (end - first))
-        start = v.let(self.find_first(position) // lanes * lanes)
-        with T.serial((stop - start + SCORES - 1) // SCORES) as number:
-            place = v.let(start + number * SCORES)
-            size = v.let(T.min(T.int64(SCORES), (stop - place + lanes - 1) // lanes * lanes))
-            with T.serial(size // lanes) as block:
-                own = v.let(place + block * lanes)
-                self._turn_keys(keys, own)
-                with T.serial((count + QUERIES - 1) // QUERIES) as several:
-                    self._score(v.let(several * QUERIES), v.let(block * lanes))
-            with T.serial(count) as query:
-                self._weigh(query, place, size)
-            with T.serial((count + QUERIES - 1) // QUERIES) as several:
-                self._mix(v.let(several * QUERIES), values, place, size)
-        with T.serial(count) as query:
-            self._finish(query)
-
-    def _find(self, query: v.Expr) -> tuple[v.Expr, v.Expr]:
-        token = v.let(query // self.group)
-        return token, v.let(self._head * self.group + (query - token * self.group))
-
-    def _begin(self, count: v.Expr) -> None:
-        with T.serial(count) as query:
-            _, head = self._find(query)
-            top, total = v.Cell(T.float32(_LEAST)), v.Cell(T.float32(0.0))
-            with T.If(self._has_sinks != T.int64(0)), T.Then():
-                top.set(self._sinks[head])
-                total.set(T.float32(1.0))
-            T.buffer_store(self._scratch, top.get(), [self._tops + query])
-            T.buffer_store(self._scratch, total.get(), [self._sums + query])
-            self.clear(self._scratch, v.let(self._mixed + query * self._width))
-
-    def _turn_keys(self, keys: v.Expr, position: v.Expr) -> None:
-        lanes, base = self._lanes, v.let(keys + position * self._key_width)
-        scales = self.take_key_scales(keys, position, lanes) if self._is_scaled else None
-        with T.serial(self._key_width // lanes) as square:
-            rows = [
-                v.let(
-                    v.cast(
-                        v.load(self._keys, base + lane * self._key_width + square * lanes, lanes),
-                        "float32",
-                        lanes,
-                    )
-                )
-                for lane in range(lanes)
-            ]
-            for place, column in enumerate(turn_square(rows, len(rows))):
-                column = column if scales is None else column * scales
-                v.store(
-                    self._scratch, self._turned + (square * lanes + place) * lanes, column, lanes
-                )
-
-    def _score(self, query: v.Expr, place: v.Expr) -> None:
-        lanes = self._lanes
-        numbers = [v.let(T.min(query + k, self._last)) for k in range(QUERIES)]
-        starts = []
-        for number in numbers:
-            token, head = self._find(number)
-            row = (self._first + token) * self._query_stride
-            starts.append(v.let(row + head * self._key_width))
-        cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in numbers]
-        with T.serial(self._key_width) as element:
-            keys = v.let(v.load(self._scratch, self._turned + element * lanes, lanes))
-            for start, cell in zip(starts, cells, strict=True):
-                own = v.splat(self._queries[start + element], lanes)
-                cell.set(T.fma(keys, own, cell.get()))
-        for number, cell in zip(numbers, cells, strict=True):
-            target = self._scores + number * SCORES + place
-            v.store(self._scratch, target, cell.get() * v.splat(self._scale, lanes), lanes)
-
-    def _weigh(self, query: v.Expr, place: v.Expr, size: v.Expr) -> None:
-        """Turn scores of a query into weights, together with the scores of other blocks."""
-        lanes = self._lanes
-        token, _ = self._find(query)
-        now = v.let(self._position + token)
-        last = v.splat(v.let(T.cast(now - place, "int32")), lanes)
-        lowest = self.find_first(now) - 1 - place
-        least = v.splat(v.let(T.cast(lowest, "int32")), lanes)
-        row = v.let(self._scores + query * SCORES)
-        steps = T.ramp(T.int32(0), T.int32(1), lanes)
-        nothing = v.constant(_LEAST, "float32", lanes)
-        with T.If(self._cap != T.float32(0.0)), T.Then(), T.serial(size // lanes) as block:
-            at = v.let(row + block * lanes)
-            inner = v.load(self._scratch, at, lanes) / v.splat(self._cap, lanes)
-            v.store(self._scratch, at, v.take_tanh(inner, lanes) * v.splat(self._cap, lanes), lanes)
-
-        def is_seen(block: v.Expr) -> v.Expr:
-            places = v.let(v.splat(T.cast(block * lanes, "int32"), lanes) + steps)
-            return T.bitwise_and(places <= last, places > least)
-
-        before = v.let(self._scratch[self._tops + query])
-        cell = v.Cell(nothing)
-        with T.serial(size // lanes) as block:
-            value = v.load(self._scratch, row + block * lanes, lanes)
-            cell.set(T.max(cell.get(), T.Select(is_seen(block), value, nothing)))
-        top = v.let(T.max(before, v.find_largest(cell.get(), lanes)))
-        total = v.Cell(v.constant(0.0, "float32", lanes))
-        with T.serial(size // lanes) as block:
-            at = v.let(row + block * lanes)
-            value = v.load(self._scratch, at, lanes) - v.splat(top, lanes)
-            weight = v.take_exponential(value, lanes)
-            weight = v.let(T.Select(is_seen(block), weight, v.constant(0.0, "float32", lanes)))
-            v.store(self._scratch, at, weight, lanes)
-            total.set(total.get() + weight)
-        factor = v.let(v.take_exponential(before - top, 1))
-        T.buffer_store(self._scratch, top, [self._tops + query])
-        summed = self._scratch[self._sums + query] * factor
-        own = v.add_lanes(total.get(), "float32", lanes)
-        T.buffer_store(self._scratch, summed + own, [self._sums + query])
-        with T.If(factor != T.float32(1.0)), T.Then():
-
-            def scale(element: v.Expr, count: int) -> None:
-                at = self._mixed + query * self._width + element
-                value = v.load(self._scratch, at, count) * v.splat(factor, count)
-                v.store(self._scratch, at, value, count)
-
-            walk(T.int64(0), self._width, scale)
-
-    def _mix(self, query: v.Expr, base: v.Expr, first: v.Expr, size: v.Expr) -> None:
-        lanes = self._lanes
-        numbers = [v.let(T.min(query + k, self._last)) for k in range(QUERIES)]
-        rows = [v.let(self._scores + number * SCORES) for number in numbers]
-        with T.serial(self._width // lanes) as piece:
-            cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in numbers]
-            with T.serial(size) as position:
-                own = v.let(first + position)
-                at = base + own * self._value_stride + piece * lanes
-                value = v.cast(v.load(self._values, at, lanes), "float32", lanes)
-                if self._is_scaled:
-                    value = value * v.splat(v.let(self.take_value_scale(base, own)), lanes)
-                value = v.let(value)
-                for row, cell in zip(rows, cells, strict=True):
-                    weight = v.splat(self._scratch[row + position], lanes)
-                    cell.set(T.fma(value, weight, cell.get()))
-            for place, (number, cell) in enumerate(zip(numbers, cells, strict=True)):
-                # The last queries may be the last one again.
-                with T.If(query + place <= self._last), T.Then():
-                    at = v.let(self._mixed + number * self._width + piece * lanes)
-                    old = v.load(self._scratch, at, lanes)
-                    v.store(self._scratch, at, old + cell.get(), lanes)
-
-    def _finish(self, query: v.Expr) -> None:
-        token, head = self._find(query)
-        place, total = v.let(self._mixed + query * self._width), self._scratch[self._sums + query]
-        self.put(v.let(self._first + token), head, self._scratch, place, total)
-
-
-def emit_attend_many(isa: Isa, kind: KvType, table: Table) -> None:
-    """The same for tokens of a chunk, which follow each other; items are tiles of tokens of the
-    heads that share keys.  Heads fill registers, and the cache has whole registers of positions."""
-    tile = _Tile(isa, kind, table)
-    tokens, size = table.take("tokens"), table.take("tile")
-    with T.serial(table.first, table.end) as item:
-        # The last tiles, which see most, come first.
-        number = v.let((tokens + size - 1) // size - 1 - item // tile.kv_heads)
-        head = v.let(item - item // tile.kv_heads * tile.kv_heads)
-        first = v.let(number * size)
-        end = v.let(T.min(first + size, tokens))
-        position = v.let(v.wide(tile.positions[first]))
-        seen = v.Cell(end)
-        with T.If(tile.reach > T.int64(0)), T.Then():
-            # Tokens behind attend to keys that are chosen for each.
-            seen.set(T.max(first, T.min(end, first + tile.reach - position)))
-        last = v.let(seen.get())
-        with T.If(last > first), T.Then():
-            tile.emit(first, last, head, tile.find_bases(first, head), position)

@@ -428,7 +428,7 @@ class Builder(Products):
         values = self._cache.find(source)[-1].elements
         sinks = self.read_vector("sinks", layer) if shape.sinks else 0
         group, lanes = heads.group, self._interpreter.lanes
-        size = count_attention_bytes(group, heads.key, heads.value, lanes)
+        size = count_attention_bytes(heads.key, heads.value)
         self._scratch_size = max(self._scratch_size, size)
         tokens = self.step_tokens if self.is_stored else SINGLE
         size = count_partial_bytes(shape.heads, heads.value, self._threads, tokens)

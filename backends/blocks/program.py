@@ -20,6 +20,7 @@ from pi2.backends.blocks import (
     rows,
     states,
     stream_kernels,
+    tiles,
 )
 from pi2.backends.blocks.contract import (
     ATTENTION,
@@ -359,7 +360,7 @@ class Program:
             kind, counts = read_attention(library)
             return {
                 "attend": partial(attention.emit_attend, isa, kind, counts),
-                "attend_many": partial(attention.emit_attend_many, isa, kind),
+                "attend_many": partial(tiles.emit_attend_many, isa, kind),
                 "keep": partial(kept.emit_keep, kind),
             }
         if library == COMMON:

@@ -26,8 +26,10 @@ QUERIES = 8
 """Queries that are multiplied with the same keys at once."""
 SCORES = 256
 """Positions whose scores are kept of each."""
-_TILE_QUERIES = 32
-"""Queries of tokens of a tile, of the heads that share keys."""
+TILE, TILE_POSITIONS = 48, 64
+"""Queries of a tile of tokens of a chunk, and positions that are unpacked at once for it."""
+UNPACKED = TILE_POSITIONS + 1
+"""Places from one piece of those to the next: other sets of the first-level cache."""
 
 
 SINGLE = 7
@@ -46,13 +48,12 @@ SCORES_ROW = SCORES + 32
 
 def count_tile_tokens(group: int) -> int:
     """Return the tokens of a tile of attention if ``group`` heads share keys."""
-    return max(1, _TILE_QUERIES // group)
+    return max(1, TILE // group)
 
 
-def count_attention_bytes(group: int, key: int, value: int, lanes: int) -> int:
+def count_attention_bytes(key: int, value: int) -> int:
     """Return the bytes that a thread needs for heads of ``key`` and ``value`` elements."""
-    queries = -(-count_tile_tokens(group) * group // QUERIES) * QUERIES
-    tile = queries * (SCORES + value + 2) + key * lanes
+    tile = TILE * (TILE_POSITIONS + key + value + 5) + UNPACKED * max(key, value)
     return 4 * max(tile, 4 * SCORES_ROW) + _LINE
 
 
@@ -235,7 +236,7 @@ def count_workspace_bytes(
     heads = [(own.heads, describe_heads(own)) for own, _ in list_attention(model)]
     scratch = max(
         count_scratch_bytes(_MOST_LANES, 32 if is_stored else 256, tokens, planes),
-        *(count_attention_bytes(own.group, own.key, own.value, _MOST_LANES) for _, own in heads),
+        *(count_attention_bytes(own.key, own.value) for _, own in heads),
     )
     index, scores = model.attention.index, 0
     if index is not None:

@@ -127,7 +127,7 @@ def test_attention_to_a_list_of_all_keys_has_the_bits_of_attention_to_all(
         listing = allocate("int32", LIST_HEAD + CONTEXT + 64)
         if positions is not None:
             listing[0], listing[LIST_HEAD : LIST_HEAD + len(positions)] = len(positions), positions
-        size = count_attention_bytes(group, width, width, 16)
+        size = count_attention_bytes(width, width)
         values: dict[str, Any] = {
             "queries": queries, "query_stride": heads * width, "heads": heads, "group": group,
             "key_width": width, "value_width": width, "value_stride": width,

@@ -241,6 +241,9 @@ def list_attention(kind: Any, draw: Draw) -> Iterator[Case]:
         chunk = np.arange(290, 290 + 2 * count_tile_tokens(group) + 1, dtype=np.int32)
         yield make_attention(kind, draw, chunk, group, own | {"parts": 1}, is_many=True)
     own = {"window": 0, "is_chunked": 0, "has_sinks": 0, "cap": 0.0, "parts": PARTS}
+    # More heads share keys than a tile has queries.
+    chunk = np.arange(290, 292, dtype=np.int32)
+    yield make_attention(kind, draw, chunk, 50, own | {"parts": 1}, is_many=True)
     # Tokens from there on attend to chosen keys, and others to all.
     chunk, reach = np.arange(290, 303, dtype=np.int32), {"reach": 295, "parts": 1}
     yield make_attention(kind, draw, chunk, 3, own | reach, is_many=True)
@@ -306,7 +309,7 @@ def make_attention(
     held = keys if is_latent else draw_cache(kind, draw, kv_heads, context, value)
     sequences = np.ones(count, np.int32) if is_many else np.arange(count, dtype=np.int32) % 2
     tile, stride = count_tile_tokens(group), key if is_latent else value
-    scratch = allocate("uint8", count_attention_bytes(group, key, value, draw.lanes))
+    scratch = allocate("uint8", count_attention_bytes(key, value))
     size = heads, values["parts"], value + PARTIAL
     items = 2 * (-(-count // tile) if is_many else count * values["parts"])
     return Case(
