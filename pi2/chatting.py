@@ -23,14 +23,15 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     "top_p": float,
     "min_p": float,
     "repetition_penalty": float,
+    "dry_multiplier": float,
     "seed": int,
     "max_tokens": int,
 }
 """What `/set` sets, and how it is read."""
 
 HELP = """\
-/set NAME VALUE   set temperature, top_k, top_p, min_p, repetition_penalty, seed or max_tokens;
-                  without VALUE it is the plan's again, without NAME all are shown
+/set NAME VALUE   set temperature, top_k, top_p, min_p, repetition_penalty, dry_multiplier, seed
+                  or max_tokens; without VALUE the default, without NAME all are shown
 /system [TEXT]    begin anew with a system message
 /new              begin anew
 /save FILE        write the conversation to a file
@@ -57,8 +58,11 @@ class Turn:
 
         speed = "-" if self.decode_tokens_s is None else f"{self.decode_tokens_s:.1f}"
         known = f", {self.reused_tokens} known" if self.reused_tokens else ""
+        reason = self.finish_reason
+        if reason == "repeats":
+            reason = "ended: it only repeats; --set sampling.end_repeats=false lets it"
         return (
-            f"{self.tokens} tokens ({self.finish_reason}) · {speed} tokens/s · first after "
+            f"{self.tokens} tokens ({reason}) · {speed} tokens/s · first after "
             f"{self.first_s:.2f} s · prompt of {self.prompt_tokens} tokens{known} · "
             f"{approximate_bytes(self.read_bytes)} from flash"
         )
@@ -174,7 +178,7 @@ class Session:
     def _set(self, text: str) -> str:
         name, _, value = text.partition(" ")
         if not name:
-            planned = dict(self.model.plan.plan.sampling) | {"max_tokens": "to the end"}
+            planned = self.model.chat_sampling | {"max_tokens": "to the end"}
             return "\n".join(
                 f"{key} = {self.settings.get(key, planned.get(key))}" for key in SETTINGS
             )

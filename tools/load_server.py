@@ -35,8 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 import pi2
-from pi2.engine.answer import Sampler
 from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.sampling import Sampler
 from pi2.loading import find_plan
 from pi2.plan.toml.source import parse_assignments
 

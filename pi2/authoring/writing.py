@@ -11,7 +11,7 @@ from pi2.fitting.sizes import count_unit_needs, find_needs
 from pi2.plan.arithmetic.estimates import describe_owners, name_memory
 from pi2.plan.arithmetic.resolved import FileFacts, ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
-from pi2.plan.documents.common import Document, find_type
+from pi2.plan.documents.common import Document, choose_chat_sampling, find_type
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.plan.reading.block_entries import gather_blocks, list_entries
@@ -25,6 +25,7 @@ def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
     """Write a plan with the same digest; with ``source`` each value is followed by its origin."""
     lines = [f"# digest sha256:{resolved.digest}"]
     lines += (f"# {line}" for line in _describe(resolved))
+    lines += (f"# {line}" for line in _describe_chats(resolved))
     needs: dict[KeyPath, str] = {
         ("memory", "segments", name): f"needs {approximate_bytes(need.bytes)}: {need.explanation}"
         for name, need in find_needs(resolved).items()
@@ -64,6 +65,17 @@ def _describe_file(facts: FileFacts) -> Iterator[str]:
         yield f"{facts.describe_missing()}: the disk's rate bounds the speed"
     else:
         yield "all of them are in memory"
+
+
+def _describe_chats(resolved: ResolvedPlan) -> Iterator[str]:
+    """How chats and servers draw, by the origin of values."""
+    chosen = choose_chat_sampling(resolved.plan.sampling, resolved.model.sampling)
+    by_origin: dict[str, list[str]] = {}
+    for name, (value, origin) in chosen.items():
+        by_origin.setdefault(origin, []).append(f"{name} = {write_value(value)}")
+    by_origin.pop("default", None)
+    for origin, values in by_origin.items():
+        yield f"chats and servers: {', '.join(values)} ({origin})"
 
 
 def _describe(resolved: ResolvedPlan) -> Iterator[str]:

@@ -203,10 +203,13 @@ class RunOptions(SamplingOptions, PromptOptions):
     """Let an installed MLC-LLM compute a dense model, with the weights of FOLDER."""
     as_json: bool = JSON()
 
-    @property
-    def generation(self) -> dict[str, Any]:
+    def list_options(self, model: LoadedModel) -> dict[str, Any]:
+        """Options of a generation: a message's answer is drawn as in chats."""
         own = {name: getattr(self, name) for name in ("max_tokens", "stop", "ignore_eos")}
-        return {**self.sampling, **own}
+        usual = {} if self.chat is None else model.chat_sampling
+        if self.ignore_eos:
+            usual |= {"end_repeats": False}
+        return {**usual, **self.sampling, **own}
 
 
 @click.command("run")
@@ -247,7 +250,7 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
         generation = model.generate(
             model.encode_chat(messages) if messages else texts[0],
             progress=lambda share: progress("reading the prompt", share),
-            **given.generation,
+            **given.list_options(model),
         )
         # The bar is gone before the first piece is shown.
         pieces = chain(list(islice(generation, 1)), generation)
@@ -290,7 +293,7 @@ def run_batch(plan: ChosenPlan, texts: list[str], given: RunOptions) -> None:
         model = plan.load(progress)
     log_plan(model)
     with model:
-        generation = model.generate_batch(texts, **given.generation)
+        generation = model.generate_batch(texts, **given.list_options(model))
         shown = 0
         for _ in generation:
             while not given.as_json and shown in generation.finished:
@@ -315,7 +318,8 @@ def run_best_of(plan: ChosenPlan, prompt: str | list[dict[str, str]], given: Run
         model = plan.load(progress)
     log_plan(model)
     with model:
-        if not given.sampling.get("temperature", model.plan.plan.sampling.temperature):
+        options = given.list_options(model)
+        if not options.get("temperature", model.plan.plan.sampling.temperature):
             raise UserError.of(
                 "P604",
                 "all texts would be the same: the temperature is 0",
@@ -323,7 +327,7 @@ def run_best_of(plan: ChosenPlan, prompt: str | list[dict[str, str]], given: Run
             )
         ids = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
         count = given.best_of or 1
-        result = model.generate_batch([ids] * count, scores=True, **given.generation).result
+        result = model.generate_batch([ids] * count, scores=True, **options).result
         assert result.best is not None
         log_counters(model)
         if given.as_json:

@@ -4,61 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pi2.arrays import F32, I32, I64
-from pi2.diagnostics import UserError
+from pi2.engine.sampling import Bias, Repeats, Sampler, SamplingOptions
 from pi2.engine.statistics import divide
 from pi2.engine.text import StopFilter, TokenDecoder
-
-Bias = NDArray[np.float32]
-"""Added to logits [vocab]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """How the next token is drawn, in order: penalties, bias, temperature, top-k, top-p, min-p."""
-
-    temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens whose probabilities reach p."""
-    min_p: float = 0.0
-    """Keep tokens with at least min_p times the probability of the most likely one."""
-    repetition_penalty: float = 1.0
-    """Divide the positive logits of tokens already seen by it, multiply the negative ones."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that were generated already."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens, times how often each was generated already."""
-    penalty_window: int = -1
-    """The last tokens to which penalties look back; 0 turns them off, -1 is all."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of single tokens, by their ids."""
-    seed: int | None = None
-    """Start of the random numbers; None draws one."""
-
-    def __post_init__(self) -> None:
-        checks = {
-            "temperature": (self.temperature >= 0, "0 or more"),
-            "top_k": (self.top_k >= 0, "0 or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-            "penalty_window": (self.penalty_window >= -1, "-1 or more"),
-            "seed": (self.seed is None or self.seed >= 0, "0 or more"),
-        }
-        for name, (fine, expected) in checks.items():
-            if not fine:
-                raise UserError.of("P604", f"{name} must be {expected}, not {getattr(self, name)}")
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -79,65 +34,9 @@ class GenerationOptions(TypedDict, total=False):
     seed: int | None
 
 
-class Sampler:
-    """Draws tokens; the same options and logits give the same tokens."""
-
-    def __init__(self, options: SamplingOptions) -> None:
-        self._options = options
-        has_penalties = options.penalty_window != 0 and (
-            options.repetition_penalty != 1.0
-            or bool(options.presence_penalty or options.frequency_penalty)
-        )
-        self._takes_best = not (options.temperature or has_penalties or options.logit_bias)
-
-    @cached_property
-    def _random(self) -> np.random.Generator:
-        return np.random.default_rng(self._options.seed)
-
-    def sample(
-        self, logits: F32, seen: I64, *, prompt: int | None = None, bias: Bias | None = None
-    ) -> int:
-        """A token id for ``logits`` [vocab]; ``seen`` begins with ``prompt`` ids; ``bias`` [vocab]
-        may be minus infinity."""
-        options = self._options
-        if self._takes_best and bias is None:
-            return int(logits.argmax())
-        scores = logits.astype(np.float64)
-        first = max(0, len(seen) - options.penalty_window) if options.penalty_window >= 0 else 0
-        own = seen[max(first, len(seen) if prompt is None else prompt) :]
-        seen = seen[first:]
-        if options.repetition_penalty != 1.0 and len(seen):
-            # An id that is seen twice gets the same score twice.  np.unique would import numpy.ma,
-            # which is never freed: 1 MB.
-            penalty, found = options.repetition_penalty, scores[seen]
-            scores[seen] = np.where(found > 0, found / penalty, found * penalty)
-        if len(own) and (options.presence_penalty or options.frequency_penalty):
-            ids, counts = np.unique(own, return_counts=True)
-            scores[ids] -= options.presence_penalty + options.frequency_penalty * counts
-        for token, value in options.logit_bias.items():
-            scores[token] += value
-        if bias is not None:
-            scores += bias[: len(scores)]
-        if options.temperature == 0.0:
-            return int(np.argmax(scores))
-        scores /= options.temperature
-        probabilities = np.exp(scores - scores.max())
-        order = np.argsort(-probabilities, kind="stable")
-        ranked = probabilities[order] / probabilities.sum()
-        if options.top_k:
-            ranked = ranked[: options.top_k] / ranked[: options.top_k].sum()
-        if options.top_p < 1.0:
-            before = np.cumsum(ranked) - ranked
-            ranked = ranked[before < options.top_p]
-        if options.min_p > 0.0:
-            ranked = ranked[ranked >= options.min_p * ranked[0]]
-        ranked = ranked / ranked.sum()
-        drawn = int(np.searchsorted(np.cumsum(ranked), self._random.random(), side="right"))
-        return int(order[min(drawn, len(ranked) - 1)])
-
-
-FinishReason = Literal["eos", "stop", "length", "context"]
-"""Why a generation ended: end token, stop string, token limit, or no room in the KV cache."""
+FinishReason = Literal["eos", "stop", "length", "context", "repeats"]
+"""Why a generation ended: end token, stop string, token limit, no room in the KV cache, or because
+it only repeated itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +130,8 @@ class Answer:
         self._request = request
         self._decoder = decoder
         self._context = context
-        self._sampler = Sampler(request.sampling)
+        self._sampler = Sampler(request.sampling, decoder.read_token)
+        self._repeats = Repeats() if request.sampling.end_repeats else None
         self._stop_filter = StopFilter(request.stop)
         make = request.make_constraint
         self._constraint = None if make is None else make()
@@ -312,6 +212,10 @@ class Answer:
             elif self._count > self._context:
                 # The last token has no room for its key and value.
                 self.reason = "context"
+            elif self._repeats is not None and self._repeats.note(
+                self._ids[self._prompt : self._count]
+            ):
+                self.reason = "repeats"
         if self.reason is not None:
             text += self._flush()
         if text:

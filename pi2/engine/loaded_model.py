@@ -14,13 +14,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import (
-    Constraint,
-    GenerationOptions,
-    GenerationRequest,
-    SamplingOptions,
-    Ticket,
-)
+from pi2.engine.answer import Constraint, GenerationOptions, GenerationRequest, Ticket
 from pi2.engine.generation import (
     AsyncGeneration,
     BatchGeneration,
@@ -38,6 +32,7 @@ from pi2.engine.generation import describe_unit_counters as describe_units
 from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
 from pi2.engine.parts import Parts, find_step_bytes
 from pi2.engine.prefixes import make_kept_prefixes
+from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.speculation import make_speculation
 from pi2.engine.statistics import RunStatistics, UnitUse
@@ -53,6 +48,7 @@ from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, SegmentUse, read_pressure
 from pi2.memory.weight_stream import Expected
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.common import choose_chat_sampling
 from pi2.sandbox.child import StayingChild
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
 from pi2.tokens.table_tokenizer import Coder, take_library
@@ -400,6 +396,13 @@ class LoadedModel:
             sampling=drawn,
         )
 
+    @property
+    def chat_sampling(self) -> dict[str, Any]:
+        """How answers of chats and servers are drawn unless a request says otherwise: as the plan
+        states, as the model's authors recommend, or with usual values."""
+        chosen = choose_chat_sampling(self.plan.plan.sampling, self.plan.model.sampling)
+        return {name: value for name, (value, _) in chosen.items()}
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ``ids``, without special tokens unless ``special``; a dry run has none."""
         if self.is_dry:
@@ -452,15 +455,18 @@ class LoadedModel:
         scores_prompt: bool = False,
         **options: Any,
     ) -> GenerationRequest:
-        """A request for the scheduler; the plan has the sampling options that are not given.
+        """A request for the scheduler; `chat_sampling` has the sampling options that are not given.
 
         ``options``: as for `generate`, and ``least``, the smallest ``max_tokens``: 0 reads the
         prompt and generates nothing.  Without ``max_tokens`` there may be as many as fit.
 
         Raises UserError P601, P603, P604, P606 and P615 as `generate` does."""
+        given = {name: value for name, value in options.items() if value is not None}
+        if given.get("ignore_eos"):
+            given.setdefault("end_repeats", False)
         most = self.plan.plan.kv.context if max_tokens is None else max_tokens
         return replace(
-            self._make_request(prompt_ids, max_tokens=most, **options),
+            self._make_request(prompt_ids, max_tokens=most, **{**self.chat_sampling, **given}),
             alternatives=alternatives,
             make_constraint=make_constraint,
             shown_ids=shown_ids,

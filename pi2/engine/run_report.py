@@ -269,6 +269,7 @@ _ENDS = {
     "stop": "ended by --stop",
     "length": "ended by --max-tokens",
     "context": "ended by kv.context",
+    "repeats": "ended because it only repeats, sampling.end_repeats = false lets it",
 }
 
 
@@ -335,11 +336,13 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
         lines.append(f"bound by: {_describe_shares(model, run, bound)}")
     if whole:
         lines.append(f"segments: {_describe_segments(run['segments'])}")
+    if whole or (model.plan.file is not None and model.plan.file.missing_bytes):
         lines.append(
             f"neurons: {_describe_neurons(model, run)}"
             if model.plan.file is None
             else _describe_weights(model)
         )
+    if whole:
         lines.append(f"plan: digest {model.plan.digest[:12]}")
         lines.append(f"processor: {' '.join(run['cpu_features']) or 'no features that count'}")
     if run["expert_weight_replaced"] is not None:
@@ -395,7 +398,11 @@ def _describe_weights(model: LoadedModel) -> str:
     whole = approximate_bytes(facts.matrix_bytes)
     if not facts.missing_bytes:
         return f"weights: {whole}, all in memory ({model.plan.plan.memory.weights})"
-    return f"weights: {whole}, {facts.describe_missing()}"
+    share = 1 - facts.missing_bytes / facts.matrix_bytes
+    return (
+        f"weights: {share:.0%} of {whole} in memory, {facts.describe_missing()}; the text is the "
+        "same as with all in memory"
+    )
 
 
 def _list_reads(model: LoadedModel, run: dict[str, Any]) -> list[str]:

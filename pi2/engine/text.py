@@ -218,6 +218,9 @@ class TokenDecoder:
         self._before: list[int] = []
         self._held: list[int] = []
 
+    def read_token(self, token: int) -> str:
+        return self._decode([token])
+
     def push(self, token: int) -> str:
         self._held.append(token)
         text = self._read_held()

@@ -369,13 +369,14 @@ def rename_tensors(
 
 
 _SAMPLING = "generation_config.json"
-_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "penalty_window")
 _GGUF_SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
     "general.sampling.top_p": "top_p",
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
+    "general.sampling.penalty_last_n": "penalty_window",
 }
 """What metadata of GGUF files calls them."""
 
@@ -397,7 +398,7 @@ def read_sampling(checkpoint: Checkpoint) -> Sampling | None:
     given: dict[str, Any] = {"temperature": 1.0}
     given |= {key: found[key] for key in _SAMPLING_KEYS if found.get(key) is not None}
     for key in given:
-        if key != "top_k" and type(given[key]) is int:
+        if key not in ("top_k", "penalty_window") and type(given[key]) is int:
             given[key] = float(given[key])
     if given.get("top_k") == -1:
         given["top_k"] = 0  # how some write that all tokens count

@@ -76,7 +76,7 @@ def _describe(host: Host) -> dict[str, Any]:
         ],
         "sparse_unit": model.plan.sparse_unit,
         "io_engine": model.io_engine,
-        "sampling": dict(plan.sampling),
+        "sampling": model.chat_sampling,
     }
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pi2.engine.answer import Bias, Constraint
+from pi2.engine.answer import Constraint
+from pi2.engine.sampling import Bias
 from pi2.serving.answer_reader import Pair
 from pi2.serving.call_patterns import CallForm, describe_kind, split_pattern
 from pi2.serving.chat_facts import ChatFacts

@@ -21,7 +21,13 @@ from pi2.serving.hosts import Host
 from pi2.serving.metrics import Metrics
 
 End = Literal["stop", "length", "tool_calls"]
-_ENDS: Mapping[str, End] = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+_ENDS: Mapping[str, End] = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "context": "length",
+    "repeats": "stop",
+}
 MAX_CHOICES = 128
 
 

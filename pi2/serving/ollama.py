@@ -68,7 +68,7 @@ async def show_model(request: Request, service: Service, body: ModelRequest) -> 
             capabilities += ["thinking"] if facts.reasoning else []
         capabilities += ["insert"] if can_fill(host) else []
         capabilities += ["embedding"] if host.model.can_embed else []
-        sampling = dict(plan.sampling)
+        sampling = host.model.chat_sampling
         return JsonResponse(
             {
                 "license": model.licence,

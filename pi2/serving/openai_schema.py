@@ -147,6 +147,14 @@ class Sampled(Body):
     """Not OpenAI's: 0 turns all penalties off."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Not OpenAI's, like the others of DRY: llama.cpp's."""
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=1)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1)] | None = None
+    dry_sequence_breakers: list[Annotated[str, Field(min_length=1)]] | None = None
+    end_repeats: bool | None = None
+    """Not OpenAI's: false lets answers go on that only repeat."""
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
     stop: Stop | None = None

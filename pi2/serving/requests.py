@@ -155,6 +155,8 @@ def note_use(request: Request, **values: Any) -> None:
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "penalty_window", "seed", "logit_bias"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *("dry_sequence_breakers", "end_repeats"),
 )
 
 

@@ -145,7 +145,7 @@ class _ResponseWriter(Writer):
         """Items that are complete."""
         self._open: dict[str, Any] | None = None
         self._text = ""
-        sampling = host.model.plan.plan.sampling
+        sampling = host.model.chat_sampling
         self._head = {
             "id": make_id("resp_"),
             "object": "response",
@@ -162,14 +162,16 @@ class _ResponseWriter(Writer):
             },
             "max_tool_calls": None,
             "store": False,
-            "temperature": sampling.temperature if body.temperature is None else body.temperature,
+            "temperature": sampling["temperature"]
+            if body.temperature is None
+            else body.temperature,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "top_logprobs": 0,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_p": sampling.top_p if body.top_p is None else body.top_p,
+            "top_p": sampling["top_p"] if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
             "background": False,
             "service_tier": "default",

@@ -29,6 +29,8 @@ get = partial(httpx2.get, verify=_CONTEXT, timeout=PATIENCE_S)
 post = partial(httpx2.post, verify=_CONTEXT, timeout=PATIENCE_S)
 options = partial(httpx2.options, verify=_CONTEXT, timeout=PATIENCE_S)
 
+PLAIN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "end_repeats": False}
+"""Sampling as in runs that are no chats."""
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 SCHEMA = {
     "type": "object",
@@ -52,13 +54,15 @@ def make_chat_plan(
             target.write_text(template, "utf-8")
         else:
             shutil.copy(TEMPLATES / f"{template}.jinja", target)
-    return write_plan(folder, tiny, {"kv": {"context": context}, **(changes or {})})
+    greedy = {"sampling": PLAIN}
+    return write_plan(folder, tiny, {"kv": {"context": context}, **greedy, **(changes or {})})
 
 
 def describe_plan(
     path: Path, name: str = "tiny", overrides: Mapping[str, object] | None = None
 ) -> ServedPlan:
-    overrides = overrides or {}
+    plain = {f"sampling.{key}": value for key, value in PLAIN.items()}
+    overrides = {**plain, **(overrides or {})}
     budget = load_plan(path, overrides=overrides).plan.memory.budget
     return ServedPlan(name=name, path=path, budget_bytes=budget, overrides=overrides)
 

@@ -14,7 +14,7 @@ from fuzzing.files import list_keys
 from pi2 import orchestrator
 from pi2.fitting import find_backend
 from pi2.fitting.check import check_plan
-from pi2.plan.documents.common import list_backend_names
+from pi2.plan.documents.common import Sampling, list_backend_names
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.text import KeyPath
 from pi2.refit import read_plan
@@ -67,10 +67,7 @@ ELSEWHERE = {
     "decode.speculation.plan": "another model that drafts",
     "decode.speculation.when": "whether drafts have to pay",
     "decode.speculation.match": "the same text before",
-    **{
-        f"sampling.{name}": "how tokens are drawn"
-        for name in (*("temperature", "top_k", "top_p", "min_p"), "repetition_penalty", "seed")
-    },
+    **{f"sampling.{name}": "how tokens are drawn" for name in Sampling.model_fields},
 }
 """Keys that a run without options does not show, and what they choose."""
 ABSENT = (

@@ -12,7 +12,8 @@ import pytest
 
 import pi2
 from pi2.diagnostics import UserError
-from pi2.engine.answer import GenerationRequest, Line, SamplingOptions, Ticket
+from pi2.engine.answer import GenerationRequest, Line, Ticket
+from pi2.engine.sampling import SamplingOptions
 from tests.helpers.models import make_tiny
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.plans import write_plan

@@ -8,8 +8,9 @@ import pytest
 
 from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
-from pi2.engine.answer import GenerationRequest, Sampler, SamplingOptions, Ticket
+from pi2.engine.answer import GenerationRequest, Ticket
 from pi2.engine.parts import Touched
+from pi2.engine.sampling import Repeats, Sampler, SamplingOptions
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences
 from pi2.engine.speculation import Speculation
@@ -144,6 +145,8 @@ def test_frequencies_follow_the_softmax() -> None:
     ("options", "allowed"),
     [
         (SamplingOptions(temperature=5.0, top_k=2, seed=0), {1, 2}),
+        (SamplingOptions(temperature=50.0, top_k=4, seed=0), {0, 1, 2, 3}),
+        (SamplingOptions(temperature=50.0, top_k=9, seed=0), {0, 1, 2, 3, 4}),
         (SamplingOptions(temperature=1.0, top_p=0.6, seed=0), {1}),
         (SamplingOptions(temperature=1.0, top_p=0.7, seed=0), {1, 2}),
         (SamplingOptions(temperature=1.0, min_p=0.3, seed=0), {1, 2}),
@@ -171,10 +174,52 @@ def test_penalties_look_back_as_far_as_their_window(
     assert sampler.sample(LOGITS, np.array([0, 1, 3]), prompt=1) == expected
 
 
+def apply_dry(seen: list[int], breaker: int | None = None, **options: float) -> list[float]:
+    """What DRY subtracts from the scores of tokens 0 to 5."""
+    sampler = Sampler(
+        SamplingOptions(dry_multiplier=1.0, dry_base=2.0, **options),  # type: ignore[arg-type]
+        lambda token: "x\n" if token == breaker else "x",
+    )
+    scores = np.zeros(6)
+    sampler._subtract_dry(scores, np.array(seen))
+    return (-scores).tolist()
+
+
+def test_dry_penalises_what_would_lengthen_a_repeated_sequence() -> None:
+    """1 2 3 came before: after 1 2, token 3 gets less, and less still after a longer sequence."""
+    assert apply_dry([1, 2, 3, 4, 1, 2]) == [0, 0, 0, 1, 0, 0]
+    assert apply_dry([0, 1, 2, 3, 4, 0, 1, 2]) == [0, 0, 0, 2, 0, 0]
+    # The longest sequence before a token counts: 5 1 2 3, and 1 2 3.
+    assert apply_dry([5, 1, 2, 3, 0, 1, 2, 3, 5, 1, 2]) == [0, 0, 0, 2, 0, 0]
+    # A sequence of equal tokens overlaps with itself.
+    assert apply_dry([1, 1, 1, 1]) == [0, 2, 0, 0, 0, 0]
+    assert apply_dry([2, 3, 4, 2]) == [0] * 6
+    assert apply_dry([2, 3, 4, 2], dry_allowed_length=1) == [0, 0, 0, 1, 0, 0]
+    assert apply_dry([1, 2, 3, 4, 1, 2], dry_penalty_last_n=5) == [0] * 6
+    # Token 1 ends a sequence: 2 is shorter than two tokens.
+    assert apply_dry([0, 1, 2, 3, 4, 0, 1, 2], breaker=1) == [0] * 6
+    assert apply_dry([0, 1, 2, 3, 4, 0, 1, 2], breaker=0) == [0, 0, 0, 1, 0, 0]
+    assert apply_dry([1] * 300)[1] == pytest.approx(3.4e38, rel=0.01)
+
+
+def count_until_repeats(tokens: list[int]) -> int | None:
+    repeats, ids = Repeats(), np.array(tokens)
+    return next((n for n in range(1, len(ids) + 1) if repeats.note(ids[:n])), None)
+
+
+def test_an_answer_that_only_repeats_is_found() -> None:
+    assert count_until_repeats([7] * 500) == 160
+    assert count_until_repeats([9, 9, *list(range(20)) * 20]) == 162
+    assert count_until_repeats(list(range(41)) * 20) == 8 * 41
+    assert count_until_repeats(list(range(65)) * 20) is None
+    assert count_until_repeats([*list(range(20)) * 6, *range(21), *list(range(20)) * 7]) is None
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.5}, {"top_k": -1}, {"seed": -1}]
-    + [{"penalty_window": -2}],
+    + [{"penalty_window": -2}, {"dry_multiplier": -1.0}, {"dry_base": 0.5}]
+    + [{"dry_allowed_length": 0}, {"dry_penalty_last_n": -2}],
 )
 def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):

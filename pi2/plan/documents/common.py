@@ -158,9 +158,11 @@ class Origin(Table):
 
 
 class Sampling(Table):
-    """How a token is drawn, unless a run says otherwise; without this table, greedily.
+    """How a token is drawn, unless a run says otherwise.
 
-    In this order: repetition penalty, temperature, top-k, top-p, min-p."""
+    In this order: penalties, DRY, temperature, top-k, top-p, min-p. For keys that a plan does not
+    state, chats and servers take the values of the model's authors. Without these they have
+    temperature 0.8, top-k 40, top-p 0.95 and min-p 0.05; `pi2 run --prompt` is greedy."""
 
     temperature: Annotated[float, Field(ge=0.0, le=100.0, examples=[0.7])] = 0.0
     """Sampling temperature; 0 is greedy."""
@@ -173,8 +175,46 @@ class Sampling(Table):
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, examples=[1.1])] = 1.0
     """Penalty for tokens that were already used: divides their positive logits, multiplies
     negative ones."""
+    presence_penalty: Annotated[float, Field(ge=-100.0, le=100.0, examples=[0.5])] = 0.0
+    """Subtracted from the logits of generated tokens."""
+    frequency_penalty: Annotated[float, Field(ge=-100.0, le=100.0, examples=[0.5])] = 0.0
+    """Subtracted from the logits of generated tokens for each time that they came."""
+    penalty_window: Annotated[int, Field(ge=-1, le=2**31 - 1, examples=[64])] = -1
+    """Number of last tokens that the three penalties count; -1 for all."""
+    dry_multiplier: Annotated[float, Field(ge=0.0, le=100.0, examples=[0.8])] = 0.0
+    """Strength of DRY, a penalty for tokens that would continue a repeated sequence; 0 is off."""
+    dry_base: Annotated[float, Field(ge=1.0, le=100.0, examples=[1.75])] = 1.75
+    """Factor of DRY's penalty for each further token of a repeated sequence."""
+    dry_allowed_length: Annotated[int, Field(ge=1, le=2**31 - 1, examples=[2])] = 2
+    """Tokens of a repeated sequence from which DRY counts."""
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1, examples=[512])] = -1
+    """Number of last tokens in which DRY looks for repeated sequences; -1 for all."""
+    dry_sequence_breakers: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=40)], ...], Field(max_length=64)
+    ] = ("\n", ":", '"', "*")
+    """Texts at which a sequence begins anew for DRY: a token that has one ends it."""
+    end_repeats: Annotated[bool, Field(examples=[False])] | None = None
+    """Whether an answer ends that only repeats: 20 tokens or fewer for 160 tokens, or up to 64
+    tokens eight times. Absent means in chats and servers only."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1, examples=[1])] | None = None
     """Random seed; absent means a new one for every run."""
+
+
+_FIRST = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
+CHAT = Sampling.model_construct(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, end_repeats=True)
+"""How answers of chats and servers are drawn where neither plan nor model says it."""
+_LATER = Sampling.default().model_dump(mode="json", exclude=_FIRST)
+
+
+def choose_chat_sampling(plan: Sampling, model: Sampling | None) -> dict[str, tuple[Any, str]]:
+    """Values of answers in chats and servers, each with its origin."""
+    origins = [(plan, "the plan"), (CHAT, "pi2's default for chats")]
+    if model is not None:
+        origins.insert(1, (model, "the model's authors"))
+    found = {key: (getattr(plan, key), "default") for key in Sampling.model_fields}
+    for stated, origin in reversed(origins):
+        found |= {key: (getattr(stated, key), origin) for key in stated.model_fields_set}
+    return found
 
 
 BACKEND_FOLDERS = [Path(__file__).parents[2] / "backends"]
@@ -204,6 +244,11 @@ def dump_plain(document: BaseModel) -> dict[str, Any]:
         # Devices without it have the digests that they had before there was such a key.
         if unit.get("emulated") is None:
             unit.pop("emulated", None)
+    # The same holds for plans that state none of the later keys of ``sampling``.
+    sampling = values.get("sampling") or {}
+    for key in _LATER:
+        if key in sampling and sampling[key] == _LATER[key]:
+            del sampling[key]
     formats = values.get("quantization", {})
     if formats.get("gate_up") is None:
         formats.pop("gate_up", None)
