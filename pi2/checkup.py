@@ -14,7 +14,7 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.fitting import find_alone_backend, find_backend, find_text_backend, find_unit_backend
 from pi2.fitting.misfits import find_plan_misfits
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage, list_hints
-from pi2.machine.storage import EMULATORS, LINKERS, Tvm, detect_tvm, find_programs
+from pi2.machine.storage import EMULATORS, Tvm, detect_tvm, find_programs
 from pi2.memory.uring import find_refusal
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import list_backend_names
@@ -53,7 +53,6 @@ class Checkup:
     storage: Storage
     """What holds the shipped neuron stores."""
     tvm: Tvm
-    linkers: Mapping[str, str | None]
     emulators: Mapping[str, str | None]
     gpus: Sequence[Survey]
     """What each API finds."""
@@ -90,7 +89,6 @@ def examine_machine() -> Checkup:
         hints=tuple(hints),
         storage=inspect_storage(folder / "stores"),
         tvm=detect_tvm(),
-        linkers=find_programs(LINKERS),
         emulators=find_programs(EMULATORS),
         gpus=survey_devices(),
         kernel_cache=inspect_folder(find_cache_folder("kernels")),

@@ -237,7 +237,7 @@ def _hash_files(path: Path) -> str:
 
 def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> None:
     """Write the library of ``spec`` for another machine, and its signatures next to it, to run
-    without TVM; UserError P650 without a linker for it, P651 if compiling fails."""
+    without TVM; UserError P651 if compiling fails."""
     made = _load_or_compile([spec], progress, LIBRARIES, triple)[0]
     shutil.copyfile(made, output)
     if find_signatures(made).exists():
@@ -283,7 +283,6 @@ def _compile(
         errors = Path(folder) / "errors.txt"
         with errors.open("w") as stream:
             process = start_compiler(compiler.module, arguments, stream, environment)
-            failures: list[str] = []
             missing: str | None = None
             shares: dict[str, float] = {}
             assert process.stdout is not None
@@ -294,7 +293,6 @@ def _compile(
                         if "share" in message:
                             shares[message.get("output", "")] = float(message["share"])
                             progress(COMPILING, sum(shares.values()) / len(specs))
-                        failures = message.get("linker", failures)
                         missing = message.get("missing", missing)
                 except BaseException:
                     process.kill()
@@ -307,16 +305,6 @@ def _compile(
                 f"the kernels for the GPU cannot be compiled: {missing}",
                 help="pip install 'pi2[cuda]', or run the plan once on a machine that has it and"
                 " copy its kernel cache (`pi2 doctor` says where it is)",
-            )
-        if process.returncode == _NO_TOOL:
-            raise UserError.of(
-                "P650",
-                "no linker works on this machine, and the kernels must be linked"
-                + ("" if triple is None else f" for {triple}"),
-                help="install binutils (`ld`), gcc, clang or lld"
-                if triple is None
-                else "install lld (`ld.lld`)",
-                notes=failures,
             )
         if process.returncode == -signal.SIGKILL:
             raise UserError.of(

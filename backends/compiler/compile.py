@@ -7,16 +7,13 @@ this one.
 
 Runs in a process of its own, because the compiler library is far too large for a process that
 promises a memory budget.  It forks one for each core to make several libraries.  Writes one JSON
-object per line to stdout: ``{"output", "share"}`` while it works.  Exit status 3 and ``{"linker":
-[...]}``: no linker was found."""
+object per line to stdout: ``{"output", "share"}`` while it works."""
 
 import ctypes
 import importlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,21 +24,14 @@ from typing import Any, Protocol, runtime_checkable
 import tvm
 from tvm import s_tir, tirx
 
+from pi2.backends.compiler.linking import LinkError, link_objects
 from pi2.backends.compiler.signature import Signature, find_signatures, write_signatures
 from pi2.backends.compiler.vectors import Parameters, make_bindable_function
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 """Number of the system call, by architecture (asm/unistd.h of Linux)."""
-C_LIBRARY = ("memcpy", "memmove", "memset", "preadv", "strlen", "syscall")
-"""Functions of the C library that functions call."""
-OPTIONS = (
-    "-shared",
-    "-Bsymbolic",  # each library has threads of its own
-    "--build-id=none",
-    "-z",
-    "max-page-size=16384",  # Android has pages of 4 or 16 KiB
-)
-"""What linkers are told."""
+C_LIBRARY = {"memcpy", "memmove", "memset", "preadv", "strlen", "syscall"}
+"""Functions of the C library that functions for other machines may call."""
 
 
 def aim(target: tvm.target.Target, triple: str) -> tvm.target.Target:
@@ -61,13 +51,6 @@ def compile_threads(triple: str, folder: Path) -> Path:
     return compile_text(code, triple, folder / "threads.o")
 
 
-def compile_stub(triple: str, folder: Path) -> Path:
-    """Write an object file with the C library's names: Android's linker needs a ``libc.so`` to link
-    against, and the build makes one of this."""
-    code = "".join(f"define void @{name}() {{\n  ret void\n}}\n" for name in C_LIBRARY)
-    return compile_text(code, triple, folder / "stub.o")
-
-
 def compile_text(text: str, triple: str, output: Path) -> Path:
     """Compile LLVM's assembly, in which FUTEX is the number of the system call."""
     text = text.replace("i64 FUTEX", f"i64 {_FUTEX[triple.partition('-')[0]]}")
@@ -78,12 +61,6 @@ def compile_text(text: str, triple: str, output: Path) -> Path:
     source.write_text(text)
     tvm.runtime.load_module(str(source)).write_to_file(str(output), "o")
     return output
-
-
-def list_linkers(triple: str) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return programs that can link for a machine, best first, with their options."""
-    own = [(f"{triple}-ld", OPTIONS)] if triple.endswith("-gnu") else []
-    return [("ld.lld", OPTIONS), *own]
 
 
 class Processor(Protocol):
@@ -113,15 +90,6 @@ def make_target(
     return tvm.target.Target(options)
 
 
-LINKERS = (
-    ("ld", ("-shared",)),
-    ("gcc", ("-shared", "-nostartfiles", "-nodefaultlibs")),
-    ("clang", ("-shared", "-nostartfiles", "-nodefaultlibs")),
-    ("ld.lld", ("-shared",)),
-)
-"""Programs that can make a shared library of object files, best first."""
-NO_LINKER = 3
-"""Exit status where none of them works."""
 _END_WITH_PARENT = 1
 """PR_SET_PDEATHSIG (sys/prctl.h of Linux)."""
 
@@ -187,9 +155,9 @@ def compile_library(
     output: Path,
     report: Callable[[str, float], None],
     triple: str | None = None,
-) -> list[str]:
-    """Write a program's shared library and signatures to ``output``; return what each linker failed
-    with. ``triple``: for another machine, without TVM."""
+) -> None:
+    """Write a program's shared library and signatures to ``output``; ``triple``: for another
+    machine, without TVM."""
     target = program.target
     if triple is not None:
         target = aim(target, triple)
@@ -203,24 +171,16 @@ def compile_library(
             files.append(Path(folder) / f"{name}.o")
             signatures[name] = _compile_function(name, emit, target, files[-1])
             report(f"compiled {name}", len(files) / (len(functions) + 1))
-        linkers: Sequence[tuple[str, tuple[str, ...]]] = LINKERS
         if triple is not None:
             files.append(compile_threads(triple, Path(folder)))
-            linkers = list_linkers(triple)
-        failures = []
-        if triple is not None and triple.endswith("android"):
-            stub, needed = compile_stub(triple, Path(folder)), Path(folder) / "libc.so"
-            named = [(name, (*options, "-soname", "libc.so")) for name, options in linkers]
-            failures = link([stub], needed, named)
-            files.append(needed)
-            # What is not in the C library's list is found here, not on the phone.
-            linkers = [(name, (*options, "-z", "defs")) for name, options in linkers]
-        failures = failures or link(files, output, linkers)
-    if not failures:
-        if signatures:
-            find_signatures(output).write_text(write_signatures(signatures))
-        report("linked", 1.0)
-    return failures
+        is_android = triple is not None and triple.endswith("android")
+        wanted = link_objects(files, output, needed="libc.so" if is_android else None)
+        # What a phone's C library may lack is found here, not on the phone.
+        if is_android and not C_LIBRARY.issuperset(wanted):
+            raise LinkError(f"no library has {sorted({*wanted} - C_LIBRARY)}")
+    if signatures:
+        find_signatures(output).write_text(write_signatures(signatures))
+    report("linked", 1.0)
 
 
 def _compile_function(
@@ -236,28 +196,6 @@ def _compile_function(
     return signature
 
 
-def link(
-    files: list[Path], output: Path, linkers: Sequence[tuple[str, tuple[str, ...]]] = LINKERS
-) -> list[str]:
-    """Make a shared library; return what went wrong with each linker if none works."""
-    failures = []
-    for name, options in linkers:
-        program = shutil.which(name)
-        if program is None:
-            failures.append(f"{name}: not installed")
-            continue
-        done = subprocess.run(
-            [program, *options, "-o", str(output), *map(str, files)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode == 0:
-            return []
-        failures.append(f"{name}: {done.stderr.strip()}")
-    return failures
-
-
 def main(arguments: list[str]) -> int:
     """Compile and link; see the module's docstring."""
     module = importlib.import_module(arguments[0])
@@ -266,7 +204,9 @@ def main(arguments: list[str]) -> int:
     make = partial(_make_library, module, triple=triple)
     workers = min(len(pairs), os.cpu_count() or 1)
     if workers == 1:
-        return max(make(*pair) for pair in pairs)
+        for pair in pairs:
+            make(*pair)
+        return 0
     # Each takes the number of the next library, a byte, as soon as it has made one.
     source, sink = os.pipe()
     os.write(sink, bytes(range(len(pairs))))
@@ -280,7 +220,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _start_worker(
-    pairs: Sequence[tuple[str, str]], source: int, make: Callable[[str, str], int]
+    pairs: Sequence[tuple[str, str]], source: int, make: Callable[[str, str], None]
 ) -> int:
     """Fork a process that makes libraries whose numbers come from ``source``; return its number."""
     child = os.fork()
@@ -290,11 +230,10 @@ def _start_worker(
     try:
         if (control := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
             control(_END_WITH_PARENT, signal.SIGKILL)
+        while taken := os.read(source, 1):
+            make(*pairs[taken[0]])
         status = 0
-        while status == 0 and (taken := os.read(source, 1)):
-            status = make(*pairs[taken[0]])
     except BaseException:
-        status = 1
         traceback.print_exc()
     finally:
         # What the parent has begun is not this process's to end.
@@ -306,14 +245,9 @@ def _tell(message: Mapping[str, object]) -> None:
     os.write(1, f"{json.dumps(message)}\n".encode())
 
 
-def _make_library(module: Any, spec_path: str, output: str, *, triple: str | None) -> int:
-    """Make a library; return the exit status."""
-
+def _make_library(module: Any, spec_path: str, output: str, *, triple: str | None) -> None:
     def report(label: str, share: float) -> None:
         _tell({"output": output, "share": share})
 
     program: Program | OwnProgram = module.read_program(Path(spec_path).read_text())
-    failures = compile_library(program, Path(output), report, triple)
-    if failures:
-        _tell({"linker": failures})
-    return NO_LINKER if failures else 0
+    compile_library(program, Path(output), report, triple)

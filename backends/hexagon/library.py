@@ -47,7 +47,7 @@ def choose_version(unit: Unit) -> Version:
 
 
 def write_library(spec: HexagonSpec, folder: Path, progress: Progress = ignore_progress) -> None:
-    """Write a library to ``folder``; raises P650 and P651 as compiling does."""
+    """Write a library to ``folder``; raises P651 as compiling does."""
     for compiler in (PROGRAMS, OBJECTS):
         made = load_or_compile(spec, progress, compiler)
         replace_file(folder / f"graphs{compiler.suffix}", made.read_bytes())

@@ -12,6 +12,6 @@ __all__ = ["CompiledLoops", "HostLoops", "load_host_loops"]
 
 
 def load_host_loops(progress: Progress, features: Set[str] = frozenset()) -> CompiledLoops:
-    """The host loops for processor ``features``, compiled unless cached; UserError P650, P651."""
+    """The host loops for processor ``features``, compiled unless cached; UserError P651."""
     spec = HostSpec(checks=choose_checks(features))
     return CompiledLoops(Library(load_or_compile(spec, progress)))

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -100,7 +101,6 @@ def write_checkup(
         Entry("TVM", tuple(describe_tvm(checkup.tvm))),
     ]
     if whole:
-        entries.append(Entry("Linkers", (describe_programs(checkup.linkers),)))
         entries.append(Entry("Emulators", (describe_programs(checkup.emulators),)))
     entries.append(Entry("GPUs", tuple(describe_gpus(checkup.gpus, whole=whole))))
     entries.append(Entry("Kernels", (kernels,)))
@@ -218,12 +218,12 @@ def describe_tvm(tvm: Tvm) -> Iterator[str]:
     yield f"apache-tvm {tvm.version}" if tvm.version else "apache-tvm is not installed"
     if tvm.ffi_version is None:
         yield "apache-tvm-ffi is not installed"
-    elif tvm.ffi_wanted in (None, tvm.ffi_version):
+    elif tvm.ffi_wanted is None or fnmatch(tvm.ffi_version, tvm.ffi_wanted):
         yield f"apache-tvm-ffi {tvm.ffi_version}"
     else:
         yield (
             f"apache-tvm-ffi {tvm.ffi_version}, but this pi2 needs {tvm.ffi_wanted}:"
-            f" pip install apache-tvm-ffi=={tvm.ffi_wanted}"
+            f" pip install 'apache-tvm-ffi=={tvm.ffi_wanted}'"
         )
     if tvm.runtime_library is None:
         yield "its runtime library is not there"

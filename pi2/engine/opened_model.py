@@ -242,7 +242,7 @@ def open_model(
 ) -> OpenedModel:
     """Open the parts that a plan names, closed by ``cleanup``, and compile; ``alone``: for one
     executor. UserError P320 if a backend cannot run, P3xx for the machine, P5xx for the store,
-    P605, P618, P650, P651."""
+    P605, P618, P651."""
     backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
     # The rules of the plan language have seen to it (P265).
     assert backend is not None, resolved.sparse_unit

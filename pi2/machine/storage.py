@@ -16,9 +16,6 @@ from pathlib import Path
 from pi2.machine.memory import read_int
 from pi2.reads import find_mount
 
-LINKERS = ("ld", "ld.lld", "gcc", "clang")
-"""Programs that turn compiled kernels into libraries."""
-
 EMULATORS = ("qemu-aarch64", "qemu-hexagon")
 """Programs that run kernels of other processors, for tests."""
 
@@ -32,7 +29,7 @@ class Tvm:
     ffi_version: str | None
     """Version of ``apache-tvm-ffi``, which loads and calls kernels."""
     ffi_wanted: str | None
-    """The version that this pi2 was released with; others crashed in tests."""
+    """Versions that this pi2 works with, such as ``0.1.14.*``; others crashed in tests."""
     runtime_library: Path | None
     """``libtvm_runtime``: all of TVM that a run needs."""
 

@@ -174,7 +174,7 @@ def describe_npu(resolved: ResolvedPlan, unit: str) -> HexagonSpec:
 def write_npu(
     room: Path, resolved: ResolvedPlan, unit: str, progress: Progress
 ) -> tuple[HexagonSpec, Path]:
-    """Write an NPU's folder; return its specification and program.  UserError P650, P651."""
+    """Write an NPU's folder; return its specification and program.  UserError P651."""
     folder, spec = room / FOLDER / unit, describe_npu(resolved, unit)
     write_library(spec, folder, progress)
     package = import_module("pi2.backends.hexagon")
@@ -209,7 +209,7 @@ def build_bundle(
     resolved: ResolvedPlan, wish: Wish, folder: Path, mode: StoreMode, progress: Progress
 ) -> Built:
     """Build the bundle of a plan at the new folder ``folder``; UserError P673 for unsupported
-    plans, P675 if writing fails, P650 and P651 for kernels, P5xx for the store."""
+    plans, P675 if writing fails, P651 for kernels, P5xx for the store."""
     aimed = aim_plan(resolved, wish)
     source = None
     if resolved.file is None:

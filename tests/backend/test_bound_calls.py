@@ -43,7 +43,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pi2.backends.compiler.compile import compile_library
 
     output = tmp_path_factory.mktemp("library") / "bound.so"
-    assert compile_library(Program(), output, lambda _label, _share: None) == []
+    compile_library(Program(), output, lambda _label, _share: None)
     return output
 
 

@@ -162,10 +162,10 @@ def test_both_folders_are_named_where_neither_runs_code(
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_a_folder_without_room_is_no_missing_linker(
+def test_a_folder_without_room_fails_no_compiler(
     spec: KernelSpec, monkeypatch: Patch, tmp_path: Path, has_room: bool
 ) -> None:
-    """The linker says so itself: kernels then go into a folder of this start, if that has room."""
+    """The compiler says so: kernels then go into a folder of this start, if that has room."""
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "full"))
     cache._make_own_folder.cache_clear()
     compile_it = cache._compile
@@ -174,8 +174,8 @@ def test_a_folder_without_room_is_no_missing_linker(
         if has_room and tmp_path not in outputs[0].parents:
             compile_it(specs, outputs, *others)
             return
-        note = f"ld: final link failed: {os.strerror(errno.ENOSPC)}"
-        raise UserError.of("P650", "no linker works on this machine", notes=[note])
+        note = f"OSError: [Errno 28] {os.strerror(errno.ENOSPC)}"
+        raise UserError.of("P651", "compiling the kernels failed", notes=[note])
 
     monkeypatch.setattr(cache, "_compile", fail)
     if has_room:
@@ -192,18 +192,13 @@ def test_a_library_that_cannot_be_loaded_is_a_finding(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_machine_without_a_linker_is_told_so(
+def test_kernels_need_no_program_of_the_machine(
     spec: KernelSpec, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError) as caught:
-        cache.load_or_compile(spec, ignore_progress)
-    found = caught.value.diagnostics[0]
-    assert found.code == "P650"
-    assert found.help == "install binutils (`ld`), gcc, clang or lld"
-    assert "ld: not installed" in found.notes
-    assert not list((tmp_path / "kernels").iterdir())
+    found = cache.load_or_compile(spec, ignore_progress)
+    assert CompiledFunctions(found)._module is not None
 
 
 @pytest.mark.usefixtures("_new_compilers")

@@ -291,7 +291,7 @@ def test_an_executor_gives_its_kernels_what_pairs_need(
 
     def compile_here(spec: KernelSpec, _progress: Any) -> Path:
         output = tmp_path / "kernels.so"
-        assert compile_library(Program(spec), output, lambda _label, _share: None) == []
+        compile_library(Program(spec), output, lambda _label, _share: None)
         return output
 
     own = dataclasses.replace(make_isa("avx2"), name="pairs", pairs=True)

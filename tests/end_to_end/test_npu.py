@@ -102,10 +102,8 @@ def test_a_run_goes_on_without_a_lost_npu_and_says_so() -> None:
 
 def test_without_the_emulator_it_says_what_to_install(tmp_path: Path) -> None:
     """A folder with what the kernels' linking needs, and nothing else."""
-    for name in ("ld", "ld.lld"):
-        program = shutil.which(name)
-        if program is not None:
-            (tmp_path / name).symlink_to(program)
+    if (program := shutil.which("ld.lld")) is not None:
+        (tmp_path / "ld.lld").symlink_to(program)
     environment = os.environ | {"PATH": str(tmp_path)}
     done = start_pi2("run", PLAN, "--prompt", "x", "--max-tokens", "1", env=environment)
     assert done.returncode == 2 and "P320" in done.stderr

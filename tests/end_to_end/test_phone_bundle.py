@@ -86,10 +86,7 @@ steps.SERIES_S = steps.CACHED_S = 0.02
 """
 """Times one kind of the smaller model's kernels, and not for long."""
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("ld.lld") is None, reason="needs lld"),
-]
+pytestmark = pytest.mark.slow
 
 
 def build(folder: Path, *options: str, plan: Path = PLAN) -> Path:

@@ -17,9 +17,6 @@ from pi2.backends.hexagon.kernels.program import ENTRY, Program
 from pi2.backends.hexagon.library import write_index
 from pi2.backends.hexagon.linkers import LINKERS, find_linker
 
-NO_LINKER = 3
-"""Exit status where none of them works."""
-
 
 def write_objects(
     program: Program, folder: Path, report: Callable[[str, float], None]
@@ -63,8 +60,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         failures = link(write_objects(program, Path(folder), report), output)
     if failures:
-        print(json.dumps({"linker": failures}), flush=True)
-        return NO_LINKER
+        sys.stderr.writelines(failures)
+        return 1
     find_signatures(output).write_text(write_index(program.spec))
     return 0
 
