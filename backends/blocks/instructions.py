@@ -95,7 +95,7 @@ class Way:
     """Items of ``tokens`` tokens, for instructions whose items are of tokens."""
     tokens: int = 1
     grain: int = 1
-    """Items that a thread takes at a time."""
+    """Items that a thread takes at a time, at least."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,13 +24,11 @@ from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Norm as NormOptions
 
 A = TypeVar("A", bound=Raw)
-_GRAIN_BYTES = 1 << 16
-"""Bytes of weights that a thread takes at a time, at most."""
+_GRAIN_BYTES = 1 << 14
+"""Bytes of weights that a thread takes at a time, at least."""
 _ANY_LENGTH = 1 << 40
 _LITTLE = {"gate": 2048, "cap": 2048, "quantize_q8_k": 16384, "quantize_q8_0": 16384}
 """Elements up to which one thread computes a token."""
-_SHARES = 8
-"""Parts of a matrix that there are at least for each thread."""
 
 
 SCRATCH = {"scratch": 0, "scratch_stride": 0}
@@ -530,8 +528,7 @@ class Products:
         }
 
     def _list_ways(self, weight: Weight, routed: Routed | None) -> tuple[Way, Way, Way]:
-        share = -(-weight.rows // (self._threads * _SHARES))
-        grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
+        grain = max(1, _GRAIN_BYTES // weight.row_bytes)
         find = self._interpreter.find
         one, few = (
             Way(address=find(kernel, weight.format), items=weight.rows, grain=grain)

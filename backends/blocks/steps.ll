@@ -1,7 +1,8 @@
 ; Runs instructions of a program on all threads, with a barrier after those that say so.
 ;
 ; An instruction is 64 bytes: a kernel, a pointer to its arguments, how many items it has, how many
-; of them a thread takes at a time, the next item to take, whether all threads wait after it, the
+; of them a thread takes at a time at least (at first half of an even share of what is left, as
+; memory is slow where a thread begins to read), the next item to take, whether all threads wait after it, the
 ; first item, and whether it is so little work that one thread does it: the last one that has come to
 ; wait, before the others go on.
 ; Worker threads are made by whoever loads the library: each calls `pi2_blocks_work`, which returns
@@ -132,6 +133,8 @@ done:
 define internal void @execute(ptr %code, i64 %begin, i64 %end, i64 %thread, i32 %threads) {
 entry:
   %any = icmp slt i64 %begin, %end
+  %twice = shl i32 %threads, 1
+  %parts = zext i32 %twice to i64
   br i1 %any, label %step, label %done
 
 step:
@@ -150,15 +153,29 @@ step:
   br label %take
 
 take:
-  %from = atomicrmw add ptr %next_at, i64 %grain monotonic
-  %more = icmp slt i64 %from, %items
-  br i1 %more, label %compute, label %finish
+  %from = load atomic i64, ptr %next_at monotonic, align 8
+  br label %choose
 
-compute:
-  %to = add i64 %from, %grain
+choose:
+  %seen = phi i64 [ %from, %take ], [ %other, %claim ]
+  %left = sub i64 %items, %seen
+  %more = icmp sgt i64 %left, 0
+  br i1 %more, label %claim, label %finish
+
+claim:
+  %half = udiv i64 %left, %parts
+  %many = icmp sgt i64 %half, %grain
+  %wanted = select i1 %many, i64 %half, i64 %grain
+  %to = add i64 %seen, %wanted
   %over = icmp sgt i64 %to, %items
   %until = select i1 %over, i64 %items, i64 %to
-  call void %kernel(ptr %arguments, i64 %from, i64 %until, i64 %thread)
+  %pair = cmpxchg ptr %next_at, i64 %seen, i64 %until monotonic monotonic
+  %other = extractvalue { i64, i1 } %pair, 0
+  %claimed = extractvalue { i64, i1 } %pair, 1
+  br i1 %claimed, label %compute, label %choose
+
+compute:
+  call void %kernel(ptr %arguments, i64 %seen, i64 %until, i64 %thread)
   br label %take
 
 finish:
