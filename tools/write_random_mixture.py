@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGUFWriter
 
 from limited.random_gguf import OUTPUT_SHARE, add_tokenizer
 from limited.shapes import Shape, Tensor, read_shapes
@@ -181,11 +181,12 @@ def main() -> None:
         first = next(tensor for tensor in tensors if tensor.name == _EMBEDDING)
         tensors[tensors.index(first)] = replace(first, format="q8_0")
     for tensor in tensors:
-        kind, size = GGMLQuantizationType[tensor.format.upper()], math.prod(tensor.shape)
-        block = find_format(tensor.format)
+        block, size = find_format(tensor.format), math.prod(tensor.shape)
+        # Types that the package does not know.
+        GGML_QUANT_SIZES.setdefault(block.number, (block.block, block.block_bytes))
         bytes_ = size // block.block * block.block_bytes
         writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), bytes_, raw_dtype=kind
+            tensor.name, tensor.shape, np.dtype(np.float32), bytes_, raw_dtype=block.number
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

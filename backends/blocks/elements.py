@@ -6,7 +6,7 @@ A token is contiguous: codes int8 [length]; then, per 256 (``q8_k``), scales flo
 codes and of 32 codes int16; or, per 32 (``q8_0``), scales float32, which ``rounds`` makes fp16
 numbers, their products with the sums of codes, and the sums int32. Codes of a block of 256 may have
 another order, 16 by 16, which formats choose. Of groups of 32, the first halves of several may come
-together, and then the second ones."""
+together, and then the second ones; or every fourth or eighth code of them (`room.FIELDS`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
-from pi2.backends.blocks.machine import Table
+from pi2.backends.blocks.machine import Table, pick
 from pi2.backends.compiler import vectors as v
 from pi2.formats import Activations
 
@@ -121,15 +121,17 @@ def _emit_wide(block: _Block, order: v.Buffer, rest: _Rest) -> None:
         _store_as(y, pairs + pair * 2, v.cast(total.get(), "int16", 1), 1, 2)
 
 
-def _emit_narrow(block: _Block, together: v.Expr, rounds: v.Expr, rest: _Rest) -> None:
+def _emit_narrow(block: _Block, order: v.Expr, rounds: v.Expr, rest: _Rest) -> None:
     x, y, source, target = block.x, block.y, block.source, block.target
     number, length, lanes = block.number, block.length, 16
-    # Halves of groups lie together but for those of the last groups, which fill no register.
+    # Halves or fields of groups lie together but for the last groups, which fill no register.
+    fields, together = v.let(order // 256), v.let(order % 256)
     bundle = v.let(number // together)
     is_bundled = v.let((bundle + 1) * together <= length // 32)
     own = v.let(number - bundle * together)
     begin = v.let(T.Select(is_bundled, (bundle * together) * 32 + own * lanes, number * 32))
     step = v.let(T.Select(is_bundled, together * lanes, T.int64(lanes)))
+    taken = v.let(T.Select(is_bundled, fields, T.int64(0)))
     halves = [v.let(v.load(x, source + k * lanes, lanes)) for k in range(2)]
     sizes = v.let(T.max(T.abs(halves[0]), T.abs(halves[1])))
     top = v.let(v.find_largest(sizes, lanes))
@@ -141,8 +143,17 @@ def _emit_narrow(block: _Block, together: v.Expr, rounds: v.Expr, rest: _Rest) -
     for index, half in enumerate(halves):
         codes = v.let(round_half_even(half * v.splat(inverse, lanes), lanes))
         rest.put(index * lanes, half, codes, scale, lanes)
-        place = v.let(target + begin + step * index)
-        _store_as(y, place, v.cast(codes, "int8", lanes), lanes, 1)
+        narrow = v.let(v.cast(codes, "int8", lanes))
+        with T.If(taken == T.int64(0)), T.Then():
+            _store_as(y, v.let(target + begin + step * index), narrow, lanes, 1)
+        for count in (4, 8):
+            with T.If(taken == T.int64(count)), T.Then():
+                first = v.let(bundle * together * 32 + (own * 2 + index) * (lanes // count))
+                apart = v.let(together * 32 // count)
+                for field in range(count):
+                    bytes_ = pick(narrow, lanes, range(field, lanes, count))
+                    place = v.let(target + first + apart * field)
+                    _store_as(y, place, v.let(bytes_), lanes // count, 1)
         total.set(total.get() + v.add_lanes(codes, "int32", lanes))
     summed = v.let(total.get())
     at = v.let(number * 4)

@@ -15,7 +15,7 @@ from pi2.backends.blocks.contract import PIECE
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
 from pi2.backends.blocks.interpreter import Interpreter
 from pi2.backends.blocks.operands import Area, Matrix, Product, Routed, find_address, put_optional
-from pi2.backends.blocks.room import Allocate, KvCache, count_together, list_offsets, make_tables
+from pi2.backends.blocks.room import Allocate, KvCache, describe_order, list_offsets, make_tables
 from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
 from pi2.formats.packing import GROUP, round_up
 from pi2.model.blocks import list_turns
@@ -410,7 +410,7 @@ class Products:
         if kind == "q8_k":
             name, orders = "order", (self._find_order(weight.format), self._find_order(""))
         else:
-            name, orders = "together", (self._count_together(weight.format), 1)
+            name, orders = "together", (self._describe_order(weight.format), 1)
         rest = self.take_area("rest", length, each) if self._planes > 1 else None
         for number in range(self._planes):
             is_last = number == self._planes - 1
@@ -440,11 +440,11 @@ class Products:
         kind = weight.kind.activations
         if kind == "float":
             return kind
-        find = self._find_order if kind == "q8_k" else self._count_together
+        find = self._find_order if kind == "q8_k" else self._describe_order
         return f"{kind} {find(weight.format)}"
 
-    def _count_together(self, name: str) -> int:
-        return count_together(name, 4 * self._interpreter.lanes)
+    def _describe_order(self, name: str) -> int:
+        return describe_order(name, 4 * self._interpreter.lanes)
 
     def _find_order(self, name: str) -> int:
         """Return the address of the order of a format's activations, the same for the same one."""

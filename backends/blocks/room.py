@@ -12,6 +12,7 @@ import numpy as np
 from pi2.arrays import F16, F32, U8, Raw
 from pi2.backends.blocks.contract import KV_TYPES, describe_heads
 from pi2.backends.blocks.sizes import count_cache_bytes
+from pi2.formats import find_format
 from pi2.formats.packing import align_bytes
 from pi2.model.states import describe_state
 from pi2.plan.arithmetic.units import count_state_bytes, find_index_type
@@ -110,16 +111,25 @@ def list_offsets(name: str, width: int) -> tuple[int, ...]:
     return tuple(CHUNK * flat.index(chunk) for chunk in range(256 // CHUNK))
 
 
-_BUNDLED = frozenset(
-    {"q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "ternary", "q1_0", "q2_0", "pq2_0"}
-)
-"""Formats of few bits, whose groups of 32 are computed several at once: the first halves of all of
+_BUNDLED = frozenset({"q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "ternary"})
+"""Formats of nibbles, whose groups of 32 are computed several at once: the first halves of all of
 them, then the second ones."""
+FIELDS = {"q1_0": 8, "q2_0": 4, "pq2_0": 4}
+"""Weights of a byte, in their order: first of a register's bytes the lowest of each, and so on."""
 
 
-def count_together(name: str, width: int) -> int:
-    """Return the groups of 32 of a format whose halves lie together in activations."""
+def count_bundle(name: str, width: int) -> int:
+    """Return the groups of 32 of a format that are computed at once; 1: each in its order."""
+    if name in FIELDS:
+        return width * FIELDS[name] // 32 if find_format(name).block <= width * FIELDS[name] else 1
     return width // CHUNK if name in _BUNDLED and width >= 2 * CHUNK else 1
+
+
+def describe_order(name: str, width: int) -> int:
+    """Return the argument ``together`` of activations for rows of a format: the groups of a bundle,
+    and the weights of a byte in its second byte."""
+    count = count_bundle(name, width)
+    return count if count == 1 else count + 256 * FIELDS.get(name, 0)
 
 
 Allocate = Callable[[str, int], U8]

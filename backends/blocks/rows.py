@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, join, pick
 from pi2.backends.blocks.unpacking import Unpacking
-from pi2.backends.blocks.unpacking.block import Block, Bundle, Source
+from pi2.backends.blocks.unpacking.block import Block, Source
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
@@ -305,11 +305,12 @@ def _emit_groups(
     low_sums = [v.Cell(T.float32(0.0)) for _ in tokens]
     length = tokens[0].length
     bundled = T.int64(0)
-    if unpacking.bundle is not None and machine.width >= 32:
-        together = max(1, machine.width // 16 // max(1, len(unpacking.opens)))
-        steps = v.let(blocks // together)
-        bundled = v.let(steps * together)
-        found = _emit_bundles(machine, unpacking, weights, grid, start, tokens, steps)
+    count = unpacking.count_bundle(machine.width)
+    if count > 1:
+        together = count // len(unpacking.opens)
+        bundles = v.let(blocks // together)
+        bundled = v.let(bundles * together)
+        found = _emit_bundles(machine, unpacking, weights, grid, start, tokens, bundles)
         for own, cell in zip(found, low_sums, strict=True):
             cell.set(own)
     with T.serial(bundled, blocks) as number:
@@ -346,53 +347,49 @@ def _emit_bundles(
     grid: v.Buffer,
     start: v.Expr,
     tokens: Sequence[_Token],
-    steps: v.Expr,
+    bundles: v.Expr,
 ) -> list[v.Expr]:
-    """Return the sums of tokens over groups of 32, as many at once as a register has 16 bytes: in
-    each step of several blocks, or of a longer one."""
+    """Return the sums of tokens over groups of 32, several at once."""
     assert unpacking.bundle is not None
     lanes, width, length = machine.lanes, machine.width, tokens[0].length
-    count, groups = width // 16, max(1, len(unpacking.opens))
-    turns, together = max(1, groups // count), max(1, count // groups)
+    count = unpacking.count_bundle(machine.width)
+    together = count // len(unpacking.opens)
     totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
     low_sums = [v.Cell(v.constant(0.0, "float32", count)) for _ in tokens]
 
-    def add(own: Bundle, number: v.Expr) -> None:
+    with T.serial(bundles) as number:
+        base = v.let(start + number * (together * unpacking.size))
+        ask_ahead(weights, base + _AHEAD, together * unpacking.size)
+        places = [base + k * unpacking.size for k in range(together)]
+        own = unpacking.bundle([Source(machine, weights, place, grid) for place in places])
         taken = [machine.take_signed(part, width) if own.is_signed else part for part in own.parts]
-        place = v.let(number * (4 * count))
+        at = v.let(number * (4 * count))
         for index, token in enumerate(tokens):
-            scales = token.load_as(length + place, "float32", count)
+            scales = token.load_as(length + at, "float32", count)
             factors = v.let(own.scales * scales)
             summed = None
             if own.offset:
-                codes = token.load_as(length + length // 4 + place, "int32", count)
+                codes = token.load_as(length + length // 4 + at, "int32", count)
                 summed = v.let(codes * v.constant(-own.offset, "int32", count))
             for owners in dict.fromkeys(own.owners):
-                total = _begin_bundle(summed, owners, count)
+                spread = [owner for owner in owners for _ in range(lanes // len(owners))]
+                total = _begin_bundle(summed, spread, count)
                 for part, of in enumerate(own.owners):
                     if of != owners:
                         continue
                     codes = token.load(number * (32 * count) + part * width, width)
-                    plain, other = own.parts[part], taken[part]
+                    values, other = own.parts[part], taken[part]
                     if own.is_signed:
-                        total = v.let(machine.add_signed(total, plain, other, codes, width))
+                        total = v.let(machine.add_signed(total, values, other, codes, width))
                     else:
                         total = v.let(machine.add_bytes(total, other, codes, width))
-                factor = pick(factors, count, [owner for owner in owners for _ in range(4)])
+                factor = pick(factors, count, spread)
                 cell = totals[index]
                 cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
             if own.mins is not None:
-                least = token.load_as(length + length // 8 + place, "float32", count)
+                least = token.load_as(length + length // 8 + at, "float32", count)
                 low_cell = low_sums[index]
                 low_cell.set(T.fma(own.mins, least, low_cell.get()))
-
-    with T.serial(steps) as step:
-        base = v.let(start + step * (together * unpacking.size))
-        ask_ahead(weights, base + _AHEAD, together * unpacking.size)
-        places = [base + k * unpacking.size for k in range(together)]
-        for turn in range(turns):
-            sources = [Source(machine, weights, own, grid, turn * count) for own in places]
-            add(unpacking.bundle(sources), v.let(step * turns + turn))
     return [
         v.add_lanes(total.get(), "float32", lanes) + v.add_lanes(least.get(), "float32", count)
         for total, least in zip(totals, low_sums, strict=True)
@@ -400,14 +397,12 @@ def _emit_bundles(
 
 
 def _begin_bundle(summed: v.Expr | None, owners: Sequence[int], count: int) -> v.Expr:
-    """Return an int32 sum that begins with the correction of each group, in one of its lanes."""
-    lanes = 4 * len(owners)
+    """Return an int32 sum of lanes of ``owners`` that begins with the correction of each group, in
+    one of them."""
+    lanes = len(owners)
     if summed is None:
         return v.constant(0, "int32", lanes)
-    places = []
-    for place, owner in enumerate(owners):
-        is_first = owner not in owners[:place]
-        places += [owner if is_first else count, count, count, count]
+    places = [count if owner in owners[:lane] else owner for lane, owner in enumerate(owners)]
     both = [summed, v.constant(0, "int32", count)] * -(-lanes // (2 * count))
     return v.let(Shuffle(both, places))
 

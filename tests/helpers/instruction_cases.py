@@ -23,7 +23,7 @@ from pi2.backends.blocks.contract import (
     STATES,
     name_attention,
 )
-from pi2.backends.blocks.room import count_together, list_offsets
+from pi2.backends.blocks.room import describe_order, list_offsets
 from pi2.backends.blocks.sizes import (
     PARTIAL,
     PARTS,
@@ -140,9 +140,9 @@ def list_quantized(draw: Draw) -> Iterator[Case]:
     for name, more in itertools.product(("", "q4_k", "q2_k", "q6_k", "iq4_xs"), (0, 1)):
         order = np.array(list_offsets(name, width), np.int64)
         yield make_quantized(draw, "q8_k", 768, {"order": order, "has_rest": more})
-    for name, more in itertools.product(("q8_0", "q4_0"), (0, 1)):
-        own = {"together": count_together(name, width), "has_rest": more, "rounds": more}
-        yield make_quantized(draw, "q8_0", 416, own)
+    for name, more in itertools.product(("q8_0", "q4_0", "q1_0", "q2_0"), (0, 1)):
+        own = {"together": describe_order(name, width), "has_rest": more, "rounds": more}
+        yield make_quantized(draw, "q8_0", 1184, own)
 
 
 def make_quantized(draw: Draw, kind: Any, length: int, values: dict[str, Any]) -> Case:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.backends.blocks.room import count_together, list_offsets, make_tables
+from pi2.backends.blocks.room import describe_order, list_offsets, make_tables
 from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
 from pi2.formats import find_format
 from tests.helpers.blocks import Numpy
@@ -103,7 +103,7 @@ def quantize(name: str, draw: Draw, x: F32, planes: int, *, in_order: bool) -> d
         if own.activations == "q8_k":
             values["order"] = np.array(list_offsets("" if in_order else name, width), np.int64)
         else:
-            values |= {"together": 1 if in_order else count_together(name, width)}
+            values |= {"together": 1 if in_order else describe_order(name, width)}
             values |= {"rounds": int(plane == 0)}
         items = count * length // (256 if own.activations == "q8_k" else 32)
         kernel = f"quantize_{own.activations}"

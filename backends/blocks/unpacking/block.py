@@ -77,7 +77,7 @@ class Bundle:
 
     parts: Sequence[v.Expr]
     owners: Sequence[tuple[int, ...]]
-    """The group that each 16 bytes of a part are of."""
+    """The group that each piece of a part is of."""
     scales: v.Expr
     """float32 of each group."""
     is_signed: bool = False
@@ -158,8 +158,9 @@ class Unpacking:
     opens: tuple[Callable[[Source], Block], ...] = ()
     """Unpack what bytes have: a block, or several that follow each other."""
     bundle: Callable[[Sequence[Source]], Bundle] | None = None
-    """Unpacks several groups at once, as many as a register has 16 bytes, of as many blocks or,
-    from a group of theirs on, of fewer."""
+    """Unpacks several blocks at once, of as many groups of 32 as `count_bundle` says."""
+    counts: Callable[[int], int] | None = None
+    """Returns these for a register of so many bytes; by default 16 bytes are of one group."""
     groups: Groups | None = None
     """Groups of 32 that can be turned before they are unpacked."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
@@ -170,17 +171,19 @@ class Unpacking:
         """Elements that ``size`` bytes have."""
         return self.elements * max(len(self.opens), 1)
 
+    def count_bundle(self, width: int) -> int:
+        """Return the groups that are unpacked at once; 1: none are."""
+        if self.counts is not None:
+            return self.counts(width)
+        return 1 if self.bundle is None or width < 32 else width // 16
+
 
 class Source:
     """Place of a block, and the parts of its bytes."""
 
-    def __init__(
-        self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer, group: int = 0
-    ) -> None:
+    def __init__(self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer) -> None:
         self.machine = machine
         self.width = machine.width
-        self.group = group
-        """The first group of the block that is meant."""
         self.weights = weights
         self.base = base
         self.grid = grid

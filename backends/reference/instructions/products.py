@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pi2.arrays import F64, I64
-from pi2.backends.blocks.room import count_together, list_offsets
+from pi2.backends.blocks.room import describe_order, list_offsets
 from pi2.backends.reference.instructions.arguments import Arguments, Array, widen
 from pi2.formats import Activations, find_format
 
@@ -21,12 +21,14 @@ def _place_wide(length: int, offsets: I64) -> I64:
     return np.asarray((blocks + offsets[:, None] + np.arange(16)).reshape(-1))
 
 
-def _place_narrow(length: int, together: int) -> I64:
-    """The same of groups of 32 whose halves lie together in bundles, the last groups excepted."""
-    groups, whole = length // 32, length // 32 // together * together
-    places = np.arange(length).reshape(groups, 2, 16)
-    bundles = places[:whole].reshape(-1, 2, together, 16).swapaxes(1, 2)
-    return np.concatenate([bundles.reshape(-1), places[whole:].reshape(-1)])
+def _place_narrow(length: int, order: int) -> I64:
+    """The same of groups of 32 whose halves, or fields, lie together in bundles, the last groups
+    excepted."""
+    fields, together = order >> 8, order & 255
+    whole, places = 32 * (length // 32 // together * together), np.arange(length)
+    shape = (fields, 32 * together // fields, 1) if fields else (2, together, 16)
+    bundles = places[:whole].reshape(-1, *shape).swapaxes(1, 2)
+    return np.concatenate([bundles.reshape(-1), places[whole:]])
 
 
 class _Codes:
@@ -107,7 +109,7 @@ def read_inputs(own: Arguments, tokens: I64, length: int, *, is_many: bool) -> F
         name = "" if is_many else own.format
         places = _place_wide(length, np.array(list_offsets(name, width)))
     else:
-        places = _place_narrow(length, 1 if is_many else count_together(own.format, width))
+        places = _place_narrow(length, 1 if is_many else describe_order(own.format, width))
     found = np.zeros((len(tokens), length))
     for plane in range(own.planes):
         x = _Codes(own, "x", length, kind, count, plane * own.plane_stride)
