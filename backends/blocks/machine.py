@@ -91,9 +91,18 @@ class Machine:
         self.lanes = isa.lanes
         self.together = 4 if isa.lanes == 8 else 8
         """Tokens whose sums fit the registers, in `panels`."""
+        self.adds_pairs = isa.dot == "maddubs"
+        """Whether sums of products are cheaper in 16 bits, as long as they fit."""
         self.is_arm = isa.dot == "sdot" or isa.name == "neon"
         self.pairs = isa.dot in ("vnni", "maddubs")
         """Whether products of two bytes are added to 16 bits, and scaled there."""
+
+    def find_shift(self, most: int) -> int:
+        """Return what is added to signed weights, of ``most`` at most, to multiply them as unsigned
+        ones; 0 if codes take their signs."""
+        if self.dot == "vnni":
+            return 128
+        return most if self.adds_pairs and most < 16 else 0
 
     def spread_scales(self, scales: v.Expr, count: int, chunks: Sequence[int]) -> v.Expr:
         """Return `add_scaled`'s argument: the int16 scales of ``chunks`` among a block's

@@ -137,8 +137,16 @@ class _Panel:
         """Registers of pairs of minima."""
         self.has_min = False
         self.offset = 0
-        self.flips = False
-        """Whether weights are signed and codes take their signs."""
+        self.shifts = self.flips = False
+        """Whether weights are signed and made unsigned, or codes take their signs."""
+        self._shift = machine.find_shift(unpacking.most)
+
+    @property
+    def fitting(self) -> int:
+        """Registers whose products are added up in 16 bits."""
+        most = self._unpacking.most
+        most += self.offset if self.shifts else 0
+        return max(1, 32767 // (2 * 127 * most))
 
     @property
     def weights(self) -> int:
@@ -164,8 +172,9 @@ class _Panel:
         machine, own = self.machine, self._unpacking.groups
         assert own is not None
         lanes, width = machine.lanes, machine.width
-        shifts = own.is_signed and machine.dot == "vnni"
-        self.flips, self.offset = own.is_signed and not shifts, 128 if shifts else own.offset
+        shift = self._shift if own.is_signed else 0
+        self.shifts, self.flips = shift > 0, own.is_signed and not shift
+        self.offset = shift or own.offset
         self.pieces, self.has_min = 1, own.mins is not None
         block = v.let(self.base + number * self.size)
         fifths = None if own.fifths is None else own.join_fifths(rows)
@@ -183,8 +192,8 @@ class _Panel:
                         places = [4 * (k // 4) + byte for k in range(width)]
                         value = add_fifths(value, fifths, width, places, bits)
                     value = as_bytes(value, "uint8", width)
-                    if shifts:
-                        value = value ^ v.constant(0x80, "uint8", width)
+                    if shift:
+                        value = value + v.constant(shift, "uint8", width)
                     v.store(self.scratch, block + (4 * chunk + word) * width, value, width)
         numbers = [own.scales(rows)]
         if own.mins is not None:
@@ -198,16 +207,17 @@ class _Panel:
         for piece, open_block in enumerate(self._unpacking.opens):
             block = open_block(source)
             # Where scales are of 16 weights, nobody has sums of as many codes.
-            shifts = block.is_signed and machine.dot == "vnni" and block.part_scales is None
-            flips = block.is_signed and not machine.is_arm and not shifts
-            self.flips, self._chunks = flips, [part.chunks for part in block.parts]
-            offset = block.offset
+            shift = self._shift if block.is_signed and block.part_scales is None else 0
+            self.shifts, self.flips = (
+                shift > 0,
+                block.is_signed and not machine.is_arm and not shift,
+            )
+            self._chunks, offset = [part.chunks for part in block.parts], shift or block.offset
             for place, part in enumerate(block.parts):
                 size = 16 * len(part.chunks)
                 own = part.weights
-                if shifts:
-                    own = as_bytes(own, "uint8", size) ^ v.constant(0x80, "uint8", size)
-                    offset = 128
+                if shift:
+                    own = as_bytes(own, "uint8", size) + v.constant(shift, "uint8", size)
                 own = v.let(as_bytes(own, "uint8", size))
                 if self.elements == 256:
                     self._stage_chunks(own, part.chunks, lane)
@@ -348,18 +358,29 @@ class _Product:
     def _add_weights(
         self, block: v.Expr, first: v.Expr | int, count: int, place: v.Expr, sums: list[v.Cell]
     ) -> None:
-        machine, panel = self._machine, self._panel
+        machine, panel, width = self._machine, self._panel, self._machine.width
         kind = "int8" if panel.flips or machine.is_arm else "uint8"
-        for register in range(count):
-            weights = panel.load(block, first + register, kind)
-            sizes = v.let(machine.measure(weights, machine.width)) if panel.flips else None
-            for start, cell in zip(self._starts, sums, strict=True):
-                words = self._spread(start + place + 4 * register, "int32")
-                codes = v.reinterpret(words, "int8", machine.width)
-                own = weights
-                if sizes is not None:
-                    codes, own = v.let(machine.flip(weights, codes, machine.width)), sizes
-                cell.set(machine.add_bytes(cell.get(), own, codes, machine.width))
+        several = panel.fitting if machine.adds_pairs else 1
+        for begin in range(0, count, several):
+            pairs: list[v.Expr | None] = [None] * len(sums)
+            for register in range(begin, min(begin + several, count)):
+                weights = panel.load(block, first + register, kind)
+                sizes = v.let(machine.measure(weights, width)) if panel.flips else None
+                for token, (start, cell) in enumerate(zip(self._starts, sums, strict=True)):
+                    words = self._spread(start + place + 4 * register, "int32")
+                    codes = v.reinterpret(words, "int8", width)
+                    own = weights
+                    if sizes is not None:
+                        codes, own = v.let(machine.flip(weights, codes, width)), sizes
+                    if several == 1:
+                        cell.set(machine.add_bytes(cell.get(), own, codes, width))
+                        continue
+                    products, before = machine.add_pairs(own, codes, width), pairs[token]
+                    pairs[token] = v.let(products if before is None else before + products)
+            ones = v.constant(1, "int16", width // 2)
+            for total, cell in zip(pairs, sums, strict=True):
+                if total is not None:
+                    cell.set(machine.add_words(cell.get(), total, ones, width // 4))
 
     def _emit_wide(self, block: v.Expr, number: v.Expr, totals: Sequence[v.Cell]) -> None:
         panel, lanes, length = self._panel, self._lanes, self._length

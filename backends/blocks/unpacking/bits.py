@@ -66,6 +66,7 @@ UNPACKINGS = {
         opens=tuple(partial(_open, bits=bits, group=group) for group in range(groups)),
         bundle=partial(_bundle, bits=bits, size=4 * bits * groups),
         counts=partial(count_bundle, name),
+        most=3,
     )
     for name, bits, groups in (("q1_0", 1, 4), ("q2_0", 2, 2), ("pq2_0", 2, 4))
 }

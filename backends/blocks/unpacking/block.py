@@ -163,6 +163,8 @@ class Unpacking:
     """Returns these for a register of so many bytes; by default 16 bytes are of one group."""
     groups: Groups | None = None
     """Groups of 32 that can be turned before they are unpacked."""
+    most: int = 128
+    """Largest magnitude of an unpacked weight."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
     """Reads so many floats from a byte on, if elements are plain numbers."""
 

@@ -340,26 +340,31 @@ _MXFP4 = Groups(
 )
 UNPACKINGS = {
     **{
-        name: Unpacking(size=size, elements=256, opens=(own,))
-        for name, size, own in (
-            ("iq1_s", 50, _open_iq1_s),
-            ("iq1_m", 56, _open_iq1_m),
-            ("iq2_xxs", 66, _open_iq2_xxs),
-            ("iq2_xs", 74, _open_iq2_xs),
-            ("iq2_s", 82, _open_iq2_s),
-            ("iq3_xxs", 98, _open_iq3_xxs),
-            ("iq3_s", 110, _open_iq3_s),
-            ("iq4_xs", 136, _open_iq4_xs),
+        name: Unpacking(size=size, elements=256, opens=(own,), most=most)
+        for name, size, most, own in (
+            ("iq1_s", 50, 9, _open_iq1_s),
+            ("iq1_m", 56, 9, _open_iq1_m),
+            ("iq2_xxs", 66, 43, _open_iq2_xxs),
+            ("iq2_xs", 74, 43, _open_iq2_xs),
+            ("iq2_s", 82, 43, _open_iq2_s),
+            ("iq3_xxs", 98, 62, _open_iq3_xxs),
+            ("iq3_s", 110, 15, _open_iq3_s),
+            ("iq4_xs", 136, 127, _open_iq4_xs),
         )
     },
     **{
-        name: Unpacking(size=size, elements=32, opens=(own,), bundle=groups.bundle, groups=groups)
-        for name, size, own, groups in (
-            ("iq4_nl", 18, _open_iq4_nl, _IQ4_NL),
-            ("mxfp4", 17, _open_mxfp4, _MXFP4),
+        name: Unpacking(
+            size=size, elements=32, opens=(own,), bundle=groups.bundle, groups=groups, most=most
+        )
+        for name, size, most, own, groups in (
+            ("iq4_nl", 18, 127, _open_iq4_nl, _IQ4_NL),
+            ("mxfp4", 17, 12, _open_mxfp4, _MXFP4),
         )
     },
     "nvfp4": Unpacking(
-        size=36, elements=32, opens=(partial(_open_nvfp4, half=0), partial(_open_nvfp4, half=1))
+        size=36,
+        elements=32,
+        opens=(partial(_open_nvfp4, half=0), partial(_open_nvfp4, half=1)),
+        most=12,
     ),
 }

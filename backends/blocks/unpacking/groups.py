@@ -101,16 +101,24 @@ def _bundle_ternary(sources: Sequence[Source]) -> Bundle:
 _SCALES = partial(join_halves, place=0)
 
 UNPACKINGS = {
-    name: Unpacking(size=size, elements=32, opens=(own,), bundle=groups.bundle, groups=groups)
-    for name, size, own, groups in (
-        ("q4_0", 18, _open_q4_0, Groups(split=split_nibbles, scales=_SCALES, offset=8)),
-        ("q4_1", 20, _open_q4_1, Groups(places=(4,), split=split_nibbles, scales=_SCALES, mins=2)),
+    name: Unpacking(
+        size=size, elements=32, opens=(own,), bundle=groups.bundle, groups=groups, most=most
+    )
+    for name, size, most, own, groups in (
+        ("q4_0", 18, 15, _open_q4_0, Groups(split=split_nibbles, scales=_SCALES, offset=8)),
         (
-            *("q5_0", 22, _open_q5_0),
+            "q4_1",
+            20,
+            15,
+            _open_q4_1,
+            Groups(places=(4,), split=split_nibbles, scales=_SCALES, mins=2),
+        ),
+        (
+            *("q5_0", 22, 31, _open_q5_0),
             Groups(places=(6,), split=split_nibbles, scales=_SCALES, fifths=2, offset=16),
         ),
         (
-            *("q5_1", 24, _open_q5_1),
+            *("q5_1", 24, 31, _open_q5_1),
             Groups(places=(8,), split=split_nibbles, scales=_SCALES, fifths=4, mins=2),
         ),
     )
@@ -123,5 +131,5 @@ UNPACKINGS["q8_0"] = Unpacking(
     groups=Groups(places=(2, 18), split=_take_bytes, scales=_SCALES, is_signed=True),
 )
 UNPACKINGS["ternary"] = Unpacking(
-    size=8, elements=32, opens=(_open_ternary,), bundle=_bundle_ternary
+    size=8, elements=32, opens=(_open_ternary,), bundle=_bundle_ternary, most=3
 )

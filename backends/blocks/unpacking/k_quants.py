@@ -176,11 +176,11 @@ def _open_tq1_0(source: Source) -> Block:
 
 
 UNPACKINGS = {
-    "tq1_0": Unpacking(size=54, elements=256, opens=(_open_tq1_0,)),
-    "q2_k": Unpacking(size=84, elements=256, opens=(_open_q2_k,)),
-    "q3_k": Unpacking(size=110, elements=256, opens=(_open_q3_k,)),
-    "q4_k": Unpacking(size=144, elements=256, opens=(_open_q4_k,)),
-    "q5_k": Unpacking(size=176, elements=256, opens=(_open_q5_k,)),
-    "q6_k": Unpacking(size=210, elements=256, opens=(_open_q6_k,)),
-    "tq2_0": Unpacking(size=66, elements=256, opens=(_open_tq2_0,)),
+    "tq1_0": Unpacking(size=54, elements=256, opens=(_open_tq1_0,), most=2),
+    "q2_k": Unpacking(size=84, elements=256, opens=(_open_q2_k,), most=3),
+    "q3_k": Unpacking(size=110, elements=256, opens=(_open_q3_k,), most=7),
+    "q4_k": Unpacking(size=144, elements=256, opens=(_open_q4_k,), most=15),
+    "q5_k": Unpacking(size=176, elements=256, opens=(_open_q5_k,), most=31),
+    "q6_k": Unpacking(size=210, elements=256, opens=(_open_q6_k,), most=63),
+    "tq2_0": Unpacking(size=66, elements=256, opens=(_open_tq2_0,), most=3),
 }
