@@ -36,7 +36,7 @@ _FIELDS: Mapping[int, Mapping[int, tuple[str, bool]]] = {
     | dict.fromkeys((277, 278, 284, 285, 286, 299), ("low", False))
     | {311: ("page", True), 312: ("low", True)},
 }
-"""What a relocation fills in, by its type, and whether with the place of an entry of the table of
+"""The field that a relocation fills in, by its type, and whether with the place of an entry of the table of
 addresses instead of a symbol's."""
 _SHIFTS = {284: 1, 285: 2, 286: 3, 299: 4, 312: 3}
 """How loads of AArch64 count offsets: in units of 2 to this power, bytes by default."""
@@ -122,7 +122,7 @@ class _Library:
         self._places: dict[_Symbol, int] = {}
         """Numbers of symbols in the table."""
         self._late = _Section(".rela.dyn", _RELOCATIONS, _ALLOC, bytearray(), self._table, 24)
-        """What the loader fills in."""
+        """Addresses that the loader fills in."""
         self._late_count = 0
         self._addresses = _Section(".got", _PLAIN, _ALLOC | _WRITE, bytearray())
         self._entries: dict[_Symbol, int] = {}
@@ -235,7 +235,7 @@ class _Library:
                 raise LinkError(f"{symbol.name} is used as if it were near, and is undefined")
 
     def _fill(self, numbers: Mapping[_Section, int]) -> None:
-        """Write what depends on addresses."""
+        """Write addresses, and distances of them."""
         for symbol, place in self._places.items():
             home = 0 if symbol.section is None else numbers[symbol.section]
             name, address = self._names.add(symbol.name), symbol.address
