@@ -1,8 +1,8 @@
 """Links object files of LLVM to a shared library: no linker need be installed.
 
-Knows what LLVM writes for functions without exceptions, constructors and thread-local variables
-(System V ABI, with its supplements for AMD64 and AArch64).  What no file defines is looked up when
-the library is loaded."""
+Knows what LLVM writes for functions without exceptions and thread-local variables (System V ABI,
+with its supplements for AMD64 and AArch64).  Names that no file defines are looked up when the
+library is loaded."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,8 @@ from pathlib import Path
 
 _HEADER, _PART, _HEAD = (struct.Struct(f"<{x}") for x in ("16s2HI3QI6H", "2I6Q", "2I4Q2I2Q"))
 _SYMBOL, _RELOCATION = struct.Struct("<I2BH2Q"), struct.Struct("<2Qq")
-_PLAIN, _SYMBOLS, _STRINGS, _RELOCATIONS, _HASH, _DYNAMIC, _EMPTY, _EXPORTS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    11,
-)
+_PLAIN, _SYMBOLS, _STRINGS, _RELOCATIONS, _HASH = 1, 2, 3, 4, 5
+_DYNAMIC, _EMPTY, _EXPORTS, _STARTS = 6, 8, 11, 14
 """Types of sections (SHT_PROGBITS and so on)."""
 _WRITE, _ALLOC, _CODE, _OF_THREAD = 1, 2, 4, 0x400
 """Flags of sections."""
@@ -36,8 +28,8 @@ _FIELDS: Mapping[int, Mapping[int, tuple[str, bool]]] = {
     | dict.fromkeys((277, 278, 284, 285, 286, 299), ("low", False))
     | {311: ("page", True), 312: ("low", True)},
 }
-"""The field that a relocation fills in, by its type, and whether with the place of an entry of the table of
-addresses instead of a symbol's."""
+"""The field that a relocation fills in, by its type, and whether with the place of an entry of the
+table of addresses instead of a symbol's."""
 _SHIFTS = {284: 1, 285: 2, 286: 3, 299: 4, 312: 3}
 """How loads of AArch64 count offsets: in units of 2 to this power, bytes by default."""
 _BY_SYMBOL, _BY_PLACE = {_X86: 1, _ARM: 257}, {_X86: 8, _ARM: 1027}
@@ -45,7 +37,7 @@ _BY_SYMBOL, _BY_PLACE = {_X86: 1, _ARM: 257}, {_X86: 8, _ARM: 1027}
 
 
 class LinkError(Exception):
-    """Object files have what is unknown here, or lack what they need."""
+    """Object files have unknown parts, or lack a name that they need."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,9 +142,9 @@ class _Library:
             # Nothing is thrown through these functions: there is no table for unwinding.
             if not flags & _ALLOC or text == ".eh_frame":
                 continue
-            if kind not in (_PLAIN, _EMPTY) or flags & _OF_THREAD:
+            if kind not in (_PLAIN, _EMPTY, _STARTS) or flags & _OF_THREAD:
                 raise LinkError(f"{path.name} has a section {text} of type {kind}")
-            held = bytearray(data[offset : offset + size] if kind == _PLAIN else b"")
+            held = bytearray(b"" if kind == _EMPTY else data[offset : offset + size])
             flags &= _WRITE | _ALLOC | _CODE
             section = sections[place] = _Section(text, kind, flags, held)
             section.alignment, section.empty_bytes = max(1, alignment), size - len(held)
@@ -191,13 +183,15 @@ class _Library:
         chain.data += struct.pack(f"<{count + 4}I", 1, count + 1, count, 0, *range(count))
         strings = self._table.link
         assert strings is not None
-        dynamic = _Section(".dynamic", _DYNAMIC, _ALLOC | _WRITE, bytearray(160), strings, 16)
+        dynamic = _Section(".dynamic", _DYNAMIC, _ALLOC | _WRITE, bytearray(208), strings, 16)
         own = self._sections
-        written = sorted((x for x in own if x.flags & _WRITE), key=_Section.is_empty)
+        starts = [section for section in own if section.kind == _STARTS]
+        written = [section for section in own if section.flags & _WRITE and section not in starts]
+        written.sort(key=_Section.is_empty)
         groups = (
             [chain, self._table, strings, self._late, *(x for x in own if x.flags == _ALLOC)],
             [*(x for x in own if x.flags & _CODE), self._stubs],
-            [dynamic, self._addresses, *written],
+            [dynamic, self._addresses, *starts, *written],
         )
         parts = _place(groups)
         placed = [section for group in groups for section in group]
@@ -208,9 +202,10 @@ class _Library:
             *((10, len(strings.data)), (11, _SYMBOL.size), (7, self._late.address)),
             *((8, len(self._late.data)), (9, _RELOCATION.size)),
             *([(1, self._needed)] if self._needed else []),
+            *([(25, starts[0].address), (27, sum(x.size for x in starts))] if starts else []),
         ]
         dynamic.data[: 16 * len(facts)] = b"".join(struct.pack("<2Q", *fact) for fact in facts)
-        parts.append((2, 6, dynamic.offset, dynamic.address, 160, 160, 8))
+        parts.append((2, 6, dynamic.offset, dynamic.address, 208, 208, 8))
         parts.append((_STACK, 6, 0, 0, 0, 0, 16))  # no code is run from it
         return _join(self._number, parts, placed, numbers)
 

@@ -42,7 +42,13 @@ define i64 @compute() {
 """
 SECOND = """
 @factor = constant double 2.0, align 8
-@factors = global ptr @factor
+@factors = global ptr null
+@llvm.global_ctors = appending global [1 x { i32, ptr, ptr }]
+  [{ i32, ptr, ptr } { i32 65535, ptr @start, ptr null }]
+define internal void @start() {
+  store ptr @factor, ptr @factors
+  ret void
+}
 define i64 @choose() {
   ret i64 2
 }
