@@ -8,11 +8,11 @@ bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.backends.kernels.isa import Isa, choose_features, choose_isa
 from pi2.model.blocks import Attention, list_attention
 from pi2.model.options import find_unknown as find_undeclared
 from pi2.model.options import read_options
@@ -54,6 +54,14 @@ class BlockSpec:
         """Read what `to_json` wrote."""
         values = json.loads(text)
         return cls(**{**values, "features": tuple(values["features"])})
+
+
+def describe_libraries(
+    names: Iterable[str], features: Set[str], architecture: str
+) -> list[BlockSpec]:
+    """Return the libraries of such a processor: they depend on nothing else of it."""
+    own = choose_features(features, architecture)
+    return [BlockSpec(library=name, architecture=architecture, features=own) for name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

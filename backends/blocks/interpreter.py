@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from pi2.backends.blocks.contract import FIELDS, BlockSpec, list_libraries
+from pi2.backends.blocks.contract import FIELDS, describe_libraries, list_libraries
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.protocol import ProgramRequest
@@ -52,10 +52,9 @@ class CompiledInterpreter:
         self, request: ProgramRequest, model: Model, formats: list[str], kv: KvType
     ) -> None:
         """Load kernels, compiled now unless they are cached."""
-        own, architecture = tuple(sorted(request.features)), request.architecture
         shared = list_libraries(model, kv)
         names = [*shared, *formats]
-        specs = [BlockSpec(library=name, architecture=architecture, features=own) for name in names]
+        specs = describe_libraries(names, request.features, request.architecture)
         self.lanes = specs[0].isa.lanes
         self._steps, *paths = load_or_compile_several(specs, request.progress)
         loaded = dict(zip(names[1:], map(_open_library, paths), strict=True))

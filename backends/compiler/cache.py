@@ -37,6 +37,8 @@ _SHARED = (
     *("model/attention.py", "model/states.py"),
 )
 """Modules of pi2 that say how long rows are in kernels, and how blocks of GGUF files are read."""
+READY = Path(pi2.__file__).parent / "backends" / "ready"
+"""Libraries that were compiled when pi2 was packed, if any."""
 _NO_TOOL = 3
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_BYTES = 8 << 20
@@ -76,8 +78,9 @@ def _hash_sources(folder: Path) -> bytes:
     for path in (*sources, *(home / name for name in _SHARED)):
         digest.update(path.name.encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    for package, module in (("apache_tvm", "tvm"), ("apache_tvm_ffi", "tvm_ffi")):
-        digest.update(_find_version(package, module).encode())
+    # All releases of one version of tvm_ffi call functions alike.
+    for package, module, parts in (("apache_tvm", "tvm", 9), ("apache_tvm_ffi", "tvm_ffi", 3)):
+        digest.update(".".join(_find_version(package, module).split(".")[:parts]).encode())
     return digest.digest()
 
 
@@ -110,6 +113,26 @@ def load_or_compile_several(specs: Sequence[Spec], progress: Progress) -> list[P
 
 
 def _load_or_compile(
+    specs: Sequence[Spec], progress: Progress, compiler: Compiler, triple: str | None
+) -> list[Path]:
+    ready = [None if triple else _find_ready(spec, compiler) for spec in specs]
+    rest = [spec for spec, path in zip(specs, ready, strict=True) if path is None]
+    made = iter(_keep_or_compile(rest, progress, compiler, triple) if rest else ())
+    return [path or next(made) for path in ready]
+
+
+def _find_ready(spec: Spec, compiler: Compiler) -> Path | None:
+    """The library that came with pi2, if one did (`tools/write_ready_kernels.py`)."""
+    names = _list_ready()
+    return _find_intact(READY, names, compute_key(spec), compiler.suffix) if names else None
+
+
+@cache
+def _list_ready() -> list[str]:
+    return sorted(os.listdir(READY)) if READY.exists() else []
+
+
+def _keep_or_compile(
     specs: Sequence[Spec], progress: Progress, compiler: Compiler, triple: str | None
 ) -> list[Path]:
     # What is for another machine, or for a GPU, is never loaded from the folder.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from pi2.backends.blocks.contract import BlockSpec, list_libraries
+from pi2.backends.blocks.contract import BlockSpec, describe_libraries, list_libraries
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.backends.kernels.spec import KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest, Executor
@@ -49,14 +49,11 @@ def list_specs(request: BuildRequest) -> list[KernelSpec | BlockSpec]:
 
 def list_programs(request: BuildRequest) -> list[BlockSpec]:
     """Return the libraries of instructions that everything but neurons is computed by."""
-    model, features = request.model, tuple(sorted(request.features))
+    model = request.model
     dense = (own for own in model.dense_tensors if takes_blocks(own.name))
     formats = {own.packing.joined for own in dense}
     names = [*list_libraries(model, request.kv_type), *sorted(formats)]
-    return [
-        BlockSpec(library=name, architecture=request.architecture, features=features)
-        for name in names
-    ]
+    return describe_libraries(names, request.features, request.architecture)
 
 
 __all__ = [

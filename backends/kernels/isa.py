@@ -169,6 +169,15 @@ ARCHITECTURES = ("x86-64", "aarch64")
 
 def choose_isa(features: Set[str], architecture: str) -> Isa:
     """Return the fastest schedule that ``features`` allow on ``architecture``."""
+    return _choose(features, architecture)[1]
+
+
+def choose_features(features: Set[str], architecture: str) -> tuple[str, ...]:
+    """Return the ones of ``features`` that this schedule needs, sorted: no others matter to it."""
+    return tuple(sorted(_choose(features, architecture)[0]))
+
+
+def _choose(features: Set[str], architecture: str) -> tuple[Set[str], Isa]:
     assert architecture in ARCHITECTURES, architecture
     table = _X86 if architecture == "x86-64" else _ARM
-    return next(isa for needed, isa in table if needed <= features)
+    return next(entry for entry in table if entry[0] <= features)

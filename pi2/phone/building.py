@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.backends.blocks.contract import BlockSpec, list_libraries
+from pi2.backends.blocks.contract import BlockSpec, describe_libraries, list_libraries
 from pi2.backends.blocks.room import GRIDS, make_tables, place_tables
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.cpu.backend import list_specs as list_cpu_specs
@@ -58,12 +58,8 @@ def list_block_specs(resolved: ResolvedPlan) -> list[BlockSpec]:
     unit, weights = resolved.device.units[resolved.sparse_unit], take_weights(resolved)
     assert unit.features is not None and unit.architecture is not None
     libraries = list_libraries(weights.model, resolved.plan.kv.type)
-    return [
-        BlockSpec(
-            library=name, architecture=unit.architecture, features=tuple(sorted(unit.features))
-        )
-        for name in (*libraries, *sorted({*list_formats(weights), "f32"}))
-    ]
+    names = (*libraries, *sorted({*list_formats(weights), "f32"}))
+    return describe_libraries(names, frozenset(unit.features), unit.architecture)
 
 
 def list_formats(weights: GgufWeights) -> set[str]:

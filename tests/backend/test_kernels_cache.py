@@ -192,6 +192,25 @@ def test_a_library_that_cannot_be_loaded_is_a_finding(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
+def test_libraries_that_came_with_pi2_or_from_another_machine_are_used(
+    spec: KernelSpec, folder: Path, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    """Copied next to pi2, or into another cache; a damaged one is compiled in the cache."""
+    (kept,) = (folder / "kernels").glob(f"{cache.compute_key(spec)}-*.so")
+    ready, copied = tmp_path / "ready", tmp_path / "copied"
+    for place in (ready, copied / "kernels"):
+        place.mkdir(parents=True)
+        for path in (kept, find_signatures(kept)):
+            (place / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setenv("PI2_CACHE_DIR", str(copied))
+    assert cache.load_or_compile(spec, forbid_compiling) == copied / "kernels" / kept.name
+    monkeypatch.setattr(cache, "READY", ready)
+    monkeypatch.setattr(cache, "_list_ready", lambda: os.listdir(ready))
+    assert cache.load_or_compile(spec, forbid_compiling) == ready / kept.name
+    (ready / kept.name).write_bytes(b"damaged")
+    assert cache.load_or_compile(spec, forbid_compiling) == copied / "kernels" / kept.name
+
+
 def test_kernels_need_no_program_of_the_machine(
     spec: KernelSpec, monkeypatch: Patch, tmp_path: Path
 ) -> None:
