@@ -111,7 +111,15 @@ _NO_HOME = Path("/nonexistent")
 _NO_CODE = getattr(os, "ST_NOEXEC", 0)
 
 Kept = Literal[
-    "downloads", "kernels", "profiles", "history", "peers", "prefixes", "tokenizers", "checked"
+    "downloads",
+    "kernels",
+    "profiles",
+    "history",
+    "peers",
+    "prefixes",
+    "tokenizers",
+    "checked",
+    "found",
 ]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pi2.caches import is_gguf
 from pi2.diagnostics import UserError
+from pi2.found_models import find_found, list_found
 from pi2.model_folders import FILE, convert_once
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import list_shipped
@@ -60,7 +61,8 @@ def find_plan(
 
 
 def list_names() -> list[str]:
-    return [*(model.name for model in list_models()), *list_shipped("plan")]
+    found = [model.name for model in list_found()]
+    return [*(model.name for model in list_models()), *found, *list_shipped("plan")]
 
 
 def _find_plan(path: Path) -> Path | None:
@@ -70,7 +72,7 @@ def _find_plan(path: Path) -> Path | None:
     if path.exists() and not path.is_dir():
         return None
     name = str(path)
-    if name.startswith(HUB):
+    if name.startswith(HUB) and find_found(name) is None:
         pulled = find_pulled(name)
         if pulled is None:
             raise UserError.of(
@@ -79,6 +81,8 @@ def _find_plan(path: Path) -> Path | None:
                 help=f"fetch it: `pi2 pull {name}`",
             )
         return pulled.plan
+    if (found := find_found(name)) is not None:
+        return found.plan
     model = find_model(name)
     return list_shipped("plan").get(name) if model is None else model.plan
 

@@ -174,6 +174,7 @@ KINDS: dict[str, str] = {
     "prefixes": "KV cache of prompts; computed again",
     "tokenizers": "facts about tokenizers; found again",
     "checked": "GGUF files whose scales are finite; checked again",
+    "found": "plans of models that other programs fetched; written again",
     "downloads": "pulls that are not finished; fetched again",
     "profiles": "devices that were fetched; `pi2 profile add` fetches them again",
     CONVERTED: "models that `pi2 run FILE` has converted; converted again",

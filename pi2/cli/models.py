@@ -23,10 +23,20 @@ if TYPE_CHECKING:
 
 
 @click.command("list")
-def list_command() -> None:
-    """List pulled models, and models converted to be run: name, size and origin."""
+@click.option("--found", is_flag=True, help="List GGUF files that other programs fetched instead.")
+def list_command(found: bool) -> None:
+    """List pulled models, and models converted to be run: name, size and origin.
+
+    With --found, models of ollama, LM Studio, llama.cpp and the hub's cache: every command takes
+    their names, and nothing is copied."""
     from pi2.pulled_models import LocalSource, list_models
 
+    if found:
+        from pi2.found_models import list_found
+
+        for other in list_found():
+            click.echo(f"{other.name:60}  {other.size_bytes / MIB:10,.1f} MiB  {other.file}")
+        return
     models = list_models()
     if not models:
         click.echo(

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from pi2.cli.commands import ProgressBar
+from pi2.found_models import find_found
 from pi2.loading import find_plan, find_pulled, is_checkpoint
 from pi2.model_folders import convert_once
 from pi2.plan.toml.source import KINDS, Kind
@@ -47,7 +48,8 @@ def find_retokenized(
 
 def _find(path: Path, kinds: Sequence[Kind], files: FileFiller | None = None) -> Path:
     name = str(path)
-    if name.startswith(HUB) and _is_terminal() and find_pulled(name) is None:
+    is_missing = name.startswith(HUB) and find_pulled(name) is None and find_found(name) is None
+    if is_missing and _is_terminal():
         from pi2.model_folders import fetch_model
 
         question = f"{name} is not on this machine: fetch and convert it?"

@@ -15,6 +15,7 @@ from pi2.cli.commands import Subcommands
 from pi2.cli.options import (
     COUNT,
     FORCE,
+    ChosenPlan,
     check_output,
     make_folder,
     option,
@@ -25,6 +26,7 @@ from pi2.cli.options import (
     suggest_devices,
     suggest_models,
     take_options,
+    take_plan,
     write_checked,
 )
 from pi2.diagnostics import UserError
@@ -91,6 +93,8 @@ class NewPlanOptions(OutputOptions):
     """Context length in tokens, prompt and answer together."""
     store: str | None = None
     """Folder of the neuron store.  [default: stores/MODEL]"""
+    modelfile: Path | None = option(metavar="FILE")
+    """Make the plan of ollama's Modelfile FILE instead."""
 
 
 @new_command.command("plan")
@@ -100,6 +104,9 @@ def new_plan(given: NewPlanOptions) -> None:
     from pi2.authoring.drafting import Wish, draft_plan
     from pi2.plan.documents.quantities import parse_size
 
+    if given.modelfile is not None:
+        _convert_modelfile(given.modelfile, given)
+        return
     devices, models = _list_shipped("device"), _list_shipped("model")
     device = _ask("--device", given.device, "Device", default="host", known=devices)
     model = _ask("--model", given.model, "Model", default="pi2-demo", known=models)
@@ -116,6 +123,42 @@ def new_plan(given: NewPlanOptions) -> None:
         name=f"{network.name or network.id} on {machine.name or machine.id}"[:120],
     )
     _write(path, draft_plan(wish, machine, network))
+
+
+def _convert_modelfile(file: Path, given: NewPlanOptions) -> None:
+    from pi2.cli.run import read_text
+    from pi2.found_models import OLLAMA, find_found
+    from pi2.modelfiles import Modelfile
+
+    found = Modelfile.parse(read_text(file), str(file))
+    path = given.choose(file.resolve().parent.name, "plan")
+    weights = file.parent / found.weights
+    if not weights.is_file():
+        other = find_found(f"{OLLAMA}{found.weights}")
+        assert other is not None, "the name has a prefix"
+        weights = other.file
+    text, left = found.write_plan(os.path.relpath(weights, path.parent))
+    for item in left:
+        click.echo(f"note: {item}: left out", err=True)
+    _write(path, text)
+
+
+@new_command.command("modelfile")
+@take_plan()
+def new_modelfile(plan: ChosenPlan) -> None:
+    """Print a Modelfile with which ollama runs the GGUF file of PLAN."""
+    from pi2.modelfiles import write_modelfile
+
+    click.echo(write_modelfile(plan.resolved), nl=False)
+
+
+@new_command.command("llama-swap")
+@take_plan()
+def new_llama_swap(plan: ChosenPlan) -> None:
+    """Print the entry of llama-swap's config.yaml that serves PLAN."""
+    from pi2.modelfiles import write_llama_swap
+
+    click.echo(write_llama_swap(plan.resolved, plan.path.name.split(".")[0]), nl=False)
 
 
 @dataclass(frozen=True, kw_only=True)

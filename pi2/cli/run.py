@@ -209,6 +209,8 @@ class RunOptions(SamplingOptions, PromptOptions):
         usual = {} if self.chat is None else model.chat_sampling
         if self.ignore_eos:
             usual |= {"end_repeats": False}
+        if self.chat is not None:
+            own["stop"] = (*self.stop, *model.plan.plan.chat.stop)
         return {**usual, **self.sampling, **own}
 
 

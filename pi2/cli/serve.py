@@ -26,6 +26,7 @@ from pi2.cli.options import (
     take_plan,
 )
 from pi2.diagnostics import UserError
+from pi2.found_models import OLLAMA
 from pi2.model_folders import find_title
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.toml.source import parse_assignments
@@ -408,6 +409,8 @@ def list_plans(
         name = show_path(Path(find_title(path))).removesuffix(".toml").removesuffix(".plan")
         if name in ("default", "plan"):
             name = path.resolve().parent.name
+        if str(given).startswith(OLLAMA):
+            name = str(given).removeprefix(OLLAMA)
         if name in found:
             raise UserError.of(
                 "P682",

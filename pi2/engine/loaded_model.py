@@ -40,6 +40,7 @@ from pi2.engine.text import (
     ChatTemplate,
     Message,
     TokenDecoder,
+    list_chat_tokens,
     make_staying_child,
     read_chat_template,
 )
@@ -261,6 +262,9 @@ class LoadedModel:
         P609 if the model has none.  A dry run has none either: the contents are joined."""
         if self.is_dry:
             return "\n".join(str(message.get("content", "")) for message in messages)
+        system = self.plan.plan.chat.system
+        if system is not None and all(message.get("role") != "system" for message in messages):
+            messages = [{"role": "system", "content": system}, *messages]
         found = self.read_chat_template(template)
         shaped = self._shaped_templates.setdefault(found.source, ShapedTemplate(found.source))
         return shaped.render(
@@ -279,6 +283,10 @@ class LoadedModel:
         broken, P609 if there is none."""
         file = None if self.plan.file is None else self.plan.file.path
         settings = self.plan.model.tokenizer
+        stated = self.plan.plan.chat.template
+        if stated is not None and name is None:
+            tokens = list_chat_tokens(self.text_folder, self.coder, settings)
+            return ChatTemplate(self.plan.path, stated, tokens)
         return read_chat_template(self.text_folder, self.coder, settings, name, file)
 
     def encode_chat(
@@ -464,6 +472,8 @@ class LoadedModel:
         given = {name: value for name, value in options.items() if value is not None}
         if given.get("ignore_eos"):
             given.setdefault("end_repeats", False)
+        stop = given.get("stop", ())
+        given["stop"] = [*([stop] if isinstance(stop, str) else stop), *self.plan.plan.chat.stop]
         most = self.plan.plan.kv.context if max_tokens is None else max_tokens
         return replace(
             self._make_request(prompt_ids, max_tokens=most, **{**self.chat_sampling, **given}),

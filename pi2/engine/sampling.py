@@ -58,8 +58,8 @@ class SamplingOptions:
     penalty_window: int = -1
     """The last tokens to which penalties look back; 0 turns them off, -1 is all."""
     dry_multiplier: float = 0.0
-    """DRY: what is subtracted from a token that would lengthen a repeated sequence is this, times
-    ``dry_base`` for each token beyond ``dry_allowed_length``; 0 turns it off."""
+    """DRY: a token that would lengthen a repeated sequence loses this, times ``dry_base`` for each
+    token of it beyond ``dry_allowed_length``; 0 turns it off."""
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1

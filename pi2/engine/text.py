@@ -113,11 +113,7 @@ def read_chat_template(
     does not state. Raises `UserError` P608 if a file is broken, P609 if there is no such
     template."""
     config = _read_config(folder / TOKENIZER_CONFIG)
-    tokens = _list_special_tokens(config)
-    for key, token in (("bos_token", settings.bos), ("eos_token", next(iter(settings.eos), None))):
-        text = None if token is None or key in config else tokenizer.id_to_token(token)
-        if text is not None:
-            tokens.setdefault(key, text)
+    tokens = list_chat_tokens(folder, tokenizer, settings)
     file = folder / CHAT_TEMPLATE
     templates: dict[str, str] = {}
     stated = config.get("chat_template")
@@ -159,6 +155,17 @@ def read_chat_template(
             ),
         )
     return ChatTemplate(file, templates[wanted], tokens)
+
+
+def list_chat_tokens(folder: Path, tokenizer: Coder, settings: TokenizerSettings) -> dict[str, str]:
+    """Texts of special tokens that a chat template may name; UserError P608."""
+    config = _read_config(folder / TOKENIZER_CONFIG)
+    tokens = _list_special_tokens(config)
+    for key, token in (("bos_token", settings.bos), ("eos_token", next(iter(settings.eos), None))):
+        text = None if token is None or key in config else tokenizer.id_to_token(token)
+        if text is not None:
+            tokens.setdefault(key, text)
+    return tokens
 
 
 def _read_text(file: Path) -> str | None:

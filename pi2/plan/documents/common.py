@@ -190,7 +190,8 @@ class Sampling(Table):
     dry_penalty_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1, examples=[512])] = -1
     """Number of last tokens in which DRY looks for repeated sequences; -1 for all."""
     dry_sequence_breakers: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=40)], ...], Field(max_length=64)
+        tuple[Annotated[str, Field(min_length=1, max_length=40)], ...],
+        Field(max_length=64, examples=[["\n"]]),
     ] = ("\n", ":", '"', "*")
     """Texts at which a sequence begins anew for DRY: a token that has one ends it."""
     end_repeats: Annotated[bool, Field(examples=[False])] | None = None
@@ -203,7 +204,12 @@ class Sampling(Table):
 _FIRST = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 CHAT = Sampling.model_construct(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, end_repeats=True)
 """How answers of chats and servers are drawn where neither plan nor model says it."""
-_LATER = Sampling.default().model_dump(mode="json", exclude=_FIRST)
+_LATER: dict[str, dict[str, Any]] = {
+    "sampling": Sampling.default().model_dump(mode="json", exclude=_FIRST),
+    "serve": {"idle": None, "pin": False, "load": "room"},
+    "chat": {"system": None, "template": None, "stop": []},
+}
+"""Keys that plans had no value for at first, with their defaults."""
 
 
 def choose_chat_sampling(plan: Sampling, model: Sampling | None) -> dict[str, tuple[Any, str]]:
@@ -244,11 +250,13 @@ def dump_plain(document: BaseModel) -> dict[str, Any]:
         # Devices without it have the digests that they had before there was such a key.
         if unit.get("emulated") is None:
             unit.pop("emulated", None)
-    # The same holds for plans that state none of the later keys of ``sampling``.
-    sampling = values.get("sampling") or {}
-    for key in _LATER:
-        if key in sampling and sampling[key] == _LATER[key]:
-            del sampling[key]
+    # The same holds for plans that state none of the later keys.
+    for table, later in _LATER.items():
+        own = values.get(table) or {}
+        for key in [key for key in own if key in later and own[key] == later[key]]:
+            del own[key]
+    if not values.get("chat"):
+        values.pop("chat", None)
     formats = values.get("quantization", {})
     if formats.get("gate_up") is None:
         formats.pop("gate_up", None)

@@ -14,7 +14,7 @@ from pi2.plan.documents.plan_units import (
     Threads,
     UnitSettings,
 )
-from pi2.plan.documents.quantities import Bytes, MemoryBytes, TokensPerSecond
+from pi2.plan.documents.quantities import Bytes, LongSeconds, MemoryBytes, TokensPerSecond
 
 
 class Segments(Table):
@@ -242,8 +242,25 @@ class Decode(Table):
         return max(self.batch, 1 + drafts)
 
 
+class Chat(Table):
+    """Conversations: `pi2 run --chat`, `pi2 chat` and `pi2 serve`."""
+
+    system: Annotated[str, Field(max_length=1 << 16, examples=["Answer briefly."])] | None = None
+    """System message of conversations that have none."""
+    template: (
+        Annotated[str, Field(max_length=1 << 20, examples=["{{ messages[-1].content }}"])] | None
+    ) = None
+    """Chat template in Jinja that replaces the model's."""
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=200)], ...],
+        Field(examples=[["<|im_end|>"]]),
+    ] = ()
+    """Texts that end an answer."""
+
+
 class Serve(Table):
-    """How `pi2 serve` and `pi2 chat` go on from prompts that were read before."""
+    """How `pi2 serve` and `pi2 chat` go on from prompts that were read before, and how long a
+    server keeps a model."""
 
     prefixes: Literal["answers", "prompts", "none"] = "answers"
     """Cached prefixes that a new prompt may reuse. ``prompts``: whole chunks of prompts, bit-equal
@@ -254,6 +271,14 @@ class Serve(Table):
     """Maximum bytes of files with KV caches of prompts, which outlive the server; the least
     recently used go first. Absent keeps them in ``memory.segments.kv`` only, until another sequence
     needs the room."""
+    idle: Annotated[LongSeconds, Field(examples=["10 min"])] | None = None
+    """Time without a request after which the server unloads the model; the next request loads it
+    again. Absent keeps it until another model needs the memory."""
+    pin: bool = False
+    """Whether the model stays: it makes no room for others, and ``idle`` does not count."""
+    load: Literal["room", "start", "request"] = "room"
+    """When a server loads the model: ``start`` at its start, ``request`` at the first request;
+    ``room`` at the start if the memory has room for it."""
 
 
 class Pipeline(Table):
@@ -329,8 +354,10 @@ class Plan(Document):
     """Sparsity of models whose neurons are never zero."""
     sampling: Sampling = Sampling.default()
     """How tokens are drawn."""
+    chat: Chat = Chat.default()
+    """Conversations."""
     serve: Serve = Serve.default()
-    """Prompts that were read before."""
+    """Prompts that were read before, and how long a server keeps the model."""
     pipeline: Pipeline = Pipeline.default()
     """Order of reading and computing."""
     kv: Kv

@@ -27,6 +27,7 @@ SECOND_UNITS: Mapping[str, Fraction] = {
     "ms": Fraction(1, 10**3),
     "s": Fraction(1),
 }
+LONG_UNITS: Mapping[str, int] = {"s": 1, "min": 60, "h": 3600}
 TOKEN_UNITS: Mapping[str, int] = {"tok/s": 1}
 WATT_UNITS: Mapping[str, Fraction] = {"mW": Fraction(1, 1000), "W": Fraction(1)}
 
@@ -304,6 +305,14 @@ Seconds = Annotated[
     _schema(SECOND_UNITS, ["120 us"]),
 ]
 """A duration in seconds, written ``"120 us"``."""
+
+LongSeconds = Annotated[
+    float,
+    _validator(LONG_UNITS, float),
+    PlainSerializer(lambda value: format_quantity(value, LONG_UNITS), return_type=str),
+    _schema(LONG_UNITS, ["30 s", "10 min"]),
+]
+"""A time in seconds that people wait, written ``"10 min"``."""
 
 TokensPerSecond = Annotated[
     float,
