@@ -27,9 +27,9 @@ def find_plan_path(path: Path, *, files: FileFiller | None = None) -> Path:
     return found
 
 
-def find_document_path(path: Path) -> Path:
+def find_document_path(path: Path, *, files: FileFiller | None = None) -> Path:
     """The plan, device or model that ``path`` names; a folder stays one."""
-    return _find(path, KINDS)
+    return _find(path, KINDS, files)
 
 
 def find_retokenized(

@@ -239,11 +239,26 @@ def take_options(kind: type[Options]) -> Callable[[Command], Command]:
 
 
 def _make_options(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
-    hints, texts = get_type_hints(kind), read_texts(kind)
-    return [
-        (item.name, _make_option(item, hints[item.name], texts.get(item.name)))
-        for item in fields(kind)
-    ]
+    texts = functools.cache(partial(read_texts, kind))
+    hints, described = get_type_hints(kind), partial(_DescribedOption, read=texts)
+    return [(item.name, _make_option(item, hints[item.name], described)) for item in fields(kind)]
+
+
+class _DescribedOption(click.Option):
+    """An option whose help stands in the source of a dataclass, and is read when it is shown."""
+
+    def __init__(self, *names: Any, read: Callable[[], Mapping[str, str]], **settings: Any) -> None:
+        self._read = read
+        super().__init__(*names, **settings)
+
+    @property
+    def help(self) -> str | None:
+        assert self.name is not None
+        return self._help or self._read().get(self.name)
+
+    @help.setter
+    def help(self, text: str | None) -> None:
+        self._help = text
 
 
 def read_texts(kind: type[Any]) -> dict[str, str]:
@@ -258,7 +273,9 @@ def read_texts(kind: type[Any]) -> dict[str, str]:
     return found
 
 
-def _make_option(item: Field[Any], hint: Any, text: str | None) -> Callable[[Any], Any]:
+def _make_option(
+    item: Field[Any], hint: Any, described: Callable[..., click.Option]
+) -> Callable[[Any], Any]:
     names = item.metadata.get("names") or (f"--{item.name.replace('_', '-')}",)
     settings = dict(item.metadata.get("settings", {}))
     if item.default is not MISSING:
@@ -276,7 +293,7 @@ def _make_option(item: Field[Any], hint: Any, text: str | None) -> Callable[[Any
             settings.setdefault("type", click.Path(path_type=Path) if kind is Path else kind)
     if settings.get("default") not in (None, ()) and kind is not bool:
         settings.setdefault("show_default", True)
-    return click.option(*names, item.name, **{"help": text, **settings})
+    return click.option(*names, item.name, cls=described, **settings)  # type: ignore[arg-type]
 
 
 MIB = 1024 * 1024

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pi2.authoring.explanation import Explanation
     from pi2.diagnostics.texts import Page
     from pi2.fitting.check import Report
+    from pi2.weights.file_reading import FileFiller
 
 
 COLUMNS = 88
@@ -282,14 +283,14 @@ def _check_files(
     from pi2.fitting.inspection import Reuse
     from pi2.plan.reading.references import list_documents
     from pi2.plan.toml.source import display_path
-    from pi2.weights.file_reading import check_document
+    from pi2.weights.file_reading import FileFiller, check_document
 
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
-    reuse = Reuse()
-    paths = list_documents(_find_paths(files, found))
+    reuse, opened = Reuse(), FileFiller()
+    paths = list_documents(_find_paths(files, found, opened))
     for path in paths:
-        report = check_document(path, locked=locked, reuse=reuse)
+        report = check_document(path, locked=locked, reuse=reuse, opened=opened)
         found.update(
             dict.fromkeys([*report.diagnostics, *_check_weights(report), *_check_speed(report)])
         )
@@ -336,11 +337,13 @@ def _print(
         sys.stdout.flush()
 
 
-def _find_paths(files: Sequence[Path], found: dict[Diagnostic, None]) -> Iterator[Path]:
+def _find_paths(
+    files: Sequence[Path], found: dict[Diagnostic, None], opened: FileFiller
+) -> Iterator[Path]:
     """The files that names mean; a name that nothing has is ``found``."""
     for file in files:
         try:
-            yield find_document_path(file)
+            yield find_document_path(file, files=opened)
         except UserError as error:
             found.update(dict.fromkeys(error.diagnostics))
 

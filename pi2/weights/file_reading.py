@@ -169,14 +169,16 @@ def find_kind(path: Path) -> Kind | None:
     return detect_kind(path.name) or ("plan" if is_gguf(path) else None)
 
 
-def check_document(path: Path, *, locked: bool = False, **given: Any) -> Report:
+def check_document(
+    path: Path, *, locked: bool = False, opened: FileFiller | None = None, **given: Any
+) -> Report:
     """Check a document as `pi2.fitting.check.check_file`; a GGUF file counts as its plan.
     ``locked`` refuses references whose source here differs from the lock."""
     from pi2.fitting.check import check_file, check_plan
     from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
 
-    bare, fill = describe_bare(path), FileFiller()
+    bare, fill = describe_bare(path), opened or FileFiller()
     resolver = LockedReferences(path.parent, locked=locked)
     given = {"name": display_path(path), "resolver": resolver, **given}
     if bare is None:
