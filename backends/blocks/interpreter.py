@@ -5,9 +5,8 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import os
-import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 from pi2.backends.blocks.contract import FIELDS, describe_libraries, list_libraries
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
+from pi2.backends.compiler.runtime import find_address, open_copy
 from pi2.backends.protocol import ProgramRequest
 from pi2.logging import get_logger
 from pi2.plan.documents.model import Model
@@ -46,7 +46,7 @@ Interpret = Callable[[Model, list[str], KvType], Interpreter]
 
 
 class CompiledInterpreter:
-    """Kernels of a model and of formats, on workers of a library of its own."""
+    """Kernels of a model and of formats, on workers of its own."""
 
     def __init__(
         self, request: ProgramRequest, model: Model, formats: list[str], kv: KvType
@@ -56,52 +56,68 @@ class CompiledInterpreter:
         names = [*shared, *formats]
         specs = describe_libraries(names, request.features, request.architecture)
         self.lanes = specs[0].isa.lanes
-        self._steps, *paths = load_or_compile_several(specs, request.progress)
+        steps, *paths = load_or_compile_several(specs, request.progress)
         loaded = dict(zip(names[1:], map(_open_library, paths), strict=True))
         self._shared = [loaded[name] for name in shared[1:]]
         self._formats = {name: loaded[name] for name in formats}
         self.find = cache(self._find)
-        self._count, self._cores = request.threads, request.cores
-        self._library: ctypes.CDLL | None = None
-        self._workers: list[threading.Thread] = []
+        self.workers = Workers(steps, request.threads, request.cores)
 
     def _find(self, kernel: str, own: str | None = None) -> int:
         assert kernel in FIELDS
         libraries = self._shared if own is None else [self._formats[own]]
         function = next(getattr(item, kernel) for item in libraries if hasattr(item, kernel))
-        address = ctypes.cast(function, ctypes.c_void_p).value
-        assert address is not None
-        return address
+        return find_address(function)
 
-    def _start(self) -> ctypes.CDLL:
-        library = _open_copy(self._steps)
-        self._run = library.pi2_blocks_run
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
-        self._run.restype = None
+    def run(self, program: int, begin: int, end: int, most: int) -> None:
+        """See `Interpreter`."""
+        self.workers.open().pi2_blocks_run(program, begin, end, most)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.workers.close()
+
+
+class Workers:
+    """Threads that run a program's instructions, and a library of their own."""
+
+    def __init__(self, steps: Path, count: int, cores: Sequence[int] = ()) -> None:
+        """``count`` threads, the caller's included, are bound to ``cores``."""
+        self._steps, self._count, self._cores = steps, count, cores
+        self._library: ctypes.CDLL | None = None
+        self._threads: list[threading.Thread] = []
+
+    def open(self) -> ctypes.CDLL:
+        """Return the library; its first use starts the threads."""
+        if self._library is not None:
+            return self._library
+        self._library = library = open_copy(self._steps, _open_library)
+        library.pi2_blocks_run.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
+        ]
+        library.pi2_blocks_run.restype = None
         since = library.pi2_blocks_start(self._count, _PATIENCE)
         for index in range(1, self._count):
             core = self._cores[index] if index < len(self._cores) else None
             own = (library, index, since, core)
-            self._workers.append(threading.Thread(target=_work, args=own, daemon=True))
-            self._workers[-1].start()
+            self._threads.append(threading.Thread(target=_work, args=own, daemon=True))
+            self._threads[-1].start()
         return library
 
-    def run(self, program: int, begin: int, end: int, most: int) -> None:
-        """See `Interpreter`."""
-        if self._library is None:
-            self._library = self._start()
-        self._run(program, begin, end, most)
+    def find_launcher(self) -> int:
+        """Return the address of what computes parallel loops of other libraries until `close`."""
+        return find_address(self.open().pi2_blocks_launch)
 
     def close(self) -> None:
-        """End the workers, and give the library's memory and disk space back."""
+        """End the threads, and give the library's memory and disk space back."""
         if self._library is None:
             return
-        if self._workers:
+        if self._threads:
             self._library.pi2_blocks_stop()
-            for worker in self._workers:
-                worker.join()
+            for thread in self._threads:
+                thread.join()
         _ctypes.dlclose(self._library._handle)
-        self._library, self._workers = None, []
+        self._library, self._threads = None, []
 
 
 def _work(library: ctypes.CDLL, index: int, since: int, core: int | None) -> None:
@@ -119,17 +135,3 @@ def _open_library(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise refuse_library(path, error) from None
-
-
-def _open_copy(library: Path) -> ctypes.CDLL:
-    """Open a copy of ``library``, with counters of threads of its own; `UserError` P655."""
-    content = library.read_bytes()
-    for folder in (library.parent, None):
-        try:
-            with tempfile.NamedTemporaryFile(dir=folder, suffix=".so") as own:
-                own.write(content)
-                own.flush()
-                return _open_library(Path(own.name))
-        except OSError as error:
-            problem = error
-    raise refuse_library(library, problem)

@@ -58,9 +58,9 @@ class BlockModel:
         kv: KvType = "fp16",
     ) -> None:
         self._model = model
-        self._interpreter = interpret(model, list_formats(model, find), kv)
+        self.interpreter = interpret(model, list_formats(model, find), kv)
         context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
-        self._lanes = self._interpreter.lanes
+        self._lanes = self.interpreter.lanes
         self._cache = KvCache(model, context, sequences, allocate, kv)
         self._states = StateMemory(model, sequences, allocate)
         rows = max(LOGIT_ROWS, step_tokens)
@@ -68,7 +68,7 @@ class BlockModel:
         self._builder = builder = Builder(
             model,
             find,
-            self._interpreter,
+            self.interpreter,
             self._cache,
             tokens=tokens,
             step_tokens=step_tokens,
@@ -266,12 +266,12 @@ class BlockModel:
     def run(self, begin: int, end: int) -> None:
         """Compute instructions ``begin`` to ``end``."""
         if self._note is None:
-            self._interpreter.run(self._program.address, begin, end, self.most_threads)
+            self.interpreter.run(self._program.address, begin, end, self.most_threads)
             return
         for number in range(begin, end):
             own = self._program.instructions[number]
             start_s = time.perf_counter()
-            self._interpreter.run(self._program.address, number, number + 1, self.most_threads)
+            self.interpreter.run(self._program.address, number, number + 1, self.most_threads)
             self._note(own.label, own.layer, start_s, time.perf_counter())
 
     def set_tensor(self, number: int, address: int) -> None:
@@ -314,7 +314,7 @@ class BlockModel:
 
     def close(self) -> None:
         """End the threads.  Never fails, and may be called twice."""
-        self._interpreter.close()
+        self.interpreter.close()
 
 
 def list_formats(model: Model, find: FindWeight) -> list[str]:

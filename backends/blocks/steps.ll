@@ -7,9 +7,12 @@
 ; wait, before the others go on.
 ; Worker threads are made by whoever loads the library: each calls `pi2_blocks_work`, which returns
 ; after `pi2_blocks_stop`.  One run has the workers at a time; another one meanwhile computes alone.
-; Threads that wait look SPINS times, then sleep (futex of Linux).
+; Threads that wait look SPINS times, then sleep (futex of Linux).  They also compute the parallel
+; loops of libraries that TVM has compiled, which call `pi2_blocks_launch`.
 
 %instruction = type { ptr, ptr, i64, i64, i64, i64, i64, i64 }
+%env = type { ptr, i32 }                ; TVMParallelGroupEnv: sync handle, tasks
+%loop = type { %env, ptr, ptr, i32 }    ; a parallel loop: function, its data, status
 
 @generation = internal global i32 0, align 64  ; counts runs
 @sleepers = internal global i32 0, align 64    ; workers that sleep, or are about to
@@ -314,4 +317,46 @@ define void @pi2_blocks_stop() {
   %before = atomicrmw add ptr @generation, i32 1 seq_cst
   call void @wake_all(ptr @generation)
   ret void
+}
+
+; The kernel of a parallel loop: items are tasks.
+define internal void @do_tasks(ptr %loop, i64 %first, i64 %end, i64 %thread) {
+entry:
+  %function_at = getelementptr inbounds %loop, ptr %loop, i64 0, i32 1
+  %function = load ptr, ptr %function_at
+  %data_at = getelementptr inbounds %loop, ptr %loop, i64 0, i32 2
+  %data = load ptr, ptr %data_at
+  %status_at = getelementptr inbounds %loop, ptr %loop, i64 0, i32 3
+  br label %compute
+
+compute:
+  %task = phi i64 [ %first, %entry ], [ %next, %compute ]
+  %number = trunc i64 %task to i32
+  %status = call i32 %function(i32 %number, ptr %loop, ptr %data)
+  %before = atomicrmw or ptr %status_at, i32 %status monotonic
+  %next = add i64 %task, 1
+  %more = icmp slt i64 %next, %end
+  br i1 %more, label %compute, label %done
+
+done:
+  ret void
+}
+
+; Compute a parallel loop, a task for each thread; what `__TVMBackendParallelLaunch` points to.
+define i32 @pi2_blocks_launch(ptr %function, ptr %data, i32 %tasks) {
+  %loop = alloca %loop, align 64
+  %count = load i32, ptr @count
+  %items = zext i32 %count to i64
+  %a = insertvalue %loop zeroinitializer, i32 %count, 0, 1
+  %b = insertvalue %loop %a, ptr %function, 1
+  %c = insertvalue %loop %b, ptr %data, 2
+  store %loop %c, ptr %loop
+  %code = alloca %instruction, align 64
+  %d = insertvalue %instruction { ptr @do_tasks, ptr null, i64 0, i64 1, i64 0, i64 0, i64 0, i64 0 }, ptr %loop, 1
+  %e = insertvalue %instruction %d, i64 %items, 2
+  store %instruction %e, ptr %code
+  call void @pi2_blocks_run(ptr %code, i64 0, i64 1, i32 %count)
+  %status_at = getelementptr inbounds %loop, ptr %loop, i64 0, i32 3
+  %status = load i32, ptr %status_at
+  ret i32 %status
 }

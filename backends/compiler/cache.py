@@ -64,7 +64,7 @@ def compute_key(spec: Spec, triple: str | None = None) -> str:
     digest.update(spec.to_json().encode())
     if triple is not None:
         digest.update(triple.encode())
-        digest.update(hashlib.sha256((Path(__file__).parent / "threads.ll").read_bytes()).digest())
+        digest.update(hashlib.sha256((Path(__file__).parent / "messages.ll").read_bytes()).digest())
     return digest.hexdigest()[:_DIGITS]
 
 

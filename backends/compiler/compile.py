@@ -45,10 +45,10 @@ def aim(target: tvm.target.Target, triple: str) -> tvm.target.Target:
     return tvm.target.Target(options)
 
 
-def compile_threads(triple: str, folder: Path) -> Path:
-    """Write the object file of ``threads.ll`` into ``folder``."""
-    code = Path(__file__).with_name("threads.ll").read_text()
-    return compile_text(code, triple, folder / "threads.o")
+def compile_messages(triple: str, folder: Path) -> Path:
+    """Write the object file of ``messages.ll`` into ``folder``."""
+    code = Path(__file__).with_name("messages.ll").read_text()
+    return compile_text(code, triple, folder / "messages.o")
 
 
 def compile_text(text: str, triple: str, output: Path) -> Path:
@@ -172,7 +172,7 @@ def compile_library(
             signatures[name] = _compile_function(name, emit, target, files[-1])
             report(f"compiled {name}", len(files) / (len(functions) + 1))
         if triple is not None:
-            files.append(compile_threads(triple, Path(folder)))
+            files.append(compile_messages(triple, Path(folder)))
         is_android = triple is not None and triple.endswith("android")
         wanted = link_objects(files, output, needed="libc.so" if is_android else None)
         # What a phone's C library may lack is found here, not on the phone.

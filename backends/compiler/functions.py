@@ -1,14 +1,11 @@
 """Compiled functions as tvm_ffi calls them, without the compiler; bundles have
 `pi2.phone.replacements.functions` instead."""
 
-import ctypes
 import importlib
 import importlib.util
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,13 +15,6 @@ import numpy.typing as npt
 from pi2.backends.compiler.signature import Parameter
 from pi2.caches import VARIABLE
 from pi2.diagnostics import UserError
-
-_ANY_CORE, _ONE_CORE_EACH = 1, -2
-"""Affinity modes of TVM's thread pool."""
-_SPIN_COUNT = "2000"
-"""Spins of an idle thread before it sleeps: TVM's 300,000 keep a core from reading flash (2.8
-instead of 4.0 tokens/s of a 7B)."""
-
 
 _OF_NO_USE = frozenset({"torch", "ml_dtypes"})
 """Libraries that tvm_ffi imports wherever they are installed, for tensors that pi2 never passes:
@@ -71,38 +61,6 @@ def find_runtime_library() -> Path | None:
     return path if path.exists() else None
 
 
-def _start_threads(count: int, cores: Sequence[int]) -> None:
-    """Let functions of libraries that are loaded from now on run on ``count`` threads."""
-    # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
-    os.environ["TVM_NUM_THREADS"] = str(count)
-    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
-    # The runtime library needs one that comes with tvm_ffi, and finds it where it is loaded.
-    ffi = import_ffi()
-    runtime = find_runtime_library()
-    assert runtime is not None, "find_obstacles says so first"
-    # Functions look the pool's up among the global symbols.
-    ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    # Another executor of this process may have started the pool with another number.
-    configure = ffi.get_global_func("runtime.config_threadpool")
-    with _keep_cores():
-        if cores:
-            configure(_ONE_CORE_EACH, count, [str(core) for core in cores])
-        else:
-            configure(_ANY_CORE, count)
-
-
-@contextmanager
-def _keep_cores() -> Iterator[None]:
-    """Give the calling thread its cores back: TVM binds it to as many as the pool has threads."""
-    try:
-        free = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    except OSError:  # a sandbox that forbids the question
-        free = None
-    yield
-    if free is not None:
-        os.sched_setaffinity(0, free)
-
-
 def refuse_library(path: Path, error: Exception) -> UserError:
     return UserError.of(
         "P655",
@@ -116,14 +74,10 @@ def refuse_library(path: Path, error: Exception) -> UserError:
 class CompiledFunctions:
     """The functions of a library."""
 
-    def __init__(self, path: Path, threads: int | None = None, cores: Sequence[int] = ()) -> None:
-        """Load ``path``; parallel loops run on ``threads``, with the caller, bound to ``cores``."""
-        if threads is not None:
-            # A library looks for the pool when it is loaded.
-            _start_threads(threads, cores)
+    def __init__(self, path: Path) -> None:
         self._ffi = import_ffi()
         try:
-            self._module = self._ffi.load_module(str(path))
+            self._module = self._ffi.load_module(str(path), keep_module_alive=False)
         except (OSError, RuntimeError) as error:
             raise refuse_library(path, error) from None
         self._found: dict[str, Callable[..., object]] = {}
@@ -143,5 +97,5 @@ class CompiledFunctions:
         return self._ffi.from_dlpack(flat)
 
     def close(self) -> None:
-        """Forget the functions; the pool of threads is the process's, and stays."""
+        """Forget the functions."""
         self._found.clear()

@@ -1,22 +1,25 @@
 """Compiled libraries, and calls of their functions with the arrays that stay the same."""
 
+import _ctypes
 import ctypes
 import functools
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import U8
-from pi2.backends.compiler.functions import CompiledFunctions
+from pi2.backends.compiler.functions import CompiledFunctions, refuse_library
 from pi2.backends.compiler.signature import Parameter, find_signatures, read_signatures
 
+T = TypeVar("T")
 ALIGNMENT = 64
 """Bytes; kernels assume it of every array that is not uint8."""
 
@@ -95,14 +98,16 @@ class Library:
         path: Path,
         sizes: Mapping[str, int] | None = None,
         *,
-        threads: int | None = None,
-        cores: Sequence[int] = (),
+        launcher: int | None = None,
         functions: Functions | None = None,
     ) -> None:
         """Load ``path``, unless ``functions`` are given; ``sizes`` are the symbols in parameters'
-        shapes. Parallel loops run on ``threads``, the caller included, bound to ``cores``."""
-        loaded = CompiledFunctions(path, threads, cores) if functions is None else functions
-        self._functions: Functions = loaded
+        shapes. Parallel loops call what is at the address ``launcher``."""
+        if functions is None and launcher is None:
+            functions = CompiledFunctions(path)
+        elif functions is None:
+            functions = open_copy(path, functools.partial(_open_with, launcher))
+        self._functions: Functions = functions
         self._sizes = dict(sizes or {})
         self.signatures = read_signatures(find_signatures(path).read_text())
         self._needs: dict[str, list[Need]] = {}
@@ -170,6 +175,33 @@ class Library:
         if not flat.flags.writeable:
             flat = _view_writeable(flat)
         return View(self._functions.make_tensor(flat), flat.dtype.name, flat.size)
+
+
+def open_copy(library: Path, load: Callable[[Path], T]) -> T:
+    """Load a copy of ``library``, with variables of its own; `UserError` P655."""
+    content = library.read_bytes()
+    for folder in (library.parent, None):
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, suffix=".so") as own:
+                own.write(content)
+                own.flush()
+                return load(Path(own.name))
+        except OSError as error:
+            problem = error
+    raise refuse_library(library, problem)
+
+
+def find_address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _open_with(launcher: int | None, path: Path) -> Functions:
+    functions, library = CompiledFunctions(path), ctypes.CDLL(str(path))
+    ctypes.c_void_p.in_dll(library, "__TVMBackendParallelLaunch").value = launcher
+    _ctypes.dlclose(library._handle)
+    return functions
 
 
 def _find_need(parameter: Parameter, sizes: Mapping[str, int]) -> Need:

@@ -149,13 +149,9 @@ def prepare(request: BuildRequest) -> Callable[[BuildRequest], Executor]:
     load_or_compile_several(programs, request.progress)
 
     def build(request: BuildRequest) -> Executor:
-        from pi2.backends.compiler.runtime import Library
         from pi2.backends.cpu.executor import CpuExecutor
-        from pi2.backends.cpu.workspace import measure_arrays
 
-        sizes = measure_arrays(request)
-        library = Library(path, sizes, threads=request.threads, cores=request.cores)
-        return CpuExecutor(request, spec, library)
+        return CpuExecutor(request, spec, path)
 
     return build
 

@@ -81,7 +81,9 @@ class Course:
             scratch_bytes=4 * DENSE_FLOATS,
             kv=request.kv_type,
         )
-        assert program.exchange is not None
+        assert program.exchange is not None and isinstance(program.interpreter, CompiledInterpreter)
+        self.launcher = program.interpreter.workers.find_launcher()
+        """Address of what lets the program's threads compute parallel loops."""
         self.exchange: Exchange = program.exchange
         self._layers: list[Stations] = self.exchange.layers
         self._starts = [program.looked_up, *(own.end for own in self._layers)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from pi2.backends.cpu.course import Course, count_tokens
 from pi2.backends.cpu.divided import DividedRowsOfCourse
 from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.workspace import Arrays, Views, Workspace, make_arrays
+from pi2.backends.cpu.workspace import Arrays, Views, Workspace, make_arrays, measure_arrays
 from pi2.backends.executor import ExecutorObserver, PartGroup
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, add_one_by_one
@@ -59,12 +60,14 @@ class _Chunk:
 class CpuExecutor:
     """Executor of `pi2.backends.protocol`."""
 
-    def __init__(self, request: BuildRequest, spec: KernelSpec, library: Library) -> None:
+    def __init__(self, request: BuildRequest, spec: KernelSpec, path: Path) -> None:
+        """``path``: the library of the kernels of neurons, which the program's threads compute."""
         model, layers = request.model, range(request.model.shape.layers)
+        self._course = Course(request)
+        library = Library(path, measure_arrays(request), launcher=self._course.launcher)
         space = Workspace(request, library)
         self._spec, self._library, self._model = spec, library, model
         self._lanes = order_by_lanes(spec.hidden, spec.precision.ffn)
-        self._course = Course(request)
         self._rows = DividedRowsOfCourse(request, self._course)
         self._shares_arrays = request.chunks == 1
         """Whether the program's arrays belong to the only chunk."""

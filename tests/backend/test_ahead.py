@@ -1,7 +1,6 @@
-"""Libraries that are compiled ahead of time run without TVM, on threads of their own."""
+"""Libraries that are compiled ahead of time run without TVM, on threads of programs."""
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -10,8 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi2.backends.blocks.contract import STEPS, BlockSpec
+from pi2.backends.blocks.interpreter import Workers
+from pi2.backends.compiler import runtime
+from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.runtime import Library
 from pi2.phone.replacements.functions import CompiledFunctions
+from pi2.progress import ignore_progress
 
 ROWS = 37
 
@@ -60,17 +64,19 @@ def align(count: int) -> Any:
 
 
 @pytest.fixture
-def library(compiled: Path, tmp_path: Path) -> Callable[[int], Library]:
-    """Loads a copy of the library: each has state of its own."""
-    made: list[Library] = []
+def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Library]]:
+    """Loads copies of the library, with so many threads each."""
+    monkeypatch.setattr(runtime, "CompiledFunctions", CompiledFunctions)
+    steps = BlockSpec(library=STEPS, architecture="x86-64", features=())
+    made: list[Workers] = []
 
     def load(threads: int) -> Library:
-        path = Path(shutil.copy(compiled, tmp_path / f"{threads}.so"))
-        shutil.copy(compiled.with_suffix(".signatures.json"), path.with_suffix(".signatures.json"))
-        made.append(Library(path, functions=CompiledFunctions(path, threads)))
-        return made[-1]
+        made.append(Workers(load_or_compile(steps, ignore_progress), threads))
+        return Library(compiled, launcher=made[-1].find_launcher())
 
-    return load
+    yield load
+    for own in made:
+        own.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -110,15 +116,6 @@ def test_a_call_from_another_thread_meanwhile_is_computed_alone(
     for target in targets:
         np.testing.assert_array_equal(target, 2000)
     loaded.close()
-
-
-def test_after_closing_functions_run_on_callers_thread(library: Callable[[int], Library]) -> None:
-    loaded = library(2)
-    target, source = align(ROWS), np.ones(ROWS, np.float32)
-    call = loaded.bind("add_parallel", "source factor", {"target": loaded.wrap(target)})
-    loaded.close()
-    call(source, 2.0)
-    np.testing.assert_array_equal(target, 2)
 
 
 def test_what_a_function_refuses_is_said(library: Callable[[int], Library]) -> None:

@@ -1,9 +1,7 @@
 """Compiled functions called through ctypes, in libraries that need no TVM."""
 
 import ctypes
-import os
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,10 @@ import numpy.typing as npt
 
 from pi2.backends.compiler.signature import Parameter
 from pi2.diagnostics import UserError
-from pi2.logging import get_logger
 
 _INTEGER, _FLOAT, _TENSOR = 1, 3, 7
 """Kinds of arguments (TVMFFITypeIndex)."""
 _PREFIX = "__tvm_ffi_"
-_SPINS = 2000
-"""How often an idle thread looks for work before it sleeps, as on other machines."""
 _CPU = 1
 _CODES = {"i": 0, "u": 1, "f": 2}
 """Kinds of numbers (DLDataTypeCode)."""
@@ -36,8 +31,6 @@ def refuse_library(path: Path, error: Exception) -> UserError:
     )
 
 
-_threaded: set[str] = set()
-"""Libraries with threads of their own: one model of each at a time."""
 Call = Callable[..., object]
 Words = ctypes.Array[ctypes.c_int64]
 
@@ -47,35 +40,12 @@ def find_obstacles() -> list[str]:
 
 
 class CompiledFunctions:
-    """The functions of a library, and its threads."""
+    """The functions of a library."""
 
-    def __init__(self, path: Path, threads: int | None = None, cores: Sequence[int] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         """Load ``path``; see `pi2.backends.compiler.functions`."""
         self._library = ctypes.CDLL(str(path))
         self._library.pi2_message.restype = ctypes.c_char_p
-        self._workers: list[threading.Thread] = []
-        self._path = str(path)
-        if threads is not None and threads > 1:
-            assert self._path not in _threaded, f"{path} has threads already"
-            _threaded.add(self._path)
-        # Also for one: functions with parallel loops call what this sets.
-        since = self._library.pi2_start(threads or 1, _SPINS)
-        for index in range(1, threads or 1):
-            core = cores[index] if index < len(cores) else None
-            worker = threading.Thread(
-                target=self._work, args=(index, since, core), name=f"pi2-{index}", daemon=True
-            )
-            worker.start()
-            self._workers.append(worker)
-
-    def _work(self, index: int, since: int, core: int | None) -> None:
-        """What a thread does until `close`: outside of Python, without its lock."""
-        if core is not None:
-            try:
-                os.sched_setaffinity(0, (core,))
-            except OSError as error:
-                get_logger().warning("thread not bound", core=core, reason=error.strerror)
-        self._library.pi2_work(index, since)
 
     def bind(
         self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
@@ -92,12 +62,7 @@ class CompiledFunctions:
         return words
 
     def close(self) -> None:
-        if self._workers:
-            self._library.pi2_stop()
-            for worker in self._workers:
-                worker.join()
-            self._workers = []
-            _threaded.discard(self._path)
+        """Nothing is kept."""
 
 
 def _describe_type(dtype: npt.DTypeLike) -> int:
