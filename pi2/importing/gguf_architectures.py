@@ -18,10 +18,14 @@ from pi2.importing.config import list_beginnings, rename_tensors
 from pi2.importing.families import list_families
 from pi2.importing.gguf_decoders import (
     Metadata,
+    complete_laguna,
     complete_latent,
     complete_llama,
+    complete_mimo,
     complete_minimax_m3,
+    complete_mixtures,
     complete_opt,
+    complete_turns,
     compute,
     name_kinds,
     read_decoder,
@@ -241,11 +245,15 @@ _COMPLETED: Mapping[str, Complete] = {
     "gemma4": complete_gemma4,
     "kimi": complete_kimi,
     "kinds": complete_kinds,
+    "laguna": complete_laguna,
     "latent": complete_latent,
     "ling": complete_ling,
     "llama": complete_llama,
+    "mimo": complete_mimo,
     "minimax_m3": complete_minimax_m3,
+    "mixtures": complete_mixtures,
     "opt": complete_opt,
+    "turns": complete_turns,
 }
 """Functions by the names in families' documents."""
 
@@ -337,7 +345,8 @@ def make_config(
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": later,
         "hidden_size": count("{arch}.embedding_length"),
-        "num_attention_heads": count("{arch}.attention.head_count"),
+        "num_attention_heads": architecture.stated.settings.get("num_attention_heads")
+        or count("{arch}.attention.head_count"),
         "vocab_size": vocab,
         "max_position_embeddings": count("{arch}.context_length"),
         "tie_word_embeddings": tied,

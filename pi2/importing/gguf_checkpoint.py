@@ -253,16 +253,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         return _open_folder_file(path, files, metadata)
     architecture = find_architecture(metadata.architecture)
     if architecture is None:
-        refused = list_families().refused.get(metadata.architecture)
-        says = f"is unknown (known: {', '.join(list_architectures())})"
-        if refused is not None:
-            says = f"has what no model document states: {refused}"
-        raise UserError.of(
-            "P544",
-            f"{path} holds a model of the architecture {metadata.architecture!r}, which {says}",
-            help="convert the original checkpoint, with a model document written by hand",
-            file=str(path),
-        )
+        raise _refuse_architecture(path, metadata.architecture)
     experts = metadata.read("{arch}.expert_count", int, 0)
     names = choose_names(
         architecture, {name for file in files for name in file.entries}, mixed=experts > 0
@@ -308,6 +299,24 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         files=tuple(file.path for file in files),
         statements=metadata,
         names=names,
+    )
+
+
+def _refuse_architecture(path: Path, name: str) -> UserError:
+    from difflib import get_close_matches
+
+    near = ", ".join(get_close_matches(name, list_architectures(), cutoff=0.5))
+    says = "is a name that pi2 does not know" + (f"; names like it: {near}" if near else "")
+    help = "convert the original checkpoint, with a model document written by hand"
+    missing = list_families().refused.get(name)
+    if missing is not None:
+        says = f"has what no model document states: {missing}"
+        help = "take a model of another architecture: docs/reference/models.md lists those that run"
+    return UserError.of(
+        "P544",
+        f"{path} holds a model of the architecture {name!r}, which {says}",
+        help=help,
+        file=str(path),
     )
 
 
@@ -368,7 +377,10 @@ def _place_tensor(
     ``scale``: factor of its numbers, one number or one for each expert."""
     place = find_place(names, entry.name)
     if place is None:
-        return {entry.name: make_tensor(file, entry)}
+        found: dict[str, SourceTensor] = {}
+        for part in _split_qkv(entry, names, metadata):
+            found |= _place_tensor(file, part, names, architecture, metadata, scale)
+        return found or {entry.name: make_tensor(file, entry)}
     is_turned = place.kind == "ffn_down_t.weight"
     shape = entry.shape[::-1] if is_turned else entry.shape
     if place.kind == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
@@ -412,6 +424,34 @@ def _place_tensor(
     }
 
 
+_FUSED = re.compile(r"(blk\.(\d+)\.attn_)qkv(\.\w+)")
+
+
+def _split_qkv(entry: GgufEntry, names: Names, metadata: Metadata) -> Iterator[GgufEntry]:
+    """Queries, keys and values that a file has in one tensor, and the family apart."""
+    fused = _FUSED.fullmatch(entry.name)
+    if fused is None or find_place(names, f"{fused[1]}q{fused[3]}") is None:
+        return
+    layer = int(fused[2])
+    heads, kv_heads = (
+        metadata.read_layer(f"{{arch}}.attention.{key}", layer)
+        for key in ("head_count", "head_count_kv")
+    )
+    width = metadata.read_count("{arch}.embedding_length") // max(1, heads)
+    width = metadata.read("{arch}.attention.key_length", int, width)
+    kv_heads = kv_heads or heads
+    value = kv_heads * metadata.read("{arch}.attention.value_length", int, width)
+    rows = heads * width, kv_heads * width, value
+    if sum(rows) != entry.shape[0]:
+        return  # the shapes are wrong, which is said later
+    start, each = entry.offset, entry.size_bytes // entry.shape[0]
+    for part, count in zip("qkv", rows, strict=True):
+        shape, size = (count, *entry.shape[1:]), count * each
+        name = f"{fused[1]}{part}{fused[3]}"
+        yield replace(entry, name=name, shape=shape, offset=start, size_bytes=size)
+        start += size
+
+
 def _restore_order(
     kind: str, entry: GgufEntry, architecture: Architecture, metadata: Metadata
 ) -> I64 | None:
@@ -445,7 +485,10 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
         "new_decoder_architecture": "transformer.h.0.ln_mlp.weight" in tensors,
         "mamba_conv_bias": has(".conv1d.bias"),
         "mamba_proj_bias": has(".in_proj.bias"),
-        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in tensors,
+        "mlp_bias": has(".mlp.up_proj.bias"),
+        "gguf_dense_ffn": has(".mlp.up_proj.weight"),
+        "gguf_norm_bias": has(".input_layernorm.bias"),
+        "gguf_choice_bias": has(".e_score_correction_bias"),
     }
     for key, value in found.items():
         config.setdefault(key, value)

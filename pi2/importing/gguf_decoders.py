@@ -33,8 +33,11 @@ class Metadata:
         key = self._complete(key)
         value: Any = self._take(key)
         if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
-            if key.endswith((".head_count_kv", ".feed_forward_length")) and value.any():
-                # Layers that keep a state have no keys, and blocks that mix tokens no FFN.
+            if key.endswith((".head_count", ".head_count_kv")):
+                # Layers that keep a state have none; shapes contradict other wrong numbers.
+                value = value[:1] * 0 + value.max()
+            if key.endswith(".feed_forward_length") and value.any():
+                # Blocks that mix tokens have no FFN.
                 value = value[value != 0]
             if not (value == value[0]).all():
                 raise self.refuse(f"{key} differs between layers, which pi2 cannot compute")
@@ -90,16 +93,24 @@ class Metadata:
         values: list[Any] = found[:layers].tolist()
         return values
 
+    def read_layer(self, key: str, layer: int) -> int:
+        """A layer's whole number, of which a file states one or all; 0 where it states none."""
+        counts = self.read_list(key, layer + 1, "iu")
+        number: int = self.read(key, int, 0) if counts is None else counts[layer]
+        return number
+
     def read_layer_types(self, layers: int, every: int) -> list[str]:
         """Kinds of attention: a file may state them by layers, or that the last of so many layers
-        sees all tokens (0: none does); without that, the last of ``every`` does."""
+        sees all tokens (0: none does); without that, the last of ``every`` does. The first instead
+        of the last where ``every`` is negative."""
         key = "{arch}.attention.sliding_window_pattern"
         flags = self.read_list(key, layers, "biu")
         if flags is None:
-            every = self.read(key, int, every)
-            if every < 0:
-                raise self.refuse(f"{self._complete(key)} is {every}")
-            flags = [every == 0 or layer % every < every - 1 for layer in range(layers)]
+            period = self.read(key, int, abs(every))
+            if period < 0:
+                raise self.refuse(f"{self._complete(key)} is {period}")
+            whole = 0 if every < 0 else period - 1
+            flags = [period == 0 or layer % period != whole for layer in range(layers)]
         return name_kinds(flags)
 
     def find(self, name: str) -> Any:
@@ -145,7 +156,12 @@ class _Names:
         return self.config.get(own) if own != name else self.metadata.find(name)
 
     def call(self, name: str, arguments: list[Any]) -> Any:
-        """``count(WHOLE)``, a number of 1 or more, and ``count(WHOLE, PARTS)``, of each part."""
+        """``count(WHOLE)``, a number of 1 or more, and ``count(WHOLE, PARTS)``, of each part;
+        ``listed(KEY)``, what a key has for every layer; one value counts for all of them."""
+        if name == "listed":
+            found = self.metadata.read_list(f"{{arch}}.{arguments[0]}", self.layers, "biuf")
+            one = self.find(arguments[0]) if found is None else None
+            return found if one is None else [one] * self.layers
         whole, parts = [*arguments, 1][:2]
         if name != "count" or whole < 1 or whole % parts:
             raise ValueError
@@ -157,7 +173,7 @@ def compute(text: str, metadata: Metadata, config: Mapping[str, Any]) -> Any:
     tree, names = parse_expression(text), _Names(metadata, config)
     try:
         return evaluate(tree, names)
-    except (TypeError, ValueError, ArithmeticError):
+    except (TypeError, ValueError, ArithmeticError, LookupError):
         own = [name for name in list_names(tree) if not name.startswith("config.")]
         values = {name: names.find(name) for name in own}
         stated = (f"{metadata.architecture}.{name} is {values[name]!r}" for name in values)
@@ -346,10 +362,12 @@ def read_decoder(metadata: Metadata, config: dict[str, Any], activation: str) ->
 
 def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
     kind = metadata.read("{arch}.rope.scaling.type", str, "linear")
+    if kind in ("none", ""):
+        return {}
     factor = metadata.read("{arch}.rope.scale_linear", float, 0.0)
     # 0 stands for nothing, and so does a factor of positions that are not scaled.
     factor = metadata.read("{arch}.rope.scaling.factor", float, factor) or 1.0
-    if kind in ("none", "") or (kind == "linear" and factor == 1.0):
+    if kind == "linear" and factor == 1.0:
         return {}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
@@ -384,13 +402,49 @@ def complete_llama(config: dict[str, Any], tensors: Iterable[str]) -> None:
         config["model_type"] = "qwen2"
 
 
+def complete_turns(config: dict[str, Any], tensors: Iterable[str]) -> None:
+    """State positions of layers without a window and with one as configurations have them: what
+    scales the first is not stated for the others."""
+    scaling = config.pop("rope_scaling", {})
+    share, theta = config.pop(ROTATED_SHARE), config["rope_theta"]
+    full = {"rope_type": "default", **scaling, "rope_theta": theta, "partial_rotary_factor": share}
+    local = {
+        "rope_type": "default",
+        "rope_theta": config["swa_rope_theta"],
+        "partial_rotary_factor": config.get("swa_rotary_factor", share),
+    }
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+
+
+def complete_mixtures(config: dict[str, Any], tensors: Iterable[str]) -> None:
+    """State which layers have experts, as routers tell."""
+    routers = (".block_sparse_moe.gate.weight", ".mlp.gate.weight", ".feed_forward.router.weight")
+    config["mlp_layer_types"] = [
+        "sparse" if any(f"model.layers.{n}{end}" in tensors for end in routers) else "dense"
+        for n in range(config["num_hidden_layers"])
+    ]
+
+
+def complete_mimo(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    complete_turns(config, tensors)
+    complete_mixtures(config, tensors)
+
+
+def complete_laguna(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    """State what positions turn, and whether heads or their elements have gates."""
+    complete_turns(config, tensors)
+    gates = tensors.get("model.layers.0.self_attn.g_proj.weight")
+    heads = config["num_attention_heads_per_layer"] or [config["num_attention_heads"]]
+    config["gating"] = gates is None or gates.shape[0] == heads[0]
+    config["gating"] = "per-head" if config["gating"] else "per-element"
+
+
 def complete_minimax_m3(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
     """State the kinds of layers, and the widths of FFNs, which tensors tell."""
     starts = [f"model.layers.{layer}" for layer in range(config["num_hidden_layers"])]
     indexes = [f"{start}.self_attn.index_q_proj.weight" in tensors for start in starts]
     config["layer_types"] = [("full_attention", "minimax_m3_sparse")[own] for own in indexes]
-    routers = [f"{start}.block_sparse_moe.gate.weight" in tensors for start in starts]
-    config["mlp_layer_types"] = ["sparse" if has_router else "dense" for has_router in routers]
+    complete_mixtures(config, tensors)
     config["dense_intermediate_size"] = config["intermediate_size"]
     config["intermediate_size"] = config["moe_intermediate_size"]
     for start in starts:

@@ -249,7 +249,7 @@ class OrderedColumns(DecodedTensor):
         return np.ascontiguousarray(self.read_raw().T)
 
 
-_VECTORS = (".A_log", ".D", ".mamba.norm.weight")
+_VECTORS = (".D", ".mamba.norm.weight", ".mixer.norm.weight")
 
 
 def restore_plain(name: str, tensor: PackedTensor) -> SourceTensor:
@@ -257,7 +257,8 @@ def restore_plain(name: str, tensor: PackedTensor) -> SourceTensor:
     files have other dimensions, and rates of decay."""
     if name.endswith("conv1d.weight"):
         return replace(tensor, shape=(prod(tensor.shape[:-1]), 1, tensor.shape[-1]))
-    if name.endswith(_VECTORS):
+    is_column = tensor.shape[-1:] == (1,) and name.endswith(".A_log")
+    if is_column or name.endswith(_VECTORS):
         tensor = replace(tensor, shape=(prod(tensor.shape),))
     if name.endswith(".A_log"):
         described = describe_decoded(tensor.name, tensor.shape, tensor)

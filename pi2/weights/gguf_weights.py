@@ -291,7 +291,7 @@ class GgufWeights(TensorFiles):
         return sum(
             4 * math.prod(tensor.shape)
             for tensor in self.checkpoint.tensors.values()
-            if isinstance(tensor, GgufTensor)
+            if isinstance(tensor, GgufTensor | RateLogarithms)
             and tensor.name not in matrices
             and _name_block(tensor.name) in blocks
         )

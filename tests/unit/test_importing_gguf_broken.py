@@ -169,7 +169,7 @@ SPOILT: dict[str, tuple[Callable[[Job], object], str, tuple[str, ...]]] = {
     ),
     "no number": (put(GATE, lambda gate: np.full_like(gate, np.nan)), "P539", (GATE, "tiny.gguf")),
     "a signalling NaN": (put(GATE, lambda gate: np.full_like(gate, SIGNALLING)), "P539", (GATE,)),
-    "an unknown family": (configure("model_type", "mamba2"), "P544", ("mamba2", "llama", "qwen3")),
+    "an unknown family": (configure("model_type", "qwen9"), "P544", ("'qwen9'", "qwen2", "qwen3")),
     "no operator": (configure("model_type", "deepseek4"), "P544", ("deepseek4", "hyper-conn")),
     "2^31 layers": (configure("num_hidden_layers", 2**31), "P544", ("2147483648", "1024")),
     "metadata that is missing": (forget_layers, "P532", ("llama.block_count", "tiny.gguf")),

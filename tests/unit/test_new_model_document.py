@@ -12,11 +12,10 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
-from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import find_architecture, list_architectures
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from pi2.plan.reading.references import find_shipped_folder
+from pi2.plan.reading.references import find_shipped_folder, list_shipped
 from tests.helpers.goldens import (
     FOLDER,
     copy_checkpoint,
@@ -132,7 +131,7 @@ def test_every_architecture_of_gguf_files_names_functions_that_exist() -> None:
     for name in list_architectures():
         found = find_architecture(name)
         assert found is not None and found.names
-        assert found.model_type in list_families().families
+        assert found.model_type in list_shipped("family")
         assert callable(found.read)
         assert callable(found.scale)
         assert found.complete is None or callable(found.complete)

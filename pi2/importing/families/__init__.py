@@ -98,8 +98,10 @@ def find_nearest(kind: str) -> str:
 def _find_documents(kind: str, folder: Path) -> Iterator[Path]:
     if _NAME.fullmatch(kind):
         yield folder / f"{kind}{SUFFIX}"
-    if kind in list_families().families:
-        yield list_families().families[kind]
+    # Names of families that only GGUF files have begin with a line.
+    shipped = list_shipped("family") if kind.startswith("_") else list_families().families
+    if kind in shipped:
+        yield shipped[kind]
 
 
 def describe_family(config: Config) -> Tables:

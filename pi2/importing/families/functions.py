@@ -274,7 +274,7 @@ def turn_olmo3(scope: Description) -> None:
 def turn_mellum(scope: Description) -> None:
     _, full, local = _read_both(scope.config)
     full = full.set_default("rope_theta", 500_000.0)
-    _turn(scope, full, local.set_default("rope_theta", 10_000.0))
+    _turn(scope, full, local.set_default("rope_theta", 10_000.0), share=1.0)
 
 
 def turn_laguna(scope: Description) -> None:

@@ -79,9 +79,9 @@ class Architecture(Table):
     """Number that the file has added to the weights of norms."""
     tiles_values: bool = False
     """Whether value heads that share a key head are apart."""
-    sliding_every: int = Field(default=0, ge=0, examples=[4])
-    """The last of so many layers has no window, unless the file's `sliding_window_pattern` says
-    otherwise; 0 means that files do not state windows by layers."""
+    sliding_every: int = Field(default=0, examples=[4])
+    """The last of so many layers has no window, of a negative number the first, unless the file's
+    `sliding_window_pattern` says otherwise; 0 means that files do not state windows by layers."""
     keys: dict[str, Annotated[list[Any], Field(min_length=1, max_length=2)]] = Field(
         default={}, examples=[{"index_topk": ["attention.indexer.top_k", 2048]}]
     )
