@@ -21,7 +21,7 @@ TEXT = """\
 
 `pi2 convert` and `pi2 pull` read Hugging Face folders and GGUF files. For every
 family a tiny random model agrees with transformers. A small file of each GGUF architecture but
-bamboo, opt and phimoe gives llama.cpp's logits, in memory and in half of its size.
+{alone} gives llama.cpp's logits, in memory and in half of its size.
 
 | trained models that ran | how |
 |---|---|
@@ -54,13 +54,21 @@ Models with pictures, sound or video, of which the text part is converted:
 
 ## GGUF architectures
 
+{count} run as they are; files that have predictors of neurons are converted at the first run. The
+family is the document of plans/families that describes them.
+
 {architectures}
 
-They run as they are; files that have predictors of neurons are converted at the first run.
+Others are refused, with what pi2 does not compute:
+
+{refused}
+
 `bitnet-25`, `bitnet-b1.58` and the types of bitnet.cpp are refused (P544, P535).
 """
 
 
+ALONE = "bamboo, opt and phimoe"
+"""Architectures that llama.cpp does not compute, or otherwise."""
 ASKED = (
     ("Qwen 3.5 and 3.6, dense", "qwen3_5_text", "qwen35"),
     ("Qwen 3.5 and 3.6, 35B-A3B and larger", "qwen3_5_moe_text", "qwen35moe"),
@@ -102,13 +110,33 @@ def write_list(names: Iterable[str]) -> str:
     return textwrap.fill(", ".join(sorted(names)) + ".", 110, break_on_hyphens=False)
 
 
+def write_architectures() -> Iterator[str]:
+    """A table of architectures that run."""
+    yield "| architecture | family |"
+    yield "|---|---|"
+    for name in list_architectures():
+        yield f"| {name} | `{list_families().architectures[name][0]}` |"
+
+
+def write_refused() -> Iterator[str]:
+    """A table of architectures of GGUF files that are refused."""
+    found = list_families()
+    yield "| architecture | missing |"
+    yield "|---|---|"
+    for name in sorted(found.refused_files):
+        yield f"| {name} | {found.refused_files[name]} |"
+
+
 def make_page() -> str:
     """The text of the page."""
     return TEXT.format(
+        alone=ALONE,
+        count=len(list_architectures()),
+        refused="\n".join(write_refused()),
         asked="\n".join(write_asked()),
         families=write_list(list_families().families),
         parts=write_list(list_families().wrappers),
-        architectures=write_list(list_architectures()),
+        architectures="\n".join(write_architectures()),
     )
 
 

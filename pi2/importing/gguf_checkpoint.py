@@ -308,7 +308,7 @@ def _refuse_architecture(path: Path, name: str) -> UserError:
     near = ", ".join(get_close_matches(name, list_architectures(), cutoff=0.5))
     says = "is a name that pi2 does not know" + (f"; names like it: {near}" if near else "")
     help = "convert the original checkpoint, with a model document written by hand"
-    missing = list_families().refused.get(name)
+    missing = list_families().refused_files.get(name)
     if missing is not None:
         says = f"has what no model document states: {missing}"
         help = "take a model of another architecture: docs/reference/models.md lists those that run"

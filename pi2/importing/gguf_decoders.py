@@ -362,12 +362,10 @@ def read_decoder(metadata: Metadata, config: dict[str, Any], activation: str) ->
 
 def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
     kind = metadata.read("{arch}.rope.scaling.type", str, "linear")
-    if kind in ("none", ""):
-        return {}
     factor = metadata.read("{arch}.rope.scale_linear", float, 0.0)
     # 0 stands for nothing, and so does a factor of positions that are not scaled.
     factor = metadata.read("{arch}.rope.scaling.factor", float, factor) or 1.0
-    if kind == "linear" and factor == 1.0:
+    if kind in ("none", "") or (kind == "linear" and factor == 1.0):
         return {}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":

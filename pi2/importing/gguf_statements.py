@@ -138,6 +138,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "name_activation": lambda names, value: ACTIVATIONS.get(value),
     "routes": lambda names, value: _has_router(names.model, value),
     "same": lambda names, found, stated: _is_same(found, stated),
+    "states": lambda names, key, value: names.metadata.find(key) == value,
     "states_no_window": lambda names: _states_no_window(names.metadata),
     "turns": lambda names, value: _turns(names.model, value),
     "turns_around": lambda names, value: _turns_around(names.model, value),

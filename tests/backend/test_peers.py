@@ -7,11 +7,12 @@ import pytest
 
 import pi2
 from pi2.arrays import F32
+from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import list_architectures
 from pi2.weights.file_reading import FileFiller
 from tests.helpers.gguf_goldens import UNSAID
 from tests.helpers.goldens import measure_error, read_golden
-from tests.helpers.peers import PROMPT, TOKENS, hash_file, read_records
+from tests.helpers.peers import FOLDER, PROMPT, TOKENS, hash_file, read_records
 from tests.helpers.slow import keep_quick
 from tests.helpers.whole_files import MODELS, NEAR, OTHERS, UNROUNDED, WholeFile
 
@@ -42,6 +43,18 @@ def compute(model: pi2.LoadedModel, tokens: list[int] = TOKENS, count: int = PRO
 def test_every_architecture_is_compared() -> None:
     assert tuple(ALONE) == OTHERS
     assert {own.architecture for own in MODELS.values()} | ALONE.keys() == {*list_architectures()}
+
+
+def test_every_architecture_of_llama_cpp_runs_or_is_refused_in_a_line_of_the_docs() -> None:
+    names = (FOLDER / "architectures.txt").read_text().split()
+    running, refused = [], list_families().refused_files
+    page = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
+    for name in names:
+        running += [name] if name in list_architectures() else []
+        says = refused[name] if name not in running else "`"
+        lines = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        assert any(says in line for line in lines), name
+    assert len(running) >= 100
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -46,7 +46,9 @@ class Listing:
     families: dict[str, Path] = field(default_factory=dict)
     """Documents by ``model_type``, aliases among them."""
     refused: dict[str, str] = field(default_factory=dict)
-    """What no model document states of a family; architectures of GGUF files among them."""
+    """What no model document states of a family."""
+    refused_files: dict[str, str] = field(default_factory=dict)
+    """The same of architectures of GGUF files."""
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Families of models that read pictures, sound or video too, with what their configurations
     leave out of the text's: its family at least."""
@@ -62,10 +64,14 @@ def list_families() -> Listing:
         values = tomli.loads(text) if any(word in text for word in _LISTED) else {}
         names, files = (name, *values.get("aliases", ())), values.get("gguf", {})
         if "refused" in values:
-            found.refused.update(dict.fromkeys((*names, *files), values["refused"]))
+            found.refused.update(dict.fromkeys(names, values["refused"]))
+            found.refused_files.update(dict.fromkeys(files, values["refused"]))
             continue
         for architecture, table in files.items():
-            found.architectures[architecture] = (name, table)
+            if "refused" in table:
+                found.refused_files[architecture] = table["refused"]
+            else:
+                found.architectures[architecture] = (name, table)
         if not _NAME.fullmatch(name):
             continue
         found.families.update(dict.fromkeys(names, file))
