@@ -266,7 +266,7 @@ def predict_plan(
     used = max(arguments.tokens, 0 if measured["prefill"] is None else arguments.prompt)
     predicted: dict[str, float | None] = {
         "decode": cost.tokens_s,
-        "spread": cost.spread_tokens_s,
+        "spread": cost.range_tokens_s.high - cost.tokens_s,
         "scaled": scaled.tokens_s,
         "simulated": simulated,
         "simulated scaled": simulated_now,

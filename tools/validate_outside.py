@@ -1,12 +1,13 @@
 """Compare predictions with speeds that others measured with other engines.
 
-    python tools/validate_outside.py            # rewrite the table of docs/howto/simulate.md
-    python tools/validate_outside.py --print    # every row, and the summary
+    python tools/validate_outside.py            # rewrite the tables of docs/howto/simulate.md
+    python tools/validate_outside.py --print    # every row by the constants as they are
     python tools/validate_outside.py --check    # exit 1 if the table is out of date
+    python tools/validate_outside.py --leave-one-out --print    # without each row's own device
+    python tools/validate_outside.py --fit      # the constants that fit all rows best
 
-Devices, models and rows are `tools/outside/rows.toml`: published figures of devices, and nothing
-that was fitted to a row.
-"""
+Devices, models and rows are `tools/outside/rows.toml`. With --leave-one-out, the constants that
+rows decide are fitted anew without each device, before its rows are predicted."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from outside.leaving import Sample, fit_all, leave_each_out
 from paper.document import render_document
+from pi2.costs.constants import Constants
 from pi2.costs.cost import cost_description
-from pi2.costs.description import Description, describe_plan
+from pi2.costs.description import Description, describe_plan, read_plan_rates
+from pi2.costs.kernel_times import Rates
+from pi2.costs.ranges import Range
 from pi2.costs.settings import POSITION
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -51,7 +56,16 @@ class Row:
     device: str
     model: str
     measured: float
-    predicted: float
+    range: Range
+
+    @property
+    def predicted(self) -> float:
+        return self.range.expected
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measured speed is within the range."""
+        return self.range.low <= self.measured <= self.range.high
 
     @property
     def error(self) -> float:
@@ -64,59 +78,98 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare predictions with rows of others.")
     parser.add_argument("--print", action="store_true", help="print every row")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if old")
+    parser.add_argument("--fit", action="store_true", help="print the constants of the best fit")
+    parser.add_argument(
+        "--leave-one-out", action="store_true", help="fit without each row's device"
+    )
     parser.add_argument("--only", default="", help="rows whose names begin like this")
     options = parser.parse_args(arguments)
-    rows = [row for row in predict_rows() if row.id.startswith(options.only)]
+    if options.fit:
+        samples = [sample for _, _, sample in list_samples()]
+        print("\n".join(f"{name} = {x:.3g}" for name, x in fit_all(samples).items()))
+        return 0
+    predicted = leave_out_rows() if options.leave_one_out else predict_rows()
+    rows = [row for row in predicted if row.id.startswith(options.only)]
     if options.print:
         for row in rows:
             print(
                 f"{row.id} {row.device:16} {row.model:18} {row.measured:8.3f} "
-                f"{row.predicted:8.3f} {row.error:+7.0%}"
+                f"{row.predicted:8.3f} {row.error:+7.0%}  {row.range.write()}"
+                + " outside"
+                * (not row.is_inside)
             )
         print("\n".join(write_table(rows)))
         return 0
     old = DOCUMENT.read_text("utf-8")
-    new = render_document(old, {"outside": write_table(rows)})
+    new = render_document(old, {"outside": write_table(list(leave_out_rows()))})
     if not options.check:
         DOCUMENT.write_text(new, "utf-8")
     return int(options.check and new != old)
 
 
-def predict_rows() -> Iterator[Row]:
-    """Every row with its prediction."""
+def list_samples() -> Iterator[tuple[str, str, Sample]]:
+    """Every row's kind, model and what a fit sees of it; devices of one chip are one."""
     data = read_data()
     for kind in data["kinds"]:
         for name, device, model, file_format, measured in kind["rows"]:
             settings = {"bits": data["formats"][file_format], **data["settings"].get(name, {})}
-            predicted = predict(kind["name"], device, model, settings)
-            yield Row(
-                kind=kind["name"],
-                id=name,
-                device=device,
-                model=model,
-                measured=measured,
-                predicted=predicted,
+            plan = make_plan(kind["name"], device, model, settings)
+            yield (
+                kind["name"],
+                model,
+                Sample(
+                    id=name,
+                    device=data["devices"][device].get("chip", device),
+                    measured=measured,
+                    predict=partial(predict, plan, settings),
+                    find_range=partial(find_range, plan, settings),
+                ),
             )
+
+
+def predict_rows() -> Iterator[Row]:
+    """Every row with its prediction."""
+    for kind, model, sample in list_samples():
+        yield _make_row(kind, model, sample, sample.find_range(Constants()))
+
+
+def leave_out_rows() -> Iterator[Row]:
+    """Every row with its prediction by constants that its device had no part in."""
+    known = {sample.id: (kind, model) for kind, model, sample in list_samples()}
+    for sample, found in leave_each_out([sample for _, _, sample in list_samples()]):
+        yield _make_row(*known[sample.id], sample, found)
+
+
+def _make_row(kind: str, model: str, sample: Sample, found: Range) -> Row:
+    return Row(
+        kind=kind,
+        id=sample.id,
+        device=sample.device,
+        model=model,
+        measured=sample.measured,
+        range=found,
+    )
 
 
 def write_table(rows: Sequence[Row]) -> Iterator[str]:
     """Errors by kind, and the worst rows."""
-    yield "| kind | rows | median error | mean error | worst |"
-    yield "| --- | ---: | ---: | ---: | --- |"
+    yield "| kind | rows | mean error | median error | worst | inside the range |"
+    yield "| --- | ---: | ---: | ---: | --- | ---: |"
     kinds = {row.kind: [item for item in rows if item.kind == row.kind] for row in rows}
     for name, own in [*kinds.items(), ("**all**", list(rows))]:
         errors = [abs(row.error) for row in own]
         worst = max(own, key=lambda row: abs(row.error))
         yield (
-            f"| {name} | {len(own)} | {statistics.median(errors):.0%} | "
-            f"{statistics.fmean(errors):.0%} | {worst.error:+.0%} ({worst.id}) |"
+            f"| {name} | {len(own)} | {statistics.fmean(errors):.0%} | "
+            f"{statistics.median(errors):.0%} | {worst.error:+.0%} ({worst.id}) | "
+            f"{statistics.fmean(row.is_inside for row in own):.0%} |"
         )
     yield ""
     yield "| worst rows | device | model | measured | predicted | error |"
     yield "| --- | --- | --- | ---: | ---: | ---: |"
     for row in sorted(rows, key=lambda row: -abs(row.error))[:WORST]:
         yield (
-            f"| {row.id} | {row.device} | {row.model} | {row.measured:g} | {row.predicted:.3g} | "
+            f"| {row.id} | {row.device} | {row.model} | {row.measured:g} | {row.range.write()} | "
             f"{row.error:+.0%} |"
         )
 
@@ -127,10 +180,21 @@ def read_data() -> dict[str, Any]:
     return tomllib.loads(ROWS.read_text("utf-8"))
 
 
-def predict(kind: str, device: str, model: str, settings: Mapping[str, Any]) -> float:
+def find_range(plan: ResolvedPlan, settings: Mapping[str, Any], constants: Constants) -> Range:
     """Tokens per second of a row."""
-    resolved = make_plan(kind, device, model, settings)
-    description = describe_plan(resolved, position=settings.get("position", POSITION))
+    rates = read_plan_rates(plan, constants)
+    low, expected, high = (
+        cost_row(plan, settings, own) for own in (rates.vary("low"), rates, rates.vary("high"))
+    )
+    return Range(low=low, expected=expected, high=high)
+
+
+def predict(plan: ResolvedPlan, settings: Mapping[str, Any], constants: Constants) -> float:
+    return cost_row(plan, settings, read_plan_rates(plan, constants))
+
+
+def cost_row(resolved: ResolvedPlan, settings: Mapping[str, Any], rates: Rates) -> float:
+    description = describe_plan(resolved, rates, position=settings.get("position", POSITION))
     description = restate(description, resolved.model, settings)
     cost = cost_description(description, settings.get("prompt", 128))
     return cost.tokens_s if "prompt" not in settings else cost.prefill_tokens_s or 0.0
@@ -185,7 +249,7 @@ def make_plan(kind: str, device: str, model: str, settings: Mapping[str, Any]) -
     if "CPU, the rest" in kind:
         values["projections"] = {part: {"gpu": 1.0} for part in ("attention", "head")}
         values["backends"] = {"gpu": "gpu"}
-    if "prompt" in settings:
+    if "prompt" in settings and settings.get("on") != "cpu":
         values["prefill"]["unit"] = "npu"
         values["pipeline"] = {"prefill": "layers-first"}
         values["backends"] = {"npu": "hexagon"}
@@ -197,10 +261,18 @@ def make_plan(kind: str, device: str, model: str, settings: Mapping[str, Any]) -
 def make_model(name: str, settings: Mapping[str, Any]) -> Model:
     """A shipped model, or one of a row's shape."""
     stated = read_data()["models"].get(name)
-    if stated is None:
-        found = read_document(name, "model").document
+    if stated is None or "like" in stated:
+        found = read_document(name if stated is None else stated["like"], "model").document
         assert isinstance(found, Model)
         values = json.loads(found.model_dump_json(exclude_unset=True))
+        for key in ("shape", "recurrence"):
+            values[key] = values.get(key, {}) | (stated or {}).get(key, {})
+            if not values[key]:
+                del values[key]
+        if (stated or {}).get("dense"):
+            del values["moe"]
+            del values["tensors"]
+            del values["layers"]["kinds"][values["shape"]["layers"] :]
     else:
         names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
         values = {
@@ -225,14 +297,14 @@ def make_model(name: str, settings: Mapping[str, Any]) -> Model:
 def make_device(name: str, settings: Mapping[str, Any]) -> Device:
     """A device document of published figures."""
     stated = read_data()["devices"][name]
-    cores: dict[str, Any] = {"id": "cores", "cores": stated["cores"]}
-    if "core" in stated:
-        cores["core"] = stated["core"]
-    cpu: dict[str, Any] = {"kind": "cpu", "clusters": [cores]}
+    cpu: dict[str, Any] = {"kind": "cpu", "clusters": list(_list_clusters(stated))}
     cpu["architecture"] = "x86-64" if stated.get("x86") else "aarch64"
     memory: dict[str, Any] = {"usable": f"{round(stated['memory'] * GIB)} B"}
     if "read" in stated:
         cpu["read_bandwidth"] = _rate(stated["read"])
+    if "cpu_ops" in stated:
+        ops = {"giga_ops": stated["cpu_ops"], "precision": "fp32", "peak": True, **ORIGIN}
+        cpu["compute"] = [ops]
     if "peak" in stated:
         memory["peak_bandwidth"] = _rate(stated["peak"])
     units = {"cpu": cpu}
@@ -260,6 +332,13 @@ def make_device(name: str, settings: Mapping[str, Any]) -> Device:
         if settings.get("serial"):
             values["storage"]["overlap"] = {"value": 0.0, **ORIGIN}
     return Device.model_validate_json(json.dumps(values))
+
+
+def _list_clusters(stated: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for number, (cores, name, clock) in enumerate(stated["cores"]):
+        yield {"id": f"cores-{number}", "cores": cores, "frequency": f"{clock} GHz"} | (
+            {"core": name} if name else {}
+        )
 
 
 def _list_reads(stated: Sequence[Sequence[float]]) -> Iterator[dict[str, Any]]:

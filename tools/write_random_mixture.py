@@ -51,9 +51,7 @@ class Routing:
     """Embedding and routers of a mixture whose choices have published statistics."""
 
     def __init__(self, own: Shape) -> None:
-        popular, self._reuse = find_routing_law(own.experts, own.active).describe(
-            own.active / own.experts
-        )
+        popular, self._reuse = find_routing_law(own.experts).describe(own.active / own.experts)
         sizes = own.experts, own.active
         self._deviation = solve_deviation(*sizes, round(popular, 3))
         self._correlation = solve_correlation(*sizes, self._deviation, round(self._reuse, 3))

@@ -261,7 +261,7 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     with model:
         if (own := model.expected) is not None:
             bound = "the disk" if own.is_disk else "computing"
-            click.echo(describe_expected(own.tokens_s, bound), err=True)
+            click.echo(describe_expected(f"{own.tokens_s:.1f}", bound), err=True)
         for piece in pieces:
             if not given.as_json:
                 write_text(piece)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
-from math import log
+from math import log, log2
 from pathlib import Path
 from statistics import NormalDist, mean
 from typing import Any, Literal
@@ -69,24 +69,17 @@ class RoutingLaw:
         return measure_skew(hotness), usual + self.repeat * (1.0 - usual)
 
 
-COARSE = RoutingLaw(spread=1.05, repeat=0.15)
-"""Of 128 experts eight: 4 GB of Qwen3-30B-A3B's 17 hit 76 to 82 %."""
-FINE = RoutingLaw(spread=0.84, repeat=0.26)
-"""Of 256 experts eight, of 512 ten: 3 GB of Qwen3.6-35B-A3B's 20 hit 65 %, caches of 64 and 128 of
-512 experts 67 and 81 %."""
-FEW = RoutingLaw(spread=0.95, repeat=0.12)
-"""Of 128 experts four: 2 GB of gpt-oss-120b's 57 hit 27 %."""
 LASTING_SPREAD = 0.13
 """Popularity that experts have in all texts: a list of the hottest 6 % of them hits 10 %."""
-_FINE_SHARE, _FEW = 0.04, 4
 
 
-def find_routing_law(experts: int, chosen: int) -> RoutingLaw:
-    """The law of an MoE model whose tokens choose so many, from published hit rates of least
-    recently used caches; figures that follow from it are of synthetic routing."""
-    if chosen >= _FINE_SHARE * experts:
-        return COARSE
-    return FEW if chosen <= _FEW else FINE
+def find_routing_law(experts: int, constants: Constants | None = None) -> RoutingLaw:
+    """The law of an MoE model: the more experts it has, up to 128, the more special they are."""
+    constants, doublings = constants or Constants(), log2(experts)
+    share, repeats = min(max(doublings - 3.0, 0.0) / 4.0, 1.0), min(max(doublings - 6.0, 0.0), 1.0)
+    return RoutingLaw(
+        spread=constants.routing_spread * share, repeat=constants.routing_repeat * repeats
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +373,7 @@ def describe_routing(
     moe = model.moe
     assert moe is not None
     active = moe.active_experts / moe.experts
-    law, source = find_routing_law(moe.experts, moe.active_experts), "published routing of experts"
+    law, source = find_routing_law(moe.experts, constants), "published routing of experts"
     if store is not None and (stated := _read_synthetic(store)) is not None:
         law, source = _read_asked_routing(stated, active)
     layer = LayerActivity(

@@ -8,12 +8,13 @@ because rates follow powers of both over wide ranges."""
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import pairwise
 from math import exp, log
 from typing import Any, Literal
 
+from pi2.costs.ranges import Spread
 from pi2.plan.documents.device import ReadFigure
 
 
@@ -77,6 +78,14 @@ class Flash:
             return block_bytes / min(seconds, smallest / rate)
         return interpolate_logs(by_block, block_bytes)
 
+    def scale(self, share: float) -> "Flash":
+        """The same with ``share`` of all rates."""
+        points, bursts = (
+            tuple(item.model_copy(update={"rate": share * item.rate}) for item in items)
+            for items in (self.points, self.bursts)
+        )
+        return replace(self, points=points, bursts=bursts, latency_s=self.latency_s / share)
+
     def find_stream_rate(self, block_bytes: int = 4 << 20) -> float:
         """Bytes per second of a layer that is read in order, ``block_bytes`` at a time."""
         return self.find_rate_bytes_s("sequential", block_bytes)
@@ -120,9 +129,17 @@ def interpolate_logs(curve: Sequence[tuple[float, float]], at: float) -> float:
     return curve[-1][1]
 
 
-_FIGURES: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    resources.files("pi2.costs").joinpath("constants.toml").read_text("utf-8")
-)
+def _read(name: str) -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(resources.files("pi2.costs").joinpath(name).read_text("utf-8"))
+
+
+_FIGURES, _CORES = _read("constants.toml"), _read("cores.toml")
+
+
+def count_pipes(core: str | None, architecture: str | None) -> int:
+    """Vector pipes of 128 bits of a ``core``, such as ``cortex-x4``."""
+    known = (n for name, n in _CORES["pipes"].items() if core and core.startswith(name))
+    return next(known, int(_CORES["architectures"].get(architecture or "", 2)))
 
 
 class Constants:
@@ -137,10 +154,25 @@ class Constants:
     def __getattr__(self, name: str) -> float:
         raise AttributeError(name)
 
+    def find_spread(self, name: str) -> Spread:
+        """How far devices of a class are from a share that is assumed of them."""
+        item = _FIGURES[name]
+        return Spread(low=item["low"] / item["value"], high=item["high"] / item["value"])
+
+    def find_label_spread(self, status: str) -> Spread:
+        """How far a stated figure may be from what programs find."""
+        return Spread.around(getattr(self, f"{status.replace('-', '_')}_factor"))
+
 
 def describe_constants(constants: Constants) -> list[tuple[str, float, str, str, str]]:
-    """Names, values, units, kinds and meanings."""
+    """Names, values, units, kinds, and meanings with the devices behind them."""
     return [
-        (name, float(getattr(constants, name)), item["unit"], item["kind"], item["meaning"])
+        (
+            name,
+            float(getattr(constants, name)),
+            item["unit"],
+            item["kind"],
+            f"{item['meaning']}; {item['devices']}",
+        )
         for name, item in _FIGURES.items()
     ]

@@ -16,16 +16,19 @@ Once a token there are the head, and the row of an embedding that is read from f
 attention + norm + predict + look up + python + max(compute, dense) + wait. Expected values replace
 figures that vary from token to token."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import ceil, hypot
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 from pi2.costs.activity import PredictorMode
 from pi2.costs.cost_layer import LayerCost
-from pi2.costs.description import Activity, Description, describe_plan
+from pi2.costs.description import Activity, Description, describe_plan, read_plan_rates
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PROMPT, cost_prompt
+from pi2.costs.ranges import Range
 from pi2.costs.settings import POSITION
 from pi2.fitting.budget import count_libraries
 from pi2.fitting.sizes import find_needs
@@ -118,23 +121,26 @@ class Cost:
     whole_unit: str | None = None
     """The GPU or NPU that has the whole model, if one has."""
 
-    spreads: Mapping[str, float] = field(default_factory=dict)
-    """How far measurements of steps were apart, as shares."""
+    ends: tuple[Cost, Cost] | None = None
+    """The same with all rates low, and high, as they are on devices of the kind; None if not asked
+    for."""
 
     @property
-    def spread_tokens_s(self) -> float:
-        """Standard uncertainty of ``tokens_s`` from the spread of measured steps, 0 without."""
-        steps = {
-            "project": sum(layer.attention_s for layer in self.layers),
-            "predict": sum(layer.predict_s for layer in self.layers),
-            "gather": sum(layer.busy_s for layer in self.layers),
-            "multiply": self.head_s,
-            "reads": sum(layer.wait_s for layer in self.layers),
-        }
-        parts = [
-            seconds / self.token_s * self.spreads.get(name, 0.0) for name, seconds in steps.items()
-        ]
-        return self.tokens_s * hypot(*parts)
+    def range_tokens_s(self) -> Range:
+        """Tokens per second that a plan promises, that are expected, and at most."""
+        return self._find_range(self.tokens_s, *(x.tokens_s for x in self.ends or ()))
+
+    @property
+    def range_prefill_tokens_s(self) -> Range | None:
+        own = self.prefill_tokens_s
+        if own is None:
+            return None
+        return self._find_range(own, *(x.prefill_tokens_s or own for x in self.ends or ()))
+
+    @staticmethod
+    def _find_range(expected: float, *ends: float) -> Range:
+        every = (expected, *ends)
+        return Range(low=min(every), expected=expected, high=max(every))
 
     @property
     def token_s(self) -> float:
@@ -167,10 +173,8 @@ def cost_plan(
     position: int = POSITION,
     prompt: int = PROMPT,
 ) -> Cost:
-    """Cost of a token after ``position`` tokens, and of a prompt; UserError P351."""
-    return cost_resolved(
-        resolved, rates, store=resolved.store_path, position=position, prompt=prompt
-    )
+    """Cost of a token after ``position`` tokens, and of a prompt, with ranges; UserError P351."""
+    return cost_range(resolved, rates, store=resolved.store_path, position=position, prompt=prompt)
 
 
 def cost_resolved(
@@ -185,6 +189,18 @@ def cost_resolved(
     """Cost of a plan without a file; ``store`` and ``activity`` give measured statistics."""
     description = describe_plan(resolved, rates, store=store, activity=activity, position=position)
     return cost_description(description, prompt, memory_bytes=count_memory(resolved))
+
+
+def cost_range(
+    resolved: ResolvedPlan, rates: Rates | None = None, *, prompt: int = PROMPT, **known: Any
+) -> Cost:
+    """`cost_resolved` with the ends of its ranges."""
+    rates = read_plan_rates(resolved) if rates is None else rates
+    expected, low, high = (
+        cost_resolved(resolved, own, prompt=prompt, **known)
+        for own in (rates, rates.vary("low"), rates.vary("high"))
+    )
+    return replace(expected, ends=(low, high))
 
 
 def cost_description(
@@ -205,7 +221,6 @@ def cost_description(
         memory_bytes=memory_bytes,
         activity=description.activity_source,
         sources=rates.sources,
-        spreads=rates.spreads,
         predictor=settings.predictor,
         batch=settings.batch,
         power_w=rates.power_w,

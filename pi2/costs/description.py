@@ -4,6 +4,8 @@ Documents are read only here and in the modules that it calls.
 A unit with the whole model in its own memory takes the processor's place: a step takes its bytes at
 the rate of that memory, and a fixed time for every kernel."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -124,6 +126,8 @@ class Description:
     """Figures of documents that it comes from."""
     assumptions: tuple[str, ...] = ()
     """Differences from the engine, a sentence each."""
+    ends: tuple[Description, Description] | None = None
+    """The same with all rates low, and high; None if not asked for."""
 
     @property
     def layers(self) -> int:
@@ -174,6 +178,14 @@ class Description:
         return Counter(figure.status for figure in self.figures)
 
 
+def read_plan_rates(resolved: ResolvedPlan, constants: Constants | None = None) -> Rates:
+    """Rates of the units that a plan uses; UserError P351 names missing figures."""
+    if resolved.has_whole_unit:
+        return read_whole_rates(resolved.device, resolved.sparse_unit, constants)
+    width, units = resolved.model.shape.stored_hidden, list_used_units(resolved)
+    return read_rates(resolved.device, width, constants, unit=units[0] if units else None)
+
+
 def describe_plan(
     resolved: ResolvedPlan,
     rates: Rates | None = None,
@@ -186,12 +198,7 @@ def describe_plan(
     """Describe a plan in plain numbers; UserError P351 names missing figures of the device."""
     resolved = _see_experts(resolved)
     plan, model = resolved.plan, resolved.model
-    units = list_used_units(resolved)
-    if rates is None and resolved.has_whole_unit:
-        rates = read_whole_rates(resolved.device, resolved.sparse_unit, constants)
-    elif rates is None:
-        width = model.shape.stored_hidden
-        rates = read_rates(resolved.device, width, constants, unit=units[0] if units else None)
+    rates = read_plan_rates(resolved, constants) if rates is None else rates
     rates = rates.choose(plan.kv.type, plan.decode.activations)
     mode, batch = plan.decode.predictor, plan.decode.batch
     if activity is None and mode == "gate" and resolved.thresholds is not None:

@@ -10,11 +10,10 @@ from typing import Any, get_args
 import numpy as np
 
 from pi2.costs.constants import Constants, Figure, Flash
+from pi2.costs.ranges import CERTAIN, Side, Spread
 from pi2.plan.documents.device import ComputeFigure, KernelFigure, KernelName, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
 
-_FEW_CORES = 16
-"""Cores that meet as quickly as a few."""
 USUAL_WIDTH = 4096
 """Width of the model that kernels were measured with, if a figure does not state it."""
 _ENOUGH_SHARE = 0.6
@@ -56,8 +55,7 @@ class KernelTimes:
         self._width = width
         self._constants = constants
         self.cores = max(1, sum(cluster.cores for cluster in unit.clusters))
-        beyond = max(self.cores - _FEW_CORES, 0)
-        self.barrier_s = constants.barrier_s + beyond * constants.core_barrier_s
+        self.barrier_s = self.cores * constants.core_barrier_s
         """Until all threads have met."""
         self.sources: dict[str, str] = {}
         """Source of each time."""
@@ -260,6 +258,17 @@ class DenseUnit:
     """Whether it has one scale for a row of weights, as NPUs do."""
     has_memory: bool = False
     """Whether it has memory of its own for its neurons, and takes no main memory bandwidth."""
+    spread: Spread = CERTAIN
+    ops_spread: Spread = CERTAIN
+
+    def vary(self, side: Side) -> DenseUnit:
+        share, ops = self.spread.find(side), self.ops_spread.find(side)
+        return replace(
+            self,
+            bytes_s=share * self.bytes_s,
+            launch_s=self.launch_s / share,
+            ops_s=self.ops_s and ops * self.ops_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +282,9 @@ class Rates:
     """Cores that read as fast as all, if fewer were not measured."""
     core_share: float = 1.0
     """Part of the processor's rates that stays in runs which read from flash all the time."""
-    core_ops_s: float | None = None
-    """Operations per second of a core for one token; None if kernels were measured."""
+    core_ops_s: tuple[float, ...] = ()
+    """Operations per second of each core for one token, fastest first; none if kernels were
+    measured."""
     bandwidth_bytes_s: float
     """Rate at which the processor reads memory."""
     multiply: Linear
@@ -333,23 +343,47 @@ class Rates:
     sources: dict[str, str] = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
     """Figures of the device's document that the rates come from."""
-    spreads: Mapping[str, float] = field(default_factory=dict)
-    """How far measurements of a step were apart, as a share: of kernels by name, and of "reads"."""
+    spread: Spread = CERTAIN
+    """Of the processor's rates."""
+    call_spread: Spread = CERTAIN
+    """Of the inverse of its fixed times."""
+    ops_spread: Spread = CERTAIN
+    """Of its arithmetic with many tokens."""
+    flash_spread: Spread = CERTAIN
     constants: Constants = field(default_factory=Constants)
     """Replacements of figures that the device does not state."""
 
-    def slow_cores(self, share: float) -> Rates:
+    def slow_cores(self, share: float, calls: float = 1.0) -> Rates:
         """These rates of a processor that keeps ``share`` of its speed."""
-        core_ops_s = None if self.core_ops_s is None else share * self.core_ops_s
+        core_ops_s = tuple(share * item for item in self.core_ops_s)
         bytes_s = share * self.bandwidth_bytes_s
         slow = replace(self, bandwidth_bytes_s=bytes_s, core_ops_s=core_ops_s)
-        return slow.scale_kernels(share)
+        return slow.scale_kernels(share, calls)
 
-    def scale_kernels(self, share: float) -> Rates:
-        """These rates with kernels that read at ``share`` of their rate."""
+    def vary(self, side: Side) -> Rates:
+        """These rates at one end of their ranges."""
+        spreads = self.spread, self.call_spread, self.ops_spread, self.flash_spread
+        share, calls, ops, reads = (item.find(side) for item in spreads)
+        many = (self.dense_many, self.project_many)
+        dense_many, project_many = (x and (x[0] / ops, x[1] / ops) for x in many)
+        return replace(
+            self.slow_cores(share, calls),
+            norm_s=self.norm_s / calls,
+            route_s=self.route_s / calls,
+            token_s=self.token_s / calls,
+            dense_many=dense_many,
+            project_many=project_many,
+            few_ops_s=self.few_ops_s and ops * self.few_ops_s,
+            shared_bytes_s=share * self.shared_bytes_s,
+            dense=self.dense and self.dense.vary(side),
+            flash=self.flash and self.flash.scale(reads),
+        )
+
+    def scale_kernels(self, share: float, calls: float = 1.0) -> Rates:
+        """These rates with kernels that read at ``share`` of their rate, and start at ``calls``."""
 
         def scale(line: Linear) -> Linear:
-            return replace(line, bytes_s=share * line.bytes_s)
+            return Linear(call_s=line.call_s / calls, bytes_s=share * line.bytes_s)
 
         own: dict[str, Any] = {
             name: scale(getattr(self, name)) for name in (*_TYPED, "gate", "open")

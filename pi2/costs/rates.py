@@ -2,22 +2,21 @@
 
 from dataclasses import replace
 from math import isinf
+from statistics import median
 from typing import Any, get_args
 
-from pi2.costs.constants import Constants, Figure, Flash, keep_core
+from pi2.costs.constants import Constants, Figure, Flash, count_pipes, keep_core
 from pi2.costs.kernel_times import DenseUnit, KernelTimes, Linear, Rates, count_ops
+from pi2.costs.ranges import Spread
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.documents.device import Device, ShareFigure, Unit
+from pi2.plan.documents.device import CpuCluster, Device, ShareFigure, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
 
 MISSING_FIGURE = "P351"
 _ENOUGH_CORES = 5.0
 """Cores that read as fast as all; PowerInfer-2 uses 5 of 8 on a phone."""
-_FAST_CORE_BYTES_S = 8e9
-"""Bandwidth per core above which cores compute as fast: 10 GB/s on phones, 2 to 7 on boards."""
-_FAST_CARD_BYTES_S = 900e9
-_WIDE_BYTES_S, _SERVER_CORES = 200e9, 32
-"""Peak bandwidth beyond what two channels give, and cores of a processor that is made for it."""
+_WIDE_BYTES_S, _MANY_CORES = 150e9, 20
+"""Peak bandwidth beyond what two channels give, and cores beyond what laptops have."""
 
 
 def read_rates(
@@ -48,13 +47,6 @@ LAST_KERNELS = 2
 """Norm and head; with the embedding, three a token."""
 
 
-def _is_fast_card(unit: Unit) -> bool:
-    """Whether the unit is a card of the class whose memory is fastest."""
-    own = unit.memory
-    figure = None if own is None else own.peak_bandwidth or own.read_bandwidth
-    return figure is not None and figure.value >= _FAST_CARD_BYTES_S
-
-
 def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[str, Any]:
     found = {
         name: times.find_linear(name, bandwidth, norm_s)
@@ -77,6 +69,7 @@ class _Reader:
         self._times = KernelTimes(unit, width, constants)
         self._sources = self._times.sources
         self._figures: dict[Figure, None] = {}
+        self._spreads: dict[str, Spread] = {}
 
     def read(self, chosen: str | None = None) -> Rates:
         constants, cpu, storage = self._constants, self._cpu, self._device.storage
@@ -90,13 +83,16 @@ class _Reader:
             self._use("memory.read_bandwidth", shared.status, shared.source)
         if shared is None and dense is not None:
             peak = self._device.memory.peak_bandwidth
-            shared_s = constants.both_of_peak * float(peak.value) if peak is not None else bandwidth
+            shared_s = (
+                constants.dense_of_peak * float(peak.value) if peak is not None else bandwidth
+            )
         usual = _read_kernels(self._times, bandwidth, norm_s)
         gate = usual["predict"]
         find_hot_s = 0.0
         if self._times.has("predict-gate"):
             gate = self._times.find_linear("predict-gate", bandwidth, norm_s)
             find_hot_s = self._times.find_time("find", 0.0)
+        own_spread = self._find_processor_spread()
         rates = Rates(
             measured=self._times.measured,
             cores=self._times.cores,
@@ -135,7 +131,10 @@ class _Reader:
             ),
             types=self._read_types(bandwidth, norm_s),
             sources=self._sources,
-            spreads=self._read_spreads(),
+            spread=own_spread,
+            call_spread=own_spread,
+            ops_spread=self._find_ops_spread(cpu, own_spread),
+            flash_spread=self._find_flash_spread(),
             constants=constants,
         )
         for item in cpu.kernels:
@@ -145,15 +144,28 @@ class _Reader:
             raise UserError(tuple(self._missing), exit_code=2)
         return rates
 
-    def _read_spreads(self) -> dict[str, float]:
-        """The spread of each kernel's largest measurement, and of the middle one of all reads."""
-        found: dict[str, float] = {}
-        for item in sorted(self._cpu.kernels, key=lambda item: item.size):
-            if item.spread is not None:
-                found[item.kernel] = float(item.spread)
-        reads = sorted(float(x.spread) for x in self._device.storage.reads if x.spread is not None)
-        if reads:
-            found["reads"] = reads[len(reads) // 2]
+    def _find_processor_spread(self) -> Spread:
+        if self._times.measured:
+            apart = [float(item.spread or 0.0) for item in self._cpu.kernels]
+            return Spread.around(self._constants.probed_factor + median(apart))
+        return self._spreads[self._name]
+
+    def _find_ops_spread(self, unit: Unit, spread: Spread) -> Spread:
+        """Of arithmetic: what is a part of a peak is the least certain."""
+        if any(item.kernel == "dense" for item in unit.kernels) or not unit.compute:
+            return spread
+        best = max(unit.compute, key=lambda item: item.giga_ops)
+        if best.peak:
+            return self._constants.find_spread("vendor_ops_share")
+        return self._constants.find_label_spread(best.status)
+
+    def _find_flash_spread(self) -> Spread:
+        constants, storage = self._constants, self._device.storage
+        found = Spread()
+        for item in storage.reads:
+            found = found.widen(constants.find_label_spread(item.status))
+        if storage.sustained is None and not self._times.measured:
+            found = found.widen(constants.find_spread("sustained_reads"))
         return found
 
     def _read_types(
@@ -181,30 +193,32 @@ class _Reader:
             return float(figure.value)
         return 1.0 if self._times.measured else assumed
 
-    def _find_cpu_share(self) -> float:
-        constants, peak = self._constants, self._device.memory.peak_bandwidth
-        wide = peak is not None and peak.value > _WIDE_BYTES_S
-        if wide:
-            is_server = self._times.cores >= _SERVER_CORES
-            return constants.server_of_peak if is_server else constants.wide_of_peak
-        is_x86 = self._cpu.architecture == "x86-64"
-        return constants.x86_of_peak if is_x86 else constants.arm_of_peak
-
-    def _find_core_ops(self) -> float | None:
-        """Operations per second of a core for a token; None if unknown or in kernels' times."""
-        if self._times.measured or self._cpu.architecture is None:
-            return None
-        if self._cpu.compute:
-            best = max(count_ops(figure, self._constants) for figure in self._cpu.compute)
-            return best / self._times.cores
-        if self._cpu.architecture == "x86-64":
-            return self._constants.x86_core_ops_s
+    def _find_cpu_share(self) -> str:
+        """The constant that says which part of its memory's peak the processor reaches."""
         peak = self._device.memory.peak_bandwidth
-        if peak is not None and peak.value > _FAST_CORE_BYTES_S * self._times.cores:
-            return self._constants.fast_core_ops_s
-        return self._constants.arm_core_ops_s
+        is_wide = peak is not None and peak.value > _WIDE_BYTES_S
+        if is_wide or self._times.cores > _MANY_CORES:
+            return "wide_of_peak"
+        return "x86_of_peak" if self._cpu.architecture == "x86-64" else "arm_of_peak"
 
-    def _read_bandwidth(self, unit: Unit, of_peak: float, name: str) -> float:
+    def _find_core_ops(self) -> tuple[float, ...]:
+        """Operations per second of each core for a token, fastest first; none if unknown, or in
+        kernels' times."""
+        constants, architecture = self._constants, self._cpu.architecture
+        if self._times.measured or architecture is None:
+            return ()
+        if self._cpu.compute:
+            best = max(count_ops(figure, constants) for figure in self._cpu.compute)
+            return (best / self._times.cores,) * self._times.cores
+        rates = [
+            (item.frequency or constants.usual_clock) * count_pipes(item.core, architecture)
+            for item in self._cpu.clusters or (CpuCluster(id="cores", cores=1),)
+            for _ in range(item.cores)
+        ]
+        return tuple(sorted((constants.pipe_ops * rate for rate in rates), reverse=True))
+
+    def _read_bandwidth(self, unit: Unit, share: str, name: str) -> float:
+        of_peak: float = getattr(self._constants, share)
         figure = unit.read_bandwidth
         others = [item for item in self._device.units.values() if item is not unit]
         if figure is None and all(item.memory is not None for item in others):
@@ -212,7 +226,9 @@ class _Reader:
         if figure is not None:
             self._sources[f"{name} bandwidth"] = f"{figure.status}: {figure.source}"
             self._use(f"units.{name}.read_bandwidth", figure.status, figure.source)
+            self._spreads[name] = self._constants.find_label_spread(figure.status)
             return float(figure.value)
+        self._spreads[name] = self._constants.find_spread(share)
         peak = self._device.memory.peak_bandwidth
         if peak is not None:
             self._sources[f"{name} bandwidth"] = f"estimated: {of_peak:.0%} of the memory's peak"
@@ -256,22 +272,21 @@ class _Reader:
             ops_s=None if best is None else count_ops(best, self._constants),
             is_npu=unit.kind == "npu",
             has_memory=unit.memory is not None,
+            spread=self._spreads[name],
+            ops_spread=self._find_ops_spread(unit, self._spreads[name]),
         )
 
     def read_whole(self, name: str, unit: Unit) -> Rates:
         constants = self._constants
-        kernel_s = constants.recorded_kernel_s
-        if unit.architecture == "metal":
-            kernel_s = constants.metal_kernel_s
-        elif unit.memory is not None and not _is_fast_card(unit):
-            kernel_s = constants.slow_kernel_s
+        kernel = "metal_kernel_s" if unit.architecture == "metal" else "recorded_kernel_s"
+        kernel_s: float = getattr(constants, kernel)
         self._sources.clear()
         bytes_s = self._find_dense_rate(name, unit, estimated=True)
         if bytes_s is None or self._missing:
             raise UserError(tuple(self._missing), exit_code=2)
         linear = Linear(call_s=kernel_s, bytes_s=bytes_s)
         gather = Linear(
-            call_s=NAMED_KERNELS * kernel_s, bytes_s=constants.whole_gather_efficiency * bytes_s
+            call_s=NAMED_KERNELS * kernel_s, bytes_s=constants.gather_efficiency * bytes_s
         )
         power_w = None if unit.power is None else float(unit.power.value)
         return Rates(
@@ -288,8 +303,10 @@ class _Reader:
             open=gather,
             norm_s=kernel_s,
             route_s=ROUTER_KERNELS * kernel_s,
-            token_s=constants.submit_s + kernel_s,
+            token_s=constants.card_launch_s + kernel_s,
             shared_bytes_s=bytes_s,
+            spread=self._spreads[name],
+            call_spread=constants.find_spread(kernel).invert(),
             power_w=power_w,
             both_w=power_w,
             sources=self._sources,
@@ -302,12 +319,11 @@ class _Reader:
         if unit.memory is None:
             if unit.read_bandwidth is None and not estimated:
                 return None
-            return self._read_bandwidth(unit, constants.dense_of_peak, name)
+            return self._read_bandwidth(unit, "dense_of_peak", name)
         figure, share, key = unit.memory.read_bandwidth, 1.0, "read_bandwidth"
         if figure is None:
-            is_fast, key = _is_fast_card(unit), "peak_bandwidth"
-            figure = unit.memory.peak_bandwidth
-            share = constants.fast_card_of_peak if is_fast else constants.card_of_peak
+            figure, key = unit.memory.peak_bandwidth, "peak_bandwidth"
+            share = constants.card_of_peak
         if figure is None:
             if estimated:
                 self._miss(
@@ -317,7 +333,9 @@ class _Reader:
                 )
             return None
         status, origin = figure.status, figure.source
+        self._spreads[name] = constants.find_label_spread(status)
         if share != 1.0:
+            self._spreads[name] = constants.find_spread("card_of_peak")
             status, origin = "estimated", f"{share:.0%} of its memory's peak"
         self._sources[f"{name} bandwidth"] = f"{status}: {origin}"
         self._use(f"units.{name}.memory.{key}", status, origin)
@@ -367,8 +385,7 @@ class _Reader:
         penalty = storage.reader_penalty
         if penalty is not None:
             self._use("storage.reader_penalty", penalty.status, penalty.source)
-        usual = self._constants.warm_share if storage.kind == "ufs" else 1.0
-        if (kept := self._choose(storage.sustained, usual)) != 1.0:
+        if (kept := self._choose(storage.sustained, self._constants.sustained_reads)) != 1.0:
             points = [item.model_copy(update={"rate": kept * item.rate}) for item in points]
         usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
         return Flash(

@@ -19,6 +19,10 @@ _UPPER_SPEED = 2.0
 (docs/reference/performance.md)."""
 
 
+_ROUNDED_PART = 1.0 - 3.0 / 16.0
+"""Products that rounded steps need: half of gates and ups, which are three eighths of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """A step of a unit: its seconds with nothing else going on, and its demand on main memory."""
@@ -260,10 +264,9 @@ def time_matrix(
 def time_weight(rates: Rates, settings: Settings) -> float:
     """Seconds per weight for all sequences; 0 without a rate, or if reading hides it."""
     batch = settings.batch
-    if batch == 1 and rates.core_ops_s is not None:
+    if batch == 1 and rates.core_ops_s:
         # `scale` is of reading, by which callers divide.
-        cores = min(settings.threads, rates.cores)
-        return 2.0 * rates.scale(settings.threads) / (cores * rates.core_ops_s)
+        return 2.0 * rates.scale(settings.threads) / sum(rates.core_ops_s[: settings.threads])
     if batch == 1 or rates.few_ops_s is None:
         return 0.0
     once_s, token_s = rates.project_many or (0.0, 2.0 / rates.few_ops_s)
@@ -300,8 +303,7 @@ def _time_neuron(
     named_apart = settings.predictor in ("gate", "low-rank") and rates.measured
     if settings.batch == 1 or not named_apart or not activity.products:
         return seconds
-    constants = rates.constants
-    part = constants.rounded_part if settings.rounds_steps else constants.product_part
+    part = rates.constants.product_part * (_ROUNDED_PART if settings.rounds_steps else 1.0)
     others = activity.products / activity.used - 1.0
     return seconds * (1.0 + others * part)
 

@@ -254,9 +254,9 @@ def _describe_model(model: LoadedModel, statistics: RunStatistics, tokens: int) 
     }
 
 
-def describe_expected(tokens_s: float, bound: str) -> str:
+def describe_expected(tokens_s: str, bound: str) -> str:
     """A line for people before a run, and about a plan."""
-    return f"expected: {tokens_s:.1f} tokens/s without drafts, bound by {bound}"
+    return f"expected: {tokens_s} tokens/s without drafts, bound by {bound}"
 
 
 def _describe_load(run: Mapping[str, Any]) -> str:

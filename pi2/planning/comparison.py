@@ -5,17 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pi2.costs.cost import Cost, cost_plan, cost_resolved
+from pi2.costs.cost import Cost, cost_plan, cost_range, cost_resolved
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import Shortage, fit_plan, write_memory
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.quantities import (
-    approximate_bytes,
-    approximate_number,
-    approximate_share,
-    write_table,
-)
+from pi2.plan.documents.quantities import approximate_bytes, approximate_share, write_table
 from pi2.planning.planner import PlannedPlan, score_plan
 from pi2.planning.refinement import Decision
 from pi2.tracing import make_figure, save_figure
@@ -39,7 +34,7 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
         values["memory"] |= write_memory(fitted)
         values["layers"] = fitted.layers.model_dump(exclude_unset=True)
         resolved = _resolve(planned, values)
-        own = cost_resolved(resolved, store=wish.store)
+        own = cost_range(resolved, store=wish.store)
         full = cost_resolved(resolved, store=wish.store, position=wish.context)
         found.append(
             (
@@ -81,8 +76,6 @@ def _resolve(planned: PlannedPlan, values: dict[str, Any]) -> ResolvedPlan:
 
 LEAST_TOKENS = 16
 """Fewer tokens say little about a speed."""
-CLOSE = 0.15
-"""Share of a prediction that a run may miss it by, plus the measurements' spread."""
 
 
 def find_promise(resolved: ResolvedPlan, position: int) -> Cost | None:
@@ -97,11 +90,10 @@ def find_promise(resolved: ResolvedPlan, position: int) -> Cost | None:
 
 def describe_promise(cost: Cost, tokens_s: float) -> str:
     """One line: the prediction, how the run compares, and what to do where it is far off."""
-    spread = cost.spread_tokens_s
-    within = f" ± {approximate_number(spread, 2)}" if spread > 0.01 * cost.tokens_s else ""
-    told = f"promise: predicted {approximate_number(cost.tokens_s)}{within} tokens/s"
+    found = cost.range_tokens_s
+    told = f"promise: predicted {found.write()} tokens/s"
     away = tokens_s / cost.tokens_s - 1.0
-    if abs(tokens_s - cost.tokens_s) <= CLOSE * cost.tokens_s + spread:
+    if found.low <= tokens_s <= found.high:
         return f"{told}: the run is as fast as that"
     word = "slower" if away < 0 else "faster"
     return (
@@ -123,7 +115,7 @@ def describe_curve(plans: Sequence[PlannedPlan]) -> Iterator[str]:
                 if io.engine == "io_uring"
                 else f"pread, {io.threads} threads"
             )
-        figures = approximate_bytes(plan.memory.budget), approximate_number(cost.tokens_s)
+        figures = approximate_bytes(plan.memory.budget), cost.range_tokens_s.write()
         shares = f"{cost.hit_rate:.1%}", approximate_share(waits)
         rows.append((*figures, *shares, plan.decode.predictor, plan.kv.type, reads))
     titles = "memory | tokens/s | in memory | waiting | predictor | KV cache | reads"
@@ -136,7 +128,9 @@ def draw_curve(plans: Sequence[PlannedPlan], form: str) -> bytes:
     figure = make_figure(7.0, 4.0)
     axes = figure.add_subplot()
     memories = [item.resolved.plan.memory.budget / 2**30 for item in plans]
-    axes.plot(memories, [item.cost.tokens_s for item in plans], marker="o")
+    ranges = [item.cost.range_tokens_s for item in plans]
+    axes.fill_between(memories, [x.low for x in ranges], [x.high for x in ranges], alpha=0.2)
+    axes.plot(memories, [x.expected for x in ranges], marker="o")
     axes.set_xlabel("memory of the process (GiB)")
     axes.set_ylabel("tokens per second, predicted")
     axes.set_title(f"{wish.model.name or wish.model.id} on {wish.device.name or wish.device.id}")

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pi2.costs.cost import Cost, cost_resolved
+from pi2.costs.cost import Cost, cost_range, cost_resolved
 from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rates
 from pi2.costs.settings import StoredLayout, read_stored
@@ -60,6 +60,11 @@ class PlannedPlan:
     """A sentence for each unit that the plan does not use, and why."""
     layout: LayoutDecision | None = None
     """Distance of neurons in the store, if others were tried."""
+
+    @property
+    def promised_tokens_s(self) -> float:
+        """Tokens per second at the low end of the range."""
+        return self.cost.range_tokens_s.low
 
 
 USUAL_LIMITS = 12
@@ -143,7 +148,8 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
     best = min(found, key=lambda item: score_plan(wish, item))
     rates = read_whole_rates(wish.device, best.resolved.sparse_unit)
     full = cost_resolved(best.resolved, rates, store=wish.store, position=wish.context)
-    return replace(best, full_tokens_s=full.tokens_s)
+    cost = cost_range(best.resolved, rates, store=wish.store)
+    return replace(best, cost=cost, full_tokens_s=full.tokens_s)
 
 
 def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
@@ -244,7 +250,7 @@ def choose_goal(wish: Wish) -> Goal:
 
 def score_plan(wish: Wish, item: PlannedPlan) -> tuple[float, float]:
     cost, memory = item.cost, float(item.resolved.plan.memory.budget)
-    slow = max((wish.tokens_s or 0.0) - cost.tokens_s, 0.0)
+    slow = max((wish.tokens_s or 0.0) - item.promised_tokens_s, 0.0)
     match choose_goal(wish):
         case "time":
             # Prompts are many times faster with it.
@@ -280,14 +286,12 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
     def score(cost: Cost) -> float:
         return (cost.token_j if energy else None) or cost.token_s
 
-    values, cost, decisions = refine_values(problem, planned.values, score)
+    values, _, decisions = refine_values(problem, planned.values, score)
     resolved = resolve_values(values, wish.device, wish.model)
+    activity = problem.activities[resolved.plan.decode.predictor]
+    cost = cost_range(resolved, problem.rates, store=wish.store, activity=activity)
     full = cost_resolved(
-        resolved,
-        problem.rates,
-        store=wish.store,
-        activity=problem.activities[resolved.plan.decode.predictor],
-        position=wish.context,
+        resolved, problem.rates, store=wish.store, activity=activity, position=wish.context
     )
     return replace(
         planned,

@@ -62,15 +62,16 @@ def check_speed(resolved: ResolvedPlan) -> tuple[Diagnostic, ...]:
         cost = cost_plan(resolved)
     except UserError as error:
         return tuple(replace(item, severity="warning") for item in error.diagnostics)
-    if cost.tokens_s >= wished:
+    found = cost.range_tokens_s
+    if found.low >= wished:
         return ()
-    name, speed = resolved.path.name, approximate_number(cost.tokens_s)
+    name = resolved.path.name
     return UserError.of(
         "P354",
-        f"speed = {approximate_number(wished, 9)} tok/s: {speed} tokens/s are predicted on "
-        f"{resolved.device.id}, after {cost.position} tokens of context",
+        f"speed = {approximate_number(wished, 9)} tok/s: {found.write()} tokens/s are predicted on "
+        f"{resolved.device.id}, after {cost.position} tokens of context, and the least is promised",
         help=f"`pi2 plan {name}` finds a faster plan, or says what can be reached; or write "
-        f'speed = "{_round_down(cost.tokens_s)} tok/s"',
+        f'speed = "{_round_down(found.low)} tok/s"',
         notes=[name_limit(cost, "this plan")],
     ).diagnostics
 
@@ -89,13 +90,13 @@ def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> Plan
         return _shrink(float(wish.tokens_s or 0.0), fastest, plan_at, bounds[0])
 
     fastest = plan_at(limit)
-    if fastest.cost.tokens_s < wish.tokens_s:
+    if fastest.promised_tokens_s < wish.tokens_s:
         most = plan_at(bounds[1]) if limit < bounds[1] else fastest
-        needed = find_least(most) if most.cost.tokens_s >= wish.tokens_s else None
+        needed = find_least(most) if most.promised_tokens_s >= wish.tokens_s else None
         raise _explain(wish, fastest, needed)
     if wish.objective == "energy":
         found = [fastest, *_list_sparing(replace(wish, memory_bytes=limit), make_plan)]
-        fast = [item for item in found if item.cost.tokens_s >= wish.tokens_s]
+        fast = [item for item in found if item.promised_tokens_s >= wish.tokens_s]
         return min(fast, key=lambda item: item.cost.token_j or item.cost.token_s)
     if wish.memory_bytes is not None and wish.objective == "speed":
         return fastest
@@ -110,7 +111,7 @@ def _shrink(
     while high - low > max(16 * MIB, high * _CLOSE):
         size = round_up((low + high) // 2, MIB)
         found = next(_try(plan_at, size), None)
-        if found is not None and found.cost.tokens_s >= tokens_s:
+        if found is not None and found.promised_tokens_s >= tokens_s:
             best, high = found, size
         else:
             low = size
@@ -134,10 +135,10 @@ def _explain(wish: Wish, fastest: PlannedPlan, needed: PlannedPlan | None) -> Us
     """P350: what limits the fastest plan, and the nearest wishes; ``needed`` has more memory."""
     assert wish.tokens_s is not None
     wished = approximate_number(wish.tokens_s, 9)
-    nearest = [f"--speed {_round_down(fastest.cost.tokens_s)}tok/s"]
+    nearest = [f"--speed {_round_down(fastest.promised_tokens_s)}tok/s"]
     where = "" if wish.memory_bytes is None else f" within {approximate_bytes(wish.memory_bytes)}"
-    most = approximate_number(fastest.cost.tokens_s)
-    message = f"{wished} tokens/s cannot be reached{where}: {most} are the most"
+    most = approximate_number(fastest.promised_tokens_s)
+    message = f"{wished} tokens/s cannot be promised{where}: {most} are the most"
     if needed is not None:
         budget, room = needed.resolved.plan.memory.budget, find_device_memory(wish.device)
         if room is not None and budget > room:

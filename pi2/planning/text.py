@@ -229,7 +229,7 @@ def describe_file_plan(resolved: ResolvedPlan) -> Iterator[str]:
     bound = "computing" if is_timed else "memory bandwidth"
     if 2 * sum(layer.wait_s for layer in cost.layers) > cost.token_s:
         bound = "the disk"
-    yield describe_expected(cost.tokens_s, bound)
+    yield describe_expected(cost.range_tokens_s.write(), bound)
 
 
 def _describe_read(cost: Cost, neuron_s: float) -> str:
@@ -286,10 +286,8 @@ def describe_cost(cost: Cost) -> Iterator[str]:
     waits = sum(layer.wait_s for layer in cost.layers)
     together = "" if cost.batch == 1 else f" of {cost.batch} sequences together"
     what = "a token" if cost.batch == 1 else "between two of each"
-    spread = cost.spread_tokens_s
-    within = f" ± {approximate_number(spread, 2)}" if spread > 0.01 * cost.tokens_s else ""
     yield (
-        f"Predicted: {approximate_number(cost.tokens_s)}{within} tokens/s{together} after "
+        f"Predicted: {cost.range_tokens_s.write()} tokens/s{together} after "
         f"{cost.position} tokens of context; "
         f"{cost.token_s * 1e3:.1f} ms {what}, "
         f"{waits * 1e3:.1f} ms of it waiting for flash."
@@ -302,8 +300,8 @@ def describe_cost(cost: Cost) -> Iterator[str]:
     told = f"unknown: {unknown}.compute"
     if cost.whole_unit is not None:
         told = f"unknown: not measured: {cost.whole_unit}'s kernels"
-    if cost.prefill_tokens_s is not None:
-        told = f"{approximate_number(cost.prefill_tokens_s)} tokens/s"
+    if (found := cost.range_prefill_tokens_s) is not None:
+        told = f"{found.write()} tokens/s"
     yield (
         f"{prompts}: {told}; {approximate_bytes(cost.memory_bytes)} of memory, "
         f"{cost.hit_rate:.1%} of the neurons used are in it."
@@ -383,7 +381,7 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
         base = [a + b for a, b in zip(base, values, strict=True)]
     axes.set_xlabel("layer")
     axes.set_ylabel("milliseconds of a token, predicted")
-    speed = f"{approximate_number(cost.tokens_s)} tokens/s, predicted"
+    speed = f"{cost.range_tokens_s.write()} tokens/s, predicted"
     axes.set_title(f"{title}: {speed}".removeprefix(": "))
     axes.set_xlim(-0.7, len(cost.layers) - 0.3)
     add_legend(axes, reverse=True)  # in the order of the bars

@@ -1,16 +1,17 @@
 """Simulation of a plan on a device that need not be at hand: numbers of neurons are drawn for each
 token and layer, and `pi2.costs` gives their times."""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pi2.costs.constants import Constants, describe_statuses
 from pi2.costs.cost import Cost, cost_description
-from pi2.costs.description import Description, describe_plan, list_dense_units
+from pi2.costs.description import Description, describe_plan, list_dense_units, read_plan_rates
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import cost_prompt, list_prompt_layers
+from pi2.costs.ranges import Range
 from pi2.costs.rates import list_missing_reads
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -100,7 +101,19 @@ class SimulationResult:
     @property
     def expected(self) -> Cost:
         """Use expected numbers of neurons instead of drawn ones, as `pi2 plan` does."""
-        return cost_description(self.inputs)
+        cost = cost_description(self.inputs)
+        ends = self.inputs.ends
+        return replace(cost, ends=ends and (cost_description(ends[0]), cost_description(ends[1])))
+
+    @property
+    def range_tokens_s(self) -> Range:
+        """Tokens per second of the run, and of the same with all rates low or high."""
+        low, expected, high = astuple(self.expected.range_tokens_s)
+        return Range(
+            low=self.tokens_s * low / expected,
+            expected=self.tokens_s,
+            high=self.tokens_s * high / expected,
+        )
 
     def describe(self) -> dict[str, Any]:
         run, prefill, energy = self.decode, self.prefill, self.energy
@@ -122,6 +135,7 @@ class SimulationResult:
             },
             "decode": {
                 "tokens_s": _round(self.tokens_s),
+                "range": self.range_tokens_s.describe(),
                 "mean_ms": _round(self.mean_s * 1e3),
                 **{
                     f"p{percent}_ms": _round(self.find_percentile_s(percent) * 1e3)
@@ -138,6 +152,7 @@ class SimulationResult:
             },
             "expected": {
                 "tokens_s": _round(self.expected.tokens_s),
+                "range": self.expected.range_tokens_s.describe(),
                 "context": self.expected.position,
             },
             "energy": None
@@ -172,13 +187,13 @@ class SimulationResult:
             )
         percentiles = " · ".join(f"P{p} {run[f'p{p}_ms']:.1f}" for p in PERCENTILES)
         lines.append(
-            f"decode    {self.tokens_s:.2f} tokens/s over {len(decode.token_s)} tokens; "
+            f"decode    {self.range_tokens_s.write()} tokens/s over {len(decode.token_s)} tokens; "
             f"ms per token: mean {run['mean_ms']:.1f} · {percentiles}"
         )
         cost = self.expected
         lines.append(
-            f"expected  {cost.tokens_s:.2f} tokens/s after {cost.position} tokens of context, as "
-            "`pi2 plan` and `pi2 explain --cost` say"
+            f"expected  {cost.range_tokens_s.write()} tokens/s after {cost.position} tokens of "
+            "context, as `pi2 plan` and `pi2 explain --cost` say"
         )
         hits = f"cache hits {run['hit_rate']:.1%}"
         if self.inputs.settings.predictor == "none":
@@ -253,7 +268,11 @@ def read_inputs(
     """Describe a plan; UserError P330, P331 for missing figures.  ``rates`` replace its own."""
     findings = list(_check_units(resolved))
     try:
-        description = describe_plan(resolved, rates, store=resolved.store_path, constants=constants)
+        rates = read_plan_rates(resolved, constants) if rates is None else rates
+        low, description, high = (
+            describe_plan(resolved, own, store=resolved.store_path)
+            for own in (rates.vary("low"), rates, rates.vary("high"))
+        )
     except UserError as error:
         span = Span.of_file(str(resolved.path))
         found = dict.fromkeys(error.diagnostics)
@@ -263,7 +282,7 @@ def read_inputs(
         findings += [replace(item, code=MISSING_FIGURE, span=span) for item in found]
     if findings:
         raise UserError(tuple(findings), exit_code=2)
-    return description
+    return replace(description, ends=(low, high))
 
 
 def _check_units(resolved: ResolvedPlan) -> list[Diagnostic]:

@@ -17,11 +17,15 @@ from tests.helpers.bundles import pack_bundles
 
 _EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
 PUBLISHED_HITS = (
-    (512, 10, 64 / 512, 0.67, 0.67), (512, 10, 128 / 512, 0.81, 0.81), (256, 8, 3 / 20, 0.65, 0.65),
-    (128, 8, 4 / 17, 0.76, 0.82), (128, 4, 2 / 57, 0.27, 0.27),
+    (64, 8, 8 / 64, 0.28), (64, 8, 24 / 64, 0.68), (64, 8, 32 / 64, 0.74),
+    (512, 10, 64 / 512, 0.67), (512, 10, 128 / 512, 0.81), (256, 8, 3 / 20, 0.65),
+    (256, 8, 1950 / 19200, 0.549), (256, 6, 1075 / 11008, 0.606), (128, 8, 4 / 17, 0.79),
+    (128, 6, 0.05, 0.379), (128, 6, 0.1, 0.546), (128, 6, 0.2, 0.752), (128, 6, 0.5, 0.958),
+    (128, 2, 0.05, 0.454), (128, 2, 0.1, 0.611), (128, 2, 0.3, 0.831), (128, 4, 2 / 57, 0.27),
 )  # fmt: skip
-"""Experts, those of a token, the share that a least recently used cache holds, and what it hits at
-least and at most: two of 512 experts, Qwen3.6-35B-A3B, Qwen3-30B-A3B, gpt-oss-120b."""
+"""Experts, those of a token, the share that a least recently used cache holds, and what it hits:
+OLMoE, two of 512 experts, Qwen3.6-35B-A3B, GLM-5.2, DeepSeek-V4-Flash, Qwen3-30B-A3B with eight and
+six experts, gpt-oss-120b with two and four."""
 MIXTURE: Mapping[str, Mapping[str, Any]] = {
     "moe": {"experts": 4, "active_experts": 2},
     "tensors": {

@@ -199,7 +199,7 @@ def test_a_plan_s_wishes_are_planned_for_or_refused(
     path.write_text(path.read_text().replace("8 tok/s", "80 tok/s"))
     capsys.readouterr()
     assert run(["plan", str(path)]) == 1
-    assert "error[P350]: 80 tokens/s cannot be reached within 6 GiB" in capsys.readouterr().err
+    assert "error[P350]: 80 tokens/s cannot be promised within 6 GiB" in capsys.readouterr().err
 
 
 def test_weights_may_be_a_file_of_an_installed_package(

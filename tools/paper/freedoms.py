@@ -46,7 +46,7 @@ ACE_2 = "oneplus-ace-2"
 STANDARD_BYTES_S = 2.1e9
 """Rate of long reads that the standard UFS 3.1 gives."""
 CONSTANTS: Mapping[str, tuple[float, str]] = {
-    "barrier_s": (0.0, "0"),
+    "core_barrier_s": (0.0, "0"),
     "dense_launch_s": (0.0, "0"),
     "gather_efficiency": (1.0, "1: as fast as streaming"),
     "place_s": (0.0, "0"),

@@ -28,7 +28,7 @@ class Routing:
 def publish_routing(experts: int, chosen: int) -> Routing:
     """Routing with which caches hit as often as was published of such mixtures."""
     active = chosen / experts
-    popular, reuse = find_routing_law(experts, chosen).describe(active)
+    popular, reuse = find_routing_law(experts).describe(active)
     return Routing(popular=(round(popular, 3),), reuse=round(reuse, 3))
 
 

@@ -244,8 +244,8 @@ class Storage(Table):
     """Part of the time of reads that computing with all cores hides: 1 where reading costs the
     cores nothing, 0 where it needs them all."""
     sustained: ShareFigure | None = None
-    """Part of these rates that stays in a run that reads all the time; default: 0.67 of UFS, which
-    gets hot."""
+    """Part of these rates that stays in a run that reads all the time, as flash gets hot; default:
+    0.75, and 1 where pi2's kernels were measured."""
     core_share: ShareFigure | None = None
     """Part of its speed that the processor keeps in such a run; default: 0.5, and 1 where pi2's
     kernels were measured."""
