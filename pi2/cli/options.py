@@ -324,6 +324,15 @@ TOKENIZER = partial(
 )
 
 
+DRAFT = partial(
+    option,
+    "--draft",
+    metavar="FILE",
+    shell_complete=suggest_files,
+    help="GGUF file or plan that drafts: a smaller model with the same tokens, or an MTP head.",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
@@ -371,6 +380,7 @@ class PlanOptions:
     settings: tuple[str, ...] = SET()
     locked: bool = LOCKED()
     tokenizer: Path | None = TOKENIZER()  # noqa: RUF009  # a field
+    draft: Path | None = DRAFT()  # noqa: RUF009  # a field
 
 
 @dataclass(frozen=True)
@@ -448,6 +458,7 @@ def choose_plan(
     *,
     locked: bool = False,
     tokenizer: Path | None = None,
+    draft: Path | None = None,
 ) -> ChosenPlan:
     from pi2.cli.named_plans import find_retokenized
     from pi2.weights.file_reading import FileFiller
@@ -455,8 +466,22 @@ def choose_plan(
     files = FileFiller()
     path, further = find_retokenized(given, tokenizer, files=files)
     values, memory_bytes = parse_changes(settings, memory)
-    chosen = {**values, **further}
+    chosen = {**values, **further, **name_draft(draft)}
     return ChosenPlan(given, path, chosen, memory_bytes, locked=locked, files=files)
+
+
+def name_draft(draft: Path | None) -> dict[str, object]:
+    """Values of a plan for which the model of ``draft`` drafts."""
+    from pi2.caches import is_gguf
+    from pi2.cli.named_plans import find_plan_path
+    from pi2.importing.gguf_checkpoint import is_head
+
+    if draft is None:
+        return {}
+    has_head = is_gguf(draft) and is_head(draft)
+    path = draft if has_head else find_plan_path(draft)
+    kind = "mtp" if has_head else "plan"
+    return {"decode.speculation.drafts": kind, "decode.speculation.plan": str(path.absolute())}
 
 
 def measure_host(device: Device) -> Device:
@@ -486,9 +511,10 @@ def parse_changes(
 def take_plan(
     *, fitted: bool = True, locked: bool = False, tokenizer: bool = False, in_store: bool = False
 ) -> Callable[[Command], Command]:
-    """Give a command PLAN and ``--set`` as a `ChosenPlan`; flags add ``--memory``, ``--locked`` and
-    ``--tokenizer``; ``in_store`` refuses plans of GGUF files that run as they are."""
-    flags = {"memory": fitted, "settings": True, "locked": locked, "tokenizer": tokenizer}
+    """Give a command PLAN and ``--set`` as a `ChosenPlan`; flags add ``--memory``, ``--locked``,
+    ``--tokenizer`` and ``--draft``; ``in_store`` refuses plans of files that run as they are."""
+    flags = {"memory": fitted, "settings": True, "locked": locked}
+    flags |= {"tokenizer": tokenizer, "draft": tokenizer}
     taken = {name: make for name, make in _make_options(PlanOptions) if flags[name]}
     argument = click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans)
 

@@ -17,10 +17,12 @@ from pi2.cli import collect_as_usual
 from pi2.cli.commands import ProgressBar, show_controls
 from pi2.cli.named_plans import find_retokenized
 from pi2.cli.options import (
+    DRAFT,
     SET,
     TOKENIZER,
     ChosenPlan,
     SamplingOptions,
+    name_draft,
     option,
     take_options,
     take_plan,
@@ -205,6 +207,7 @@ class ServeOptions:
     """Memory of the loaded models together: plans are fitted to it, and take turns in it."""
     settings: tuple[str, ...] = SET()
     tokenizer: Path | None = TOKENIZER()
+    draft: Path | None = DRAFT()  # noqa: RUF009  # a field
     max_waiting: int = option(type=click.IntRange(min=0), default=256)
     """Sequences that may wait for a place in a model; others get 429."""
     max_seconds: float = option(type=click.FloatRange(min=0, min_open=True), default=600.0)
@@ -250,7 +253,7 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     tracer = make_tracer()
     scaling = read_scaling(given.on, given.replicas, given.autoscale)
     configure_logging(1)
-    overrides = parse_assignments(given.settings)
+    overrides = {**parse_assignments(given.settings), **name_draft(given.draft)}
     known = os.environ.get(KEY_VARIABLE, "")
     memory_bytes = None if given.memory is None else parse_size(given.memory)
     served = list_plans(plans, overrides, memory_bytes, given.tokenizer)

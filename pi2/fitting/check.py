@@ -182,9 +182,9 @@ def check_plan(
     resolved = _resolve(check, thresholds)
     draft = check.locate_draft() if drafts else None
     if draft is not None:
-        report = check_plan(
-            draft.path, name=draft.name, resolver=resolver, drafts=False, fill=fill, root=root
-        )
+        bare = None if fill is None else fill.describe(draft.path)
+        more: dict[str, Any] = {"drafts": False, "fill": fill, "values": bare, "root": root}
+        report = check_plan(draft.path, name=draft.name, resolver=resolver, **more)
         check.add_draft(report.diagnostics, report.sources)
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)

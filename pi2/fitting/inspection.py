@@ -264,7 +264,7 @@ class Inspection:
             self.diagnostics += (self.add_removal(i) for i in found if i.code != _MISSING)
             return None
         try:
-            filled = fill(source.values, source.path)
+            filled = fill(source.values, source.path, self._find_draft(source))
         except UserError as error:
             span = source.spans.find_value(("weights",))
             self.diagnostics += (
@@ -275,6 +275,19 @@ class Inspection:
         self.facts, self.derived = filled.facts, filled.reasons
         self.documents["model"] = filled.model
         return replace(source, values=filled.values)
+
+    def _find_draft(self, source: SourceFile) -> Path | None:
+        """The plan or GGUF file that a sound plan names as its draft, if it may."""
+        speculation = source.values.get("decode", {}).get("speculation", {})
+        if "plan" not in speculation:
+            return None
+        path: Path = source.path.parent / speculation["plan"]
+        try:
+            if not self.is_replaced(("decode", "speculation", "plan")):
+                check_inside(path, source.path.parent, self.root)
+        except UserError:
+            return None
+        return path
 
     def read_again(self, located: Located, kind: Kind) -> None:
         """Take a device or model from an earlier check, or read it."""
@@ -375,7 +388,7 @@ class Inspection:
         if file is None or not isinstance(plan, Plan) or plan.decode.speculation is None:
             return None
         reference = plan.decode.speculation.plan
-        if reference is None:
+        if reference is None or (self.runs_file and plan.decode.speculation.drafts == "mtp"):
             return None
         return self.locate_named(reference, "plan", ("decode", "speculation", "plan"))
 

@@ -241,13 +241,16 @@ def _open_folder_file(path: Path, files: list[GgufFile], metadata: Metadata) -> 
     )
 
 
-def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open the GGUF file ``path``, or all files of a split one of which it is.
+def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
+    """Open the GGUF file ``path``, or all files of a split one of which it is; ``head``: file of
+    the MTP head that counts.
 
     Raises `UserError`: P530-P536 as `read_gguf`, P533 a file of a split is missing, P544 an
-    architecture or scaling of positions that is not known."""
+    architecture or scaling of positions that is not known, or no head."""
     files = [read_gguf(part) for part in find_parts(path)]
     _check_split(files)
+    if head is not None:
+        files = _replace_head(files, head)
     metadata = Metadata(files[0].path, files[0].metadata)
     if metadata.architecture == OWN:
         return _open_folder_file(path, files, metadata)
@@ -318,6 +321,42 @@ def _refuse_architecture(path: Path, name: str) -> UserError:
         help=help,
         file=str(path),
     )
+
+
+_HEAD = re.compile(r"blk\.\d+\.(?=nextn\.)")
+"""Begins the names of a layer that drafts."""
+
+
+def _list_heads(files: list[GgufFile]) -> tuple[str, ...]:
+    names = [name for file in files for name in file.entries]
+    return tuple({found[0] for name in names if (found := _HEAD.match(name))})
+
+
+def _replace_head(files: list[GgufFile], path: Path) -> list[GgufFile]:
+    others = [read_gguf(part) for part in find_parts(path)]
+    heads = _list_heads(others)
+    if not heads:
+        raise UserError.of(
+            "P544",
+            f"{path} has no MTP head",
+            help='a smaller model drafts with drafts = "plan"',
+            file=str(path),
+        )
+
+    def choose(file: GgufFile, *, is_head: bool) -> GgufFile:
+        own = file.entries.items()
+        return replace(file, entries={k: e for k, e in own if k.startswith(heads) == is_head})
+
+    return [choose(file, is_head=False) for file in files] + [
+        choose(file, is_head=True) for file in others
+    ]
+
+
+def is_head(path: Path) -> bool:
+    """Whether a GGUF file has an MTP head, and no model for which it drafts."""
+    files = [read_gguf(part) for part in find_parts(path)]
+    is_model = any(name.startswith("blk.0.") for file in files for name in file.entries)
+    return bool(_list_heads(files)) and not is_model
 
 
 def find_parts(path: Path) -> list[Path]:

@@ -248,7 +248,12 @@ class FileFiller:
         memory, own = detect_memory(), min(count_own_bytes(), LIBRARY_BYTES)
         return memory.installed_bytes, memory.available_bytes + own
 
-    def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
+    def describe(self, path: Path) -> dict[str, Any] | None:
+        return describe_bare(path)
+
+    def __call__(
+        self, values: Mapping[str, Any], path: Path, draft: Path | None = None
+    ) -> FilledPlan:
         """Complete a plan's values; raises `UserError` as `GgufWeights.open` and
         `pi2.weights.file_plan.derive_plan` do."""
         from pi2.machine.cpu import detect_cpu
@@ -273,29 +278,26 @@ class FileFiller:
         decode, weights = values.get("decode"), self.open(file, tokenizer)
         speculation: Any = decode.get("speculation") if isinstance(decode, Mapping) else None
         drafts = speculation if isinstance(speculation, Mapping) else {}
-        draft_bytes = self._count_draft(drafts.get("plan"), path.parent)
-        head = None
+        draft_bytes, head = 0, None
         if drafts.get("drafts") == "mtp":
-            head = weights.open_head()
+            head = weights.open_head(draft)
+        elif draft is not None:
+            draft_bytes = self._count_draft(draft)
         elif speculation is None and weights.checkpoint.config.get("num_nextn_predict_layers"):
             with suppress(UserError):  # it is left out
                 head = weights.open_head()
         memory, cores = self.find_memory(), detect_cpu().cores
         return derive_plan(values, weights, *memory, draft_bytes, head, cores)
 
-    def _count_draft(self, plan: object, folder: Path) -> int:
-        """Bytes of the model that drafts; 0 without one, or where its plan has an error, which is
-        found when it is checked."""
+    def _count_draft(self, draft: Path) -> int:
+        """Bytes of the model that drafts; 0 where its plan has an error, which is found when it is
+        checked."""
         from pi2.fitting.check import check_plan
-        from pi2.plan.reading.references import check_inside
 
-        try:
-            if not isinstance(plan, str) or not (folder / plan).is_file():
-                return 0
-            check_inside(folder / plan, folder)
-        except UserError:
+        if not draft.is_file():
             return 0
-        found = check_plan(folder / plan, drafts=False, fill=self, root=folder).resolved
+        bare = describe_bare(draft)
+        found = check_plan(draft, drafts=False, fill=self, values=bare, root=draft.parent).resolved
         return 0 if found is None else found.beside_bytes
 
     def open(self, file: Path, tokenizer: Path | None = None) -> GgufWeights:

@@ -59,17 +59,19 @@ class GgufWeights(TensorFiles):
         checkpoint = use_tokenizer(open_gguf(path), tokenizer)
         return cls(checkpoint, describe_checkpoint(checkpoint, has_texts=has_texts).model)
 
-    def open_head(self) -> GgufWeights:
-        """The MTP head in the same files, which reads some of this model's matrices.
+    def open_head(self, file: Path | None = None) -> GgufWeights:
+        """The MTP head in the same files, or in another one, which reads some of this model's
+        matrices.
 
         Raises `UserError`: P544 without one that can be computed, P533 or P534 where it is not
         whole."""
-        head = GgufWeights(self.checkpoint, describe_mtp(self.checkpoint, self.model))
+        checkpoint = self.checkpoint if file is None else open_gguf(self.path, file)
+        head = GgufWeights(checkpoint, describe_mtp(checkpoint, self.model))
         obstacles = head.find_obstacles()
         if obstacles:
             raise UserError.of(
                 "P544",
-                f"the MTP head of {self.path} cannot run as it is: {', '.join(obstacles)}",
+                f"the MTP head of {file or self.path} cannot run as it is: {', '.join(obstacles)}",
                 help='write decode.speculation.drafts = "prompt"',
             )
         own = {tensor.name for _, _, tensor in self.list_matrices()}

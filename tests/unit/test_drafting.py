@@ -1,5 +1,6 @@
 """Which tokens a prompt or an MTP head gives to guess, and when guessing pays."""
 
+import json
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -174,18 +175,20 @@ def write_plans(name: str, folder: Path, backend: str, *, is_blind: bool = False
 
 def write_file(name: str, checkpoint: Path, kind: str = "F32", left_out: str = "none") -> Path:
     """Write a checkpoint with an MTP head as llama.cpp does, for every family with one layer more;
-    without the tensor of the head that is ``left_out``."""
+    without tensors whose names a pattern has ``left_out``."""
     config, weights = read_checkpoint(checkpoint)
     layers, family = config["num_hidden_layers"], config["model_type"]
     before, after = f"{HEADS[name][0]}.", f"model.layers.{layers}."
     usual = (f"{after}{end}.weight" for end in USUAL[1])
     own = dict(zip(name_own(name), usual, strict=True))
     tensors = {own.get(key, key.replace(before, after)): v for key, v in weights.items()}
-    kept = {key: v for key, v in translate(tensors, config).items() if left_out not in key}
-    start = ARCHITECTURES[family]
-    counts = {f"{start}.block_count": layers + 1, f"{start}.nextn_predict_layers": 1}
-    changes = counts | make_tokens(config["vocab_size"])
-    return write_gguf(checkpoint.with_name(f"{left_out}.gguf"), config, kept, kind, changes)
+    named = translate(tensors, config).items()
+    kept = {key: v for key, v in named if not re.search(left_out, key)}
+    start, has_head = ARCHITECTURES[family], any(key.startswith(f"blk.{layers}.") for key in kept)
+    counts = {f"{start}.block_count": layers + has_head, f"{start}.nextn_predict_layers": has_head}
+    changes = {key: int(own) for key, own in counts.items()} | make_tokens(config["vocab_size"])
+    file = checkpoint.with_name(f"{re.sub(r'[^a-z_]', '', left_out)}.gguf")
+    return write_gguf(file, config, kept, kind, changes)
 
 
 def load_both(plan: Path, backend: str, **settings: Any) -> LoadedModel:
@@ -347,6 +350,34 @@ def test_the_head_in_a_file_drafts_and_the_text_stays(
     assert found[0] == found[1]
     assert counters.draft_tokens > 8
     assert (counters.accepted_tokens == counters.draft_tokens) == is_blind
+
+
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_second_file_drafts_if_it_is_a_head_or_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_head: bool
+) -> None:
+    checkpoint, found = copy_checkpoint("glm4-moe", tmp_path / "checkpoint"), []
+    grow(checkpoint, {20: 32}, moe_intermediate_size=32)
+    add_head("glm4-moe", checkpoint, is_blind=True)
+    main = write_file("glm4-moe", checkpoint, left_out=r"^blk\.2\.")
+    main = main.rename(tmp_path / "main.gguf")
+    other = main
+    if is_head:
+        (tmp_path / "other").mkdir()
+        other = write_file("glm4-moe", checkpoint, left_out=r"^(?!blk\.2)")
+        other = other.rename(tmp_path / "other" / "draft.gguf")
+    command = f"run {main} -p t7t9t7 -n 24 --temperature 0 --ignore-eos --json --set kv.context=64"
+    always = "--set decode.speculation.when=always"
+    for more in ("", f"--draft {other} {always}"):
+        assert run([*command.split(), *more.split()]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["text"] == found[1]["text"] and found[0]["speculation"] is None
+    drafted = found[1]["speculation"]
+    assert drafted["accepted_tokens"] == drafted["draft_tokens"] >= 16
+    if is_head:  # a plan may name one, but no file without a head
+        speculation = {"drafts": "mtp", "plan": str(main)}
+        with pytest.raises(pi2.UserError, match=r"P544.*no MTP head"):
+            pi2.load(main, set={"decode.speculation": speculation})
 
 
 def test_the_head_in_a_file_computes_what_the_one_of_a_store_does(tmp_path: Path) -> None:

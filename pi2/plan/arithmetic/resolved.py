@@ -137,8 +137,14 @@ class FilledPlan:
 class FillPlan(Protocol):
     """The facts of this machine's files and memory."""
 
-    def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
-        """Complete the values of a plan for a GGUF file, stored at a path; `UserError`."""
+    def __call__(
+        self, values: Mapping[str, Any], path: Path, draft: Path | None = None
+    ) -> FilledPlan:
+        """Complete the values of a plan for a GGUF file, stored at a path; ``draft``: the file that
+        `decode.speculation` names.  `UserError`."""
+
+    def describe(self, path: Path) -> dict[str, Any] | None:
+        """Values of the plan that a GGUF file stands for; None for another file."""
 
     def names_file(self, weights: object, path: Path) -> bool:
         """Whether ``weights`` of the plan at a path are a GGUF file, and not a neuron store."""

@@ -177,9 +177,9 @@ class Speculation(Table):
     uses a smaller model with the same tokens, or a store's MTP head; ``mtp`` uses the MTP head in
     the plan's own GGUF file, which is the default where that streams and has one."""
     plan: Annotated[Reference, Field(examples=["./draft.plan.toml"])] | None = None
-    """Plan of that model, with ``drafts = "plan"``: a path relative to this file, or a short
-    name; both plans run GGUF files, or both stores. Its segments except ``runtime`` use the part of
-    ``memory.budget`` that this plan leaves."""
+    """Plan or GGUF file of that model, with ``drafts = "plan"``: a path relative to this file, or
+    a short name; both plans run GGUF files, or both stores. Its segments except ``runtime`` use the
+    part of ``memory.budget`` that this plan leaves. With ``mtp``, another GGUF file of the head."""
     tokens: Annotated[int, Field(ge=1, le=32)] = 4
     """Maximum number of drafts in a step. A step has at most one token more, or ``decode.batch``:
     more sequences leave less room for drafts."""

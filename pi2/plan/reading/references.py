@@ -236,7 +236,7 @@ def read_document(
 
 def is_path(reference: str) -> bool:
     """Whether a reference is a path rather than a short name."""
-    return "/" in reference or "\\" in reference or reference.endswith(".toml")
+    return "/" in reference or "\\" in reference or reference.endswith((".toml", ".gguf"))
 
 
 def has_scheme(reference: str) -> bool:
@@ -263,7 +263,7 @@ def locate_document(
     ``is_given``: the user names it, no document; ``root``: as `check_inside`.  `UnknownName`;
     `UserError` P032, or as ``resolver``."""
     path = is_path(reference)
-    if kind == "plan" and not reference.endswith(".toml"):
+    if kind == "plan" and not reference.endswith((".toml", ".gguf")):
         path = False  # plans lie in folders, and their short names have them
     if path and not has_scheme(reference):
         if origin is None or resolver is None:
