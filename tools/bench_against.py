@@ -3,8 +3,9 @@
     python tools/bench_against.py model-Q4_K_M.gguf
     python tools/bench_against.py PLAN --file FILE.gguf -p 128,512 -n 64
 
-Needs llama-cpp-python.  Both read the plan's own GGUF file; a plan of a neuron store needs --file,
-such as a file of random weights from tools/write_gguf.py.
+Needs llama-cpp-python.  llama.cpp runs mapped and, where the budget is larger than the file,
+repacked: the better one counts.  Both read the plan's own GGUF file; a plan of a neuron store needs
+--file, such as a file of random weights from tools/write_gguf.py.
 """
 
 from __future__ import annotations
@@ -55,14 +56,18 @@ def compare(given: argparse.Namespace) -> None:
     lost: list[UserError] = []
 
     def list_others(described: Description) -> list[Recipe]:
+        # Repacked weights are a copy: within a budget below the file they prove nothing.
+        has_room = plan.resolved.plan.memory.budget > file.stat().st_size
         return [
             LlamaRecipe(
                 model=plan.resolved.model,
                 context=plan.resolved.plan.kv.context,
                 threads=described.threads,
                 file=file,
+                repack=repack,
                 synthetic=given.file is not None,
             )
+            for repack in ((False, True) if has_room else (False,))
         ]
 
     course = Course(

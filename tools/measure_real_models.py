@@ -1,13 +1,16 @@
-"""Measure pi2 and llama.cpp on the same GGUF files, in turns, and write what was measured.
+"""Measure pi2 and its peers on the same GGUF files, in turns, and write what was measured.
 
-    python tools/measure_real_models.py FILE.gguf... --peer PYTHON
+    python tools/measure_real_models.py FILE.gguf... --peer PYTHON [--ik PYTHON]
     python tools/measure_real_models.py --docs [--check]
 
-PYTHON is an interpreter that imports `llama_cpp`.  Results go to tools/results/real-models.json,
-with ``--random`` to random-shapes.json; ``--docs`` writes the tables of performance.md from both.
-Models, rows and quality that a file has of the same machine and versions are kept.  ``--shares``
-without a value measures quality only.  Rows below 100 % of a file run in a memory group of that
-size (Linux, root), which counts the page cache.
+PYTHON is an interpreter that imports `llama_cpp`, or `ik_llama_cpp`, built for this processor.  In
+memory a peer's row is the better of mapped and repacked weights; within limits it is mapped, as
+repacked weights are a copy in memory.  PI2_CPU makes pi2 one for an older processor.
+
+Results go to tools/results/real-models.json, with ``--random`` to random-shapes.json; ``--docs``
+writes the tables of performance.md from both.  Models, rows and quality of the same machine and
+versions are kept.  ``--shares`` without a value measures quality only.  Rows below 100 % of a file
+run in a memory group of that size (Linux, root), which counts the page cache.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ import argparse
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from limited.memory_group import GroupUnavailable, MemoryGroup
+from pi2.machine.cpu import detect_cpu
+from pi2.measuring.contestant import BandwidthLimit
 from real.documents import TABLES, write_documents
-from real.engines import LlamaCpp, Pi2, Workload, measure_quality
+from real.engines import Engine, IkLlamaCpp, LlamaCpp, Pi2, Workload, measure_quality
 from real.results import (
     Machine,
     ModelResult,
@@ -43,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.gguf")
     parser.add_argument("--peer", default=sys.executable, help="Python that imports llama_cpp")
+    parser.add_argument("--ik", help="Python that imports ik_llama_cpp")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512])
@@ -60,7 +67,8 @@ def main() -> int:
     if options.docs:
         return max(write_documents(table, check=options.check) for table in TABLES.values())
     table = TABLES["random shapes" if options.random else "real models"]
-    engines = (Pi2(sys.executable), LlamaCpp(options.peer))
+    both = (Pi2(sys.executable), LlamaCpp(options.peer))
+    engines = (*both, *([IkLlamaCpp(options.ik)] if options.ik else []))
     work = Workload(options.prompts, options.tokens)
     models = []
     for file in options.files:
@@ -70,11 +78,13 @@ def main() -> int:
                 print(engine_row.describe(), flush=True)
                 rows.append(engine_row)
         skipped = options.no_quality or options.random
-        quality = None if skipped else measure_quality(file, engines)
+        quality = None if skipped else measure_quality(file, both)
         models.append(ModelResult(file.name, file.stat().st_size, rows, quality))
     machine = Machine(
         processor=find_processor(),
         kernel=platform.release(),
+        features=" ".join(sorted(detect_cpu().features)),
+        memory_bytes_s=measure_memory(),
         disk_bytes_s=measure_disk(options.files),
         note=options.note,
     )
@@ -87,27 +97,40 @@ def main() -> int:
 
 
 def measure_share(
-    file: Path, share: float, engines: tuple[Pi2, LlamaCpp], work: Workload, turns: int
+    file: Path, share: float, engines: Sequence[Engine], work: Workload, turns: int
 ) -> list[Row]:
-    """Rows of both engines with ``share`` of the file as the memory limit; 1 means no limit."""
+    """Rows of the engines with ``share`` of the file as the memory limit; 1 means no limit."""
     limit = None if share >= 1 else int(file.stat().st_size * share)
     found = []
-    runs: dict[str, list[dict[str, float]]] = {engine.name: [] for engine in engines}
-    failures: dict[str, str] = {}
+    ways = [
+        (engine, variant)
+        for engine in engines
+        for variant in (engine.variants if limit is None else engine.variants[:1])
+    ]
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {}
+    failures: dict[tuple[str, str], str] = {}
     if limit is not None:
         # Compilers would have to share the group's memory.
         run_limited(engines[0].make_command(file, Workload([16], 2), limit), None)
     for _ in range(turns):
-        for engine in engines:
-            command = engine.make_command(file, work, limit)
+        for engine, variant in ways:
+            command, way = engine.make_command(file, work, limit, variant), (engine.name, variant)
             outcome = run_limited(command, limit)
             try:
-                runs[engine.name].append(engine.read_figures(outcome))
+                runs.setdefault(way, []).append(engine.read_figures(outcome))
             except ValueError as error:
-                failures[engine.name] = str(error)
+                failures[way] = str(error)
     for engine in engines:
-        found.append(Row.of(engine.name, share, runs[engine.name], failures.get(engine.name)))
+        own = [(engine.name, variant) for owner, variant in ways if owner is engine]
+        rows = [Row.of(*way, share, runs.get(way, []), failures.get(way)) for way in own]
+        found.append(max(rows, key=lambda row: row.figures.get("decode_tokens_s", 0.0)))
     return found
+
+
+def measure_memory() -> float:
+    """Bytes per second that all cores read from memory, the median of some passes."""
+    with BandwidthLimit(detect_cpu().cores) as limit:
+        return limit.summarise(limit.measure()).bytes_s
 
 
 def run_limited(command: list[str], limit: int | None) -> subprocess.CompletedProcess[str]:

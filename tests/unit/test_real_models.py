@@ -22,8 +22,8 @@ def make_table(folder: Path, decode: float) -> Table:
 def make_results(decode: float) -> Results:
     figures = {"load_s": 1.0, "prompt_128_tokens_s": 90.0, "decode_tokens_s": decode}
     rows = [
-        Row.of("pi2", 1.0, [{**figures, "peak_bytes": 2**30, "ids": [1]}], None),
-        Row.of("llama.cpp", 0.6, [], "killed for memory"),
+        Row.of("pi2", "", 1.0, [{**figures, "peak_bytes": 2**30, "ids": [1]}], None),
+        Row.of("llama.cpp", "mapped", 0.6, [], "killed for memory"),
     ]
     quality = Quality(
         perplexity=3.5, peer_perplexity=3.4, kl_nats=0.001, top_equal=0.99, answers=2,

@@ -92,14 +92,15 @@ class LlamaContestant:
 
     def describe(self) -> Description:
         return Description(
-            engine=f"llama.cpp (llama-cpp-python {self._library.__version__})",
+            engine=f"llama.cpp (llama-cpp-python {self._library.__version__}, "
+            + ("repacked)" if self._recipe.repack else "mapped)"),
             model=self._recipe.model.id,
             backend="cpu",
             threads=self._recipe.threads,
             synthetic=self._recipe.synthetic,
             load_s=self._load_s,
             notes=(
-                "default settings" if self._recipe.repack else "mapped, not repacked",
+                describe_features(self._library.llama_print_system_info()),
                 "another file" if self._recipe.synthetic else "the same file",
             ),
         )
@@ -148,6 +149,12 @@ class LlamaContestant:
             if code:
                 raise UserError.of("P652", f"llama_decode failed with {code}")
         llama.llama_synchronize(self._context)
+
+
+def describe_features(info: bytes) -> str:
+    """The features that a library says it was built with."""
+    parts = [part.split(":")[-1].split("=") for part in info.decode().split("|") if "=" in part]
+    return "built with " + " ".join(name.strip() for name, on in parts if on.strip() == "1")
 
 
 def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from real.results import RANDOM, RESULTS, ModelResult, Results, Row, read_results
+from real.results import RANDOM, RESULTS, Machine, ModelResult, Results, Row, read_results
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "performance.md"
 _HEAD = (
     "| file | memory | decode, tok/s | ratio | prompts, tok/s | load, s | peak, MiB |\n"
     "|---|---|--:|--:|--:|--:|--:|"
 )
-ENGINES = ("pi2", "llama.cpp")
-"""In the order of a cell's figures."""
+ENGINES = ("pi2", "llama.cpp", "ik_llama.cpp")
+"""In the order of a cell's figures; the last only where it was measured."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ def render_results(results: Results) -> str:
     """Conditions, speeds and quality as Markdown."""
     machine, versions = results.machine, results.versions
     lines = [
-        f"{results.date}; {machine.processor}; disk {machine.disk_bytes_s / 1e9:.1f} GB/s; "
+        f"{results.date}; {describe_machine(machine)}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + (f". {machine.note}".rstrip(". ") if machine.note else "")
-        + ". Medians of turns; cells have pi2 / llama.cpp.",
+        + f". Medians of turns; cells have {' / '.join(list_engines(results.models))}.",
         "",
         _HEAD,
     ]
     for model in results.models:
-        lines += render_rows(model)
+        lines += render_rows(model, list_engines(results.models))
     if drafts := render_drafts(results.models):
         lines += ["", *drafts]
     if measured := [model for model in results.models if model.quality is not None]:
@@ -73,15 +73,28 @@ def render_results(results: Results) -> str:
     return "\n".join(lines)
 
 
-def render_rows(model: ModelResult) -> list[str]:
-    """A row of a file for each limit, both engines in each cell."""
+def describe_machine(machine: Machine) -> str:
+    parts = [machine.processor + (f" ({machine.features})" if machine.features else "")]
+    if machine.memory_bytes_s:
+        parts.append(f"memory {machine.memory_bytes_s / 1e9:.1f} GB/s")
+    return "; ".join([*parts, f"disk {machine.disk_bytes_s / 1e9:.1f} GB/s"])
+
+
+def list_engines(models: Sequence[ModelResult]) -> Sequence[str]:
+    measured = {row.engine for model in models for row in model.rows}
+    return ENGINES if ENGINES[-1] in measured else ENGINES[:-1]
+
+
+def render_rows(model: ModelResult, engines: Sequence[str]) -> list[str]:
+    """A row of a file for each limit, all engines in each cell, and the ratio to the best peer."""
     lines = []
     for share in dict.fromkeys(row.share for row in model.rows):
         rows = {row.engine: row for row in model.rows if row.share == share}
-        both = [rows.get(engine) for engine in ENGINES]
-        speeds = [row.figures["decode_tokens_s"] for row in both if row is not None and row.figures]
-        ratio = f"{speeds[0] / speeds[1]:.2f}x" if len(speeds) == len(ENGINES) else ""
-        decode, prompts, load, peak = zip(*map(render_figures, both), strict=True)
+        shown = [rows.get(engine) for engine in engines]
+        speeds = [row.figures["decode_tokens_s"] if row and row.figures else 0.0 for row in shown]
+        best = max(speeds[1:])
+        ratio = f"{speeds[0] / best:.2f}x" if best and speeds[0] else ""
+        decode, prompts, load, peak = zip(*map(render_figures, shown), strict=True)
         cells = [decode, (ratio,), prompts, load, peak]
         memory = "no limit" if share >= 1 else f"{share:.0%} of the file"
         head = f"| {name_file(model)}, {model.size_bytes / 2**20:,.0f} MiB | {memory} "

@@ -1,4 +1,4 @@
-"""The two engines as programs that print their figures: pi2 and llama.cpp on one file."""
+"""Engines as programs that print their figures: pi2, llama.cpp and ik_llama.cpp on one file."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ class Engine:
 
     name = ""
     program = ""
+    variants: tuple[str, ...] = ("",)
+    """How it may be run; the first holds no copy of the file, and is the one within limits."""
 
-    def make_command(self, file: Path, work: Workload, limit: int | None) -> list[str]:
+    def make_command(
+        self, file: Path, work: Workload, limit: int | None, variant: str = ""
+    ) -> list[str]:
         """The command of one run; ``limit``: the memory that it may use, in bytes."""
         lengths = json.dumps(work.prompts)
         memory = "" if limit is None else f"{limit} B"
@@ -50,8 +54,11 @@ class Engine:
                 os.fspath(file),
                 os.fspath(TEXT),
             ),
-            *(lengths, str(work.tokens), memory),
+            *(lengths, str(work.tokens), memory, variant),
         ]
+
+    def find_version(self) -> str:
+        return self.ask("-c", f"import {self.name}; print({self.name}.__version__)")
 
     def read_figures(self, run: subprocess.CompletedProcess[str]) -> dict[str, float]:
         """Figures that a run printed; `ValueError` says why there are none."""
@@ -77,20 +84,24 @@ class Pi2(Engine):
     name = "pi2"
     program = "pi2"
 
-    def find_version(self) -> str:
-        return self.ask("-c", "import pi2; print(pi2.__version__)")
-
 
 class LlamaCpp(Engine):
     """llama.cpp, through llama-cpp-python, with a thread for each core and its defaults else."""
 
     name = "llama.cpp"
     program = "llama_cpp"
+    variants = ("mapped", "repacked")
 
     def find_version(self) -> str:
-        return "llama-cpp-python " + self.ask(
-            "-c", "import llama_cpp; print(llama_cpp.__version__)"
-        )
+        """Its version, and the CPU features that it was built for."""
+        return self.ask(os.fspath(HERE / f"run_{self.program}.py"))
+
+
+class IkLlamaCpp(LlamaCpp):
+    """ik_llama.cpp, through ik-llama-cpp-python."""
+
+    name = "ik_llama.cpp"
+    program = "ik_llama_cpp"
 
 
 def measure_quality(

@@ -23,6 +23,8 @@ class Row:
     """Medians of one engine under one memory limit."""
 
     engine: str
+    variant: str = ""
+    """How it ran, if there are several ways: mapped or repacked."""
     share: float
     """Memory limit as a share of the file; 1 means no limit."""
     turns: int
@@ -36,7 +38,12 @@ class Row:
 
     @classmethod
     def of(
-        cls, engine: str, share: float, runs: Sequence[dict[str, Any]], failure: str | None
+        cls,
+        engine: str,
+        variant: str,
+        share: float,
+        runs: Sequence[dict[str, Any]],
+        failure: str | None,
     ) -> Self:
         """Take the medians of ``runs``."""
         ids = list(runs[0]["ids"]) if runs else []
@@ -44,6 +51,7 @@ class Row:
         speeds = [run["decode_tokens_s"] for run in runs]
         return cls(
             engine=engine,
+            variant=variant,
             share=share,
             turns=len(runs),
             figures={name: round(median(run[name] for run in runs), 4) for name in names},
@@ -54,7 +62,7 @@ class Row:
 
     def describe(self) -> str:
         """A line for the terminal."""
-        head = f"{self.share:4.0%} {self.engine:10}"
+        head = f"{self.share:4.0%} {self.engine:12} {self.variant:8} "
         if self.failure is not None:
             return f"{head} failed: {self.failure}"
         return head + "  ".join(f"{name} {value:,.2f}" for name, value in self.figures.items())
@@ -107,6 +115,10 @@ class Machine:
 
     processor: str
     kernel: str
+    features: str = ""
+    """Features of the processor that pi2 used; empty in results of before, as the next."""
+    memory_bytes_s: float = 0.0
+    """Reads of all cores."""
     disk_bytes_s: float
     """Sequential direct reads of one of the files."""
     note: str
@@ -166,7 +178,9 @@ def keep_others(results: Results, path: Path = RESULTS) -> Results:
     models = []
     for model in results.models:
         kept = before.pop(model.file, model)
-        rows = {(-row.share, row.engine != "pi2"): row for row in (*kept.rows, *model.rows)}
+        rows = {
+            (-row.share, row.engine != "pi2", row.engine): row for row in (*kept.rows, *model.rows)
+        }
         quality = model.quality or kept.quality
         merged = [rows[key] for key in sorted(rows)]
         models.append(ModelResult(model.file, model.size_bytes, merged, quality))
