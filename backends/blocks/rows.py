@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, join, pick
@@ -361,50 +360,49 @@ def _emit_bundles(
         base = v.let(start + number * (together * unpacking.size))
         ask_ahead(weights, base + _AHEAD, together * unpacking.size)
         places = [base + k * unpacking.size for k in range(together)]
-        own = unpacking.bundle([Source(machine, weights, place, grid) for place in places])
+        own = unpacking.bundle(
+            [Source(machine, weights, place, grid, unpacking.size) for place in places]
+        )
         taken = [machine.take_signed(part, width) if own.is_signed else part for part in own.parts]
+        # Sums of products fit 16 bits.
+        adds_pairs = machine.adds_pairs and len(taken) * 2 * 128 * unpacking.most < 1 << 15
         at = v.let(number * (4 * count))
         for index, token in enumerate(tokens):
             scales = token.load_as(length + at, "float32", count)
             factors = v.let(own.scales * scales)
-            summed = None
-            if own.offset:
-                codes = token.load_as(length + length // 4 + at, "int32", count)
-                summed = v.let(codes * v.constant(-own.offset, "int32", count))
             for owners in dict.fromkeys(own.owners):
                 spread = [owner for owner in owners for _ in range(lanes // len(owners))]
-                total = _begin_bundle(summed, spread, count)
+                total, pairs = v.constant(0, "int32", lanes), None
                 for part, of in enumerate(own.owners):
                     if of != owners:
                         continue
                     codes = token.load(number * (32 * count) + part * width, width)
                     values, other = own.parts[part], taken[part]
-                    if own.is_signed:
+                    if adds_pairs:
+                        codes = v.let(machine.flip(values, codes, width)) if own.is_signed else codes
+                        products = machine.add_pairs(other, codes, width)
+                        pairs = v.let(products if pairs is None else pairs + products)
+                    elif own.is_signed:
                         total = v.let(machine.add_signed(total, values, other, codes, width))
                     else:
                         total = v.let(machine.add_bytes(total, other, codes, width))
+                if pairs is not None:
+                    ones = v.constant(1, "int16", 2 * lanes)
+                    total = v.let(machine.add_words(total, pairs, ones, lanes))
                 factor = pick(factors, count, spread)
                 cell = totals[index]
                 cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
-            if own.mins is not None:
+            mins = own.scales if own.offset else own.mins
+            if mins is not None:
                 least = token.load_as(length + length // 8 + at, "float32", count)
                 low_cell = low_sums[index]
-                low_cell.set(T.fma(own.mins, least, low_cell.get()))
+                low_cell.set(T.fma(mins, least, low_cell.get()))
+    least_factor = T.float32(float(-own.offset) if own.offset else 1.0)
     return [
-        v.add_lanes(total.get(), "float32", lanes) + v.add_lanes(least.get(), "float32", count)
+        v.add_lanes(total.get(), "float32", lanes)
+        + v.add_lanes(least.get(), "float32", count) * least_factor
         for total, least in zip(totals, low_sums, strict=True)
     ]
-
-
-def _begin_bundle(summed: v.Expr | None, owners: Sequence[int], count: int) -> v.Expr:
-    """Return an int32 sum of lanes of ``owners`` that begins with the correction of each group, in
-    one of them."""
-    lanes = len(owners)
-    if summed is None:
-        return v.constant(0, "int32", lanes)
-    places = [count if owner in owners[:lane] else owner for lane, owner in enumerate(owners)]
-    both = [summed, v.constant(0, "int32", count)] * -(-lanes // (2 * count))
-    return v.let(Shuffle(both, places))
 
 
 def _sum_group(

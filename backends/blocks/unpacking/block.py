@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
@@ -107,7 +108,7 @@ class Groups:
         """Unpack nibbles of as many groups as a register has 16 bytes."""
         count = len(sources)
         width, owner = 16 * count, tuple(range(count))
-        raw = v.let(join([source.load(self.places[0], 16) for source in sources], 16))
+        raw = join_pieces(sources, self.places[0], 16)
         parts = list(self.split(sources[0].machine, raw, width))
         if self.fifths is not None:
             bits = self.join_fifths(sources)
@@ -126,8 +127,7 @@ class Groups:
     def join_fifths(self, sources: Sequence[Source]) -> v.Expr:
         """Return the bytes with fifth bits, 4 of each group."""
         assert self.fifths is not None
-        words = v.let(join([source.load_as(self.fifths, "int32") for source in sources], 1))
-        return v.let(v.reinterpret(words, "uint8", 4 * len(sources)))
+        return join_pieces(sources, self.fifths, 4)
 
 
 def add_fifths(
@@ -183,8 +183,12 @@ class Unpacking:
 class Source:
     """Place of a block, and the parts of its bytes."""
 
-    def __init__(self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer) -> None:
+    def __init__(
+        self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer, size: int = 0
+    ) -> None:
+        """``size``: of the block, if several sources follow each other."""
         self.machine = machine
+        self.size = size
         self.width = machine.width
         self.weights = weights
         self.base = base
@@ -274,6 +278,26 @@ def take_nibbles(source: Source, place: int) -> v.Expr:
 
 def join_halves(sources: Sequence[Source], place: int) -> v.Expr:
     """Return an fp16 number of each block as float32."""
-    raw = v.let(join([source.load_as(place, "int16") for source in sources], 1))
-    count = len(sources)
+    raw, count = join_pieces(sources, place, 2), len(sources)
     return v.let(v.cast(v.reinterpret(raw, "float16", count), "float32", count))
+
+
+_PIECES = {2: "int16", 4: "int32"}
+
+
+def join_pieces(sources: Sequence[Source], place: int, size: int) -> v.Expr:
+    """Return so many bytes of each block, from ``place`` on."""
+    own, count = sources[0], len(sources)
+    whole = own.size * count
+    if own.width == 64 < whole <= 128 and not (own.size | place) & 1:
+        # Two registers have all blocks: words come from both at once.
+        later = whole - 64
+        both = [v.let(v.reinterpret(own.load(at, 64), "int16", 32)) for at in (0, later)]
+        firsts = [(own.size * number + place) // 2 for number in range(count)]
+        words = [first + k for first in firsts for k in range(size // 2)]
+        found = Shuffle(both, [word if word < 32 else word - later // 2 + 32 for word in words])
+        return v.let(v.reinterpret(found, "uint8", size * count))
+    if size in _PIECES:
+        words = v.let(join([source.load_as(place, _PIECES[size]) for source in sources], 1))
+        return v.let(v.reinterpret(words, "uint8", size * count))
+    return v.let(join([source.load(place, size) for source in sources], size))
