@@ -8,6 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, F64, I32, I64
 from pi2.backends.protocol import Tensor
+from pi2.model.blocks import Attention
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
@@ -266,6 +267,17 @@ def _find_factor(rope: Rope, is_long: bool) -> float:
     if rope.kind == "longrope":
         return math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_context))
     return 1.0
+
+
+def list_slopes(shape: Attention) -> list[float]:
+    """Falls of scores with every token of distance, by heads; none if scores do not fall."""
+    alibi, heads = shape.options.alibi, shape.heads
+    if alibi is None:
+        return []
+    whole = 1 << (heads.bit_length() - 1)
+    odd = range(1, 2 * (heads - whole), 2)
+    shares = [*(head / whole for head in range(1, whole + 1)), *(own / whole / 2 for own in odd)]
+    return [2.0 ** (-alibi * share) for share in shares]
 
 
 def compute_growth(model: Model, layer: int, first: int, end: int) -> F32:

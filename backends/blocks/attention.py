@@ -59,6 +59,8 @@ class Heads:
         self._lists, self._list_stride = table.take("lists"), table.take("list_stride")
         self._cap = table.take_float("cap")
         self._sinks, self._has_sinks = table.take_array("sinks", "float32"), table.take("has_sinks")
+        self._slopes = table.take_array("slopes", "float32")
+        self._has_slopes = table.take("has_slopes") != T.int64(0)
         self._y, self._y_stride = table.take_array("y", "float32"), table.take("y_stride")
         self._scratch = table.take_array("scratch", "float32")
         self._thread = table.thread
@@ -163,10 +165,13 @@ class _Parts(Heads):
         totals = [v.Cell(T.float32(0.0)) for _ in heads]
         # A sink is a score of the first part.
         is_first = T.bitwise_and(self._has_sinks != T.int64(0), part == T.int64(0))
-        for own, top, total in zip(heads, tops, totals, strict=True):
+        slopes = [v.Cell(T.float32(0.0)) for _ in heads]
+        for own, top, total, slope in zip(heads, tops, totals, slopes, strict=True):
             with T.If(is_first), T.Then():
                 top.set(self._sinks[own])
                 total.set(T.float32(1.0))
+            with T.If(self._has_slopes), T.Then():
+                slope.set(self._slopes[own])
         for mixed in self._mixed:
             self.clear(self._partials, mixed)
         begin = v.let(self._first + part * self._size)
@@ -176,8 +181,8 @@ class _Parts(Heads):
             limit = v.let(T.min(place + SCORES, stop))
             self._score(place, limit)
             factors = [
-                self._weigh(own, limit - place, top, total)
-                for own, top, total in zip(self._rows, tops, totals, strict=True)
+                self._weigh(own, place, limit, top, total, slope)
+                for own, top, total, slope in zip(self._rows, tops, totals, slopes, strict=True)
             ]
             self._mix(place, limit, factors)
         for own, mixed, top, total in zip(heads, self._mixed, tops, totals, strict=True):
@@ -255,9 +260,11 @@ class _Parts(Heads):
             total.set(total.get() + join([*products, *none], 1))
         return v.let(total.get())
 
-    def _weigh(self, row: v.Expr, size: v.Expr, top: v.Cell, total: v.Cell) -> v.Expr:
-        """Turn ``size`` scores into weights; returns the factor of all that came before."""
-        before = v.let(top.get())
+    def _weigh(
+        self, row: v.Expr, start: v.Expr, limit: v.Expr, top: v.Cell, total: v.Cell, slope: v.Cell
+    ) -> v.Expr:
+        """Turn scores of positions into weights; returns the factor of all that came before."""
+        before, size = v.let(top.get()), v.let(limit - start)
         wide, largest = v.Cell(v.constant(_LEAST, "float32", 16)), v.Cell(before)
 
         def look(place: v.Expr, count: int) -> None:
@@ -265,6 +272,13 @@ class _Parts(Heads):
             with T.If(self._cap != T.float32(0.0)), T.Then():
                 capped = v.take_tanh(score.get() / v.splat(self._cap, count), count)
                 score.set(capped * v.splat(self._cap, count))
+                v.store(self._scratch, row + place, score.get(), count)
+            with T.If(self._has_slopes), T.Then():
+                behind = v.let(v.cast(start + place - self._end + 1, "float32", 1))
+                far = v.splat(behind, count)
+                if count > 1:
+                    far = far + v.list_constants(range(count), "float32")
+                score.set(score.get() + far * v.splat(slope.get(), count))
                 v.store(self._scratch, row + place, score.get(), count)
             cell = wide if count > 1 else largest
             cell.set(T.max(cell.get(), score.get()))

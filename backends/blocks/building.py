@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from pi2.arrays import I32
-from pi2.backends.arithmetic import compute_growth
+from pi2.backends.arithmetic import compute_growth, list_slopes
 from pi2.backends.blocks.contract import (
     ACTIVATIONS,
     GATES,
@@ -17,6 +17,7 @@ from pi2.backends.blocks.contract import (
     PIECE,
     ROUTERS,
     Heads,
+    cuts_normed,
     describe_heads,
 )
 from pi2.backends.blocks.instructions import Instruction, Way, Weight, put_float
@@ -248,7 +249,7 @@ class Builder(Products):
         """Turn queries or keys, with their norm; ``width``: elements from one head to the next."""
         attention = own.options
         weights, place = 0, "none"
-        if own.head_norm and attention.head_norm_of == "head":
+        if own.head_norm and attention.head_norm_of == "head" and not cuts_normed(attention):
             weights, place = self._read_head_norm(key, own), attention.head_norm_place
         tables, turned = self.ropes[own.turn], own.turned_width
         rotated = own.rope.count_rotated(turned)
@@ -301,6 +302,10 @@ class Builder(Products):
             grain=4,
             waits=waits,
         )
+
+    def add_head_norm(self, x: Area, heads: int, own: Attention, key: str) -> None:
+        """Normalise heads before they are cut: `add_turn` does it with the rotation otherwise."""
+        self.add_parts_norm(x, heads, own.head_dim, self._read_head_norm(key, own))
 
     def _read_head_norm(self, key: str, own: Attention) -> int:
         if not self._model.attention.head_norm_weights:
@@ -421,6 +426,16 @@ class Builder(Products):
         area = self.take_area("chosen", stride * lists, is_tight=True)
         return {"reach": index.reach, "chosen": area.address, "lists": lists, "list_stride": stride}
 
+    def _read_slopes(self, shape: Attention) -> int:
+        """Return the address of slopes of heads, by which scores fall; 0 where they do not."""
+        slopes = list_slopes(shape)
+        if not slopes:
+            return 0
+        place = ("slopes", None, shape.heads, 0.0)
+        if place not in self._vectors:
+            self._vectors[place] = self.keep(np.array(slopes, np.float32))
+        return self._vectors[place].ctypes.data
+
     def add_attention(self, queries: Area, y: Area, shape: Attention, layer: int) -> None:
         """Mix the values that queries see in the KV cache."""
         attention, heads = shape.options, describe_heads(shape)
@@ -447,6 +462,7 @@ class Builder(Products):
             "scale": put_float(attention.scale or 1 / math.sqrt(width)),
             "cap": put_float(attention.softcap or 0.0),
             **put_optional("sinks", sinks),
+            **put_optional("slopes", self._read_slopes(shape)),
             **y.put("y"),
             "tokens": 0,
             "tile": count_tile_tokens(group),

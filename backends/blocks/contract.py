@@ -17,6 +17,7 @@ from pi2.model.blocks import Attention, list_attention
 from pi2.model.options import find_unknown as find_undeclared
 from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import Attention as AttentionOptions
 
 if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType
@@ -132,13 +133,13 @@ def _needs_states(model: Model) -> bool:
 
 
 COMPUTED = read_options("""
-    norm: kind=layernorm bias inputs embedding outputs
+    norm: kind=layernorm bias inputs embedding embedding_weights outputs
     other_heads: . heads keys_are_values
     positions: . offset
     attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
     attention: head_norm_of=all head_norm_place=after value_width value_scale value_norm sub_norm
     attention: sinks sink_layers scale softcap clip growth growth_interval growth_offset
-    attention: growth_layers sliding_window window_kind=chunked window_layers kv_shared_layers
+    attention: growth_layers sliding_window window_kind=chunked window_layers kv_shared_layers alibi
     attention: output_gate output_gate_of=head output_gate_function=softplus
     attention: latent index
     attention.latent: query_rank bias
@@ -165,20 +166,26 @@ COMPUTED = read_options("""
     operators: mtp
 """)
 """Options of models that there are kernels for."""
-APART = (("moe", "ffn.sub_norm"), ("attention.clip", "attention.output_gate"))
+APART = (("attention.clip", "attention.output_gate"), ("attention.alibi", "attention.index"))
 """Options that do not go together."""
+
+
+def cuts_normed(attention: AttentionOptions) -> bool:
+    """Whether queries and keys are cut between their norm and their rotation."""
+    is_first = attention.head_norm_of == "head" and attention.head_norm_place == "before"
+    return attention.clip is not None and is_first
 
 
 def find_unknown(model: Model) -> list[str]:
     """Return what a model has that there are no kernels for, by the keys of its document; empty
     where all of it can be computed."""
-    tensors, is_mixture = model.tensors, model.moe is not None
+    tensors, moe = model.tensors, model.moe
     fused, order = tensors.fused_gate_up is not None, tensors.gate_up_order
-    attention = model.attention
-    heads = attention.head_norm and attention.head_norm_of == "head"
+    # The norm's weights are of FFNs as wide as an expert.
+    has_others = moe is not None and bool(moe.shared_experts or moe.dense_layers)
     lying = {
-        "attention.clip (head_norm)": attention.clip is not None and heads,
-        "tensors.experts_turned": is_mixture and tensors.experts_turned,
+        "ffn.sub_norm (moe)": model.ffn.sub_norm and has_others,
+        "tensors.experts_turned": moe is not None and tensors.experts_turned,
         "tensors.fused_order": tensors.fused_qkv is not None and tensors.fused_order != "stacked",
         "tensors.gate_up_order": fused and order != "stacked",
     }
@@ -197,8 +204,8 @@ _CACHES = (
 )
 _ATTENTION = (
     f"queries query_stride heads group{_CACHES} value_stride window is_chunked reach chosen"
-    " lists list_stride scale cap sinks has_sinks y y_stride tokens tile parts partials scratch"
-    " scratch_stride"
+    " lists list_stride scale cap sinks has_sinks slopes has_slopes y y_stride tokens tile parts"
+    " partials scratch scratch_stride"
 )
 _INDEX = (
     "queries query_stride weights weights_stride has_weights heads width lists key_cache"

@@ -105,6 +105,8 @@ class FeedForward:
         builder.add_products(read, length, products)
         mixed = builder.take_area("active", width, active)
         builder.add_gate(inner, inner.skip(width) if ffn.gated else None, mixed, width, each=active)
+        if ffn.sub_norm:
+            builder.add_norm("ffn_sub_norm", mixed, mixed, width, norm=builder.rms, each=active)
         more = {"routed": routed, "of_tokens": False, "is_weighed": not is_input}
         down = builder.make_product("down", layer, has_bias=ffn.bias, **own.take(), **more)
         builder.add_products(mixed, width, [down], each=active)

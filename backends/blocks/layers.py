@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from pi2.backends.blocks.building import Builder
+from pi2.backends.blocks.contract import cuts_normed
 from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.indexed import Indexing
 from pi2.backends.blocks.latent import LatentAttention
@@ -76,7 +77,9 @@ class Layers:
         weight = builder.need("embedding", None)
         builder.add_rows("embedding", weight, builder.numbers, self.x, model.multipliers.embedding)
         if model.norm.embedding:
-            builder.add_norm("", self.x, self.x, hidden, norm=builder.rms)
+            has_own = model.norm.embedding_weights
+            key, norm = ("embedding_norm", None) if has_own else ("", builder.rms)
+            builder.add_norm(key, self.x, self.x, hidden, norm=norm)
         self.looked_up = len(builder.instructions)
         own = model.operators.get("mtp")
         if own is not None:
@@ -246,6 +249,9 @@ class Layers:
         if own.head_norm and attention.head_norm_of == "all":
             for kind, norm, length, _ in norms:
                 builder.add_norm(norm, areas[kind], areas[kind], length, norm=builder.rms)
+        elif own.head_norm and cuts_normed(attention):
+            for kind, norm, _, count in norms:
+                builder.add_head_norm(areas[kind], count, own, norm)
         if attention.clip is not None:
             length = query + keys + values if own.has_keys else query
             builder.add_cap(projected, length, -attention.clip, 1.0)

@@ -229,9 +229,10 @@ class Products:
         added: bool = False,
         norm: NormOptions | None = None,
         factor: float = 1.0,
+        each: int = 1,
     ) -> None:
-        """Normalise vectors with ``norm`` or the model's, times ``factor``; ``added``: to what y
-        holds."""
+        """Normalise vectors, ``each`` of a token, with ``norm`` or the model's, times ``factor``;
+        ``added``: to what y holds."""
         norm = norm or self._model.norm
         offset = norm.weight_offset
         weights = self.read_vector(key, self.layer, offset)
@@ -249,7 +250,7 @@ class Products:
                 "added": int(added),
                 "factor": put_float(factor),
             },
-            each=1,
+            each=each,
             label=key or "norm",
         )
 

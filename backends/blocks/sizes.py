@@ -53,7 +53,7 @@ def count_tile_tokens(group: int) -> int:
 
 def count_attention_bytes(key: int, value: int) -> int:
     """Return the bytes that a thread needs for heads of ``key`` and ``value`` elements."""
-    tile = TILE * (TILE_POSITIONS + key + value + 5) + UNPACKED * max(key, value)
+    tile = TILE * (TILE_POSITIONS + key + value + 6) + UNPACKED * max(key, value)
     return 4 * max(tile, 4 * SCORES_ROW) + _LINE
 
 

@@ -31,7 +31,7 @@ _WEIGHED = 4
 class _Tile(Heads):
     """`TILE` queries of tokens and of heads that share keys.  A thread's scratch has scores
     [`TILE_POSITIONS`, TILE], queries [key_width, TILE], what is mixed so far [TILE, value_width],
-    five numbers of each query, and unpacked keys or values [pieces, UNPACKED, lanes]."""
+    six numbers of each query, and unpacked keys or values [pieces, UNPACKED, lanes]."""
 
     def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
         super().__init__(isa, kind, table)
@@ -45,7 +45,9 @@ class _Tile(Heads):
         """Largest scores, sums of weights, and the first and last positions that are seen."""
         self._factors = v.let(numbers + 4 * TILE)
         """Of what is mixed before a block of positions."""
-        self._unpacked = v.let(numbers + 5 * TILE)
+        self._leans = v.let(numbers + 5 * TILE)
+        """Slopes of the heads of queries."""
+        self._unpacked = v.let(numbers + 6 * TILE)
 
     def emit(
         self, first: v.Expr, end: v.Expr, head: v.Expr, bases: Bases, position: v.Expr
@@ -77,6 +79,8 @@ class _Tile(Heads):
                 query = v.let(register * lanes)
                 with T.If(self._cap != T.float32(0.0)), T.Then():
                     self._cut(query, size)
+                with T.If(self._has_slopes), T.Then():
+                    self._lean(query, place, size)
                 with T.If(hides), T.Then():
                     self._hide(query, place, size)
                 self._weigh(query, size)
@@ -105,6 +109,8 @@ class _Tile(Heads):
             with T.If(self._has_sinks != T.int64(0)), T.Then():
                 top.set(self._sinks[head])
                 total.set(T.float32(1.0))
+            with T.If(self._has_slopes), T.Then():
+                T.buffer_store(self._scratch, self._slopes[head], [self._leans + query])
             now = v.let(self._position + token)
             seen = [v.cast(own, "float32", 1) for own in (self.find_first(now), now)]
             for place, value in zip(self._numbers, (top.get(), total.get(), *seen), strict=True):
@@ -179,6 +185,18 @@ class _Tile(Heads):
             at = v.let(self._scores + position * TILE + query)
             value = v.take_tanh(v.load(self._scratch, at, lanes) / cap, lanes)
             v.store(self._scratch, at, value * cap, lanes)
+
+    def _lean(self, query: v.Expr, place: v.Expr, size: v.Expr) -> None:
+        """Lower scores by the distance of their positions."""
+        lanes, scratch = self._lanes, self._scratch
+        last, slope = (
+            v.let(v.load(scratch, own + query, lanes)) for own in (self._numbers[3], self._leans)
+        )
+        with T.serial(size) as position:
+            now = v.let(v.splat(v.let(v.cast(place + position, "float32", 1)), lanes))
+            at = v.let(self._scores + position * TILE + query)
+            score = v.load(scratch, at, lanes)
+            v.store(scratch, at, T.fma(now - last, slope, score), lanes)
 
     def _hide(self, query: v.Expr, place: v.Expr, size: v.Expr) -> None:
         """Hide scores of positions that queries do not see."""

@@ -77,14 +77,14 @@ KINDS: tuple[UnitKind, ...] = ("cpu",)
 ONLY_EMULATED = False
 FIXED: Mapping[str, tuple[object, ...]] = {"memory.weights": ("loaded",)}
 COMPUTED = read_options("""
-    norm: kind=layernorm bias inputs embedding outputs
+    norm: kind=layernorm bias inputs embedding embedding_weights outputs
     other_heads: . heads keys_are_values
     positions: . offset
     attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
     attention: head_norm_of=all head_norm_place=after value_width value_scale value_norm
     attention: output_gate output_gate_of=head output_gate_function=softplus sub_norm clip sinks
     attention: sink_layers growth growth_interval growth_offset growth_layers latent scale
-    attention: softcap sliding_window window_kind=chunked window_layers kv_shared_layers
+    attention: softcap alibi sliding_window window_kind=chunked window_layers kv_shared_layers
     attention.latent: query_rank bias
     recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
     recurrence: part_norm=weighted part_epsilon decay_of=key decay_rank decay_floor gate=sigmoid

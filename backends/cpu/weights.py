@@ -20,7 +20,7 @@ _SAME = frozenset(
     {
         *("positions", "layer_embedding", "layer_projection", "layer_projection_norm"),
         *("stream_in", "stream_out", "final_norm", "final_norm_bias", "head", "head_bias"),
-        "embedding",
+        *("embedding", "embedding_norm", "embedding_norm_bias"),
     }
 )
 """Tensors of the whole model: their names in stores."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pi2.arrays import F16, F32, I8, U8, Raw
-from pi2.backends.arithmetic import RopeTables, compute_growth
+from pi2.backends.arithmetic import RopeTables, compute_growth, list_slopes
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.index import KeyIndex
 from pi2.backends.reference.operators import (
@@ -267,11 +267,14 @@ class Attention:
         chosen = self.index.see(layer, x, x, (sequence, position), (cos, sin))
         scale = np.float32(attention.scale or 1 / math.sqrt(shape.head_dim))
         sinks = self._read(layer, "sinks")[0] if attention.sinks else None
+        slopes = list_slopes(shape)
         mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)
         for head in range(shape.heads):
             kv_head = head * shape.kv_heads // shape.heads
             scores = query[:, head] @ keys[:, kv_head].T
             scores = cap(scores * scale, attention.softcap)
+            if slopes:
+                scores = scores - np.float32(slopes[head]) * (now - seen)
             own = visible if chosen is None else visible & chosen[kv_head]
             scores = np.where(own, scores, -np.inf)
             top = scores.max(axis=-1, keepdims=True)

@@ -29,6 +29,7 @@ from pi2.model.ffn import count_cutoff_rows
 from pi2.model.options import list_own
 from pi2.model.tensor import (
     EMBEDDING,
+    EMBEDDING_NORM,
     FINAL_NORM,
     GATE_CUTOFF,
     HEAD_BIAS,
@@ -97,6 +98,8 @@ class ReferenceExecutor(ObservableExecutor):
     @noted
     def embed(self, tokens: I32) -> None:
         x = enter_layers(self._model, self._dense.take_rows(EMBEDDING, tokens))
+        if self._model.norm.embedding_weights:
+            x = self._dense.normalize(x, EMBEDDING_NORM)
         _, added, streams = self._none
         if self._model.layer_embedding is not None:
             rows = np.arange(len(tokens), dtype=np.int32)

@@ -88,7 +88,7 @@ def join_input(model: Model, x: F32, given: F32, read: Callable[[str], F32]) -> 
 def enter_layers(model: Model, rows: F32) -> F32:
     """Rows of the embedding [n, hidden] as the first layer reads them."""
     x = rows * np.float32(model.multipliers.embedding)
-    if not model.norm.embedding:
+    if not model.norm.embedding or model.norm.embedding_weights:
         return np.asarray(x)
     norm, ones = model.norm.model_copy(update={"kind": "rmsnorm"}), np.ones(1, np.float32)
     return normalize(norm, x, ones, width=model.shape.hidden)

@@ -28,7 +28,14 @@ from pi2.importing.rows import Rows
 from pi2.measuring.texts import Window, cut_texts, cut_windows, read_texts
 from pi2.model.blocks import Attention
 from pi2.model.ffn import find_neurons
-from pi2.model.tensor import EMBEDDING, FINAL_NORM, LAYER_EMBEDDING, Place, fill_name
+from pi2.model.tensor import (
+    EMBEDDING,
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    LAYER_EMBEDDING,
+    Place,
+    fill_name,
+)
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
@@ -181,6 +188,8 @@ class LayerExecutor(ReferenceExecutor):
 
     def start(self, tokens: I64) -> State:
         x = enter_layers(self._model, self.weights.read(EMBEDDING, tokens))
+        if self._model.norm.embedding_weights:
+            x = self._dense.normalize(x, EMBEDDING_NORM)
         _, added, streams = self._none
         if self._model.layer_embedding is not None:
             added = self._layer_inputs.make(self.weights.read(LAYER_EMBEDDING, tokens), x)

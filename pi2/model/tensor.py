@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding"
 HEAD = "head"
 HEAD_BIAS = "head_bias"
+EMBEDDING_NORM = "embedding_norm"
 FINAL_NORM = "final_norm"
 FINAL_NORM_BIAS = "final_norm_bias"
 POSITIONS = "positions"

@@ -23,6 +23,7 @@ from pi2.model.options import Options, list_own
 from pi2.model.states import list_state_tensors
 from pi2.model.tensor import (
     EMBEDDING,
+    EMBEDDING_NORM,
     FINAL_NORM,
     FINAL_NORM_BIAS,
     HEAD,
@@ -46,15 +47,18 @@ if TYPE_CHECKING:
 
 
 def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
-    """``embedding`` [vocab, hidden]; ``positions`` [context, hidden], position 0 first;
-    ``layer_embedding`` [vocab, layers width], all layers of a token in a row, and
-    ``layer_projection`` [layers width, hidden] of the first layer's input, with its norm;
+    """``embedding`` [vocab, hidden], its norm and the bias of that; ``positions`` [context,
+    hidden], position 0 first; ``layer_embedding`` [vocab, layers width], all layers of a token in a
+    row, and ``layer_projection`` [layers width, hidden] of the first layer's input, with its norm;
     ``stream_in`` and ``stream_out`` [(streams - 1) hidden, hidden], one stream after the other."""
     model, shape, precision = at.model, at.model.shape, at.model.quantization
     hidden, stored = shape.hidden, shape.stored_hidden
     rows: Order | None
     source = at.take("embedding", shape.vocab, hidden)
     yield at.matrix(EMBEDDING, shape.vocab, stored, source, precision=precision.embedding)
+    if model.norm.embedding_weights:
+        yield at.norm(EMBEDDING_NORM)
+        yield from [at.norm(f"{EMBEDDING_NORM}_bias")] if model.norm.bias else ()
     if model.positions is not None:
         offset = model.positions.offset
         rows = partial(range, offset, offset + shape.context)

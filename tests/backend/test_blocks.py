@@ -1,12 +1,13 @@
 """Programs of random models: workspace, chunks, planes, threads; test_peers has their logits."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pi2.backends.blocks.instructions import FindWeight, Planes
+from pi2.backends.blocks.instructions import FindWeight, Planes, Weight
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.sizes import count_kv_bytes, count_workspace_bytes
@@ -48,7 +49,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi2": {"norm": {"kind": "layernorm", "bias": True}, "residual": "parallel", "ffn":
         {"activation": "gelu", "gated": False, "bias": True}, "attention": {"qkv_bias": True,
         "output_bias": True}, "head_bias": True},
+    "bloom": {"norm": {"kind": "layernorm", "bias": True, "embedding": True, "embedding_weights":
+        True}, "rope": {"kind": "none"}, "attention": {"alibi": 8.0}},
     "granite": {"multipliers": {"embedding": 12.0, "residual": 0.22, "logits": 0.25}},
+    "olmoe, heads apart": {"attention": {"head_norm": True, "clip": 1.0}},
+    "bitnet with experts": {"ffn": {"activation": "relu2", "sub_norm": True}, "moe": {"experts": 4,
+        "active_experts": 2}, "shape": {"ffn": 256}},
     "bitnet": {"attention": {"sub_norm": True}, "ffn": {"activation": "relu2", "sub_norm": True}},
     "mixtral": {"moe": {"experts": 4, "active_experts": 2}, "shape": {"ffn": 256}},
     "qwen2moe": {"moe": {"experts": 8, "active_experts": 3, "normalise_weights": False,
@@ -86,6 +92,28 @@ def open_model(model: Model, weights: FindWeight, **changes: Any) -> BlockModel:
 def measure_divergence(found: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference of logits beside their spread."""
     return float(np.abs(found - expected).max() / expected.std())
+
+
+def test_two_equal_experts_with_a_norm_of_activations_are_one_ffn() -> None:
+    alone = make_model(**MODELS["bitnet"])
+    experts = {"moe": {"experts": 2, "active_experts": 2}}
+    mixed = make_model(**{**MODELS["bitnet"], **experts})
+    weights = RandomWeights(alone, ("q8_0",))
+    routers = RandomWeights(mixed, ("q8_0",))
+
+    def find(key: str, layer: int, mixer: int = 0) -> Weight | None:
+        own = weights(key, layer, mixer)
+        if key in ("gate", "up", "down"):
+            assert own is not None and own.data is not None
+            return replace(own, data=np.concatenate([own.data, own.data]), experts=2)
+        return routers(key, layer, mixer) if key == "router" else own
+
+    token, found = np.array([5], np.int32), []
+    for model, tensors in ((alone, weights), (mixed, find)):
+        program = open_model(model, tensors, planes=Planes(3, 3, 3))
+        found.append(program.step(token, [0], [0]).copy())
+        program.close()
+    assert measure_divergence(found[1], found[0]) < 1e-5
 
 
 @pytest.mark.parametrize("planes", [1, 2, 3])

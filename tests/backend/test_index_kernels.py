@@ -137,6 +137,7 @@ def test_attention_to_a_list_of_all_keys_has_the_bits_of_attention_to_all(
             "key_sequence_stride": 0, "value_sequence_stride": 0,
             "key_head_stride": CONTEXT * width, "value_head_stride": CONTEXT * width,
             "window": 0, "is_chunked": 0, "scale": 0.3, "cap": 0.0, "sinks": 0, "has_sinks": 0,
+            "slopes": 0, "has_slopes": 0,
             "reach": 0 if positions is None else 1, "chosen": listing, "lists": 1,
             "list_stride": listing.size, "y": y, "y_stride": heads * width, "tokens": 1, "tile": 1,
             "parts": PARTS, "scratch": allocate("uint8", size), "scratch_stride": size,

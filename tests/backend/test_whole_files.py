@@ -2,6 +2,8 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +12,7 @@ import pytest
 
 from pi2.backends.compiler import cache
 from tests.helpers.goldens import check_sequences_together, measure_error
-from tests.helpers.whole_files import FLIPPED, NEAR, SETTINGS, UNROUNDED, WholeFile
+from tests.helpers.whole_files import FLIPPED, MODELS, NEAR, SETTINGS, UNROUNDED, WholeFile
 
 STATES = (
     *("bailing-hybrid", "granite-hybrid", "granite-hybrid-dense", "kimi-linear", "lfm2-moe"),
@@ -48,6 +50,21 @@ def test_numpy_runs_a_file_that_streams_and_compiles_nothing(open_file: Open) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_two_sequences_together_compute_what_each_does(name: str, open_file: Open) -> None:
     check_sequences_together(open_file(name).plan, SETTINGS)
+
+
+def test_queries_and_keys_are_cut_after_their_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = MODELS["exaone"]
+    norms = {f"blk.*.attn_{part}_norm.weight": [[8], 0.6, 1.4] for part in "qk"}
+    clip = {".attention.clamp_kqv": 0.7}
+    tensors = {**plain.tensors, **norms}
+    changed = replace(plain, settings={**plain.settings, **clip}, tensors=tensors)
+    monkeypatch.setitem(MODELS, "exaone", changed)
+    own = WholeFile("exaone", tmp_path)
+    with own.open(**UNROUNDED) as model:
+        for found in (model.logits(own.prompt), model.logits(own.prompt, mode="decode")):
+            assert measure_error(found, own.of_store) <= NEAR
 
 
 @pytest.mark.parametrize("kind", ["fp16", "int8"])

@@ -276,6 +276,7 @@ class RandomWeights:
                 for norm in (
                     "attention_norm",
                     "ffn_norm",
+                    "embedding_norm",
                     "final_norm",
                     "attention_output_norm",
                     "ffn_output_norm",

@@ -235,6 +235,7 @@ def list_attention(kind: Any, draw: Draw) -> Iterator[Case]:
         *((5, 20, 0, 1, 3.0),),
     ):
         own = {"window": window, "is_chunked": chunked, "has_sinks": sinks, "cap": cap}
+        own["has_slopes"] = sinks
         positions = np.array([0, 19, 300, 811, 812], np.int32)
         for parts in (PARTS, 1):
             yield make_attention(kind, draw, positions, group, own | {"parts": parts})
@@ -320,6 +321,7 @@ def make_attention(
             **place_cache("key", keys, key, is_latent=is_latent),
             **place_cache("value", held, value, is_latent=is_latent), "sequences": sequences,
             "positions": positions, "sinks": draw.floats(heads),
+            "slopes": np.abs(draw.floats(heads)) / 8, "has_slopes": 0,
             **put("y", empty(count, heads * value + 1)), "tokens": count, "tile": tile,
             "partials": empty(count, *size), **put("scratch", scratch[None]),
             "reach": 0, "chosen": allocate("int32", 512), "lists": 0, "list_stride": 0, **values,

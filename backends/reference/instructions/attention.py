@@ -82,6 +82,10 @@ class _Heads:
         cap = own.real("cap")
         if cap:
             scores = cap * np.tanh(scores / cap)
+        if own.has_slopes:
+            slopes = own.vector("slopes", own.heads)[self._heads, None]
+            now = own.numbers("positions", tokens.stop)[tokens]
+            scores -= slopes * (now[:, None, None] - np.r_[positions])
         if visible is not None:
             scores = np.where(visible[:, None, :], scores, -np.inf)
         sinks = (

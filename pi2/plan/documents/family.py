@@ -61,7 +61,7 @@ class Architecture(Table):
     A name that begins with ``_`` stands for tensor names that several families share."""
 
     refused: str = Field(default="", max_length=200, examples=["adapters that tokens switch on"])
-    """What its models have that no model document states; nothing else counts then."""
+    """Operators of its models that no model document states; nothing else counts then."""
     extends: tuple[str, ...] | None = Field(default=None, examples=[["_attention"]])
     """Architectures whose names of tensors count too, weakest first; absent means `_decoder`."""
     names: dict[str, str] = Field(default={}, examples=[{".ffn_up.*": ".fc1.*"}])

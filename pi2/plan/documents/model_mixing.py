@@ -222,6 +222,10 @@ class Attention(Table):
     """Factor of attention scores; default: 1 / sqrt(head_dim)."""
     softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
     """Scores s become c tanh(s / c), where it is stated."""
+    alibi: float | None = Field(default=None, gt=0.0, le=64.0, examples=[8.0])
+    """Scores fall with the distance of tokens, where it is stated (BLOOM): by 2^(-alibi h / n)
+    times the distance, for head h of n = 2^k, from 1 on. Heads beyond the last power of two have
+    the odd ones of twice as many heads."""
     sliding_window: Count | None = None
     """Sliding window in tokens, the query's own included; absent means the whole context."""
     window_kind: Literal["sliding", "chunked"] = "sliding"

@@ -65,6 +65,8 @@ class Norm(Table):
     embedding: bool = False
     """Whether embeddings go through an RMSNorm without weights before the first layer
     (nanochat)."""
+    embedding_weights: bool = False
+    """Whether that norm is of ``kind``, with weights, and biases if others have them (BLOOM)."""
     outputs: bool = False
     """Whether the outputs of attention and FFN are normalised before they are added to the
     residual stream (Gemma 2)."""
