@@ -49,12 +49,8 @@ from pi2.plan.toml.expressions import is_expression
 
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """The configuration, without facts that only tensors show. `UserError` P532."""
-    layers = config["num_hidden_layers"]
-    return {
-        "hidden_activation": activation,
-        "rms_norm_eps": metadata.read("{arch}.attention.layer_norm_rms_epsilon", float),
-        "activation_sparsity_pattern": read_shares(metadata, layers),
-    }
+    shares = read_shares(metadata, config["num_hidden_layers"])
+    return {"hidden_activation": activation, "activation_sparsity_pattern": shares}
 
 
 def read_shares(metadata: Metadata, layers: int) -> list[float] | None:
@@ -91,29 +87,17 @@ def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> 
     read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
     kinds = _read_kinds(metadata, layers)
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-    ffn = metadata.read_counts("{arch}.feed_forward_length", layers)
     kv_heads = metadata.read_counts("{arch}.attention.head_count_kv", layers)
     wide = count("{arch}.attention.key_length")
     head_dim = count("{arch}.attention.key_length_swa", wide)
     heads = {layer: {"head_dim": wide, "num_key_value_heads": kv_heads[layer]} for layer in full}
     own = next((kv_heads[layer] for layer in range(layers) if layer not in full), kv_heads[0])
-    shared = read("{arch}.attention.shared_kv_layers", int, 0)
-    experts = read("{arch}.expert_count", int, 0)
-    softcap = "{arch}.final_logit_softcapping"
     return {
         "hidden_activation": activation,
-        "intermediate_size": ffn[0],
-        "use_double_wide_mlp": 0 < shared < layers and ffn[-1] == 2 * ffn[0],
         "num_key_value_heads": own,
         "head_dim": head_dim,
         "per_layer_config": {str(layer): found for layer, found in heads.items()},
         "layer_types": kinds,
-        "sliding_window": count("{arch}.attention.sliding_window"),
-        "num_kv_shared_layers": shared,
-        "hidden_size_per_layer_input": read("{arch}.embedding_length_per_layer_input", int, 0),
-        "rms_norm_eps": read("{arch}.attention.layer_norm_rms_epsilon", float),
-        "final_logit_softcapping": read(softcap, float) if metadata.has(softcap) else None,
-        **(_read_experts(metadata, experts) if experts else {}),
         "rope_parameters": {
             "full_attention": {
                 "rope_type": "proportional",
@@ -134,15 +118,6 @@ def _read_kinds(metadata: Metadata, layers: int) -> list[str]:
     if flags is None and metadata.has(key):
         flags = [metadata.read(key, int)] * layers
     return metadata.read_layer_types(layers, 6) if flags is None else name_kinds(flags)
-
-
-def _read_experts(metadata: Metadata, experts: int) -> dict[str, Any]:
-    return {
-        "enable_moe_block": True,
-        "num_experts": experts,
-        "top_k_experts": metadata.read_count("{arch}.expert_used_count"),
-        "moe_intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
-    }
 
 
 def complete_gemma4(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
@@ -168,25 +143,6 @@ def scale_gemma4(config: dict[str, Any], divisors: F32) -> bool:
     share = turning / len(divisors)
     config["rope_parameters"]["full_attention"]["partial_rotary_factor"] = share
     return True
-
-
-_WITHOUT_NORMS = 128
-"""Experts of the model whose heads have no norms: Maverick, as llama.cpp tells it."""
-
-
-def read_llama4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    found = read_decoder(metadata, config, activation)
-    found |= {
-        "intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
-        "intermediate_size_mlp": found["intermediate_size"],
-        "use_qk_norm": metadata.read_count("{arch}.expert_count") != _WITHOUT_NORMS,
-    }
-    window = "{arch}.attention.sliding_window"
-    if metadata.has(window) and metadata.read(window, int) == 0:
-        # All layers turn heads, and see all tokens.
-        layers = config["num_hidden_layers"]
-        found |= {"attention_chunk_size": None, "no_rope_layers": [1] * layers}
-    return found
 
 
 _OWN = {
@@ -233,7 +189,6 @@ _READERS: Mapping[str, Read] = {
     "gemma3n": read_gemma3n,
     "gemma4": read_gemma4,
     "gpt_oss": read_gpt_oss,
-    "llama4": read_llama4,
     "mistral3": read_mistral3,
     "nothing": lambda metadata, config, activation: {},
     "qwen_hybrid": read_qwen_hybrid,

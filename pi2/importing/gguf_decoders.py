@@ -443,8 +443,6 @@ def complete_minimax_m3(config: dict[str, Any], tensors: Mapping[str, SourceTens
     indexes = [f"{start}.self_attn.index_q_proj.weight" in tensors for start in starts]
     config["layer_types"] = [("full_attention", "minimax_m3_sparse")[own] for own in indexes]
     complete_mixtures(config, tensors)
-    config["dense_intermediate_size"] = config["intermediate_size"]
-    config["intermediate_size"] = config["moe_intermediate_size"]
     for start in starts:
         shared = tensors.get(f"{start}.block_sparse_moe.shared_experts.gate_proj.weight")
         if shared is not None:
