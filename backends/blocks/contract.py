@@ -146,9 +146,9 @@ COMPUTED = read_options("""
     attention.index: kind=tokens kind=blocks block local pairs=neighbours layers shared_layers
     recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
     recurrence: part_norm=weighted part_epsilon decay_of=key decay_rank decay_floor
-    recurrence: gate=sigmoid gate_rank norm_groups shortest_step longest_step
+    recurrence: gate=sigmoid gate_rank output_norm norm_groups shortest_step longest_step
     convolution: . kernel bias
-    layers: kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
+    layers: parallel kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
     : residual=parallel layer_scale logit_softcap head_bias other_rope
     ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
     ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm

@@ -156,8 +156,9 @@ class Layers:
             self.outside.begin_layer()
         is_parallel, other = model.residual == "parallel", self.u
         for builder.mixer, mixer in enumerate(model.blocks[layer].mixers):
-            norm = "inner_norm" if builder.mixer else "attention_norm"
-            other = read = self._residual.normalize(norm, self.u)
+            if builder.mixer == 0 or model.layers is None or not model.layers.parallel:
+                norm = "inner_norm" if builder.mixer else "attention_norm"
+                other = read = self._residual.normalize(norm, self.u)
             if is_parallel and self._has_own_norm(layer) and self.outside is None:
                 # Both read the layer's input, and attention changes it.
                 other = self._residual.normalize("ffn_norm", builder.take_area("v", self._hidden))

@@ -307,17 +307,20 @@ class StateBuilder:
         given = builder.take_area("state gated", shape.width)
         columns = builder.need("state_output").columns
         targets = np.arange(shape.width) if columns is None else columns
+        norm = None
+        if shape.has_norm:
+            norm = HeadNorm(
+                weights=builder.read_vector("state_norm", place[0]),
+                step=0 if is_delta else width,
+                place="before" if is_delta else "after",
+            )
         builder.add_gates(
             mixed,
             given,
             range(0, shape.width, width),
             width,
             Gates(area, gates[::width].tolist(), shape.gate if is_delta else "silu"),
-            HeadNorm(
-                weights=builder.read_vector("state_norm", place[0]),
-                step=0 if is_delta else width,
-                place="before" if is_delta else "after",
-            ),
+            norm,
             targets[::width].tolist(),
         )
         return given

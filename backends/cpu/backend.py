@@ -88,7 +88,7 @@ COMPUTED = read_options("""
     attention.latent: query_rank bias
     recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
     recurrence: part_norm=weighted part_epsilon decay_of=key decay_rank decay_floor gate=sigmoid
-    recurrence: gate_rank norm_groups shortest_step longest_step
+    recurrence: gate_rank output_norm norm_groups shortest_step longest_step
     convolution: . kernel bias
     : residual=parallel layer_scale logit_softcap head_bias other_rope
     ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
@@ -105,7 +105,7 @@ COMPUTED = read_options("""
     operators: mtp
     rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
     rope: pairs=swapped pairs=neighbours
-    layers: kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
+    layers: parallel kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
 """)
 """Options of models that there are kernels for."""
 

@@ -120,10 +120,11 @@ class ReferenceExecutor(ObservableExecutor):
         self._attend(layer, position)
 
     def _attend(self, layer: int, position: int) -> None:
-        self.begin_attention(layer, position)
+        read, kinds = self.begin_attention(layer, position), self._model.layers
         for number in range(len(self._model.blocks[layer].mixers)):
             if number:
-                read = self._dense.normalize_input(self._now.x, layer, name_mixer_norm(number))
+                if kinds is None or not kinds.parallel:
+                    read = self._dense.normalize_input(self._now.x, layer, name_mixer_norm(number))
                 self._mixing.begin(layer, number, read)
             self.project(layer)
             self.mix(layer, position)

@@ -219,7 +219,10 @@ class States:
 
     def _normalize_output(self, place: _Place, mixed: F32, gates: F32) -> F32:
         """Norm and gates: of Mamba-2 gates come first, of the delta rule the norm of each head."""
-        shape, weight = self._shape, self._read(place, "state_norm")
+        shape = self._shape
+        if not shape.has_norm:
+            return np.asarray(mixed.reshape(len(mixed), -1) * take_silu(gates))
+        weight = self._read(place, "state_norm")
         epsilon = np.float32(self._request.model.norm.epsilon)
         flat = mixed.reshape(len(mixed), -1)
         if shape.kind == "mamba":

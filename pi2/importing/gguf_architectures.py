@@ -29,8 +29,6 @@ from pi2.importing.gguf_decoders import (
     compute,
     name_kinds,
     read_decoder,
-    read_gpt_oss,
-    read_mistral3,
     read_shared_index,
 )
 from pi2.importing.gguf_states import (
@@ -188,8 +186,6 @@ _READERS: Mapping[str, Read] = {
     "decoder": read_decoder,
     "gemma3n": read_gemma3n,
     "gemma4": read_gemma4,
-    "gpt_oss": read_gpt_oss,
-    "mistral3": read_mistral3,
     "nothing": lambda metadata, config, activation: {},
     "qwen_hybrid": read_qwen_hybrid,
     "shared_index": read_shared_index,
@@ -309,12 +305,15 @@ def make_config(
     }
     activation = "relu" if sparse else architecture.stated.activation
     found = config | architecture.read(metadata, config, activation)
-    for key, (own, *default) in architecture.stated.keys.items():
-        path = f"{{arch}}.{own}"
+    for name, (own, *default) in architecture.stated.keys.items():
+        path, (start, _, key) = f"{{arch}}.{own}", name.rpartition(".")
+        target = found.get(start) if start else found
+        if target is None:
+            continue
         if is_expression(own):
-            found[key] = compute(own, metadata, found)
+            target[key] = compute(own, metadata, found)
         else:
-            found[key] = read(path, type(default[0]), default[0]) if default else count(path)
+            target[key] = read(path, type(default[0]), default[0]) if default else count(path)
     if architecture.stated.sliding_every:
         found["layer_types"] = metadata.read_layer_types(layers, architecture.stated.sliding_every)
     # A setting of the family says what its files do not.

@@ -527,6 +527,7 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
         "mlp_bias": has(".mlp.up_proj.bias"),
         "gguf_dense_ffn": has(".mlp.up_proj.weight"),
         "gguf_norm_bias": has(".input_layernorm.bias"),
+        "gguf_state_norm": has(".mamba.norm.weight"),
         "gguf_choice_bias": has(".e_score_correction_bias"),
     }
     for key, value in found.items():

@@ -381,15 +381,6 @@ def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
     return scaling
 
 
-def read_mistral3(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """A decoder that states what YaRN multiplies sines and cosines with."""
-    found = read_decoder(metadata, config, activation)
-    if "rope_scaling" in found:
-        stated = metadata.read("{arch}.rope.scaling.yarn_log_multiplier", float, 0.0)
-        found["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": stated}
-    return found
-
-
 def complete_llama(config: dict[str, Any], tensors: Iterable[str]) -> None:
     """Llama with biases only in QKV is Qwen 2, exactly."""
     ends = ("q_proj.bias", "o_proj.bias")
@@ -466,14 +457,6 @@ def read_shared_index(
         found["indexer_types"] = ["full" if flag else "shared" for flag in flags]
     elif config["max_position_embeddings"] >= _LONG_INDEX:
         found |= {"index_topk_freq": 4, "index_skip_topk_offset": 3}
-    return found
-
-
-def read_gpt_oss(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """gpt-oss, whose scaling of positions is not cut to whole pairs."""
-    found = read_decoder(metadata, config, activation)
-    if "rope_scaling" in found:
-        found["rope_scaling"]["truncate"] = False
     return found
 
 

@@ -37,6 +37,7 @@ def list_options(model: Model) -> list[str]:
     parts = dict.fromkeys(part for kind in kinds for part in kind.split("+"))
     found = [f'layers.kinds = "{part}"' for part in parts if part != "attention"]
     found += ['layers.kinds = "+"'] if any("+" in kind for kind in kinds) else []
+    found += ["layers.parallel"] if model.layers is not None and model.layers.parallel else []
     ropes = [rope for rope in (model.rope, model.other_rope) if rope is not None]
     for key in ("kind", "pairs"):
         words = dict.fromkeys(getattr(rope, key) for rope in ropes)

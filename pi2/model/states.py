@@ -59,6 +59,7 @@ class StateShape:
     convolution_bias: bool = False
     projection_bias: bool = False
     norm_groups: int = 1
+    has_norm: bool = True
     shortest_step: float = 0.0
     longest_step: float | None = None
 
@@ -191,6 +192,7 @@ def shape_state(model: Model, kind: StateKind) -> StateShape | None:
         convolution_bias=sizes.convolution_bias,
         projection_bias=sizes.projection_bias,
         norm_groups=sizes.norm_groups,
+        has_norm=sizes.output_norm,
         shortest_step=sizes.shortest_step,
         longest_step=sizes.longest_step,
     )
@@ -263,7 +265,8 @@ def list_state_tensors(at: Place, shape: StateShape) -> Iterator[DenseTensor]:
         if shape.kind == "mamba":
             yield vector("state_skip", heads, at.take("state_skip", heads))
         length = width if shape.kind == "mamba" else shape.value_dim
-        yield vector("state_norm", length, at.take("state_norm", length))
+        if shape.has_norm:
+            yield vector("state_norm", length, at.take("state_norm", length))
     output = at.take("state_output", hidden, width)
     yield at.matrix("state_output", stored, shape.stored_width, output)
     if shape.projection_bias:

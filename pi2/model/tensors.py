@@ -181,7 +181,8 @@ def _list_block(model: Model, layer: int, block: Block) -> Iterator[DenseTensor]
     at, ffn = Place(model, layer), block.ffn
     for number, mixer in enumerate(block.mixers):
         own = Place(model, layer, number)
-        yield from list_input_norms(own, name_mixer_norm(number))
+        if number == 0 or model.layers is None or not model.layers.parallel:
+            yield from list_input_norms(own, name_mixer_norm(number))
         if isinstance(mixer, Attention):
             yield from list_attention_tensors(at, mixer)
         elif mixer.shape is not None:

@@ -40,6 +40,9 @@ ELSEWHERE = {
     "other_rope.long_factors": "as rope", "other_rope.long_attention_factor": "as rope",
     "attention.index.epsilon": "the families' code has 1e-6, which is the default",
     "attention.latent.epsilon": "the families' code has 1e-6, which is the default",
+    "attention.alibi": "llama.cpp's logits", "layers.parallel = True": "llama.cpp's logits",
+    "norm.embedding_weights = True": "llama.cpp's logits",
+    "recurrence.output_norm = False": "llama.cpp's logits",
     "layer_embedding.vocab": "a table with fewer rows (test_layer_embeddings)",
     "predictor.recall": "a figure, no operator", "predictor.active": "a figure, no operator",
 }  # fmt: skip

@@ -89,8 +89,8 @@ class Architecture(Table):
     )
     """Further keys of the configuration, each with the file's key after the architecture's name and
     its default; without one it is a whole number of 1 or more. A text that begins with ``=`` is an
-    expression of the file's keys, and of the configuration's as ``config.KEY``. `extends` adds its
-    keys."""
+    expression of the file's keys, and of the configuration's as ``config.KEY``; a key of a table
+    that the configuration has not is left out. `extends` adds its keys."""
     settings: dict[str, Any] = Field(default={}, examples=[{"norm_topk_prob": True}])
     """Further keys of the configuration, which files do not state."""
     read: str = Field(default="decoder", examples=["gemma3"])

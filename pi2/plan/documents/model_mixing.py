@@ -264,6 +264,8 @@ class LayerKinds(Table):
     cache; a model has at most one of them in addition to ``attention``. Layers of the kind
     ``mamba+attention`` have both, Mamba-2 first; ``mamba+mamba+mamba`` means three of Mamba-2, each
     with its own weights and state; ``none`` means only an FFN. No layer has attention twice."""
+    parallel: bool = False
+    """Whether mixers of a layer read the same input, by one norm (Falcon-H1)."""
 
 
 class Recurrence(Table):
@@ -307,6 +309,8 @@ class Recurrence(Table):
     gate_rank: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[128])
     """Elements that these gates are made of, and these of the layer's input (``delta``); absent
     means that gates are made of the input."""
+    output_norm: bool = True
+    """Whether its output goes through an RMSNorm (``mamba``; not in Falcon-H1)."""
     norm_groups: Count = 1
     """Parts of its output that are normalised apart (``mamba``)."""
     shortest_step: StepLimit = 0.0
