@@ -231,6 +231,8 @@ MODELS: dict[str, tuple[str, Options]] = {
             "rope_parameters": ROPE | {"rope_type": "default"},
         },
     ),
+    "bloom": ("Bloom", {"num_attention_heads": 6, "hidden_size": 48}),
+    "mpt": ("Mpt", {"attn_config": {"clip_qkv": 0.5}, "max_seq_len": 128}),
     "gpt-neox": ("GPTNeoX", {"tie_word_embeddings": False}),
     "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
 }

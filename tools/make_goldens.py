@@ -61,6 +61,9 @@ UNKNOWN = {
         *("num_hidden_layers", "num_attention_heads"),
     ),
     "GPTJ": ("num_key_value_heads", "intermediate_size"),
+    **dict.fromkeys(
+        ("Bloom", "Mpt"), ("num_key_value_heads", "intermediate_size", "max_position_embeddings")
+    ),
     "GPTNeoX": ("num_key_value_heads",),
     **dict.fromkeys(
         ("FalconMamba", "Mamba", "Mamba2"),

@@ -70,8 +70,17 @@ COMPUTED_ALIKE = {
 
 
 COVERING = {
-    *("bailing-hybrid", "bitnet", "deepseek-v2", "deepseek-v3", "gemma2", "gemma4", "gemma4-e2b"),
-    *("gemma4-moe", "gpt-neox", "gpt-oss", "gptj", "granite-hybrid", "jamba", "kimi-linear"),
+    *("bailing-hybrid", "bitnet", "bloom", "deepseek-v2", "deepseek-v3", "gemma2", "gemma4"),
+    *(
+        "gemma4-e2b",
+        "gemma4-moe",
+        "gpt-neox",
+        "gpt-oss",
+        "gptj",
+        "granite-hybrid",
+        "jamba",
+        "kimi-linear",
+    ),
     *("kolibri", "laguna", "lfm2", "llama-longrope-beyond", "llama-yarn-options", "llama4"),
     *("mimo-v2-flash", "nanochat", "nemotron-h-blocks", "olmo3", "olmoe", "opt"),
     *("prosparse", "qwen2-moe", "qwen3-moe", "smallthinker", "turbosparse-mixtral"),
