@@ -24,6 +24,8 @@ from pi2.importing.safetensors_file import SourceTensor
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_LONG_FAMILIES = ("granite", "minicpm3", "phi3", "phimoe")
+"""Families with LongRoPE; as Granite pi2 reads MiniCPM."""
 POSITIONS = (_FREQUENCIES, _LONG, _SHORT)
 """Tensors that `scale_positions` reads."""
 
@@ -45,7 +47,7 @@ def scale_positions(
     long, short = read(_LONG), read(_SHORT)
     if long is None and short is None:
         return
-    if long is None or short is None or config["model_type"] not in ("phi3", "phimoe"):
+    if long is None or short is None or config["model_type"] not in _LONG_FAMILIES:
         raise _refuse(metadata.file, _SHORT if long is None else _LONG)
     if stated is not None and (stated["rope_type"], stated["factor"]) != ("longrope", 1.0):
         raise _refuse_both(metadata, _LONG)

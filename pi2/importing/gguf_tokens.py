@@ -164,8 +164,8 @@ def read_marks(metadata: Mapping[str, Any], tokens: Texts, kinds: I64) -> TokenM
 _ELSEWHERE = {
     "bert": "it is of models that make no text",
     "hybriddna": "pi2 does not cut DNA into words",
-    "rwkv": "pi2 knows no model that has it",
-    "plamo2": "pi2 knows no model that has it",
+    "rwkv": "pi2 does not compute its models",
+    "plamo2": "pi2 does not cut texts as it does",
     "whitespace": "it is of models that make no text",
 }
 """Further kinds that llama.cpp knows, and why pi2 does not take them."""
