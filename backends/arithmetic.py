@@ -1,184 +1,20 @@
-"""Arithmetic in numpy that several backends share: routers, RoPE, ranges of neurons."""
+"""Arithmetic in numpy that several backends share: RoPE, chosen experts, parts of tensors."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, I64
+from pi2.arrays import F32, F64, I32
 from pi2.backends.protocol import Tensor
 from pi2.model.blocks import Attention
-from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
-from pi2.plan.documents.model_parts import Moe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """What routes the tokens of a layer: float32 arrays."""
-
-    moe: Moe
-    weights: F32 | None = None
-    """[experts, hidden]; None for a layer without router."""
-    bias: F32 | None = None
-    """[1, experts], added to scores."""
-    choice_bias: F32 | None = None
-    """[1, experts], added to weights or scores to choose by."""
-    norm: F32 | None = None
-    """[1, hidden], of an RMSNorm of the router's input."""
-    epsilon: float = 0.0
-    """Added to the mean of squares there."""
-    width: int = 0
-    """Elements that it is taken of; zeros follow."""
-    expert_scale: F32 | None = None
-    """[1, experts], factors of the experts' weights."""
-    shared: F32 | None = None
-    """[1, hidden], the router of the shared experts."""
-    down_biases: F32 | None = None
-    """[experts, hidden]: what each expert adds to the FFN's sum, times its weight."""
-    experts: int
-    """All experts of a layer, with shared ones and the ones that only dense layers need."""
-    dense_experts: int
-    """Experts that hold the FFN of a layer without router."""
-
-    def route(self, inputs: F32) -> F32:
-        """Weights float32 [T, experts] of all experts for ``inputs`` [T, hidden], 0 for experts
-        that do not compute a token."""
-        weights = np.zeros((len(inputs), self.experts), np.float32)
-        if self.weights is None:
-            weights[:, : self.dense_experts] = 1
-            return weights
-        first, inputs = self.moe.experts, self._normalize(inputs)
-        weights[:, :first] = route(self.moe, self._multiply(inputs), self.choice_bias)
-        if self.expert_scale is not None:
-            weights[:, :first] *= self.expert_scale
-        shared = weights[:, first : first + self.moe.shared_experts]
-        shared[:] = self.moe.shared_factor
-        if self.shared is not None:
-            shared /= 1 + np.exp(-(inputs @ self.shared.T))
-        return weights
-
-    def score(self, inputs: F32) -> F32:
-        """Scores float32 [T, experts] of the experts that are not shared, for ``inputs``
-        [T, hidden]; of a layer with a router."""
-        return self._multiply(self._normalize(inputs))
-
-    def _normalize(self, inputs: F32) -> F32:
-        if self.norm is None:
-            return inputs
-        squares = np.square(inputs).sum(axis=-1, keepdims=True) / np.float32(self.width)
-        inputs = inputs / np.sqrt(squares + np.float32(self.epsilon)) * self.norm
-        return np.asarray(inputs * np.float32(self.moe.input_scale))
-
-    def _multiply(self, inputs: F32) -> F32:
-        assert self.weights is not None, "the layer has no router"
-        scores = inputs @ self.weights.T
-        return np.asarray(scores if self.bias is None else scores + self.bias)
-
-    def add_biases(self, routes: F32) -> F32:
-        """What the biases of the experts add to the FFN's sum [T, hidden], by ``routes``."""
-        assert self.down_biases is not None
-        used = np.flatnonzero(routes.any(axis=0))
-        return np.asarray(routes[:, used] @ self.down_biases[used])
-
-
-def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
-    """Routers of all layers; ``read`` gives a tensor of the store in float32 [rows, length]."""
-    moe, routers = model.moe, []
-    if moe is None:
-        return []
-    for layer, ffn in enumerate(block.ffn for block in model.blocks):
-
-        def find(kind: str, is_there: bool, layer: int = layer) -> F32 | None:
-            return read(name_layer_tensor(layer, kind)) if is_there else None
-
-        mixed = ffn.has_router
-        routers.append(
-            Router(
-                moe=moe,
-                weights=find("router", mixed),
-                bias=find("router_bias", mixed and moe.router_bias),
-                choice_bias=find("choice_bias", mixed and moe.choice_bias),
-                norm=find("router_norm", mixed and moe.router_input == "stream"),
-                epsilon=model.norm.epsilon,
-                width=model.shape.hidden,
-                expert_scale=find("expert_scale", mixed and moe.expert_scale),
-                shared=find("shared_router", mixed and moe.shared_gate),
-                down_biases=find("down_bias", model.ffn.bias),
-                experts=model.expert_count,
-                dense_experts=0 if mixed else ffn.active,
-            )
-        )
-    return routers
 
 
 def read_rows(tensor: Tensor) -> F32:
     """Rows of a tensor of float32 [rows, length]."""
     return np.asarray(tensor.weights).view(np.float32).reshape(-1, tensor.length)
-
-
-def route(moe: Moe, scores: F32, choice_bias: F32 | None = None) -> F32:
-    """Weights [T, experts] of chosen, unshared experts, else 0, by ``scores`` [T, experts];
-    ``softmax`` spans all experts before the choice, as in Mixtral."""
-    weights = np.zeros_like(scores)
-    rows = np.arange(len(scores))[:, None]
-    if moe.router == "mixer":
-        chosen, best = _mix(moe, scores)
-    else:
-        shares = _take_shares(moe, scores)
-        worth = scores if moe.choice_bias_of == "score" else shares
-        wanted = worth if choice_bias is None else worth + choice_bias
-        if moe.groups > 1:
-            wanted = np.where(_choose_groups(moe, wanted), wanted, -np.inf)
-        chosen = _find_best(wanted, moe.active_experts)
-        best = shares[rows, chosen]
-        if moe.normalise_weights:
-            best = best / np.maximum(best.sum(axis=-1, keepdims=True), np.float32(1e-20))
-    # numpy's put_along_axis takes longer, once or twice a layer between kernels.
-    weights[rows, chosen] = best * np.float32(moe.scaling)
-    return weights
-
-
-def _take_shares(moe: Moe, scores: F32) -> F32:
-    if moe.router == "sigmoid":
-        return np.asarray(1 / (1 + np.exp(-scores)))
-    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(shares / shares.sum(axis=-1, keepdims=True))
-
-
-def _find_best(values: F32, count: int) -> I64:
-    """Places of the largest values of each row [T, count]; of equal ones the first."""
-    return np.argsort(-values, axis=-1, kind="stable")[:, :count]
-
-
-def _choose_groups(moe: Moe, wanted: F32) -> F32:
-    """Whether each expert's group is one of the best [T, experts], as bool."""
-    grouped = wanted.reshape(len(wanted), moe.groups, -1)
-    count = 1 if moe.group_score == "best" else 2
-    worth = np.sort(grouped, axis=-1)[..., -count:].sum(axis=-1)
-    active = np.zeros_like(worth, np.bool_)
-    np.put_along_axis(active, _find_best(worth, moe.active_groups), True, axis=-1)
-    return np.repeat(active, grouped.shape[-1], axis=-1)
-
-
-def _mix(moe: Moe, scores: F32) -> tuple[I64, F32]:
-    """Chosen experts and weights [T, active experts] by SparseMixer (arXiv 2409.12136): each is the
-    best left, weighted by the softmax of scores not much lower."""
-    left = scores.copy()
-    chosen, weights = [], []
-    for _ in range(moe.active_experts):
-        best = _find_best(left, 1)
-        top = np.take_along_axis(left, best, axis=-1)
-        far = (top - scores) / np.maximum(np.abs(scores), top) > 2 * moe.tolerance
-        counted = np.where(far, -np.inf, left)
-        shares = np.exp(counted - top)
-        shares /= shares.sum(axis=-1, keepdims=True)
-        chosen.append(best)
-        weights.append(np.take_along_axis(shares, best, axis=-1))
-        np.put_along_axis(left, best, -np.inf, axis=-1)
-    return np.concatenate(chosen, axis=-1), np.concatenate(weights, axis=-1)
 
 
 def list_chosen(routes: F32) -> I32:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, I64, U8, Bits
@@ -75,17 +75,10 @@ class ObservableExecutor:
         self._observer = observer
 
     def add_named_neurons(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32,
-        named: I64,
-        known: bool = False,
-        stretch: int = 1,
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
     ) -> None:
         executor = cast(Executor, self)
-        add_one_by_one(executor, layer, arena, slots, indices, named, known, stretch)
+        add_one_by_one(executor, layer, arena, slots, indices, named, known)
 
 
 def noted(method: Method) -> Method:
@@ -176,36 +169,21 @@ class Executor(Protocol):
         indices, are needed where scales are resident."""
 
     def add_neurons(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32 | None = None,
-        known: bool = False,
-        stretch: int = 1,
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None = None, known: bool = False
     ) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1).
 
         ``indices`` [n], their stored indices, are needed if scales are resident or gates are
         ``known``: the last ``predict_gate`` was of this layer and input and has found all of them
-        open. Neurons below the layer's second limit are left out then. With a ``stretch``,
-        ``slots`` and ``indices`` are numbers of ranges of so many neurons
-        (`pi2.backends.arithmetic`); the result has the same bits as the single neurons'."""
+        open. Neurons below the layer's second limit are left out then."""
 
     def add_named_neurons(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32,
-        named: I64,
-        known: bool = False,
-        stretch: int = 1,
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
     ) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride], with the stored indices
         ``indices`` [n], to the tokens of a step that have ``named`` [n] them. Bit t is token t's,
-        at least one is set. Gates may be ``known``, and ``slots``, ``indices`` and ``named`` may be
-        about ranges, as in `add_neurons`. Token 0 is selected afterwards."""
+        at least one is set. Gates may be ``known``, as in `add_neurons`. Token 0 is selected
+        afterwards."""
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is
@@ -272,44 +250,6 @@ class Foreseer(Protocol):
         """What the last ``foresee`` has predicted for the selected token: stored indices,
         ascending.  They and what ``read_scores`` gives of them are valid until the next
         prediction."""
-
-
-MOST_PARTS, MOST_SUMS = 8, 32
-"""Parts of what a token computes in a layer that an executor keeps sums of, and sums of all threads
-together."""
-
-
-def count_parts(threads: int) -> int:
-    """Return how many parts an executor with so many threads keeps sums of, at most."""
-    return max(1, min(MOST_PARTS, MOST_SUMS // threads))
-
-
-class PartGroup(NamedTuple):
-    """Parts of ``size`` ranges each except the last, and which are finished."""
-
-    numbers: Sequence[int]
-    """Below ``PartAdder.parts``."""
-    size: int
-    finished: int
-    """Parts that are added up now, from number 0 on."""
-
-
-@runtime_checkable
-class PartAdder(Protocol):
-    """An executor that computes parts of a layer's neurons in any order and adds them up in one; a
-    backend need not have it."""
-
-    @property
-    def parts(self) -> int:
-        """How many parts it keeps sums of, for the model that it was built for; 1: in no other
-        order than ``add_neurons``."""
-
-    def add_parts(
-        self, layer: int, arena: U8, slots: I32, indices: I32, stretch: int, parts: PartGroup
-    ) -> None:
-        """Compute the neurons in ``slots`` [n] of ``arena`` [slots, stride] as ``add_neurons``
-        does, but keep their sums by parts (T = 1), one after the other. Then add finished parts, if
-        any, to y: with the bits of ``add_neurons`` for one after the other."""
 
 
 @runtime_checkable
@@ -408,14 +348,7 @@ class StateKeeper(Protocol):
 
 
 def add_one_by_one(
-    executor: Executor,
-    layer: int,
-    arena: U8,
-    slots: I32,
-    indices: I32,
-    named: I64,
-    known: bool,
-    stretch: int = 1,
+    executor: Executor, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool
 ) -> None:
     # Whoever asks what a backend can do needs no numpy.
     import numpy as np
@@ -427,5 +360,5 @@ def add_one_by_one(
             own = (named >> token & 1).astype(np.bool_)
             executor.select_token(token)
             mine = slots.compress(own)
-            executor.add_neurons(layer, arena, mine, indices.compress(own), known, stretch)
+            executor.add_neurons(layer, arena, mine, indices.compress(own), known)
     executor.select_token(0)

@@ -19,8 +19,6 @@ from pi2.backends.executor import (
     Foreseer,
     InputReader,
     LengthAware,
-    PartAdder,
-    PartGroup,
     RowDivider,
     StateKeeper,
     add_one_by_one,
@@ -136,8 +134,6 @@ __all__ = [
     "GraphBackend",
     "InputReader",
     "LengthAware",
-    "PartAdder",
-    "PartGroup",
     "Preparer",
     "ProgramBackend",
     "ProgramRequest",
@@ -176,9 +172,6 @@ class Backend(Protocol):
 
 class ExecutorBackend(Backend, Protocol):
     """Members of a backend's module that computes whole models."""
-
-    TAKES_BLOCKS: bool
-    """Whether dense tensors are blocks (`Tensor.format`), predictors and such excepted."""
 
     def need_workspace(self, resolved: ResolvedPlan) -> Need:
         """Bytes of its executor in the segment ``workspace``, without the engine's staging

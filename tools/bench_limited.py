@@ -100,6 +100,9 @@ def measure_row(arguments: argparse.Namespace) -> None:
     plan = write_limited_plan(row, store, whole, limit_bytes)
     resolved = load_plan(plan, overrides=settings)
     tokens = {"prefill": row.prefill, "tokens": 0 if row.prefill else arguments.tokens}
+    # Mixtures whose routers choose whole experts run as llama.cpp's file.
+    routed = is_routed(resolved.model)
+    stored = {} if routed else row.steps
     jobs: dict[str, dict[str, Any]] = {
         name: {
             "kind": "pi2",
@@ -108,13 +111,13 @@ def measure_row(arguments: argparse.Namespace) -> None:
             "limit": limit_bytes,
             **tokens,
         }
-        for name, step in row.steps.items()
+        for name, step in stored.items()
     }
     if arguments.beside is not None:
         other: Path = arguments.beside
         beside = write_whole_plan(row, other, arguments.cache)
         beside = write_limited_plan(row, other, beside, limit_bytes)
-        for name, step in row.steps.items():
+        for name, step in stored.items():
             fitted = fit_step(load_plan(beside, overrides=settings), step, settings)
             jobs[f"{name}, {other.name}"] = {
                 **jobs[name],
@@ -122,7 +125,7 @@ def measure_row(arguments: argparse.Namespace) -> None:
                 "set": {**fitted, **settings},
             }
     fits = load_plan(whole).plan.memory.budget < detect_machine().memory.limit_bytes
-    if fits:
+    if fits and not routed:
         jobs["pi2, all in memory"] = {
             "kind": "pi2",
             "plan": str(whole),
@@ -139,13 +142,14 @@ def measure_row(arguments: argparse.Namespace) -> None:
         if fits:
             count = {"tokens": tokens["tokens"], "limit": 0, "repack": True}
             jobs["llama.cpp, all in memory"] = {**peer, **count}
-        if is_routed(resolved.model):
+        if routed:
             job = {"kind": "pi2", "plan": str(write_file_plan(resolved, limit_bytes)), "set": {}}
-            jobs["pi2, llama.cpp's file"] = {**job, "limit": limit_bytes, **tokens}
+            limited = {**job, "limit": limit_bytes, **tokens}
+            jobs |= {name: {**limited, "set": dict(step)} for name, step in row.steps.items()}
             if fits:
                 installed = format_bytes(detect_machine().memory.limit_bytes >> 20 << 20)
                 whole_job = {**job, "set": {"memory.budget": installed}, "limit": 0, **tokens}
-                jobs["pi2, llama.cpp's file in memory"] = whole_job
+                jobs["pi2, all in memory"] = whole_job
     if arguments.only:
         jobs = {name: job for name, job in jobs.items() if name in arguments.only}
     check_room(limit_bytes)

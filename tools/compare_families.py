@@ -98,7 +98,7 @@ def measure_gaps(model: Any, prompt: torch.Tensor, greedy: list[int]) -> list[fl
     return gaps
 
 
-STREAMED = {"decode": {"predictor": "router"}, "layers": {"split": {"cpu": 1.0}, "hot": 0.1}}
+STREAMED = {"decode": {"predictor": "none"}, "layers": {"split": {"cpu": 1.0}, "hot": 0.1}}
 """What makes experts of mixtures come from the disk."""
 
 

@@ -18,14 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F32, I64
-from pi2.backends.reference.operators import cap
-from pi2.cli.commands import ProgressBar
-from pi2.cli.options import read_model
-from pi2.engine.loading import read_tokenizer
-from pi2.formats import find_packing
-from pi2.importing.checkpoint import open_checkpoint
-from pi2.measuring.importance import (
+from layerwise import (
     PIECE_NEURONS,
     CheckpointWeights,
     LayerExecutor,
@@ -33,6 +26,12 @@ from pi2.measuring.importance import (
     Weights,
     run_layers,
 )
+from pi2.arrays import F32, I64
+from pi2.cli.commands import ProgressBar
+from pi2.cli.options import read_model
+from pi2.engine.loading import read_tokenizer
+from pi2.formats import find_packing
+from pi2.importing.checkpoint import open_checkpoint
 from pi2.measuring.texts import Scores, Window, cut_texts, cut_windows, read_texts
 from pi2.model.tensor import EMBEDDING, HEAD, HEAD_BIAS
 from pi2.plan.documents.model import Model
@@ -88,7 +87,7 @@ def score_layerwise(
 ) -> Scores:
     """Score ``windows``; neurons are computed densely."""
     context = max(len(window.tokens) for window in windows)
-    found = run_layers(LayerExecutor(weights, model, context), windows, progress)
+    found = run_layers(LayerExecutor(weights, model, context, len(windows)), windows, progress)
     scored = (window.first_scored - 1 for window in windows)
     inputs = np.concatenate([own[first:] for own, first in zip(found, scored, strict=True)])
     targets = np.concatenate(
@@ -109,9 +108,9 @@ def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Sc
     for start in range(0, vocab, _BLOCK):
         head = weights.read(name, slice(start, min(start + _BLOCK, vocab)))
         scores = inputs @ head.T + (0.0 if bias is None else bias[start : start + len(head)])
-        logits = cap(scores * np.float32(model.multipliers.logits), model.logit_softcap).astype(
-            np.float64
-        )
+        logits = (scores * np.float32(model.multipliers.logits)).astype(np.float64)
+        if model.logit_softcap is not None:
+            logits = np.tanh(logits / model.logit_softcap) * model.logit_softcap
         top = logits.argmax(axis=1)
         value = logits[np.arange(count), top]
         choices = np.where(value > best, start + top, choices)

@@ -1,11 +1,9 @@
 """What deviating from a mixture's routing costs, and what it saves: perplexity against bytes read.
 
-    python tools/measure_dials.py mixture.plan.toml --text heldout.txt --cache 0.3 \\
-        --plot dials.svg
+    python tools/measure_dials.py mixture.gguf --text heldout.txt --memory 8GiB --plot dials.svg
 
-Runs the model over the text token by token, with ``predictor = "router"`` and a cache of the
-given share of all experts, once for every setting of the table ``[experts]`` below.  Prints a table
-and draws it.
+Runs the file over the text token by token within a budget, once for every setting of the table
+``[experts]`` below.  Prints a table and draws it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import Any
 import numpy as np
 
 import pi2
-from pi2.fitting.check import load_plan
 from pi2.measuring.texts import Passages, score_windows
 from pi2.tracing import add_legend, make_figure, pick_styles, save_figure
 
@@ -58,40 +55,24 @@ class Point:
     read_bytes_token: float
     replaced: float
     left_out: float
-    computed: float
-    """Of the neurons of the experts that computed."""
 
 
 def measure(
-    plan: Path,
+    file: Path,
     texts: list[str],
-    share: float,
+    memory: str,
     context: int,
     windows: int,
     dials: Mapping[str, list[Mapping[str, Any]]],
 ) -> list[Point]:
     """Run exact routing and all settings of ``dials``."""
-    resolved = load_plan(plan)
-    model = resolved.model
-    experts = model.shape.layers * model.expert_count
-    size = max(model.most_active, round(share * experts)) * model.shape.ffn
-    base = {
-        "decode.predictor": "router",
-        "decode.look_ahead": "none",
-        "layers.hot": 0.0,
-        "memory.segments.hot": "0 B",
-        "memory.segments.predictor": "64 MiB",
-        "memory.budget": "4 GiB",
-    }
     points: list[Point] = []
     exact = np.zeros(0)
     settings: list[tuple[str, dict[str, Any]]] = [("exact", {})]
     settings += [(dial, dict(some)) for dial, all_of in dials.items() for some in all_of]
-    cold = size * resolved.bundle.stride
     for dial, some in settings:
         own = {f"experts.{name}": value for name, value in some.items()}
-        own["memory.segments.cold"] = f"{cold} B"
-        with pi2.load(plan, set={**base, **own}) as loaded:
+        with pi2.load(file, memory=memory, set={"kv.context": context, **own}) as loaded:
             chosen = Passages(texts, context, windows).cut(loaded)
             before = loaded.stats
             losses = score_windows(loaded, chosen, "decode").losses
@@ -106,11 +87,10 @@ def measure(
                 perplexity=float(np.exp(losses.mean())),
                 loss_change=float(change.mean()),
                 loss_change_error=float(change.std() / np.sqrt(len(change))),
-                memory_bytes=cold,
+                memory_bytes=loaded.plan.plan.memory.segments.cold,
                 read_bytes_token=done.flash_read_bytes / sum(len(w.tokens) - 1 for w in chosen),
                 replaced=done.replaced_share or 0.0,
                 left_out=done.left_out_share or 0.0,
-                computed=done.predicted_share or 0.0,
             )
         )
         print(write_row(points[-1], points[0]), flush=True)
@@ -126,8 +106,7 @@ def write_row(point: Point, exact: Point) -> str:
         f"| {point.loss_change:+.4f} ± {point.loss_change_error:.4f} "
         f"| {point.memory_bytes / 1e6:.1f} | {point.read_bytes_token / 1e3:.0f} "
         f"| {point.read_bytes_token / exact.read_bytes_token:.2f} "
-        f"| {point.replaced:.1%} | {point.left_out:.1%} "
-        f"| {point.computed:.1%} |"
+        f"| {point.replaced:.1%} | {point.left_out:.1%} |"
     )
 
 
@@ -167,9 +146,9 @@ def draw(points: list[Point], form: str) -> bytes:
 def main() -> None:
     """Measure, print and draw."""
     parser = argparse.ArgumentParser(description="Quality against reads, for mixtures.")
-    parser.add_argument("plan", type=Path)
+    parser.add_argument("file", type=Path)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--cache", type=float, default=0.3, help="share of all experts (0.3)")
+    parser.add_argument("--memory", required=True, help="budget, such as 8GiB")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--dials", default="", help="measure those whose names have this")
@@ -178,14 +157,14 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, help="figures of another run, which are drawn, too")
     arguments = parser.parse_args()
     titles = "setting | perplexity | change | nats | MB of experts | kB read per token | of exact"
-    print(f"| {titles} | replaced | left out | neurons computed |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {titles} | replaced | left out |")
+    print("|---|---|---|---|---|---|---|---|---|")
     dials = dict(DIALS)
     texts = [arguments.text.read_text("utf-8")]
     points = measure(
-        arguments.plan,
+        arguments.file,
         texts,
-        arguments.cache,
+        arguments.memory,
         arguments.context,
         arguments.windows,
         {name: some for name, some in dials.items() if arguments.dials in name},

@@ -15,7 +15,7 @@ from pi2.backends.blocks.layers import Layers
 from pi2.backends.blocks.operands import Area, Matrix
 from pi2.backends.blocks.recurrent import STATE_MATRICES
 from pi2.backends.blocks.room import Allocate, KvCache, StateMemory
-from pi2.backends.blocks.routed import PairTables, list_routed, view_floats
+from pi2.backends.blocks.routed import PairTables, RoutedLayer, list_routed, view_floats
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
@@ -107,6 +107,7 @@ class BlockModel:
         self._count = 0
         self._given: dict[int, U8] = {}
         self._note: NoteKernel | None = None
+        self._watch: Callable[[int], None] | None = None
         logits = layers.logits
         found = view_floats(logits.address, rows, logits.stride)
         self._logits = found[:, : model.shape.vocab]
@@ -133,6 +134,16 @@ class BlockModel:
     def read_values(self, number: int, *names: str) -> tuple[int, ...]:
         """Return arguments of an instruction."""
         return tuple(self._program.read_value(number, name) for name in names)
+
+    def view_scores(self, own: RoutedLayer) -> F32:
+        """Return the scores [T, experts] by which the router of a layer has chosen, until the next
+        layer's is computed."""
+        before = self._program.instructions[: own.chosen]
+        number = max(n for n, instruction in enumerate(before) if instruction.kernel == "route")
+        names = ("scores", "scores_stride", "experts")
+        address, stride, experts = self.read_values(number, *names)
+        found: F32 = view_floats(address, self._count, stride)[:, :experts]
+        return found
 
     def take_rows(self, number: int, first: int, end: int) -> None:
         """Let an instruction of the call compute rows ``first`` to ``end`` of its matrix, and
@@ -265,14 +276,17 @@ class BlockModel:
 
     def run(self, begin: int, end: int) -> None:
         """Compute instructions ``begin`` to ``end``."""
-        if self._note is None:
+        if self._note is None and self._watch is None:
             self.interpreter.run(self._program.address, begin, end, self.most_threads)
             return
         for number in range(begin, end):
             own = self._program.instructions[number]
             start_s = time.perf_counter()
             self.interpreter.run(self._program.address, number, number + 1, self.most_threads)
-            self._note(own.label, own.layer, start_s, time.perf_counter())
+            if self._note is not None:
+                self._note(own.label, own.layer, start_s, time.perf_counter())
+            if self._watch is not None:
+                self._watch(number)
 
     def set_tensor(self, number: int, address: int) -> None:
         """Say where the bytes of matrix ``number`` are from now on."""
@@ -299,6 +313,15 @@ class BlockModel:
         """Call ``note`` after every instruction, each then a call of its own; None ends it."""
         self._note = note
 
+    def watch(self, see: Callable[[int], None]) -> None:
+        """Call ``see`` with every instruction that has run, each in a call of its own."""
+        self._watch = see
+
+    def read_code(self, number: int) -> tuple[int, int, int, int]:
+        """Return kernel and address of the arguments of an instruction, and its items."""
+        kernel, arguments, end, *_, first, _ = self._program.code[number].tolist()
+        return kernel, arguments, first, end
+
     def read_context(self, sequence: int, first: int, end: int) -> U8:
         return self._cache.read(sequence, first, end)
 
@@ -317,7 +340,8 @@ class BlockModel:
         self.interpreter.close()
 
 
-def list_formats(model: Model, find: FindWeight) -> list[str]:
+def list_matrix_keys(model: Model) -> list[str]:
+    """Return keys of matrices that models may have, whole models' last."""
     keys = ["query", "key", "value", "output", "gate", "up", "down", "fused_qkv", "fused_gate_up"]
     if model.moe is not None:
         keys += [f"{own}_{part}" for own in ("shared", "dense") for part in ("gate", "up", "down")]
@@ -327,11 +351,22 @@ def list_formats(model: Model, find: FindWeight) -> list[str]:
     keys += ["latent_query_out", "latent_keys", "latent_values", "latent_out"]
     keys += ["index_query", "index_key", "index_weights"]
     keys += ["laurel_in", "laurel_out", "altup_router", "altup_predict", "altup_correct"]
-    places = [(key, layer, 0) for layer in range(model.shape.layers) for key in keys]
-    places += [(key, *place) for place in model.states for key in STATE_MATRICES]
+    return [*keys, *STATE_MATRICES, *_list_whole(model)]
+
+
+def _list_whole(model: Model) -> list[str]:
+    """Return keys of matrices that belong to no layer."""
     whole = ["embedding", "head", "positions", "layer_embedding", "layer_projection"]
     whole += ["stream_in", "stream_out"]
-    whole += [own["in"] for own in model.operators.values()]
+    return [*whole, *(own["in"] for name, own in model.operators.items() if name == "mtp")]
+
+
+def list_formats(model: Model, find: FindWeight) -> list[str]:
+    whole = _list_whole(model)
+    layers, states = range(model.shape.layers), set(STATE_MATRICES)
+    keys = [key for key in list_matrix_keys(model) if key not in states and key not in whole]
+    places = [(key, layer, 0) for layer in layers for key in keys]
+    places += [(key, *place) for place in model.states for key in STATE_MATRICES]
     places += [(key, 0, 0) for key in whole]
     found = {weight.format for place in places if (weight := find(*place)) is not None}
     return sorted(found)

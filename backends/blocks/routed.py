@@ -77,8 +77,8 @@ class PairTables:
         """Arguments of instructions that were changed, as they had been."""
         self.count = 0
         """Pairs of the call."""
-        self.is_many = False
-        """Whether rows of weights are computed as panels."""
+        self.is_many = self.may_repeat = False
+        """Whether rows of weights are computed as panels; whether a token's experts may repeat."""
 
     def begin(self, tokens: int) -> None:
         """Say how many tokens a call has."""
@@ -97,6 +97,11 @@ class PairTables:
         """Experts of the call's pairs, token by token; valid until the next layer chooses."""
         return self._chosen[: self.count]
 
+    @property
+    def weights(self) -> F32:
+        """Their weights, likewise."""
+        return self._weights[: self.count]
+
     def list_chosen(self) -> I32:
         """Experts that the call's tokens need, ascending."""
         return self._unite(self.chosen)
@@ -106,7 +111,8 @@ class PairTables:
         return self._unite(self._predicted[: self.count])
 
     def _unite(self, experts: I32) -> I32:
-        return np.sort(experts) if self.count == self._active else np.unique(experts)
+        is_one = self.count == self._active and not self.may_repeat
+        return np.sort(experts) if is_one else np.unique(experts)
 
     def list_by_expert(self) -> I32:
         """Pairs by expert, ascending, and by token within each; of `MANY` tokens and more."""

@@ -61,7 +61,6 @@ __all__ = [
     "FIXED",
     "KINDS",
     "NATIVE",
-    "TAKES_BLOCKS",
     "build",
     "count_chunk_bytes",
     "find_limits",
@@ -71,7 +70,6 @@ __all__ = [
 ]
 
 COMPUTES = True
-TAKES_BLOCKS = True
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ("cpu",)
 ONLY_EMULATED = False

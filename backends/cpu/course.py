@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.blocks.contract import PLANES
-from pi2.backends.blocks.instructions import Planes
-from pi2.backends.blocks.interpreter import CompiledInterpreter
+from pi2.backends.blocks.instructions import FindWeight, Planes
+from pi2.backends.blocks.interpreter import CompiledInterpreter, Interpret
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.operands import Area
 from pi2.backends.blocks.outside import Exchange, Stations
@@ -61,29 +61,36 @@ class Course:
     """Runs the program as far as it is needed: instructions from one layer's neurons to the next
     layer's mixers are one call."""
 
-    def __init__(self, request: BuildRequest) -> None:
+    def __init__(
+        self,
+        request: BuildRequest,
+        *,
+        interpret: Interpret | None = None,
+        planes: Planes | None = None,
+        find: FindWeight | None = None,
+    ) -> None:
+        """By default kernels are compiled, ``planes`` follow the request's types, and tensors are
+        the request's, of a store."""
         model = describe_stored(request.model)
         tokens = count_tokens(request)
         self._model, self._tokens, self._step_tokens = model, tokens, request.step_tokens
         self.program = program = BlockModel(
             model,
-            StoreWeights(model, request.tensors),
+            find or StoreWeights(model, request.tensors),
             threads=request.threads,
             context=request.context,
             sequences=request.sequences,
             step_tokens=request.step_tokens,
             chunk=tokens,
             allocate=request.allocate,
-            interpret=partial(CompiledInterpreter, describe_program(request)),
-            planes=count_planes(request),
+            interpret=interpret or partial(CompiledInterpreter, describe_program(request)),
+            planes=planes or count_planes(request),
             predicts=request.looks_ahead,
             outside=True,
             scratch_bytes=4 * DENSE_FLOATS,
             kv=request.kv_type,
         )
-        assert program.exchange is not None and isinstance(program.interpreter, CompiledInterpreter)
-        self.launcher = program.interpreter.workers.find_launcher()
-        """Address of what lets the program's threads compute parallel loops."""
+        assert program.exchange is not None
         self.exchange: Exchange = program.exchange
         self._layers: list[Stations] = self.exchange.layers
         self._starts = [program.looked_up, *(own.end for own in self._layers)]
@@ -103,6 +110,8 @@ class Course:
                 ]
         self._now = self._places[0]
         self._sequence = 0
+        self.look_up: Callable[[I32], None] | None = None
+        """Gives rows of embeddings for a chunk's tokens, if these are not in memory."""
         self.is_step = False
         """Whether the call's tokens are a step of several."""
         self.tokens = 0
@@ -137,6 +146,8 @@ class Course:
         now, self.is_step = self._now, False
         now.tokens, now.sequence, self.tokens = tokens, self._sequence, len(tokens)
         self.program.begin_piece(tokens)
+        if self.look_up is not None:
+            self.look_up(tokens)
         now.at = now.target = self.program.looked_up
         self.program.run(0, now.at)
 

@@ -4,24 +4,23 @@ compute these."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
-from pi2.backends.arithmetic import list_chosen, read_rows
+from pi2.backends.arithmetic import read_rows
+from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.course import Course, count_tokens
-from pi2.backends.cpu.divided import DividedRowsOfCourse
 from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
+from pi2.backends.cpu.program_executor import ProgramExecutor
 from pi2.backends.cpu.workspace import Arrays, Views, Workspace, make_arrays, measure_arrays
-from pi2.backends.executor import ExecutorObserver, PartGroup
+from pi2.backends.executor import ExecutorObserver
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.formats import find_packing
-from pi2.memory.granules import expand_stretches
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.weights.layout import GROUP, Precision, split_lanes
 
@@ -40,9 +39,6 @@ def order_by_lanes(hidden: int, precision: Precision) -> I32 | None:
     return np.concatenate(blocks)
 
 
-_NONE: I32 = np.zeros(0, np.int32)
-
-
 class _Chunk:
     """Arrays of a chunk's neurons, and the calls that take them."""
 
@@ -57,18 +53,20 @@ class _Chunk:
         self.arrays, self.begin, self.end, self.neighbours = arrays, begin, end, neighbours
 
 
-class CpuExecutor:
+class CpuExecutor(ProgramExecutor):
     """Executor of `pi2.backends.protocol`."""
 
     def __init__(self, request: BuildRequest, spec: KernelSpec, path: Path) -> None:
         """``path``: the library of the kernels of neurons, which the program's threads compute."""
         model, layers = request.model, range(request.model.shape.layers)
-        self._course = Course(request)
-        library = Library(path, measure_arrays(request), launcher=self._course.launcher)
+        super().__init__(request, Course(request))
+        interpreter = self._course.program.interpreter
+        assert isinstance(interpreter, CompiledInterpreter)
+        launcher = interpreter.workers.find_launcher()
+        library = Library(path, measure_arrays(request), launcher=launcher)
         space = Workspace(request, library)
-        self._spec, self._library, self._model = spec, library, model
+        self._spec, self._library = spec, library
         self._lanes = order_by_lanes(spec.hidden, spec.precision.ffn)
-        self._rows = DividedRowsOfCourse(request, self._course)
         self._shares_arrays = request.chunks == 1
         """Whether the program's arrays belong to the only chunk."""
         arrays = [self._make_arrays(space) for _ in range(request.chunks)]
@@ -117,8 +115,6 @@ class CpuExecutor:
                 read_rows(request.tensors[name_layer_tensor(layer, "down_bias")])
                 for layer in layers
             ]
-        self._observer: ExecutorObserver | None = None
-        self._token = 0
         self._has_cutoffs = False
         """Whether gates of the layer that is computed have a cutoff."""
 
@@ -146,71 +142,13 @@ class CpuExecutor:
         return calls
 
     def select_chunk(self, number: int) -> None:
-        """Let the calls that follow be about another chunk."""
-        self._course.select_chunk(number)
+        super().select_chunk(number)
         self._now = self._chunks[number]
-        if self._observer is not None:
-            self._observer.select_chunk(number)
-
-    def select_sequence(self, number: int) -> None:
-        self._course.select_sequence(number)
 
     def select_token(self, number: int) -> None:
-        """Let calls for one token be about another one of a step."""
-        self._token = number
+        super().select_token(number)
         self._prediction.select_token(number)
         self._neurons.select_token(number)
-
-    def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
-        self.select_chunk(0)
-        self._course.begin_step(tokens, sequences, positions)
-        self._begin_call()
-
-    def attend_step(self, layer: int) -> None:
-        self._course.attend(layer)
-
-    def embed(self, tokens: I32) -> None:
-        self._course.embed(tokens)
-        self._begin_call()
-
-    def _begin_call(self) -> None:
-        if self._token:
-            self.select_token(0)
-        self._rows.begin()
-
-    def join(self, given: F32) -> None:
-        self._course.program.join(given[:, : self._model.shape.hidden])
-
-    def attend(self, layer: int, position: int) -> None:
-        if layer == 0:
-            self._course.begin_layers(position)
-        self._course.attend(layer)
-
-    def begin_attention(self, layer: int, position: int) -> F32:
-        if layer == 0:
-            self._course.begin_layers(position)
-        return self._rows.begin_attention(layer)
-
-    def project(self, layer: int) -> None:
-        self._rows.project(layer)
-
-    def put_projected(self, layer: int, values: F32) -> None:
-        self._rows.put_projected(layer, values)
-
-    def mix(self, layer: int, position: int) -> F32:
-        return self._rows.mix(layer)
-
-    def project_output(self, layer: int) -> None:
-        self._rows.project_output(layer)
-
-    def put_output(self, layer: int, values: F32) -> None:
-        self._rows.put_output(layer, values)
-
-    def read_head_input(self, first: int) -> F32:
-        return self._course.read_head_input(first)
-
-    def put_logits(self, values: F32) -> F32:
-        return self._rows.put_logits(values)
 
     def begin_ffn(self, layer: int) -> None:
         """Compute what neurons read, and clear their sum."""
@@ -249,15 +187,6 @@ class CpuExecutor:
     def list_foreseen(self) -> I32:
         return self._prediction.list_foreseen()
 
-    def list_experts(self) -> I32:
-        return _NONE if self._model.moe is None else list_chosen(self.read_routes()[self._token])
-
-    def list_chunk_experts(self) -> I32:
-        """Return the experts that the router chose for any token."""
-        if self._model.moe is None:
-            return _NONE
-        return np.flatnonzero(self.read_routes().any(axis=0)).astype(np.int32)
-
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         """Return the neurons whose predictor score reaches ``threshold``."""
         chosen = self.list_experts() if experts is None else experts
@@ -274,42 +203,18 @@ class CpuExecutor:
         return self._neurons.find_open(layer, arena, slots, indices)
 
     def add_neurons(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32 | None = None,
-        known: bool = False,
-        stretch: int = 1,
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None = None, known: bool = False
     ) -> None:
-        self._neurons.add_gathered(layer, arena, slots, indices, known, stretch)
-
-    @property
-    def parts(self) -> int:
-        return self._spec.parts
-
-    def add_parts(
-        self, layer: int, arena: U8, slots: I32, indices: I32, stretch: int, parts: PartGroup
-    ) -> None:
-        self._neurons.add_parts(layer, arena, slots, indices, stretch, parts)
+        self._neurons.add_gathered(layer, arena, slots, indices, known)
 
     def add_named_neurons(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32,
-        named: I64,
-        known: bool = False,
-        stretch: int = 1,
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
     ) -> None:
         tokens = self._course.tokens
         if not self._neurons.can_share(tokens, known):
-            add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
+            add_one_by_one(self, layer, arena, slots, indices, named, known)
         elif len(slots):
-            own, numbers = expand_stretches(slots, stretch), expand_stretches(indices, stretch)
-            named = named if stretch == 1 else named.repeat(stretch)
-            self._neurons.add_shared(layer, arena, own, numbers, named, tokens)
+            self._neurons.add_shared(layer, arena, slots, indices, named, tokens)
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         now = self._now
@@ -347,25 +252,6 @@ class CpuExecutor:
         self._now.end(self._course.tokens)
         self._course.finish(layer)
 
-    def expect(self, end: int) -> None:
-        """Choose the positions of a sequence of ``end`` tokens."""
-        self._course.program.expect(end)
-
-    def read_context(self, sequence: int, first: int, end: int) -> U8:
-        return self._course.program.read_context(sequence, first, end)
-
-    def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
-        self._course.program.put_context(sequence, first, end, kept)
-
-    def read_state(self, sequence: int) -> F32:
-        return self._course.program.read_state(sequence)
-
-    def put_state(self, sequence: int, state: F32) -> None:
-        self._course.program.put_state(sequence, state)
-
-    def read_router_input(self) -> F32:
-        return self._course.read_router_input()
-
     def read_routes(self) -> F32:
         """Return the weights of an MoE model's experts."""
         return self._now.arrays.routes[: self._course.tokens]
@@ -374,24 +260,16 @@ class CpuExecutor:
         arrays = self._now.arrays
         return arrays.cutoffs[: self._course.tokens, None] if self._has_cutoffs else None
 
-    def logits(self, first: int) -> F32:
-        """Return logits of the tokens from ``first`` on, as many as there is room for."""
-        return self._course.run_head(first)
-
     def count_active(self) -> int:
         """Return the non-zero activations since the last call."""
         return self._neurons.count_active()
 
     def observe(self, observer: ExecutorObserver | None) -> None:
-        """Tell ``observer`` of every kernel and of the neurons of prompts."""
-        assert self._observer is None or observer is None, "one observer at a time"
-        self._observer = observer
-        note = None if observer is None else observer.note_kernel
-        self._library.observe(note)
-        self._course.program.observe(note)
+        super().observe(observer)
+        self._library.observe(None if observer is None else observer.note_kernel)
 
     def close(self) -> None:
-        self._course.close()
+        super().close()
         self._library.close()
         self._neurons.close()
         self._chunks.clear()

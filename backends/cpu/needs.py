@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.sizes import count_workspace_bytes
-from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocked_tile_bytes, count_blocks_bytes
 from pi2.backends.kernels.spec import BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED
 from pi2.model.ffn import count_stored_cutoff_rows
@@ -119,10 +118,7 @@ def _count_neurons(resolved: ResolvedPlan, stated: int | None, threads: int) -> 
         total += (plan.decode.step_tokens - 1) * inner
     if model.moe is not None:
         total += 4 * (chunk + model.layer_neurons)
-    parts = count_parts(threads) if model.moe is not None and model.is_smooth else 1
-    sums = 4 * threads * width
-    total += sums + max(0, (parts - 1) * sums - 4 * chunk * PANEL)
-    total += SMALL_BYTES
+    total += 4 * threads * width + SMALL_BYTES
     if model.ffn.sub_norm:
         total += 4 * threads * (1 + plan.decode.step_tokens) + 2 * ALIGNMENT
     if plan.decode.step_tokens > 1 and not model.is_smooth:

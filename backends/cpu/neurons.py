@@ -13,11 +13,9 @@ from pi2.backends.cpu.course import count_tokens
 from pi2.backends.cpu.needs import DENSE_FLOATS
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.executor import PartGroup
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
-from pi2.memory.granules import expand_stretches
 from pi2.plan.weights.bundles import slice_experts
 
 
@@ -85,8 +83,6 @@ class Neurons:
         every = space.make("int32", neurons)
         every[:] = np.arange(neurons)
         self._every = {"slots": space.wrap(every)}
-        # Asked for in every call.
-        self._takes_stretches = spec.takes_stretches
         self._gates = space.make("float32", neurons)
         layers = request.model.shape.layers
         self._scales: list[Views] = [{} for _ in range(layers)]
@@ -98,15 +94,15 @@ class Neurons:
         uncounted = space.make("int32", spec.threads + 1)
         self._uncounted = {"counts": space.wrap(uncounted)}
         # One token alone takes what many have room for.
-        count = max(tokens * PANEL, spec.parts * spec.threads * spec.hidden)
-        values = space.make("float32", count)
+        shape = spec.threads, spec.hidden
+        values = space.make("float32", max(tokens * PANEL, math.prod(shape)))
         self._room: Views = {
             "slots": space.wrap(self._slots),
             "gates": space.wrap(self._gates),
             "values": space.wrap(space.make("float32", neurons)),
             "firing": space.wrap(space.make("int32", neurons)),
             "counts": space.wrap(self._counts),
-            **self._make_sums(space, values),
+            "partial": space.wrap(values[: math.prod(shape)].reshape(shape)),
         }
         """What gathered neurons are computed in."""
         if spec.sub_norm:
@@ -132,14 +128,6 @@ class Neurons:
             self._bind_gather(layer, self._room, views, is_plain=not spec.has_gathered_ffn)
             for layer in range(layers)
         ]
-        self._part_numbers = space.make("int32", spec.parts)
-        self._add_parts: list[BoundCall] = []
-        """By layer."""
-        if spec.parts > 1:
-            own = self._room | {"part_numbers": space.wrap(self._part_numbers)}
-            self._add_parts = [
-                self._bind_gather(layer, own, views, is_plain=False) for layer in range(layers)
-            ]
         self._gather_open: list[list[BoundCall]] = []
         """By layer and token."""
         if prediction.has_gates and spec.uses_known_gates:
@@ -204,34 +192,12 @@ class Neurons:
             room["token_squares"] = space.wrap(space.make("float32", tokens, threads))
         return room | {"partials": space.wrap(sums), "named": space.wrap(self._named)}
 
-    def _make_sums(self, space: Workspace, values: F32) -> Views:
-        """Return what sums of gathered neurons are made in; of parts, these are ``values``."""
-        spec = self._spec
-        shape = (spec.parts, spec.threads, spec.hidden)
-        sums = values[: math.prod(shape)].reshape(shape)
-        if not self._takes_stretches:
-            return {"partial": space.wrap(sums[0])}
-        # Where nobody gives parts numbers, there is one.
-        numbers = space.make("int32", spec.parts)
-        return {"part_sums": space.wrap(sums), "part_numbers": space.wrap(numbers)}
-
     def _name_token(self) -> str:
         return "token" if self._spec.sequences else ""
 
-    def _name_count(self) -> str:
-        return "count stretch part finished" if self._takes_stretches else "count"
-
-    def _count(self, count: int, stretch: int = 1) -> tuple[int, ...]:
-        """Return the numbers that tell a call its neurons: ``count`` times ``stretch``, which is 1
-        if kernels do not take it, in one part."""
-        if not self._takes_stretches:
-            return (count,)
-        return count, stretch, max(1, count * stretch), int(count > 0)
-
     def _bind_gather(self, layer: int, *arrays: Views, is_plain: bool) -> BoundCall:
-        is_plain = is_plain and not self._takes_stretches
         function = "add_plain_neurons" if is_plain else "add_neurons"
-        given = f"{self._name_count()} {self._name_token()} arena"
+        given = f"count {self._name_token()} arena"
         scales = self._scales[layer]
         return self._library.bind(function, given, scales, *arrays, layer=layer, name="add_neurons")
 
@@ -259,34 +225,19 @@ class Neurons:
             self._token = (number,)
 
     def add_gathered(
-        self, layer: int, arena: U8, slots: I32, indices: I32 | None, known: bool, stretch: int = 1
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None, known: bool
     ) -> None:
-        """Add the neurons in ``slots``, ``stretch`` neurons each, for one token; gates of
-        ``indices`` may be ``known``."""
-        if stretch > 1 and not self._takes_stretches:
-            slots = expand_stretches(slots, stretch)
-            indices = None if indices is None else expand_stretches(indices, stretch)
-            stretch = 1
+        """Add the neurons in ``slots`` for one token; gates of ``indices`` may be ``known``."""
         count = len(slots)
         self._slots[:count] = slots
         bundles = self._take_bundles(arena, indices)
         if not known or not self._gather_open:
-            self._gather[layer](*self._count(count, stretch), *self._token, bundles)
+            self._gather[layer](count, *self._token, bundles)
             return
         assert indices is not None
         self._prediction.wanted[:count] = indices
         add = self._gather_open[layer][self._token[0] if self._token else 0]
         add(count, *self._token, *self._prediction.get_second_limit(layer), bundles)
-
-    def add_parts(
-        self, layer: int, arena: U8, slots: I32, indices: I32, stretch: int, parts: PartGroup
-    ) -> None:
-        numbers, size, finished = parts
-        count = len(slots)
-        self._slots[:count] = slots
-        self._part_numbers[: len(numbers)] = numbers
-        bundles = self._take_bundles(arena, indices)
-        self._add_parts[layer](count, stretch, size * stretch, finished, *self._token, bundles)
 
     def can_share(self, tokens: int, known: bool) -> bool:
         """Whether `add_shared` adds neurons named by ``tokens``, with gates perhaps ``known``."""
@@ -337,7 +288,7 @@ class Neurons:
         rows = None if self._rows is None else np.arange(first, first + count, dtype=np.int32)
         taken = self._take_bundles(bundles, rows)
         if tokens == 1:
-            calls.one(*self._count(count), *self._token, taken)
+            calls.one(count, *self._token, taken)
         else:
             add = calls.step if is_step else calls.several
             add(count, tokens, *self._name_row(first), taken)
@@ -354,7 +305,7 @@ class Neurons:
             self._slots[: len(places)] = places
             taken = self._take_bundles(bundles, places + np.int32(first))
             if len(places):
-                calls.one(*self._count(len(places)), *self._token, taken)
+                calls.one(len(places), *self._token, taken)
             return
         add = calls.step if is_step else calls.several
         taken = self._take_bundles(bundles, _NONE)

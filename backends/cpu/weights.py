@@ -34,6 +34,8 @@ def describe_stored(model: Model) -> Model:
     attention: dict[str, Any] = {"value_width": None}
     if model.attention.output_gate and model.attention.latent is None:
         attention["output_gate_of"] = "element"
+    if model.attention.index is not None:
+        attention["index"] = model.attention.index.model_copy(update={"pairs": "halves"})
     changes["attention"] = model.attention.model_copy(update=attention)
     names = {"query_gate": "query_gate", "fused_qkv": None}
     changes["tensors"] = model.tensors.model_copy(update=names)

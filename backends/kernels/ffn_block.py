@@ -14,13 +14,7 @@ from pi2.backends.kernels.matrix import emit_quantize
 from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, Squares, emit_leave_lane_order
 from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen
 from pi2.backends.kernels.panel import Panel
-from pi2.backends.kernels.plain import (
-    PartSums,
-    Stretches,
-    Sums,
-    emit_plain_gathered,
-    emit_stretched,
-)
+from pi2.backends.kernels.plain import Sums, emit_plain_gathered
 from pi2.backends.kernels.schedule import Schedule, emit_each_token
 from pi2.backends.kernels.selection import take_cutoffs, take_finding
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
@@ -257,30 +251,6 @@ def _take_sums(schedule: Schedule, take: Parameters, token: v.Expr) -> Sums:
         routes=schedule.take_routes(take),
         token=token,
         squares=_take_thread_squares(schedule, take),
-    )
-
-
-def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
-    """Compute ranges of neurons, none of which is inactive, of one token, and add the finished
-    parts to its y."""
-    count, size = take.take_number("count"), take.take_number("stretch")
-    part, finished = take.take_number("part"), take.take_number("finished")
-    spec = schedule.spec
-    token = schedule.take_token(take)
-    bundles = _take_bundles(schedule, take, "arena")
-    slots, rows = _take_slots(schedule, take)
-    emit_stretched(
-        schedule.isa,
-        schedule.take_hidden(take, count),
-        bundles,
-        Stretches(slots=slots, rows=rows, count=count, size=size),
-        PartSums(
-            size=part,
-            numbers=take.take_array("part_numbers", "int32", spec.parts),
-            sums=take.take_array("part_sums", "float32", spec.parts, "threads", spec.hidden),
-            finished=finished,
-        ),
-        _take_sums(schedule, take, token),
     )
 
 

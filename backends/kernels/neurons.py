@@ -31,8 +31,6 @@ class Neuron:
     scales_base: v.Expr
     """What the offsets of its scales count from where they are resident: its row of them, or what
     the rows of its group have together."""
-    expert_base: v.Expr | None = None
-    """First byte of a neuron of the same expert; None: the neuron itself has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +76,7 @@ class Bundles:
 
     def load_expert(self, neuron: Neuron) -> v.Expr:
         assert self.spec.bundle.expert_offset is not None
-        base = neuron.base if neuron.expert_base is None else neuron.expert_base
-        return v.load_as(self.arena, base + self.spec.bundle.expert_offset, "int32", 1)
+        return v.load_as(self.arena, neuron.base + self.spec.bundle.expert_offset, "int32", 1)
 
 
 def is_firing(spec: KernelSpec, gate: v.Expr, lanes: int = 1) -> v.Expr:
@@ -185,13 +182,11 @@ def emit_values(
     neurons: list[Neuron],
     token: v.Expr,
     routes: v.Buffer | None,
-    prefetch: Prefetch | None = None,
 ) -> list[v.Expr]:
-    """Values of ``neurons`` for ``token``, times the weights of their experts; ``prefetch`` is told
-    which inputs are read, and when."""
+    """Values of ``neurons`` for ``token``, times the weights of their experts."""
     names = [part.name for part in bundles.spec.bundle.parts[:-1]]
     parts, vectors = len(names), bundles.take_parts(neurons, names)
-    dots = [v.let(row[0]) for row in emit_dots(isa, vectors, activations, [token], prefetch)]
+    dots = [v.let(row[0]) for row in emit_dots(isa, vectors, activations, [token])]
     found = []
     for index, neuron in enumerate(neurons):
         biases = load_biases(bundles, neuron)
@@ -252,21 +247,6 @@ def emit_add(spec: KernelSpec, partial: v.Buffer, total: v.Buffer, token: v.Expr
         for thread in range(spec.threads):
             value = value + v.load(partial, thread * hidden + place, 16)
         v.store(total, sum_place, value, 16)
-
-
-def emit_add_parts(
-    spec: KernelSpec, sums: v.Buffer, parts: v.Expr, total: v.Buffer, token: v.Expr
-) -> None:
-    """Add the sums of all threads of the first ``parts`` parts, float32 [parts threads, hidden],
-    part by part to ``total`` float32 [tokens, hidden] of ``token``."""
-    hidden = spec.hidden
-    with T.serial(hidden // 16) as step:
-        place = step * 16
-        sum_place = token * hidden + place
-        value = v.Cell(v.load(total, sum_place, 16))
-        with T.serial(parts * spec.threads) as own:
-            value.set(value.get() + v.load(sums, own * hidden + place, 16))
-        v.store(total, sum_place, value.get(), 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

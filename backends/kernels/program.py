@@ -25,7 +25,6 @@ from pi2.backends.kernels.ffn_block import (
     emit_add_open_neurons,
     emit_add_plain_neurons,
     emit_add_shared_neurons,
-    emit_add_stretches,
     emit_begin_cut_ffn,
     emit_begin_ffn,
     emit_end_ffn,
@@ -92,9 +91,7 @@ class Program:
             "add_dense": emit_add_dense,
             "end_ffn": emit_end_ffn,
         }
-        if spec.takes_stretches:
-            functions["add_neurons"] = emit_add_stretches
-        elif spec.has_gathered_ffn:
+        if spec.has_gathered_ffn:
             functions["add_neurons"] = emit_add_neurons
         if spec.closes_gates:
             functions["find_gates"] = emit_find_gates

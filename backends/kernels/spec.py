@@ -9,7 +9,6 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.model.ffn import count_stored_cutoff_rows, find_cutoff_precision
 from pi2.plan.documents.model import Model
@@ -139,22 +138,9 @@ class KernelSpec:
         return self.ffn.activation in SMOOTH_ACTIVATIONS
 
     @property
-    def takes_stretches(self) -> bool:
-        """Whether `pi2.backends.kernels.plain` computes the neurons of one token, however they
-        were chosen: none of them is ever inactive."""
-        return self.is_smooth and (self.experts > 0 or not self.has_gathered_ffn)
-
-    @property
-    def parts(self) -> int:
-        """Parts of a token's neurons whose sums are kept until all are added: they are computed in
-        any order then."""
-        keeps = self.takes_stretches and self.experts > 0 and not self.sub_norm
-        return count_parts(self.threads) if keeps else 1
-
-    @property
     def has_plain_ffn(self) -> bool:
         """Whether `pi2.backends.kernels.plain` computes the FFN of all neurons of a layer."""
-        return not self.takes_stretches and (not self.has_gathered_ffn or self.experts > 0)
+        return not self.has_gathered_ffn or self.experts > 0
 
     @property
     def uses_known_gates(self) -> bool:

@@ -19,7 +19,6 @@ __all__ = [
     "FIXED",
     "KINDS",
     "NATIVE",
-    "TAKES_BLOCKS",
     "build",
     "build_unit",
     "count_chunk_bytes",
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 COMPUTES = False
-TAKES_BLOCKS = False
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False

@@ -202,15 +202,9 @@ class NullExecutor(ObservableExecutor):
 
     @noted
     def add_neurons(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32 | None = None,
-        known: bool = False,
-        stretch: int = 1,
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None = None, known: bool = False
     ) -> None:
-        self._active += len(slots) * stretch
+        self._active += len(slots)
 
     @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:

@@ -36,7 +36,6 @@ __all__ = [
     "FIXED",
     "KINDS",
     "NATIVE",
-    "TAKES_BLOCKS",
     "ONLY_EMULATED",
     "build",
     "build_unit",
@@ -50,7 +49,6 @@ __all__ = [
 ]
 
 COMPUTES = True
-TAKES_BLOCKS = False
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False

@@ -92,13 +92,14 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts, describe_rounded
 
-    opened = use_tokenizer(open_checkpoint(checkpoint), given.tokenizer)
-    if given.model is None:
+    stated = None if given.model is None else read_model(given.model)
+    opened = use_tokenizer(open_checkpoint(checkpoint, stated), given.tokenizer)
+    if stated is None:
         document, origin = describe_checkpoint(opened).model, name_origin(checkpoint)
         if given.predictors is not None and document.predictor is None:
             document = announce_predictors(document, opened, given.predictors)
     else:
-        document, origin = read_model(given.model), given.model
+        document, origin = stated, given.model or ""
     if given.mtp:
         if has_gguf_suffix(given.output) or given.quantization in MIXTURES:
             raise click.UsageError("--mtp makes a neuron store")
@@ -108,6 +109,15 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
         return
     if opened.document is not None and checkpoint.is_dir():
         raise click.UsageError("a neuron store becomes a GGUF file: -o FILE.gguf")
+    has_neurons = document.moe is None or document.predictor or given.activations
+    if not (has_neurons or document.is_mtp or given.quantization):
+        file = f"{given.output.name or checkpoint.name}.gguf"
+        raise UserError.of(
+            "P525",
+            f"the router of `{document.id}` chooses whole experts: it runs as a GGUF file",
+            help=f"write `pi2 convert {checkpoint} -o {file}`; --quantization int4 makes a store, "
+            "for a GPU that has the whole model or for thresholds",
+        )
     if given.imatrix is not None or given.calibrate:
         name = "imatrix" if given.imatrix is not None else "calibrate"
         raise click.UsageError(f"--{name} goes with --quantization {' or '.join(MIXTURES)}")
@@ -147,7 +157,10 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
         click.echo(f"every neuron is computed: {BEST} rounds less, `{advice}`", err=True)
     if rounding.errors is not None and given.errors is not None:
         click.echo(write_errors(given.errors, rounding.errors.list_errors()), err=True)
-    if PLAN in notes:
+    if not (has_neurons or document.is_mtp):
+        advice = f"pi2 convert {given.output} -o {given.output.name}.gguf"
+        click.echo(f"CPUs run it as a file: `{advice}`", err=True)
+    elif PLAN in notes:
         click.echo(f"next: pi2 run {given.output / PLAN} --prompt 'Hello'", err=True)
     else:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
@@ -179,7 +192,14 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
         if given.calibrate:
             from pi2.measuring.importance import record_importance
 
-            importance = record_importance(source, model, given.calibrate, progress)
+            importance = record_importance(
+                source,
+                model,
+                given.calibrate,
+                output.parent,
+                arranges=wish.arranges,
+                progress=progress,
+            )
         wish = replace(wish, importance=importance)
         made = quantize_checkpoint(source, model, output, wish, errors=errors, progress=progress)
     weighed = "" if importance is None else f", {made.weighed} weighed by {importance.file}"

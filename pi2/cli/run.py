@@ -59,7 +59,7 @@ def choose_hint(resolved: ResolvedPlan, bound: str, *, room_bytes: int, cores: i
 def hint_waits(resolved: ResolvedPlan) -> str | None:
     """What begins reads earlier, or has more of them in flight."""
     plan = resolved.plan
-    if plan.decode.predictor in ("low-rank", "router") and plan.decode.look_ahead == "none":
+    if plan.decode.predictor == "low-rank" and plan.decode.look_ahead == "none":
         return "--set decode.look_ahead=layer reads before the layer is computed"
     if plan.io.engine == "pread":
         return "--set io.engine=io_uring keeps more reads in flight than threads do"
@@ -83,8 +83,6 @@ def hint_reads(resolved: ResolvedPlan, room_bytes: int) -> str | None:
     whole = plan.memory.budget + missing + missing // 32
     if missing and whole <= room_bytes and fits(resolved, whole):
         return f"--memory '{write_least(whole)}' keeps all neurons in memory"
-    if plan.decode.predictor == "router" and plan.decode.look_ahead == "none":
-        return "--set decode.look_ahead=layer reads experts before they are needed"
     if missing and room_bytes > MORE * plan.memory.budget:
         share = min(1.0, (kept + room_bytes - plan.memory.budget) / count_ffn_bytes(resolved))
         return f"--memory '{write_most(room_bytes)}' keeps {share:.0%} of the neurons in memory"

@@ -320,7 +320,7 @@ def count_run(resolved: ResolvedPlan, store: Path | None) -> int:
     apart = stored is not None and stored.order != "expert"
     if plan.decode.predictor != "router" or apart:
         return 1
-    size = choose_request_bytes(plan, resolved.device) // resolved.bundle.stride
+    size = choose_request_bytes(resolved.device) // resolved.bundle.stride
     return max(min(model.shape.ffn, size), 1)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from pi2.arrays import I32, U8
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.engine.experts import ExpertNeurons, make_dials
+from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import CutFeedForward, FeedForward
 from pi2.engine.forward import Forward
 from pi2.engine.loading import (
@@ -28,14 +28,12 @@ from pi2.engine.loading import (
     open_embedding,
     open_layer_embedding,
     open_reader,
-    takes_blocks,
 )
 from pi2.engine.opened_model import OpenedModel, build_shares, load_shares, make_rows
 from pi2.engine.parts import LayerParts, Parts
-from pi2.engine.routed import RoutedFeedForward
 from pi2.logging import get_logger
 from pi2.machine import bind_calling_thread, list_allowed_cores
-from pi2.memory.arena import allocate_cache, allocate_staging, find_granule, make_loan
+from pi2.memory.arena import allocate_cache, allocate_staging, make_loan
 from pi2.memory.budget import Budget, make_budget
 from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
@@ -62,8 +60,8 @@ class Memory:
     reader: FlashReader | NullReader
     bulk: BulkLoad
     dense: Batch
-    blocks: BlockTensors | None
-    """Makes blocks of what ``dense`` has read, if the executor takes blocks."""
+    blocks: BlockTensors
+    """Makes blocks of what ``dense`` has read."""
     neurons: Batch
 
 
@@ -81,8 +79,7 @@ def build_parts(
     budget, request, reader = memory.budget, memory.request, memory.reader
     # Neurons are read while the executor is built, which may look at dense weights.
     memory.dense.finish()
-    if memory.blocks is not None:
-        memory.blocks.arrange()
+    memory.blocks.arrange()
     executor = opened.build(request)
     cleanup.callback(executor.close)
     observer = None if make_observer is None else make_observer(executor, request)
@@ -97,7 +94,7 @@ def build_parts(
     if hashes is not None:
         hashes.finish()
     lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
-    feed_forward = _choose_feed_forward(resolved, request)(
+    feed_forward = _choose_feed_forward(resolved)(
         executor,
         memory.cache,
         reader,
@@ -179,15 +176,10 @@ def _allocate(opened: OpenedModel, cleanup: ExitStack) -> Memory:
     bulk = BulkLoad(opened.request.progress)
     cleanup.callback(bulk.close)
     dense, neurons = Batch(bulk), Batch(bulk)
-    blocks = BlockTensors() if takes_blocks(resolved) else None
+    blocks = BlockTensors()
     request = complete_request(opened, rows, grouped, budget, dense, blocks)
-    cache = allocate_cache(
-        resolved,
-        budget,
-        by_hotness=is_by_hotness(store),
-        alone=opened.alone,
-        granule=find_granule(resolved, grouped),
-    )
+    by_hotness = is_by_hotness(store)
+    cache = allocate_cache(resolved, budget, by_hotness=by_hotness, alone=opened.alone)
     cache.loops = opened.loops
     reader = open_reader(resolved, store, cache)
     cleanup.callback(reader.close)
@@ -221,7 +213,7 @@ def complete_request(
     grouped: list[I32] | None,
     budget: Budget,
     batch: Batch,
-    blocks: BlockTensors | None = None,
+    blocks: BlockTensors,
 ) -> BuildRequest:
     """What the executor is built of: dense weights and scales, which ``batch`` reads, and room;
     ``blocks`` arranges the weights that ``batch`` has read."""
@@ -245,16 +237,11 @@ def complete_request(
         gate_rows=gate_rows,
         scales=scales,
         gate_biases=gate_biases,
-        expert_neurons=None if resolved.plan.decode.predictor == "none" else grouped,
+        expert_neurons=None if resolved.plan.decode.names_all else grouped,
     )
 
 
-def _choose_feed_forward(
-    resolved: ResolvedPlan, request: BuildRequest
-) -> Callable[..., FeedForward]:
-    if resolved.plan.decode.predictor == "router":
-        dials = make_dials(resolved.plan.experts, resolved.model, request.tensors)
-        return partial(RoutedFeedForward, dials=dials)
+def _choose_feed_forward(resolved: ResolvedPlan) -> Callable[..., FeedForward]:
     if resolved.names_by_cutoff:
         return partial(CutFeedForward, cut=resolved.named_layers)
     return FeedForward
@@ -283,10 +270,9 @@ def _report_build(resolved: ResolvedPlan, memory: Memory) -> None:
         units=list(resolved.dense_units),
         threads=request.threads,
         architecture=request.architecture,
-        hot_neurons=cache.granule * sum(len(slots) for slots in cache.hot_slots),
-        cold_slots=cache.granule * cache.cold_capacity,
-        granule=cache.granule,
-        neurons=cache.granule * cache.neurons * len(cache.hot_slots),
+        hot_neurons=sum(len(slots) for slots in cache.hot_slots),
+        cold_slots=cache.cold_capacity,
+        neurons=cache.neurons * len(cache.hot_slots),
         predictor=resolved.plan.decode.predictor,
     )
     if reader.fallback is not None:

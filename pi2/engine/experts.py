@@ -3,18 +3,16 @@
 
 The settings apply in the order ``prefer_cached`` (the idea of cache-conditional routing,
 arXiv 2412.00099), ``least_weight``, ``read_best``, ``most_reads``.  Prompts follow the router
-exactly, and so do layers without a router, whose FFN counts as one expert."""
+exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
-from pi2.backends.arithmetic import Router, make_routers, read_rows
-from pi2.backends.protocol import Tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Experts
 
@@ -33,46 +31,43 @@ class DialCounters:
 class RoutingDials:
     """Changes the routes of single tokens."""
 
-    def __init__(self, experts: Experts, model: Model, routers: Sequence[Router] | None) -> None:
-        """``routers``: the routers of all layers, if other experts may be preferred."""
+    def __init__(
+        self,
+        experts: Experts,
+        model: Model,
+        find_scales: Callable[[int], F32 | None] = lambda layer: None,
+    ) -> None:
+        """``find_scales``: factors [experts] of a layer's weights, if the model has them."""
         assert model.moe is not None
-        self._settings = experts
-        self._moe = model.moe
-        self._routed = frozenset(n for n, block in enumerate(model.blocks) if block.ffn.has_router)
-        self._routers = routers
+        self._settings, self._moe, self._find_scales = experts, model.moe, find_scales
         self._read_best = experts.list_read_best(model.shape.layers)
+        self.counters = DialCounters()
 
     def apply(
-        self,
-        layer: int,
-        inputs: F32,
-        routes: F32,
-        there: Bits,
-        counters: DialCounters,
-        *,
-        begun: int = 0,
+        self, layer: int, scores: F32, chosen: I32, weights: F32, there: Bits, *, begun: int = 0
     ) -> None:
-        """Change ``routes`` of tokens with router ``inputs`` [T, hidden]; ``there`` says which
-        experts are in memory, ``begun`` how many of them are being read."""
-        if layer not in self._routed:
-            return
-        router = None if self._routers is None else self._routers[layer]
-        own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
-        for token, row in enumerate(own):
-            before = row.copy()
-            total = float(row.sum())
-            if router is not None:
-                scores = router.score(inputs[token : token + 1])[0]
-                self._prefer(row, scores, there, router.expert_scale)
-            replaced = float(before[row == 0].sum())
-            gone = self._list_left_out(layer, row, there, begun)
-            counters.weight += total
-            counters.replaced += replaced
-            counters.left_out += self._leave_out(row, gone)
+        """Change the experts ``chosen`` and their ``weights`` [active] by a token's router
+        ``scores`` [experts]; ``there`` [experts]: which are in memory; ``begun`` are being read.
+
+        In the place of an expert that is left out, the best one stands again, with weight 0."""
+        row = np.zeros(self._moe.experts, np.float32)
+        row[chosen] = weights
+        before, counters, total = row.copy(), self.counters, float(weights.sum())
+        if self._settings.prefer_cached:
+            self._prefer(row, scores, there, self._find_scales(layer))
+        replaced = float(before[row == 0].sum())
+        left_out = self._leave_out(row, self._list_left_out(layer, row, there, begun))
+        counters.weight += total
+        counters.replaced += replaced
+        counters.left_out += left_out
+        if (row != before).any():
+            own = np.flatnonzero(row)
+            chosen[:], weights[:] = row.argmax(), 0
+            chosen[: len(own)], weights[: len(own)] = own, row[own]
 
     def _prefer(self, row: F32, scores: F32, there: Bits, factors: F32 | None) -> None:
         """Let experts that are ``there`` take the places of others with nearly their scores;
-        ``factors`` [1, experts] of the experts' weights, if the model has them."""
+        ``factors`` [experts] of the experts' weights, if the model has them."""
         chosen = np.flatnonzero(row)
         count, keep = len(chosen), min(self._settings.keep_best, len(chosen))
         spread = float(scores.max() - scores.min())
@@ -83,7 +78,7 @@ class RoutingDials:
             shares = np.exp(scores - scores.max())
         else:
             shares = 1 / (1 + np.exp(-scores))
-        own = np.ones_like(row) if factors is None else factors[0]
+        own = np.ones_like(row) if factors is None else factors
         total = (row[chosen] / own[chosen]).sum()
         scale = total / shares[better if self._moe.normalise_weights else chosen].sum()
         row[:] = 0
@@ -116,18 +111,6 @@ class RoutingDials:
         return weight
 
 
-def make_dials(
-    experts: Experts, model: Model, tensors: Mapping[str, Tensor]
-) -> RoutingDials | None:
-    """The settings of a plan; None if routing is exact."""
-    if model.moe is None or not experts.is_lossy:
-        return None
-    routers = None
-    if experts.prefer_cached:
-        routers = make_routers(model, lambda name: read_rows(tensors[name]))
-    return RoutingDials(experts, model, routers)
-
-
 class ExpertNeurons:
     """The stored indices of every expert's neurons, of each layer."""
 
@@ -140,13 +123,6 @@ class ExpertNeurons:
         # Then what experts have, one after the other, is ascending, too.
         self._by_expert = [bool((np.diff(layer) > 0).all()) for layer in layers]
 
-    def divide(self, granule: int) -> ExpertNeurons:
-        """Make the same of granules: so many neighbours each, of one expert."""
-        if granule == 1:
-            return self
-        layers = [group[:, ::granule].reshape(-1) // granule for group in self._groups]
-        return ExpertNeurons([layer.astype(np.int32) for layer in layers], self.experts)
-
     def list_neurons(self, layer: int, experts: I32, first: int = 0, end: int | None = None) -> I32:
         """Stored indices, ascending, of the neurons of ``experts`` (ascending) in ``layer``, from
         ``first`` on and before ``end``."""
@@ -156,10 +132,6 @@ class ExpertNeurons:
         start = int(found.searchsorted(first)) if first else 0
         stop = len(found) if end is None else int(found.searchsorted(end))
         return found[start:stop]
-
-    def list_all(self, layer: int, values: I32) -> I32:
-        """``values`` [neurons] in stored order by expert, [experts, neurons of one]."""
-        return values.take(self._groups[layer])
 
     def list_runs(self, layer: int, experts: I32, wanted: range, shortest_gap: int) -> list[range]:
         """Ranges of stored order within ``wanted`` that cover the neurons of ``experts``; ranges
@@ -177,10 +149,6 @@ def mark_experts(experts: I32, named: I32) -> Bits:
     """Which of ``experts`` are ``named``: for so few, `numpy.isin` takes twenty times as long."""
     known = set(named.tolist())
     return np.array([expert in known for expert in experts.tolist()], np.bool_)
-
-
-def count_common(experts: I32, named: I32) -> int:
-    return len(set(experts.tolist()).intersection(named.tolist()))
 
 
 def unite_experts(tokens: Sequence[I32]) -> I32:

@@ -7,12 +7,11 @@ from typing import Any
 from pi2.arrays import F32, I32, I64, U8
 from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
-from pi2.engine.experts import DialCounters, ExpertNeurons, mark_experts, unite_experts
-from pi2.engine.neuron_stream import NeuronStream, PieceOrder
+from pi2.engine.experts import ExpertNeurons, mark_experts, unite_experts
+from pi2.engine.neuron_stream import NeuronStream, PieceOrder, choose_piece
 from pi2.engine.waves import Foresight, Wave, Waves
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
-from pi2.memory.granules import find_granule
 from pi2.memory.policy import unite_named
 from pi2.plan.arithmetic.sizes import PART_NEURONS
 from pi2.plan.documents.plan import Decode
@@ -56,7 +55,7 @@ class FeedForward(Waves):
         an MoE model.  ``keeps_bits``: the cache changes no bit of layers that are computed as a
         whole."""
         super().__init__(executor, cache, reader, decode=decode, separate_scales=separate_scales)
-        self._neurons = self._single.neurons
+        self._neurons = cache.neurons
         """Neurons of a layer."""
         self.shares = shares or DenseShares(executor, {}, [None] * layers, self._neurons)
         self._experts = experts
@@ -64,14 +63,14 @@ class FeedForward(Waves):
         """Whether experts that no token of a prompt has chosen are left out."""
         order: PieceOrder = "stored" if in_order else "any"
         size = self._neurons if keeps_bits else None
-        if experts is not None and decode.predictor in ("none", "router"):
+        if experts is not None and decode.names_all:
             # What is computed of chosen experts does not depend on what is in memory.
             size = experts.size
         piece = None
         if size is not None and not in_order:
-            order, piece = "spread", find_granule(size, staging.shape[2])
+            order, piece = "spread", choose_piece(size, staging.shape[2])
         self._stream = NeuronStream(
-            self._single, reader, staging, layers, first=self._count_owned, order=order, piece=piece
+            cache, reader, staging, layers, first=self._count_owned, order=order, piece=piece
         )
         self._is_whole = False
         """Whether all neurons of the next layer are taken, since nearly all experts compute."""
@@ -86,12 +85,11 @@ class FeedForward(Waves):
             has_experts=experts is not None,
             needs_scores=self.sieve is not None,
         )
-        self._look_ahead = decode.look_ahead
+        self._look_ahead, self._names_all = decode.look_ahead, decode.names_all
         self._token_neurons = token_neurons or [self._neurons] * layers
         self._wave: Wave | None = None
         self._sequences = 0
         """Tokens of a step; 0 in a prompt."""
-        self.dial_counters = DialCounters()
 
     def _count_owned(self, layer: int) -> int:
         """Neurons of ``layer`` in this computation that another unit computes."""
@@ -99,7 +97,7 @@ class FeedForward(Waves):
 
     def decode_is_dense(self, layer: int) -> bool:
         """Whether a generated token computes every neuron of ``layer``."""
-        return self._predictor == "none"
+        return self._names_all
 
     def _count_following(self, layer: int) -> int | None:
         """Layers after ``layer`` that now compute all neurons as well; None: all later layers."""
@@ -192,7 +190,7 @@ class FeedForward(Waves):
                         self._open_gates(wave)
                     self._wave = self._begin_ahead(layer + 1, layer)
                 else:
-                    self._begin_ffn(layer)
+                    self._executor.begin_ffn(layer)
                 owned = self._start_share(layer)
                 late = self._list_unforeseen(wave)
                 if any(map(len, late)):
@@ -213,7 +211,7 @@ class FeedForward(Waves):
     def _begin_layer(self, layer: int) -> int:
         """Begin the FFN of ``layer`` with its own input, and let its unit begin; return how many
         neurons that has."""
-        self._begin_ffn(layer)
+        self._executor.begin_ffn(layer)
         return self._start_share(layer)
 
     def _start_share(self, layer: int) -> int:
@@ -222,9 +220,6 @@ class FeedForward(Waves):
         self.counters.touched += owned
         self._jobs.append(self.shares.start(layer, owned, self._sequences))
         return owned
-
-    def _begin_ffn(self, layer: int) -> None:
-        self._executor.begin_ffn(layer)
 
     def _find_named(
         self,

@@ -21,6 +21,7 @@ from pi2.backends.faults.guard import find_guard
 from pi2.backends.protocol import ProgramRequest
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
+from pi2.engine.experts import RoutingDials
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_whole_forward
@@ -115,6 +116,7 @@ def load_file(
             partial(_make_program, resolved, machine, progress, predicts, budget, backend),
             slots,
             watched.check,
+            _make_dials(resolved, weights),
         )
         cleanup.callback(model.close)
         # Kernels that had to be compiled had the memory until now.
@@ -209,6 +211,15 @@ def open_slots(
     )
     layers = {layer: describe_experts(own) for layer, own in weights.list_experts().items()}
     return ExpertSlots(files, layers, moe.experts, region, reads, loops)
+
+
+def _make_dials(resolved: ResolvedPlan, weights: GgufWeights) -> RoutingDials | None:
+    """Return the plan's settings of experts; None if routing is exact."""
+    settings, moe = resolved.plan.experts, resolved.model.moe
+    if moe is None or not settings.is_lossy:
+        return None
+    find = partial(weights.read_vector, "expert_scale")
+    return RoutingDials(settings, resolved.model, find if moe.expert_scale else lambda layer: None)
 
 
 def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:

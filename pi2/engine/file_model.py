@@ -21,6 +21,7 @@ from pi2.backends.blocks.instructions import FindWeight, Weight
 from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
 from pi2.backends.blocks.routed import PairTables, RoutedLayer
 from pi2.backends.executor import ExecutorObserver
+from pi2.engine.experts import DialCounters, RoutingDials
 from pi2.memory.expert_slots import ExpertSlots, Held, ReadAhead
 from pi2.memory.weight_stream import BLOCK, Piece, Rates, WeightStream
 from pi2.weights.file_tensor import FileTensor
@@ -131,11 +132,13 @@ class FileModel:
         make: Callable[[FindWeight], BlockModel],
         slots: ExpertSlots | None = None,
         check: Callable[[], None] = lambda: None,
+        dials: RoutingDials | None = None,
     ) -> None:
         """``addresses`` of resident matrices, by name; ``ring``: what the others pass through,
         experts excepted, which go to ``slots``; ``make`` builds the program; ``check`` raises where
-        a file is not as it was."""
+        a file is not as it was; ``dials`` change the routes of steps."""
         self._weights, self._check = weights, check
+        self.dial_counters = DialCounters() if dials is None else dials.counters
         self._model = model = make(partial(_find_weight, weights))
         self._rows: dict[int, FileTensor] = {}
         """Matrices of which tokens' rows are read, by number."""
@@ -165,7 +168,7 @@ class FileModel:
         self._experts: ExpertCourse | None = None
         work: list[_Work] = []
         if slots is not None:
-            experts = self._experts = ExpertCourse(model, slots)
+            experts = self._experts = ExpertCourse(model, slots, dials)
             for own in model.routed:
                 work.append(_Work(own.chosen, action=partial(experts.begin, own)))
                 work.append(_Work(own.begin, action=partial(experts.compute, own)))
@@ -176,11 +179,17 @@ class FileModel:
         self._readers = [own for own in found if own is not None]
         self._is_resident = not self._readers and not self._rows
 
+    @property
+    def program(self) -> BlockModel:
+        return self._model
+
     def expect(self, end: int) -> None:
         self._model.expect(end)
 
     def prefill(self, tokens: I32, sequence: int, position: int) -> None:
         self._check()
+        if self._experts is not None:
+            self._experts.is_step = False
         self._model.begin_chunk(tokens, sequence, position)
         self._put_rows()
         self._layers.run()
@@ -205,6 +214,8 @@ class FileModel:
             self._check()
             return logits
         start = perf_counter()
+        if self._experts is not None:
+            self._experts.is_step = True
         self._model.begin_step(tokens, sequences, positions)
         self._put_rows()
         self._layers.run()
@@ -238,6 +249,10 @@ class FileModel:
 
     def count_named(self) -> int:
         return 0
+
+    @property
+    def tokens_without_ahead(self) -> int:
+        return 0 if self._experts is None else self._experts.pays.idle_tokens
 
     def observe(self, observer: ExecutorObserver | None) -> None:
         self._model.observe(None if observer is None else observer.note_kernel)
@@ -391,13 +406,18 @@ class ExpertCourse:
     computed together.  Many: outputs are added expert by expert, so experts pass in waves, the next
     ones are read while one computes."""
 
-    def __init__(self, model: BlockModel, slots: ExpertSlots) -> None:
+    def __init__(
+        self, model: BlockModel, slots: ExpertSlots, dials: RoutingDials | None = None
+    ) -> None:
         assert model.pairs is not None
         self._model = model
         self._pairs: PairTables = model.pairs
         self._slots = slots
-        self.pays = ReadAhead()
+        self._dials, self.is_step = dials, False
+        # Dials ask what is in memory: if times decided that, a prompt would give other texts.
+        self.pays = ReadAhead(is_measured=dials is None)
         """Whether reading ahead does."""
+        self._pairs.may_repeat = dials is not None
         self._held: list[Held] = []
         """The current computation or read."""
         for own in model.routed:
@@ -414,6 +434,8 @@ class ExpertCourse:
             self._model.run(at, first)
             at = end
         self._model.run(at, own.chosen)
+        if self._dials is not None and self.is_step:
+            self._turn(own, self._dials)
         self._by_expert = pairs.is_many and not pairs.keeps_order(own)
         if self._by_expert:
             self._order = pairs.list_by_expert()
@@ -425,6 +447,16 @@ class ExpertCourse:
         if predicts:
             self._slots.prefetch(own.layer + 1, pairs.list_predicted())
         return own.chosen
+
+    def _turn(self, own: RoutedLayer, dials: RoutingDials) -> None:
+        """Let ``dials`` change the choice of each token of a step."""
+        pairs, layer = self._pairs, own.layer
+        scores, there = self._model.view_scores(own), self._slots.find_there(layer)
+        begun = self._slots.count_begun(layer)
+        for token, first in enumerate(range(0, pairs.count, pairs.active)):
+            part = slice(first, first + pairs.active)
+            chosen, weights = pairs.chosen[part], pairs.weights[part]
+            dials.apply(layer, scores[token], chosen, weights, there, begun=begun)
 
     def compute(self, own: RoutedLayer, at: int) -> int:
         """Compute a layer's experts, unless the program as it is does later: all are there."""

@@ -13,6 +13,7 @@ import numpy as np
 from pi2.arrays import F32, I32
 from pi2.backends.units import FixedShapes
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
+from pi2.engine.experts import DialCounters
 from pi2.engine.parts import Parts, StepBytes
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences, WholeForward
@@ -301,6 +302,7 @@ def count_run(
         # A model that is computed as a whole does not say which neurons were active; the cache of a
         # GGUF file is one of experts.
         hits, misses, evictions = getattr(reader, "experts", (0, 0, 0))
+        dials = getattr(parts.whole, "dial_counters", DialCounters())
         return replace(
             found,
             predicted_neurons=parts.forward.counters.predicted,
@@ -309,10 +311,13 @@ def count_run(
             cache_hits=hits,
             cache_misses=misses,
             cache_evictions=evictions,
+            tokens_without_ahead=getattr(parts.whole, "tokens_without_ahead", 0),
+            expert_weight=dials.weight,
+            replaced_weight=dials.replaced,
+            left_out_weight=dials.left_out,
         )
-    counters, size = parts.cache.counters, parts.cache.granule
-    feed_forward = parts.feed_forward
-    neurons, weights = feed_forward.counters, feed_forward.dial_counters
+    counters, feed_forward = parts.cache.counters, parts.feed_forward
+    neurons = feed_forward.counters
     sieve = feed_forward.sieve
     return replace(
         found,
@@ -320,16 +325,12 @@ def count_run(
         active_neurons=neurons.active,
         possible_neurons=neurons.possible,
         dense_neurons=feed_forward.shares.computed,
-        cache_hits=size * sum(layer.hits for layer in counters),
-        cache_misses=size * sum(layer.misses for layer in counters),
-        cache_skips=size * sum(layer.skips for layer in counters),
-        cache_evictions=size * sum(layer.evictions for layer in counters),
+        cache_hits=sum(layer.hits for layer in counters),
+        cache_misses=sum(layer.misses for layer in counters),
+        cache_skips=sum(layer.skips for layer in counters),
+        cache_evictions=sum(layer.evictions for layer in counters),
         routed_experts=neurons.routed,
         foreseen_experts=neurons.foreseen,
-        tokens_without_ahead=neurons.without_ahead,
-        expert_weight=weights.weight,
-        replaced_weight=weights.replaced,
-        left_out_weight=weights.left_out,
         score_mass=0.0 if sieve is None else sieve.mass,
         left_out_mass=0.0 if sieve is None else sieve.left_out,
         gate_reads=reader.gate_reads,

@@ -16,7 +16,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.units import WholeModel, WholeRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
-from pi2.fitting import find_executor_backend, find_whole_backend
+from pi2.fitting import find_whole_backend
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
 from pi2.memory.arena import allocate_cache, allocate_staging
@@ -25,9 +25,7 @@ from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, ReadSettings
-from pi2.memory.granules import SingleNeurons
 from pi2.model.tensor import LAYER_EMBEDDING
-from pi2.plan.arithmetic.estimates import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import (
     count_chunk_tokens,
@@ -39,7 +37,7 @@ from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
 from pi2.progress import Progress
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.block_tensors import BlockTensors, map_blocks
-from pi2.store.file_read import EmbeddingRows, FileRead, place_scales, place_tensors, read_pieces
+from pi2.store.file_read import EmbeddingRows, FileRead, place_scales, read_pieces
 from pi2.store.identity import find_bundle_misfits
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
@@ -75,7 +73,7 @@ def group_by_expert(
     found = []
     for layer in store.layers:
         grouped = np.argsort(layer.original // model.shape.ffn, kind="stable")
-        if resolved.plan.decode.predictor == "none":
+        if resolved.plan.decode.names_all:
             found.append(grouped.astype(np.int32))
         else:
             room = budget.allocate("predictor", 4 * layer.neurons).view(np.int32)
@@ -92,7 +90,7 @@ def open_embedding(
         return None
     allocate = partial(budget.allocate, "attention")
     rows = count_chunk_tokens(resolved.plan)
-    return EmbeddingRows(store, allocate, rows=rows, as_blocks=takes_blocks(resolved))
+    return EmbeddingRows(store, allocate, rows=rows)
 
 
 def open_layer_embedding(
@@ -103,14 +101,7 @@ def open_layer_embedding(
         return None
     allocate = partial(budget.allocate, "attention")
     rows = count_chunk_tokens(resolved.plan)
-    as_blocks = takes_blocks(resolved)
-    return EmbeddingRows(store, allocate, rows=rows, name=LAYER_EMBEDDING, as_blocks=as_blocks)
-
-
-def takes_blocks(resolved: ResolvedPlan) -> bool:
-    """Whether the executor multiplies dense tensors as blocks."""
-    backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
-    return backend is not None and backend.TAKES_BLOCKS
+    return EmbeddingRows(store, allocate, rows=rows, name=LAYER_EMBEDDING)
 
 
 def begin_dense(
@@ -119,13 +110,13 @@ def begin_dense(
     rows: Sequence[EmbeddingRows],
     budget: Budget,
     batch: Batch,
-    blocks: BlockTensors | None,
+    blocks: BlockTensors,
 ) -> Mapping[str, Tensor]:
     """Begin to read used tensors into their segments; others stay mapped, as do all if the plan
-    lets the system read again. ``rows`` replace embeddings whose rows are read; with ``blocks``
-    tensors are these."""
+    lets the system read again. ``rows`` replace embeddings whose rows are read; ``blocks`` arranges
+    what was read."""
     is_mapped = keeps_mapped(resolved)
-    loaded = dict(store.tensors if blocks is None or not is_mapped else map_blocks(store))
+    loaded = dict(map_blocks(store) if is_mapped else store.tensors)
     read = {own.tensor.name: own.tensor for own in rows}
     loaded |= read
     wanted = [name for name in loaded if name not in read]
@@ -138,8 +129,7 @@ def begin_dense(
         return loaded
     file = open_file(resolved, store, DENSE_FILE, batch)
     for segment, names in segments.items():
-        place = place_tensors if blocks is None else blocks.place
-        loaded |= place(file, store, names, partial(_allocate, budget, segment))
+        loaded |= blocks.place(file, store, names, partial(_allocate, budget, segment))
     begin_file(file, batch)
     return loaded
 
@@ -202,7 +192,7 @@ def open_reader(
 ) -> FlashReader | NullReader:
     stride = resolved.bundle.stride
     if store is None:
-        return NullReader(stride * cache.granule, count_gate_read_bytes(resolved))
+        return NullReader(stride, count_gate_read_bytes(resolved))
     files = [
         BundleFile(
             path=layer.path,
@@ -214,21 +204,17 @@ def open_reader(
         )
         for layer in store.layers
     ]
-    settings = _choose_settings(resolved, granules=cache.granule > 1)
-    settings = replace(settings, gate_bytes=count_gate_read_bytes(resolved))
+    settings = replace(_choose_settings(resolved), gate_bytes=count_gate_read_bytes(resolved))
     return FlashReader(files, cache.arena, settings, cache.loops)
 
 
-def _choose_settings(resolved: ResolvedPlan, *, granules: bool = False) -> ReadSettings:
-    """How the plan wants neurons to be read, or ``granules`` of them."""
-    io, request_bytes = resolved.plan.io, choose_request_bytes(resolved.plan, resolved.device)
-    depth = count_requests_in_flight(resolved.plan, request_bytes) if granules else io.depth
+def _choose_settings(resolved: ResolvedPlan) -> ReadSettings:
+    io = resolved.plan.io
     return ReadSettings(
         engine=io.engine,
         direct=io.mode == "direct",
         threads=io.threads,
-        depth=depth,
-        request_bytes=request_bytes,
+        depth=io.depth,
         merge_gap=io.merge_gap,
         cluster=resolved.plan.pipeline.cluster,
         ahead=resolved.plan.decode.look_ahead == "layer",
@@ -245,13 +231,12 @@ def begin_neurons(
     reader: FlashReader, cache: NeuronCache, batch: Batch, *, fill: Sequence[int]
 ) -> None:
     """Begin to fill the hot region in stored order, and the cold one with the layers ``fill``."""
-    single, size = SingleNeurons(cache), cache.granule
     runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
-    for layer, hot in enumerate(single.hot_slots):
-        runs[layer].append((single.hot_range(layer).start, single.arena[hot.start : hot.stop]))
+    for layer, hot in enumerate(cache.hot_slots):
+        runs[layer].append((cache.hot_range(layer).start, cache.arena[hot.start : hot.stop]))
     for filling in cache.fill(fill) if fill else ():
-        arena = single.arena[filling.slots.start * size : filling.slots.stop * size]
-        runs[filling.layer].append((filling.first * size, arena))
+        arena = cache.arena[filling.slots.start : filling.slots.stop]
+        runs[filling.layer].append((filling.first, arena))
     jobs = []
     for layer, own in enumerate(runs):
         for first, arena in own:
@@ -278,14 +263,13 @@ def load_gates(
     progress: Progress,
 ) -> None:
     """Read the gate rows, if decoding needs them."""
-    single = SingleNeurons(cache)
     for layer, (weights, scales) in (request.gate_rows or {}).items():
         step = staging.shape[1]
-        places = np.arange(single.neurons)
+        places = np.arange(cache.neurons)
         if request.expert_neurons is not None:
-            places[request.expert_neurons[layer]] = np.arange(single.neurons)
-        for first in range(0, single.neurons, step):
-            piece = staging[0, : min(step, single.neurons - first)]
+            places[request.expert_neurons[layer]] = np.arange(cache.neurons)
+        for first in range(0, cache.neurons, step):
+            piece = staging[0, : min(step, cache.neurons - first)]
             reader.start_run(layer, first, piece).result()
             rows = places[first : first + len(piece)]
             if request.scales is not None:

@@ -18,9 +18,10 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import I32, U8
+from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
-from pi2.memory.granules import SingleNeurons
 from pi2.memory.policy import ABSENT
+from pi2.plan.arithmetic.sizes import MOST_PIECE_BYTES
 
 PieceOrder = Literal["any", "stored", "spread"]
 """Order in which pieces are given: the best for cache and drive, the store's, or one that takes
@@ -97,7 +98,7 @@ class NeuronStream:
 
     def __init__(
         self,
-        cache: SingleNeurons,
+        cache: NeuronCache,
         reader: FlashReader | NullReader,
         staging: U8,
         layers: int,
@@ -237,7 +238,6 @@ class NeuronStream:
         slots = self._cache.find_slots(layer, run.start, len(run))
         first = run.start
         while first < run.stop:
-            # A granule is a piece, wherever its run begins.
             stop = min(first + size - first % size * is_spread, run.stop)
             own = slots[first - run.start : stop - run.start]
             turn = first // size * _GOLDEN % 1 if is_spread else 0.0
@@ -289,6 +289,12 @@ class NeuronStream:
         self._ahead.clear()
         self._coming.clear()
         wait([read for read in reads if not read.cancel()])
+
+
+def choose_piece(size: int, stride: int) -> int:
+    """The most neurons, up to `MOST_PIECE_BYTES`, that divide ``size``."""
+    most = max(1, MOST_PIECE_BYTES // stride)
+    return max(part for part in range(1, min(size, most) + 1) if size % part == 0)
 
 
 def _divide_staging(staging: U8, piece: int) -> U8:

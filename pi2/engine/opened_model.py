@@ -241,11 +241,13 @@ def open_model(
     resolved: ResolvedPlan, progress: Progress, cleanup: ExitStack, *, alone: bool = False
 ) -> OpenedModel:
     """Open the parts that a plan names, closed by ``cleanup``, and compile; ``alone``: for one
-    executor. UserError P320 if a backend cannot run, P3xx for the machine, P5xx for the store,
-    P605, P618, P651."""
+    executor. UserError P320 if a backend cannot run, P525 for a mixture without predictors,
+    P3xx for the machine, P5xx for the store, P605, P618, P651."""
     backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
     # The rules of the plan language have seen to it (P265).
     assert backend is not None, resolved.sparse_unit
+    if resolved.plan.decode.predictor == "router" and not alone:
+        raise _refuse_mixture(resolved)
     machine = detect_machine()
     store = tokenizer = loops = None
     if backend.COMPUTES:
@@ -271,6 +273,22 @@ def open_model(
         tokenizer=tokenizer,
         loops=loops,
         draft=draft,
+    )
+
+
+def _refuse_mixture(resolved: ResolvedPlan) -> UserError:
+    store, name = resolved.store_path, resolved.model.id
+    source = str(store) if store.is_dir() else "CHECKPOINT"
+    if store.is_dir() and not any(store.glob("*.model.toml")):
+        document = resolved.path.parent / (resolved.plan.model or "")
+        source += f" --model {document if document.is_file() else resolved.plan.model}"
+    return UserError.of(
+        "P525",
+        f"the router of `{name}` chooses whole experts, and this plan names a store of it",
+        help=f"such models run as GGUF files: `pi2 convert {source} -o {name}.gguf`, then write "
+        f'weights = "{name}.gguf" instead of model, store and decode.predictor, or '
+        f"`pi2 run {name}.gguf`",
+        file=str(resolved.path),
     )
 
 

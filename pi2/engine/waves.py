@@ -12,7 +12,6 @@ from pi2.backends.protocol import Executor, Foreseer
 from pi2.engine.statistics import NeuronCounters
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, PendingRead
-from pi2.memory.granules import SingleNeurons
 from pi2.memory.policy import ABSENT
 from pi2.memory.read_sieve import ReadSieve
 from pi2.plan.documents.plan import Decode
@@ -136,7 +135,6 @@ class Waves:
         """``separate_scales``: see `pi2.engine.feed_forward.FeedForward`."""
         self._executor = executor
         self._cache = cache
-        self._single = SingleNeurons(cache)
         self._reader = reader
         self._predictor = decode.predictor
         self._separate_scales = separate_scales
@@ -183,13 +181,13 @@ class Waves:
         if len(indices) == 0 or cache.is_all_hot(layer, indices):
             found = cache.look_up(layer, indices)
             rest = indices[:0]
-            self.counters.touched += len(indices) * cache.granule
+            self.counters.touched += len(indices)
             return Wave(
                 layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
             )
         found = cache.look_up(layer, indices, scores, self.sieve)
         self.counters.predicted -= found.skipped
-        self.counters.touched += (len(indices) - len(found.rest) - found.skipped) * cache.granule
+        self.counters.touched += len(indices) - len(found.rest) - found.skipped
         pending = None
         cache.hold(found)
         try:
@@ -278,19 +276,19 @@ class Waves:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have;
         ``indices``: their stored indices, if they are at hand."""
         cache, layer, by_token = self._cache, wave.layer, wave.by_token
-        arena, size = self._single.arena, cache.granule
+        arena = cache.arena
         self._reader.advance()
         # Gates are never computed ahead (P254): they are those of the layer's input.
         known = self._predictor == "gate"
         if indices is None and (known or self._separate_scales or by_token is not None):
             indices = cache.find_indices(layer, slots)
         if by_token is None:
-            self._executor.add_neurons(layer, arena, slots, indices, known, size)
+            self._executor.add_neurons(layer, arena, slots, indices, known)
             return
         assert indices is not None
         if len(slots):
             named = by_token.take(indices)
-            self._executor.add_named_neurons(layer, arena, slots, indices, named, known, size)
+            self._executor.add_named_neurons(layer, arena, slots, indices, named, known)
 
     def _abandon_wave(self, wave: Wave) -> None:
         if wave.held:

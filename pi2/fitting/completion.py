@@ -101,6 +101,10 @@ def leaves_out(values: Mapping[str, Any]) -> bool:
     )
 
 
+FAST_PREFERENCE = 0.2
+"""``experts.prefer_cached`` that `quality = "fast"` stands for."""
+
+
 def fill_gaps(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a plan, with arbitrary ones for the values to derive."""
     found = Completion(copy.deepcopy(dict(values)))
@@ -214,7 +218,7 @@ def _list_quality(found: Completion, model: Model) -> Iterator[tuple[KeyPath, ob
                 yield ("decode", "leave_out"), 0.02
             moe = model.moe
             if predictor == "router" and moe is not None and find_other_choice(moe) is None:
-                yield ("experts", "prefer_cached"), 0.2
+                yield ("experts", "prefer_cached"), FAST_PREFERENCE
 
 
 def _choose_sizes(

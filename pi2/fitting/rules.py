@@ -1,6 +1,5 @@
 """Rules about backends: the plans that they can compute, and their memory."""
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
@@ -96,30 +95,16 @@ def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
     wanted_bytes = min(wanted_bytes, absent_bytes)
     size = resolved.plan.memory.segments.cold
     policy = resolved.plan.cache.policy
-    is_routed = resolved.model.moe is not None and resolved.plan.decode.predictor == "router"
-    least_bytes = round((1.0 if is_routed else ENOUGH[policy]) * wanted_bytes)
+    least_bytes = round(ENOUGH[policy] * wanted_bytes)
     if size >= least_bytes or size < find_needs(resolved).cold.bytes:  # P202 speaks of the latter
         return
     yield Finding(
         ("memory", "segments", "cold"),
         f"segment cold has {format_bytes(size)}, and one token uses about "
-        f"{approximate_bytes(wanted_bytes)} of neurons that are not hot"
-        + (_explain_experts(resolved) if is_routed else ""),
+        f"{approximate_bytes(wanted_bytes)} of neurons that are not hot",
         f'write cold = "{write_least(least_bytes)}", or lower layers.hot to make room',
         origins=(Origin("plan", ("cache", "policy"), f'policy = "{policy}"'),),
     )
-
-
-def _explain_experts(resolved: ResolvedPlan) -> str:
-    model = resolved.model
-    size = approximate_bytes(model.shape.ffn * resolved.bundle.stride)
-    counts = Counter(
-        model.blocks[number].ffn.active
-        for number, layer in enumerate(resolved.layers)
-        if layer.hot_neurons < model.layer_neurons
-    )
-    products = (f"{layers} layers x {experts} experts" for experts, layers in counts.items())
-    return f" ({', '.join(products)} of {size})"
 
 
 _LEAST_BYTES = 1 << 20

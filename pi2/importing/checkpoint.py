@@ -227,8 +227,8 @@ def use_tokenizer(checkpoint: Opened, path: Path | None) -> Opened:
     return replace(checkpoint, given_tokenizer=(file, content))
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file, or a folder of Hugging Face.
+def open_checkpoint(path: Path, model: Model | None = None) -> Checkpoint:
+    """Open a GGUF file, a folder of Hugging Face, or a store of ``model``.
 
     A folder that has nothing but one GGUF model in it stands for that.  Raises `UserError` as
     `open_folder` and `pi2.importing.gguf_checkpoint.open_gguf` do."""
@@ -246,7 +246,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if (path / _MANIFEST).exists():
             from pi2.importing.store_checkpoint import open_store_folder
 
-            return open_store_folder(path)
+            return open_store_folder(path, model)
         if (path / _MLC_CONFIG).exists():
             raise UserError.of(
                 "P532",

@@ -126,7 +126,7 @@ def quantize_checkpoint(
         report = ByteProgress(progress, "quantising", sum(sizes))
         work = _Work(source, importance, errors, pool, report)
         wanted = None if wish.mixture is None else MIXTURES[wish.mixture]
-        models = [model, *(own for own in [find_mtp(source, model)] if own is not None)]
+        models = _list_models(source, model)
         if isinstance(source, GgufCheckpoint) and not wish.arranges:
             formats: dict[str, str] = {}
             shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
@@ -134,8 +134,7 @@ def quantize_checkpoint(
                 formats |= choose_formats(shapes, own, wanted)
             keys, tensors = work.take_file(source, formats)
         else:
-            made = None if len(models) > 1 else arrange_for_llama(source, model, output)
-            made = made or arrange(source, models)
+            made = _arrange(source, models, output)
             keys = dict(made.keys)
             tensors = work.take_folder(made.laid, choose_all(made, wanted, keeps=wish.keeps))
             tensors += [make_vector(*each) for each in made.vectors.items()]
@@ -149,6 +148,25 @@ def quantize_checkpoint(
     return Quantized(
         size_bytes=output.stat().st_size, weighed=work.weighed, quantized=work.quantized
     )
+
+
+def _list_models(source: Checkpoint, model: Model) -> list[Model]:
+    """The model, and its MTP head if there is one."""
+    return [model, *(own for own in [find_mtp(source, model)] if own is not None)]
+
+
+def _arrange(source: Checkpoint, models: Sequence[Model], output: Path) -> Arrangement:
+    made = None if len(models) > 1 else arrange_for_llama(source, models[0], output)
+    return made or arrange(source, models)
+
+
+def name_matrices(source: Checkpoint, model: Model, output: Path, wish: Wish) -> Mapping[str, str]:
+    """What importance matrices call tensors of the file that ``wish`` makes, by their names in it;
+    without those that have the same name."""
+    if isinstance(source, GgufCheckpoint) and not wish.arranges:
+        return {}
+    made = _arrange(source, _list_models(source, model), output)
+    return {own.name: own.matrix for own in made.laid}
 
 
 def choose_all(made: Arrangement, wanted: Mixture | None, *, keeps: bool) -> dict[str, str]:

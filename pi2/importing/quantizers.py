@@ -259,6 +259,12 @@ _LEAST = 1e-5
 """Least weight of a column, by the mean: inputs at 0 in the text are not 0 everywhere."""
 
 
+def name_experts(name: str) -> str:
+    """Return what importance matrices call all experts' matrices, of which ``name`` is one."""
+    found = _EXPERT.fullmatch(name)
+    return name if found is None else f"{found[1]}_exps.weight"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
     file: Path

@@ -22,6 +22,7 @@ from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_factors, slice_part, unpack_part
 from pi2.plan.weights.layout import Precision, Tensor
+from pi2.store.manifest import MANIFEST
 from pi2.store.reader import NeuronStore, StoredLayer
 
 _KEPT_EXPERTS = 2
@@ -371,23 +372,12 @@ class _Store:
         )
 
 
-def open_store_folder(folder: Path) -> StoreFolder:
-    """Open the store at ``folder``, which has its model document.
+def open_store_folder(folder: Path, model: Model | None = None) -> StoreFolder:
+    """Open the store at ``folder``, of ``model`` or of the model document in it.
 
     Raises `UserError`: P501 to P508 as `NeuronStore.open`, P707 for one that has none, or whose
     layout has no reverse."""
-    files = sorted(folder.glob("*.model.toml"))
-    if not files:
-        raise UserError.of(
-            "P707",
-            f"the store {folder} cannot become a GGUF file: it has no model document",
-            help="put NAME.model.toml of the plan that runs it into the folder",
-        )
-    report = check_file(files[0])
-    if not report.is_sound:
-        raise report.make_error()
-    model = report.document
-    assert isinstance(model, Model)
+    model = model or _read_model(folder)
     store = NeuronStore.open(folder, model=model)
     norm = model.norm.model_copy(update={"weight_offset": 0.0})
     apart: dict[str, object] = {"fused_shared": None, "fused_dense": None}
@@ -399,8 +389,23 @@ def open_store_folder(folder: Path) -> StoreFolder:
     return StoreFolder(
         folder=folder,
         config={"model_type": "llama"},
-        config_file=folder / files[0].name,
+        config_file=folder / MANIFEST,
         tensors=tensors,
         files=tuple(layer.path for layer in store.layers),
         model=plain,
     )
+
+
+def _read_model(folder: Path) -> Model:
+    files = sorted(folder.glob("*.model.toml"))
+    if not files:
+        raise UserError.of(
+            "P707",
+            f"the store {folder} cannot become a GGUF file: it has no model document",
+            help="name the one of the plan that runs it: --model NAME.model.toml",
+        )
+    report = check_file(files[0])
+    if not report.is_sound:
+        raise report.make_error()
+    assert isinstance(report.document, Model)
+    return report.document

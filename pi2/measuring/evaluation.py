@@ -140,8 +140,7 @@ def evaluate_plan(
             scores, distance, floor = score_beside(model, cut, lambda share: progress(PEER, share))
             found = _describe(model, PEER, "none", scores, text)
             runs.append(replace(found, backend=PEER, divergence=distance, floor=floor))
-        predictor = model.plan.plan.decode.predictor
-        if predictor != "none":
+        if _leaves_out(model):
             runs.append(_run(model, _name_run(model), "decode", text, progress))
         digest, model_id = model.plan.digest, model.plan.model.id
         kinds = list(model.plan.plan.backends)
@@ -162,8 +161,16 @@ def evaluate_plan(
     )
 
 
+def _leaves_out(model: LoadedModel) -> bool:
+    """Whether a generated token may compute less than a prompt's."""
+    plan = model.plan.plan
+    return not plan.decode.names_all or plan.experts.is_lossy
+
+
 def _name_run(model: LoadedModel) -> str:
     plan = model.plan.plan
+    if plan.decode.names_all:
+        return "experts"
     cut = model.plan.thresholds is not None and plan.decode.predictor == "gate"
     return plan.sparsity.method if cut and plan.sparsity is not None else plan.decode.predictor
 
@@ -194,8 +201,7 @@ def _compare(
     with load(other, progress=progress) as model:
         _check_tokens(model, text, other)
         runs = [_run(model, other.name, "prefill", text, progress)]
-        predictor = model.plan.plan.decode.predictor
-        if predictor != "none":
+        if _leaves_out(model):
             name = f"{other.name}, {_name_run(model)}"
             runs.append(_run(model, name, "decode", text, progress))
         return runs

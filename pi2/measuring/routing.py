@@ -85,7 +85,10 @@ def record_routing(
     """Run ``plan`` over ``passages``; return the routing and notes that identify the weights.
     UserError P660 and P661 for the text, P662 if the backend hides routing, P524 without
     experts."""
-    with load(plan, set=overrides, progress=progress) as model:
+    # Observed, since a mixture's store runs for nothing else (P525).
+    with load(
+        plan, set=overrides, progress=progress, make_observer=lambda executor, request: None
+    ) as model:
         sequences = [window.tokens for window in passages.cut(model)]
         trace = observe_routing(model, sequences, progress)
         return trace, note_identity(model.store)

@@ -187,12 +187,11 @@ class _ReadRecorder(ReadObserver):
             self._count_hits(now)
 
     def _count_hits(self, now: float) -> None:
-        size = self._cache.granule
-        hits = size * sum(counters.hits for counters in self._cache.counters)
-        misses = size * sum(counters.misses for counters in self._cache.counters)
+        hits = sum(counters.hits for counters in self._cache.counters)
+        misses = sum(counters.misses for counters in self._cache.counters)
         self._tape.recorder.add_counter("neuron cache", now, hits=hits, misses=misses)
-        hot = size * sum(len(slots) for slots in self._cache.hot_slots)
-        cold = size * self._cache.cold_capacity
+        hot = sum(len(slots) for slots in self._cache.hot_slots)
+        cold = self._cache.cold_capacity
         self._tape.recorder.add_counter("slots", now, hot=hot, cold=cold)
 
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:

@@ -1,14 +1,13 @@
 """The arena, the neuron cache over it, and context memory lent to it until tokens need it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pi2.arrays import I32, U8
+from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
-from pi2.memory.granules import choose_granule
 from pi2.memory.policy import expect_uses
 from pi2.model.blocks import list_attention
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
@@ -110,20 +109,15 @@ class ContextLoan:
 
 
 def allocate_cache(
-    resolved: ResolvedPlan,
-    budget: Budget,
-    *,
-    by_hotness: bool = False,
-    alone: bool = False,
-    granule: int = 1,
+    resolved: ResolvedPlan, budget: Budget, *, by_hotness: bool = False, alone: bool = False
 ) -> NeuronCache:
     """One arena for hot and cold neurons; UserError P610 without room. ``alone``: without the
     neurons of other units."""
-    stride = resolved.bundle.stride * granule
+    stride = resolved.bundle.stride
     ranges = [_find_hot(resolved, layer, alone) for layer in resolved.layers]
-    hot, first = [len(own) // granule for own in ranges], [own.start for own in ranges]
+    hot, first = [len(own) for own in ranges], [own.start for own in ranges]
     neurons = resolved.model.layer_neurons
-    cold_slots, most_slots = count_cold_slots(resolved, granule)
+    cold_slots, most_slots = count_cold_slots(resolved)
     if not cold_slots and any(first) and alone and resolved.plan.decode.predictor != "none":
         raise UserError.of(
             "P610",
@@ -134,11 +128,9 @@ def allocate_cache(
         )
     sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
     reserved = most_slots - cold_slots
-    arena = budget.allocate_spanning(sizes, reserved_bytes=reserved * stride).reshape(
-        -1, resolved.bundle.stride
-    )
+    arena = budget.allocate_spanning(sizes, reserved_bytes=reserved * stride).reshape(-1, stride)
     # Only an order by hotness tells beforehand which neurons will be used often.
-    expected = expect_uses(len(hot), neurons // granule) if by_hotness else None
+    expected = expect_uses(len(hot), neurons) if by_hotness else None
     policy = resolved.plan.cache.policy
     return NeuronCache(
         arena,
@@ -148,20 +140,7 @@ def allocate_cache(
         policy=policy,
         expected=expected,
         give_back=budget.give_back,
-        granule=granule,
     )
-
-
-def find_granule(resolved: ResolvedPlan, grouped: Sequence[I32] | None) -> int:
-    """Neighbours of an expert that share a slot if a router names experts; 1 with units."""
-    plan = resolved.plan
-    if plan.decode.predictor != "router" or grouped is None:
-        return 1
-    granule = choose_granule(grouped, resolved.model.expert_count, resolved.bundle.stride)
-    in_whole = all(
-        layer.dense is None and layer.hot_neurons % granule == 0 for layer in resolved.layers
-    )
-    return granule if in_whole else 1
 
 
 def _find_hot(resolved: ResolvedPlan, layer: ResolvedLayer, alone: bool) -> range:
@@ -190,14 +169,12 @@ def _count_streamed(resolved: ResolvedPlan) -> int:
     return sum(resolved.model.layer_neurons - layer.hot_neurons for layer in layers)
 
 
-def count_cold_slots(resolved: ResolvedPlan, granule: int = 1) -> tuple[int, int]:
-    """Cold slots of the segment, each for ``granule`` neurons, and with what the context lends
-    while it is empty."""
+def count_cold_slots(resolved: ResolvedPlan) -> tuple[int, int]:
+    """Cold slots of the segment, and with what the context lends while it is empty."""
     neurons = resolved.model.layer_neurons
     absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)
     absent += count_neurons_at_risk(resolved) - _count_streamed(resolved)
-    absent //= granule
-    stride = resolved.bundle.stride * granule
+    stride = resolved.bundle.stride
     cold = min(resolved.plan.memory.segments.cold // stride, absent)
     if not resolved.plan.kv.lend:
         return cold, cold
@@ -206,7 +183,7 @@ def count_cold_slots(resolved: ResolvedPlan, granule: int = 1) -> tuple[int, int
 
 def make_loan(resolved: ResolvedPlan, cache: NeuronCache, budget: Budget) -> ContextLoan | None:
     """The loan of the context, if the plan allows it and there are neurons to use it."""
-    cold_slots, most_slots = count_cold_slots(resolved, cache.granule)
+    cold_slots, most_slots = count_cold_slots(resolved)
     if most_slots == cold_slots:
         return None
     return ContextLoan(

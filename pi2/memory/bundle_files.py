@@ -39,12 +39,6 @@ class NeuronChecks:
         """Which of ``indices`` [n] have not been compared."""
         return ~self._compared[layer][indices]
 
-    def are_known(self, layer: int, indices: I32, granule: int) -> bool:
-        """Whether all neurons of the granules ``indices`` [n] have been compared."""
-        known = self._compared[layer].reshape(-1, granule).take(indices, axis=0)
-        # As `known.all()`, in a third of its time.
-        return int(np.count_nonzero(known)) == known.size
-
     def find_damaged(self, layer: int, indices: I32, arena: U8, slots: I32) -> list[int]:
         """Compare the checks of bundles ``indices`` [n], which are in ``slots`` [n] of ``arena``,
         unless they have been compared: return the places in ``indices`` of damaged ones."""

@@ -4,11 +4,7 @@ One arena [slots, stride] holds them all. The hot neurons of layer 0, 1, ... com
 for each layer and in stored order, as dense kernels need them; they leave only when the hot region
 is made smaller. If a dense unit owns a layer's first neurons, the hot ones here follow them; the
 owned ones are needed only if the unit is lost. The slots behind them are the cold cache, shared by
-all layers, one neuron a slot.
-
-If neurons are always needed together, as an expert's are, a *granule* of neighbours in stored order
-takes a slot instead of one neuron. Then indices, slots and counts here are of granules, and
-`pi2.memory.granules` translates them for callers that need single neurons."""
+all layers, one neuron a slot."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,17 +70,10 @@ class NeuronCache:
         policy: PolicyName = "lru",
         expected: F32 | None = None,
         give_back: Callable[[U8], None] = lambda unused: None,
-        granule: int = 1,
     ) -> None:
-        """``granule`` neurons share a slot; ``arena`` and ``neurons`` (per layer) count neurons,
-        the rest granules. ``hot`` neurons of each layer start at ``first_hot``; ``expected``
+        """``neurons`` of a layer; ``hot`` ones of each start at ``first_hot``; ``expected``
         [layers, neurons]: uses per token; ``give_back`` gets unused arena parts."""
-        self.arena = arena.reshape(len(arena) // granule, arena.shape[1] * granule)
-        self.granule = granule
-        self.neurons = neurons // granule
-        """Granules of a layer."""
-        assert neurons % granule == 0, (neurons, granule)
-        arena, neurons = self.arena, self.neurons
+        self.arena, self.neurons = arena, neurons
         self.loops: HostLoops | None = None
         """What looks neurons up in compiled code, if a backend has it."""
         self._give_back = give_back
@@ -152,12 +141,6 @@ class NeuronCache:
         """Return the slots of the neurons ``indices`` [n] of ``layer``, in their order; ABSENT for
         those on flash only."""
         return self._rows[layer].take(indices)
-
-    def count_cold(self, layer: int, indices: I32) -> int:
-        """Return how many of ``indices`` [n] (ascending) are not hot."""
-        hot = self.hot_range(layer)
-        first, end = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
-        return len(indices) - int(end - first)
 
     def find_indices(self, layer: int, slots: I32) -> I32:
         hot = slots - np.int32(self.hot_slots[layer].start - self._first[layer])

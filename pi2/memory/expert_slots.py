@@ -16,7 +16,7 @@ from pi2.arrays import I32, I64, U8, Bits
 from pi2.memory.bulk_load import touch_memory
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.io_engine import PENDING, EngineName, ReadBatch, make_readers
-from pi2.memory.policy import PolicyName
+from pi2.memory.policy import ABSENT, PolicyName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
 
 if TYPE_CHECKING:
@@ -250,6 +250,17 @@ class ExpertSlots:
     def count_slots(self, layer: int) -> int:
         """Slots for experts of a layer that are wanted together."""
         return self._layers[layer].group.cache.free_capacity
+
+    def find_there(self, layer: int) -> Bits:
+        """Which experts [experts] are in memory, or on their way."""
+        group = self._layers[layer].group
+        there: Bits = group.cache.find_slots(group.row_of[layer], 0, group.cache.neurons) != ABSENT
+        return there
+
+    def count_begun(self, layer: int) -> int:
+        """Experts that `prefetch` has begun to read."""
+        ahead = self._ahead.get(layer)
+        return 0 if ahead is None else len(ahead.found[0].missing)
 
     def prefetch(self, layer: int, experts: I32) -> None:
         """Begin to read missing ``experts`` (ascending), if slots are left for a token's; `find`

@@ -12,11 +12,9 @@ import numpy as np
 from pi2.arrays import I32, U8, Bits
 from pi2.diagnostics import UserError
 from pi2.memory.bundle_files import BundleFile, BundleFiles, NeuronChecks, ReadObserver, WatchedRun
-from pi2.memory.granules import divide_slots, expand_stretches
 from pi2.memory.host_loops import HostLoops
 from pi2.memory.io_engine import (
     EngineName,
-    GranuleReads,
     Merging,
     PreadEngine,
     ReadBatch,
@@ -50,8 +48,6 @@ class ReadSettings:
     """Reads begin a layer ahead: the drive reads the next layer's neurons while these are computed.
     It is asked for all at once if the engine does not divide them among threads and no gates are
     read first."""
-    request_bytes: int = 1 << 19
-    """Approximate bytes of one request, if neurons are read in longer runs."""
     verify: bool = False
     """Check every bundle when it is read for the first time."""
     gate_bytes: int = 0
@@ -87,16 +83,10 @@ class FlashReader:
         settings: ReadSettings,
         loops: HostLoops | None = None,
     ) -> None:
-        """``arena`` has slots of one neuron, or of several that are read together.  ``loops``
-        prepare and issue reads in compiled code; numpy and Python do without."""
+        """``arena`` [slots, stride]; ``loops`` prepare and issue reads in compiled code; numpy and
+        Python do without."""
         self._arena = arena
-        self._granule = arena.shape[1] // files[0].stride if files else 1
-        """Neurons of a slot: each index that is read into slots counts as so many."""
-        self._single_arena = divide_slots(arena, self._granule)
         self._address: int = arena.ctypes.data
-        self._granule_reads = GranuleReads(
-            address=self._address, size=arena.shape[1], request_bytes=settings.request_bytes
-        )
         self._loops = loops
         self._settings = settings
         self._observer: ReadObserver | None = None
@@ -150,8 +140,6 @@ class FlashReader:
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Begin to read bundles ``indices`` [n] (ascending) of ``layer`` into ``slots`` [n], or
         their gates; unchecked bundles are read whole."""
-        if self._granule > 1:
-            return self._start_granules(layer, indices, slots)
         start_s = 0.0 if self._observer is None else time.perf_counter()
         file = self._files[layer]
         assert file.stride == self._arena.shape[1]
@@ -211,13 +199,6 @@ class FlashReader:
             self._observer.note_start(pending, start_s)
         return pending
 
-    def _start_granules(self, layer: int, indices: I32, slots: I32) -> PendingRead:
-        start_s = 0.0 if self._observer is None else time.perf_counter()
-        base = self._files[layer].bundles_offset
-        clusters, batch = self._granule_reads.plan(layer, indices, slots, base)
-        self._submit(batch)
-        return self._note_start(PendingRead(layer, indices, slots, clusters, batch), start_s)
-
     def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
         """Begin to read up and down of those in cluster ``number`` whose gates, ``opened`` [n], are
         open; None if there is nothing left to read."""
@@ -262,26 +243,18 @@ class FlashReader:
         """Keep the drive busy with begun reads; called between computations, never waits."""
         self._engine.advance()
 
-    def is_idle(self) -> bool:
-        """Whether nothing is on its way, as far as the engine knows."""
-        return self._engine.is_idle()
-
-    def finish(self, pending: PendingRead, number: int, count: int = 1) -> I32:
-        """Wait for ``count`` clusters from ``number`` on and return their slots; failed or wrong
-        reads are tried again, then UserError P620 or P511."""
-        if count > 1 and self._observer is not None:
-            # Whoever looks is told of every cluster.
-            return np.concatenate([self.finish(pending, number + more) for more in range(count)])
-        batch, last = pending.batch, number + count - 1
+    def finish(self, pending: PendingRead, number: int) -> I32:
+        """Wait for a cluster and return its slots; failed or wrong reads are tried again, then
+        UserError P620 or P511."""
+        batch, cluster = pending.batch, pending.clusters[number]
         assert batch is not None
-        cluster = slice(pending.clusters[number].start, pending.clusters[last].stop)
         slots = pending.slots[cluster]
         if len(slots) == 0:
             return slots
         start_s = time.perf_counter()
-        self._engine.wait(batch, number, count)
+        self._engine.wait(batch, number)
         self.waited_s += time.perf_counter() - start_s
-        part = slice(batch.parts[number].start, batch.parts[last].stop)
+        part = batch.parts[number]
         results, sizes = batch.results[part], batch.sizes[part]
         # Methods of arrays that reduce them are Python, several times as slow as this.
         if results.tobytes() != sizes.tobytes():
@@ -290,7 +263,8 @@ class FlashReader:
         # Bytes between neighbours were read too.
         self.read_bytes += int(np.add.reduce(sizes))
         if self._checks is not None:
-            self._verify_slots(self._checks, pending.layer, pending.indices[cluster], slots)
+            indices = pending.indices[cluster]
+            self._verify(self._checks, pending.layer, indices, self._arena, slots)
         if self._observer is not None:
             self._observer.note_wait(pending, number, start_s, time.perf_counter())
         return slots
@@ -308,14 +282,6 @@ class FlashReader:
     def _read_bundle(self, layer: int, index: int, slot: int) -> None:
         target = self._arena[slot]
         self._opened.read(layer, target, self._files[layer].bundles_offset + index * target.size)
-
-    def _verify_slots(self, checks: NeuronChecks, layer: int, indices: I32, slots: I32) -> None:
-        """Compare the neurons ``indices`` [n] in ``slots`` [n], which may be of several each."""
-        granule = self._granule
-        if checks.are_known(layer, indices, granule):
-            return
-        own = expand_stretches(slots, granule)
-        self._verify(checks, layer, expand_stretches(indices, granule), self._single_arena, own)
 
     def _verify(
         self, checks: NeuronChecks, layer: int, indices: I32, bundles: U8, slots: I32
@@ -420,10 +386,7 @@ class NullReader:
     def advance(self) -> None:
         """Nothing is under way."""
 
-    def is_idle(self) -> bool:
-        return True
-
-    def finish(self, pending: PendingRead, number: int, count: int = 1) -> I32:
+    def finish(self, pending: PendingRead, number: int) -> I32:
         return pending.slots
 
     def abandon(self, pending: PendingRead) -> None:

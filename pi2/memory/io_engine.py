@@ -137,60 +137,6 @@ def make_single(file: int, offset: int, address: int, size: int) -> ReadBatch:
     )
 
 
-class GranuleReads:
-    """Plans reads of granules in equal requests; common parts are made once."""
-
-    def __init__(self, *, address: int, size: int, request_bytes: int) -> None:
-        """Granules have ``size`` bytes, requests ``request_bytes``; slot 0 is at ``address``."""
-        each = max(1, round(size / request_bytes))
-        step = -(-size // each // PAGE_BYTES) * PAGE_BYTES
-        self._size = size
-        self._starts = np.arange(0, size, step, dtype=np.int64)
-        self._each = len(self._starts)
-        self._targets = self._starts + address
-        self._make_room(16)
-
-    def _make_room(self, granules: int) -> None:
-        number = granules * self._each
-        bounds = range(0, number, self._each)
-        own = np.diff(self._starts, append=self._size)
-        self._granules = granules
-        self._firsts = np.arange(number, dtype=np.int32)
-        self._counts = np.ones(number, np.int32)
-        self._sizes: I64 = np.tile(own, granules)
-        self._requests = np.arange(0, number, self._each, dtype=np.int32)
-        self._parts = tuple(slice(first, first + self._each) for first in bounds)
-        self._clusters = tuple(slice(number, number + 1) for number in range(granules))
-
-    def plan(
-        self, file: int, indices: I32, slots: I32, base: int
-    ) -> tuple[tuple[slice, ...], ReadBatch]:
-        """Plan reads of the granules ``indices`` [b] into ``slots`` [b]; granule 0 is at byte
-        ``base``. Returns clusters of one granule each, and the reads."""
-        granules = len(indices)
-        if granules > self._granules:
-            self._make_room(2 * granules)
-        number = granules * self._each
-        vectors = np.empty((granules, self._each, 2), np.int64)
-        places = np.multiply(slots, self._size, dtype=np.int64)
-        np.add(places[:, None], self._targets, out=vectors[:, :, 0])
-        vectors[:, :, 1] = self._sizes[: self._each]
-        offsets = np.multiply(indices, self._size, dtype=np.int64)
-        offsets += base
-        batch = ReadBatch(
-            file=file,
-            vectors=vectors.reshape(number, 2),
-            firsts=self._firsts[:number],
-            counts=self._counts[:number],
-            offsets=np.add(offsets[:, None], self._starts).reshape(-1),
-            sizes=self._sizes[:number],
-            requests=self._requests[:granules],
-            results=np.full(number, PENDING, np.int64),
-            parts=self._parts[:granules],
-        )
-        return self._clusters[:granules], batch
-
-
 def find_addresses(slots: I32, address: int, stride: int) -> I64:
     """Return where ``slots`` [n] begin, of which slot 0 is at ``address``."""
     addresses: I64 = np.multiply(slots, stride, dtype=np.int64)
@@ -306,9 +252,6 @@ class IoEngine(Protocol):
     def advance(self) -> None:
         """Submit what fits now without waiting, for engines without threads."""
 
-    def is_idle(self) -> bool:
-        """Whether nothing that was submitted is on its way; never waits."""
-
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         """Wait until part number ``part``, or ``count`` of them from it on, are over."""
 
@@ -386,9 +329,6 @@ class PreadEngine:
 
     def advance(self) -> None:
         """Its threads do."""
-
-    def is_idle(self) -> bool:
-        return all(job.done() for jobs in self._jobs.values() for job in jobs)
 
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         for job in self._jobs[id(batch)][part : part + count]:

@@ -8,14 +8,12 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import U8, Scales
-from pi2.backends.arithmetic import route
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.memory.cache import NeuronCache
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.device import KernelName
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_parts import Moe
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens as synthetic
@@ -187,7 +185,6 @@ class TokenSteps:
 
 
 TOKENS = (8, 128)
-EXPERTS = 8
 REST_US = 2000
 """Microseconds without work after which threads sleep."""
 VARIANTS = 16
@@ -220,7 +217,6 @@ class Steps:
         """Every step, in the order in which they are measured."""
         steps = [
             *(self._project(tokens) for tokens in TOKENS),
-            self._route(),
             *(self._dense(tokens) for tokens in TOKENS),
             *(self._look_up(missing) for missing in self._sizes.missing),
             self._wake(),
@@ -310,14 +306,3 @@ class Steps:
             cache.release(found)
 
         return run
-
-    def _route(self) -> Step:
-        moe = Moe(experts=EXPERTS, active_experts=2)
-        random = np.random.default_rng(4)
-        router = random.standard_normal((EXPERTS, self._sizes.width)).astype(np.float32)
-        inputs = np.ones((1, self._sizes.width), np.float32)
-
-        def run(index: int) -> None:
-            route(moe, inputs @ router.T)
-
-        return Step(kernel="route", size=EXPERTS, run=run, stir=self.stir)

@@ -65,8 +65,8 @@ class BlockTensors:
         names: Iterable[str],
         allocate: Callable[[int, int], U8],
     ) -> dict[str, Tensor]:
-        """Find a place for the tensors ``names`` in one region of ``allocate(size, spare)``, as
-        `pi2.store.file_read.place_tensors` does; they are blocks after `arrange`."""
+        """Find a place for the tensors ``names`` in one region of ``allocate(size, spare)``
+        (see `FileRead.place`); they are blocks after `arrange`."""
         wanted = set(names)
         found = [tensor for tensor in store.manifest.tensors if tensor.name in wanted]
         ranges, charged = [], 0

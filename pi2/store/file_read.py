@@ -170,19 +170,6 @@ ALIGNMENT = 64
 _PIECE_BYTES = 4 << 20
 
 
-def place_tensors(
-    file: FileRead, store: NeuronStore, names: Iterable[str], allocate: Callable[[int, int], U8]
-) -> dict[str, Tensor]:
-    """Find a place for the tensors ``names`` in one region of ``allocate(size, spare)`` (see
-    `FileRead.place`); the file's pieces fill it."""
-    wanted = set(names)
-    found = [tensor for tensor in store.manifest.tensors if tensor.name in wanted]
-    ranges = [own for tensor in found for own in tensor.ranges]
-    charged = sum(round_up(sum(tensor.dense.count_bytes()), ALIGNMENT) for tensor in found)
-    places = iter(file.place(ranges, allocate, charged))
-    return {tensor.name: view_tensor(tensor, next(places), next(places)) for tensor in found}
-
-
 def read_pieces(
     store: NeuronStore, names: Iterable[str], buffer: U8
 ) -> Iterator[tuple[Tensor, int, float]]:
@@ -216,8 +203,8 @@ def read_pieces(
 
 
 def place_scales(file: FileRead, layer: StoredLayer, allocate: Callable[[int, int], U8]) -> U8:
-    """Find a place for the scales of a layer's neurons, uint8 [neurons, scales stride], as
-    `place_tensors` does."""
+    """Find a place for the scales of a layer's neurons, uint8 [neurons, scales stride], in a region
+    of ``allocate(size, spare)`` (see `FileRead.place`); the file's pieces fill it."""
     entry, size = layer.scales_entry, layer.neurons * layer.layout.scales_stride
     assert entry is not None and entry.scales_offset is not None
     (place,) = file.place([(entry.scales_offset, size)], allocate, size)
@@ -252,17 +239,11 @@ class EmbeddingRows:
     """Stands for an embedding of a store: ``tensor`` has room for some of its rows."""
 
     def __init__(
-        self,
-        store: NeuronStore,
-        allocate: Callable[[int], U8],
-        *,
-        rows: int,
-        name: str = EMBEDDING,
-        as_blocks: bool = False,
+        self, store: NeuronStore, allocate: Callable[[int], U8], *, rows: int, name: str = EMBEDDING
     ) -> None:
         """``allocate(size)`` gives uint8 [size]; ``rows``: most tokens of a ``load``, which are
-        blocks if ``as_blocks``; ``name``: the tensor's.  UserError P508 if the store's file cannot
-        be opened."""
+        blocks if they have scales; ``name``: the tensor's.  UserError P508 if the store's file
+        cannot be opened."""
         stored = next(tensor for tensor in store.manifest.tensors if tensor.name == name)
         self._stored_rows = stored.rows
         some = stored.model_copy(update={"rows": rows})
@@ -275,7 +256,7 @@ class EmbeddingRows:
         self.tensor: Tensor = view_tensor(some, region[:weights_bytes], region[weights_bytes:])
         """The rows of the last ``load``, in the order of its tokens."""
         self._packing, self._blocks = some.dense.packing, np.zeros((0, 0), np.uint8)
-        if as_blocks and scales_bytes:
+        if scales_bytes:
             self.tensor = name_blocks(some, region)
             self._blocks = region.reshape(rows, -1)
             # Rows are read one by one before they become blocks.

@@ -9,11 +9,18 @@ from typing import Any
 
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import count_file_runtime
-from pi2.fitting.completion import MEMORY_SHARE, SEGMENT_REASONS, USUAL_CONTEXT, read_size
+from pi2.fitting.completion import (
+    FAST_PREFERENCE,
+    MEMORY_SHARE,
+    SEGMENT_REASONS,
+    USUAL_CONTEXT,
+    read_size,
+)
 from pi2.memory.expert_slots import count_least_bytes
 from pi2.memory.weight_stream import BLOCK
 from pi2.plan.arithmetic.resolved import FileFacts, FilledPlan
 from pi2.plan.arithmetic.units import Need, Needs
+from pi2.plan.checking.rules.stated import find_other_choice
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, read_percent, write_least
@@ -193,6 +200,9 @@ def derive_plan(
         "decode": decode,
         "kv": kv,
     }
+    is_fast = values.get("quality") == "fast" and not is_whole
+    if is_fast and model.moe is not None and find_other_choice(model.moe) is None:
+        filled["experts"] = {"prefer_cached": FAST_PREFERENCE, **(values.get("experts") or {})}
     nothing = Need(0, "nothing")
     active = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     facts = FileFacts(

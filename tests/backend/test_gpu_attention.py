@@ -6,13 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pi2.arrays import F32, I32
+from pi2.arrays import F16, F32, I8, I32
 from pi2.backends.gpu.kernels.attention import list_attention_kernels
 from pi2.backends.gpu.kernels.routing import list_norm_kernels
 from pi2.backends.gpu.kernels.specification import AttentionKernels, NormKernels
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.backends.reference.attention import quantize_kv
-from pi2.backends.reference.operators import cap, normalize, rotate
 from pi2.plan.documents.model_parts import Norm
 from tests.helpers.goldens import measure_error
 from tests.helpers.gpu import Bench
@@ -20,6 +18,39 @@ from tests.helpers.gpu import Bench
 CLOSE = 3e-6
 CONTEXT, SEQUENCES = 300, 2
 GROWTH = (1 + np.arange(CONTEXT) // 7 / 30).astype(np.float32)
+
+
+def normalize(
+    norm: Norm, x: F32, weight: F32, bias: F32 | None = None, width: int | None = None
+) -> F32:
+    """RMSNorm or LayerNorm over the last axis, or its first ``width`` elements: ``weight`` and
+    ``bias`` are zero beyond."""
+    if norm.kind == "layernorm":
+        x = x - np.mean(x[..., :width], axis=-1, keepdims=True)
+    mean_square = np.mean(np.square(x[..., :width]), axis=-1, keepdims=True)
+    result = x / np.sqrt(mean_square + np.float32(norm.epsilon)) * weight
+    return np.asarray(result if bias is None else result + bias)
+
+
+def cap(x: F32, limit: float | None) -> F32:
+    """Soft cap: limit * tanh(x / limit), or x as it is."""
+    return x if limit is None else np.asarray(np.float32(limit) * np.tanh(x / np.float32(limit)))
+
+
+def rotate(x: F32, cosines: F32, sines: F32) -> F32:
+    """Rotate the halves of each head: x [T, heads, d], cosines and sines [T, d / 2]."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cosines[:, None, :], sines[:, None, :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def quantize_kv(x: F32) -> tuple[I8, F16]:
+    """int8 codes and fp16 scales (largest magnitude / 127) of vectors [..., head_dim]."""
+    scales = (np.abs(x).max(-1) * np.float32(1 / 127)).astype(np.float16)
+    kept = scales.astype(np.float32)[..., None]
+    factor = np.divide(np.float32(1), kept, out=np.zeros_like(kept), where=kept > 0)
+    return np.clip(np.rint(x * factor), -127, 127).astype(np.int8), scales
 
 
 def round_kv(attention: AttentionKernels, x: F32) -> F32:

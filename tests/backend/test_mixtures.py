@@ -1,6 +1,5 @@
 """Mixtures of experts: only chosen experts' neurons that a predictor names, in memory or not."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,9 +12,8 @@ import pytest
 import pi2
 import pi2.orchestrator
 from pi2.arrays import F32
-from pi2.backends.arithmetic import make_routers, read_rows
 from pi2.backends.cpu.neurons import complete_pairs
-from pi2.backends.protocol import BuildRequest, Executor, PartGroup
+from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import DenseObserver
@@ -25,7 +23,6 @@ from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from pi2.store.reordering import repack_store
 from tests.helpers.kernels import measure_error
 from tests.helpers.mixtures import make_mixture_plan
-from tests.helpers.observed import count_calls
 
 TOKENS = [7, 100, 8, 290]
 
@@ -118,99 +115,6 @@ def test_prompts_compute_no_expert_for_a_token_that_has_not_chosen_it(drelu: Pat
     assert sum(done) == 2 * 16 * 2 * 200
 
 
-@pytest.mark.parametrize("activation", ["drelu", "silu"])
-def test_stretches_have_the_bits_of_their_neurons(
-    request: pytest.FixtureRequest, activation: str
-) -> None:
-    with pi2.load(request.getfixturevalue(activation)) as model:
-        executor: Any = model._parts.executor
-        arena, found = model._parts.cache.arena, []
-        # Two threads have 25 neurons each: the third stretch is divided.
-        stretches = np.array([3, 0, 6, 1, 9], np.int32)
-        singles = (stretches[:, None] * 10 + np.arange(10, dtype=np.int32)).reshape(-1)
-        for numbers, stretch in ((singles, 1), (stretches, 10), (stretches[::-1].copy(), 10)):
-            executor.embed(np.array(TOKENS[:1], np.int32))
-            executor.begin_ffn(0)
-            executor.read_routes()[:] = 0.5
-            executor.add_neurons(0, arena, numbers, numbers, stretch=stretch)
-            found.append(executor._now.arrays.total[0].copy())
-            assert 0 < executor.count_active() <= 50
-    np.testing.assert_array_equal(found[0], found[1])
-    assert measure_error(found[2], found[0]) < 1e-5 and (found[0] != 0).any()
-
-
-@pytest.mark.parametrize("groups", [[[0, 1, 2]], [[1], [0, 2]], [[2], [1], [0]], [[0, 2], [1]]])
-def test_parts_add_up_alike_in_whatever_order_they_are_computed(
-    silu: Path, groups: list[list[int]]
-) -> None:
-    with pi2.load(silu) as model:
-        executor: Any = model._parts.executor
-        arena = model._parts.cache.arena
-        # The last one is shorter.
-        parts = [np.array(own, np.int32) for own in ([3, 0], [6, 1], [9])]
-
-        def begin() -> F32:
-            executor.embed(np.array(TOKENS[:1], np.int32))
-            executor.begin_ffn(0)
-            executor.read_routes()[:] = 0.5
-            total: F32 = executor._now.arrays.total[0]
-            return total
-
-        total = begin()
-        for own in parts:
-            executor.add_neurons(0, arena, own, own, stretch=10)
-        truth = total.copy()
-        total, empty = begin(), begin().copy()
-        for group in groups:
-            np.testing.assert_array_equal(total, empty)
-            own = np.concatenate([parts[number] for number in group])
-            finished = len(parts) if group is groups[-1] else 0
-            executor.add_parts(0, arena, own, own, 10, PartGroup(group, 2, finished))
-        np.testing.assert_array_equal(total, truth)
-        assert executor.count_active() == 100
-
-
-def test_tokens_are_routed_alike_alone_and_in_company(silu: Path) -> None:
-    with pi2.load(silu) as model:
-        executor: Any = model._parts.executor
-        matrices = executor._course.program.matrices
-        own = next(m.weight for m in matrices if (m.key, m.layer) == ("router", 0))
-        weights = own.data.view(np.float32).reshape(own.rows, own.length)
-        tensors = model._parts.store.tensors  # type: ignore[union-attr]
-        router = make_routers(model.plan.model, lambda name: read_rows(tensors[name]))[0]
-        router = dataclasses.replace(router, weights=weights)
-
-        def route(tokens: list[int]) -> F32:
-            executor.embed(np.array(tokens, np.int32))
-            executor.begin_ffn(0)
-            routes: F32 = executor.read_routes().copy()
-            expected = router.route(executor.read_router_input())
-            np.testing.assert_array_equal(routes != 0, expected != 0)
-            np.testing.assert_allclose(routes, expected, rtol=1e-5)
-            return routes
-
-        for token, own in zip(TOKENS, route(TOKENS), strict=True):
-            np.testing.assert_array_equal(route([token])[0], own)
-        # Of equal ones the first are chosen.
-        weights[1:] = weights[0]
-        assert np.flatnonzero(route(TOKENS[:1])[0]).tolist() == [0, 1]
-
-
-def test_a_layer_with_a_router_takes_eight_calls_at_most_beyond_memory(silu: Path) -> None:
-    settings = {**FLASH, "decode.predictor": "router", "decode.look_ahead": "layer"}
-    with pi2.load(silu, set={**settings, "cache.fill": False}) as model:
-        parts = model._parts
-        parts.forward.prefill(np.array(TOKENS, np.int32))
-        before = sum(own.misses for own in parts.cache.counters)
-        calls = count_calls(parts.executor, lambda: parts.forward.decode(3))
-        layers = len(model.plan.layers)
-        assert sum(own.misses for own in parts.cache.counters) > before
-    # Of the present layer and of the one that is guessed; the program routes.
-    assert calls["begin_ffn"] == 2 * layers
-    # In addition to layers, embedding and head, and the end of the last layer.
-    assert calls.total() - 3 <= 8 * layers
-
-
 def test_pairs_of_tokens_are_completed() -> None:
     for tokens, count, expected in (
         ([1, 4], 6, [0, 1, 4, 5]),
@@ -242,11 +146,11 @@ def test_experts_that_looking_ahead_has_missed_are_computed(
 
     def begin_wrongly(self: ReferenceExecutor, layer: int) -> None:
         begin(self, layer)
-        if len(self._now.x) == 1:
+        if len(self.now.read) == 1:
             calls.append(layer)
             if calls.count(layer) % 2:
                 # The first time for a token, as the guess is: two other experts.
-                self._now.routes = np.where(self._now.routes > 0, 0, 0.5).astype(np.float32)
+                self.now.routes = np.where(self.now.routes > 0, 0, 0.5).astype(np.float32)
 
     monkeypatch.setattr(ReferenceExecutor, "begin_ffn", begin_wrongly)
     settings = {**REFERENCE, **FLASH, "decode.look_ahead": "attention"}

@@ -87,7 +87,7 @@ def test_a_profile_divides_the_time_and_leaves_nothing_behind(plan: Path) -> Non
     parts = contestant._model._parts
     profile = contestant.profile(Workload("tg", 6, 0))
     assert profile is not None and profile.calls["attend"][0] == 6 * 3
-    assert profile.calls["logits"][0] == 6
+    assert profile.calls["head"][0] == 6
     assert profile.kernels_s == pytest.approx(sum(s for _, s in profile.calls.values()))
     assert 0 < profile.kernels_s < profile.total_s
     assert profile.io_wait_s > 0, "cold neurons had to be waited for"

@@ -292,13 +292,16 @@ def test_a_conversion_names_the_command_that_converts_its_head(
 ) -> None:
     checkpoint, store = copy_checkpoint("deepseek-v3", tmp_path / "checkpoint"), tmp_path / "model"
     add_head("deepseek-v3", checkpoint, is_blind=True)
-    assert run(["convert", str(checkpoint), "-o", str(store)]) == 0
+    assert run(["convert", str(checkpoint), "-o", str(store), "--quantization", "fp16"]) == 0
     advice = f"pi2 convert {checkpoint} --mtp -o {store}-mtp"
     assert advice in capsys.readouterr().err
     assert run(advice.split()[1:]) == 0
     assert "decode.speculation = " in capsys.readouterr().err
     speculation = {"drafts": "plan", "plan": f"../model-mtp/{PLAN}", "when": "always"}
     changes = {"decode.speculation": speculation, "memory.budget": "2 GiB"}
+    changes["decode.predictor"] = "none"  # both are stores of an MoE model
+    with (tmp_path / "model-mtp" / PLAN).open("a") as head:
+        head.write('[decode]\npredictor = "none"\n')
     with pi2.load(store / PLAN, set=changes) as model:
         result = model.generate([5, 9, 33], max_tokens=12, temperature=0.0, ignore_eos=True).result
         counters = result.statistics.speculation

@@ -94,7 +94,7 @@ def test_gate_prediction_loses_nothing(plan: Path) -> None:
 def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
     found = evaluate_plan(plan, Passages([TEXT], context=32, count=1))
     counts = np.zeros((3, 3))
-    with pi2.load(plan) as model:
+    with pi2.load(plan, set={"prefill.chunk": 32}) as model:
         parts = model._parts
         ids = model.tokenizer.encode(TEXT, add_special_tokens=False).ids[:31]
         executor: Any = parts.executor
@@ -105,7 +105,7 @@ def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
             executor.begin_ffn(layer)
             bundles = parts.store.layers[layer].bundles
             active = executor._activate(bundles, slice(None)) != 0
-            named = compute_scores(executor._request, layer, executor._now.u) >= 0
+            named = compute_scores(executor._request, layer, executor.now.read) >= 0
             counts[layer] = active.mean(), named.mean(), (active & named).sum() / active.sum()
             executor.add_dense(layer, bundles)
             executor.end_ffn(layer)

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import tomlkit
 
+from layerwise import CheckpointWeights
+from measure_conversion import StoreWeights, main, measure_conversion, score_layerwise
 from pi2.cli.main import run
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.measuring.importance import CheckpointWeights
 from pi2.measuring.texts import Window, compute_losses
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, list_goldens, read_golden
 from tests.helpers.models import draw_weights, make_model
-from tools.measure_conversion import StoreWeights, main, measure_conversion, score_layerwise
 
 TEXT = "What is rounded is not what was written, but it reads nearly the same. " * 8
 

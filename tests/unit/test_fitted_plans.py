@@ -97,7 +97,8 @@ def test_a_mixture_is_computed_whole_if_somebody_says_so(tmp_path: Path) -> None
 
 def test_the_engine_loads_what_was_fitted(tmp_path: Path) -> None:
     plan = make_mixture_plan(tmp_path, "silu", {"predictor": None})
-    with pi2.load(plan, set={"backends.cpu": "reference", "decode.batch": 3}) as model:
+    settings = {"backends.cpu": "reference", "decode.batch": 3, "decode.predictor": "none"}
+    with pi2.load(plan, set=settings) as model:
         assert model.plan.plan.decode.batch == 3
         assert any(change.startswith("kv: ") for change in model.changes)
 

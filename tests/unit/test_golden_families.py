@@ -59,7 +59,7 @@ def _count_dense_bytes(model: Model) -> int:
 
 
 def test_layers_have_as_many_neurons_as_their_ffn(make_plan: MakePlan) -> None:
-    with pi2.load(make_plan("gemma4-e2b"), set={"decode.predictor": "router"}) as model:
+    with pi2.load(make_plan("gemma4-e2b")) as model:
         executor = model._parts.executor
         executor.embed(np.array([5], np.int32))
         found = []
@@ -95,7 +95,7 @@ def test_tokens_beyond_the_table_have_its_first_row(tmp_path: Path) -> None:
 def test_several_tokens_take_the_ffn_beside_their_experts(make_plan: MakePlan) -> None:
     plan = make_plan("gemma4-moe")
     golden = read_golden("gemma4-moe")
-    rounded = {"backends.cpu": "cpu", "decode.batch": 2, "decode.predictor": "router"}
+    rounded = {"backends.cpu": "cpu", "decode.batch": 2}
     with pi2.load(plan, set=rounded) as model:
         forward = model._parts.forward
         for place in (0, 1):

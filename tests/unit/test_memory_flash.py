@@ -130,38 +130,6 @@ def test_reads_go_on_between_computations_without_anybody_waiting(file: BundleFi
     reader.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_reader_is_idle_when_all_that_was_begun_is_over(
-    file: BundleFile, engine: EngineName
-) -> None:
-    reader = open_reader(file, engine=engine, depth=4)
-    assert reader.is_idle()
-    finish(reader, reader.start(0, ids(1, 5, 9, 14, 20, 30), ids(0, 1, 2, 3, 4, 5)))
-    assert reader.is_idle()
-    reader.close()
-
-
-def test_a_reader_is_not_idle_while_a_read_is_under_way(
-    file: BundleFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = open_reader(file, engine="pread")
-    gate = threading.Event()
-    engine: Any = reader._engine
-    read = engine._read_runs
-
-    def wait_first(*arguments: Any) -> None:
-        gate.wait(PATIENCE_S)
-        read(*arguments)
-
-    monkeypatch.setattr(engine, "_read_runs", wait_first)
-    pending = reader.start(0, ids(1, 5), ids(0, 1))
-    assert not reader.is_idle()
-    gate.set()
-    finish(reader, pending)
-    assert reader.is_idle()
-    reader.close()
-
-
 def test_nothing_of_an_abandoned_read_is_under_way(file: BundleFile) -> None:
     started, release, ended = threading.Event(), threading.Event(), []
 

@@ -9,7 +9,6 @@ import pytest
 
 from pi2.engine.neuron_stream import NeuronStream
 from pi2.memory.cache import NeuronCache
-from pi2.memory.granules import SingleNeurons
 
 NEURONS, LAYERS, STRIDE = 40, 3, 4096
 
@@ -99,16 +98,16 @@ def test_who_looks_at_neurons_gets_them_in_stored_order(hot: int) -> None:
 
 
 def give_experts(there: range) -> tuple[list[int], list[bool], FakeReader]:
-    """The numbers of a layer's granules of four neurons as they are given, and which of them came
+    """The numbers of a layer's experts of four neurons as they are given, and which of them came
     from flash, where those of ``there`` are in the cache."""
     arena = np.zeros((NEURONS, STRIDE), np.uint8)
-    cache = NeuronCache(arena, [0] * LAYERS, NEURONS, granule=4)
+    cache = NeuronCache(arena, [0] * LAYERS, NEURONS)
     if there:
-        cache.look_up(0, np.array(there, np.int32))
-    reader, single = FakeReader(), SingleNeurons(cache)
+        cache.look_up(0, np.arange(4 * there.stop, dtype=np.int32))
+    reader = FakeReader()
     staging = np.zeros((2, 6, STRIDE), np.uint8)
     reading: Any = reader
-    stream = NeuronStream(single, reading, staging, LAYERS, order="spread", piece=4)
+    stream = NeuronStream(cache, reading, staging, LAYERS, order="spread", piece=4)
     stream.shortest_gap = 1
     numbers, from_flash = [], []
     for stretch in stream.give(0, reads_on=0):

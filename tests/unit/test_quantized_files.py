@@ -203,7 +203,7 @@ def test_a_text_weighs_columns_by_what_they_read(
         assert "57 matrices quantised, 57 weighed by" in capsys.readouterr().err
     opened = open_checkpoint(sources[0])
     model = describe_checkpoint(opened).model
-    found = record_importance(opened, model, [text])
+    found = record_importance(opened, model, [text], tmp_path)
     tokens = open_tokenizer(opened.read_tokenizer() or b"").encode(text.read_text())
     ids = [1, *tokens.ids][: model.shape.context - 1]
     x = opened.tensors["model.embed_tokens.weight"].read()[ids]

@@ -9,9 +9,10 @@ import pytest
 import tomlkit
 from click.testing import CliRunner
 
-import pi2
+from pi2 import orchestrator
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
 from pi2.fitting.check import check_file
 from pi2.measuring.routing import (
     POLICIES,
@@ -63,6 +64,10 @@ def make_plan(folder: Path, routing: Routing | None) -> Path:
     return folder / "tiny.plan.toml"
 
 
+def load(plan: Path) -> LoadedModel:
+    return orchestrator.load(plan, make_observer=lambda executor, request: None)
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_plan(tmp_path_factory.mktemp("routed"), WANTED)
@@ -70,8 +75,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(plan: Path) -> RoutingTrace:
-    with pi2.load(plan) as model:
-        assert model._parts.cache.granule == 32
+    with load(plan) as model:
         return observe_routing(model, [range(100, 100 + TOKENS)])
 
 
@@ -88,7 +92,7 @@ def test_synthetic_routers_choose_as_they_are_asked_to(trace: RoutingTrace) -> N
 
 
 def test_nothing_asked_for_is_every_expert_alike(tmp_path: Path) -> None:
-    with pi2.load(make_plan(tmp_path, None)) as model:
+    with load(make_plan(tmp_path, None)) as model:
         found = measure_locality(observe_routing(model, [range(100, 300)]))
     assert found.popular > 0.6
     assert found.reuse[1] == pytest.approx(CHOSEN / EXPERTS, abs=0.03)

@@ -10,61 +10,32 @@ import pytest
 import measure_dials
 import pi2
 from pi2.arrays import F32
-from pi2.backends.arithmetic import Router
 from pi2.cli.main import run as cli
 from pi2.engine.experts import DialCounters, RoutingDials
-from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.statistics import RunStatistics
-from pi2.fitting.check import load_plan
-from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Experts
-from tests.helpers.goldens import (
-    CPU,
-    EXACT,
-    ROUNDING,
-    change_config,
-    compute_decoded,
-    convert_golden,
-    copy_checkpoint,
-    make_golden_plan,
-    measure_error,
-    read_golden,
-    write_plan,
-)
-from tests.helpers.mixtures import make_mixture_plan
+from pi2.plan.documents.quantities import parse_size
+from pi2.refit import read_plan
+from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import MIXTURE, make_model
 
-EXPERTS, HIDDEN = 6, 64
+EXPERTS = 6
 SCORES = np.array([3.0, 2.9, 1.0, 0.5, 0.0, -1.0], np.float32)
 
 
-def make_router(model: Model, rows: F32, bias: F32 | None = None) -> Router:
-    """A router of a layer, with ``rows`` [experts, hidden] and a ``bias`` [1, experts]."""
-    assert model.moe is not None
-    return Router(
-        moe=model.moe, weights=rows, bias=bias, experts=model.expert_count, dense_experts=0
-    )
-
-
-def turn(
-    there: list[int], moe: dict[str, Any] | None = None, chosen: int = 2, **settings: Any
-) -> tuple[F32, DialCounters]:
-    """Routes of a token with `SCORES`, ``chosen`` of which compute, and what is counted."""
-    shape = {"experts": EXPERTS, "active_experts": chosen, **(moe or {})}
-    model = make_model({**MIXTURE, "moe": shape})
-    rows = np.zeros((EXPERTS, HIDDEN), np.float32)
-    rows[:, 0] = SCORES
-    routers = [make_router(model, rows)] if "prefer_cached" in settings else None
-    dials = RoutingDials(Experts.model_validate_json(json.dumps(settings)), model, routers)
-    inputs = np.zeros((1, HIDDEN), np.float32)
-    inputs[0, 0] = 1.0
-    routes = np.zeros((1, EXPERTS), np.float32)
-    shares = np.exp(SCORES[:chosen])
-    routes[0, :chosen] = shares / shares.sum()
-    known, counters = np.zeros(EXPERTS, bool), DialCounters()
+def turn(there: list[int], chosen: int = 2, **settings: Any) -> tuple[F32, DialCounters]:
+    """Routes [experts] of a token with `SCORES`, ``chosen`` of which compute, and what is
+    counted."""
+    model = make_model({**MIXTURE, "moe": {"experts": EXPERTS, "active_experts": chosen}})
+    dials = RoutingDials(Experts.model_validate_json(json.dumps(settings)), model)
+    own, weights = np.arange(chosen, dtype=np.int32), np.exp(SCORES[:chosen])
+    weights /= weights.sum()
+    known = np.zeros(EXPERTS, bool)
     known[there] = True
-    dials.apply(0, inputs, routes, known, counters)
-    return routes[0], counters
+    dials.apply(0, SCORES, own, weights, known)
+    routes = np.zeros(EXPERTS, np.float32)
+    np.add.at(routes, own, weights)
+    return routes, dials.counters
 
 
 def test_experts_in_memory_come_first_where_the_router_is_nearly_indifferent() -> None:
@@ -130,127 +101,85 @@ def test_some_layers_read_fewer_experts_than_others() -> None:
     np.testing.assert_array_equal(np.flatnonzero(routes), [0])
 
 
-def test_a_routers_bias_counts_when_experts_are_preferred() -> None:
-    model = make_model({**MIXTURE, "moe": {"experts": 3, "active_experts": 1, "router_bias": True}})
-    assert model.moe is not None
-    rows = np.zeros((3, HIDDEN), np.float32)
-    # By rows alone, expert 2 would never come near the others.
-    dials = RoutingDials(
-        Experts(prefer_cached=0.5, keep_best=1),
-        model.model_copy(update={"moe": model.moe.model_copy(update={"active_experts": 2})}),
-        [make_router(model, rows, bias=np.array([[1.0, 0.5, 0.4]], np.float32))],
-    )
-    routes = np.array([[0.6, 0.4, 0.0]], np.float32)
-    there = np.array([False, False, True])
-    dials.apply(0, np.ones((1, HIDDEN), np.float32), routes, there, DialCounters())
-    assert np.flatnonzero(routes[0]).tolist() == [0, 2]
+def test_factors_of_experts_stay_with_them() -> None:
+    model = make_model({**MIXTURE, "moe": {"experts": 3, "active_experts": 2}})
+    scales = np.array([1.0, 2.0, 4.0], np.float32)
+    dials = RoutingDials(Experts(prefer_cached=1.0), model, lambda layer: scales)
+    chosen, weights = np.array([0, 1], np.int32), np.array([0.6, 0.8], np.float32)
+    scores = np.array([0.5, 0.4, 0.4], np.float32)
+    dials.apply(0, scores, chosen, weights, np.array([False, False, True]))
+    shares = np.exp(scores[[0, 2]])
+    assert chosen.tolist() == [0, 2]
+    np.testing.assert_allclose(weights, shares / shares.sum() * scales[[0, 2]], rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dials")
-    return make_mixture_plan(folder, "silu", {"predictor": None}, order="expert")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of 16 experts, three of which compute a token."""
+    shape = {"hidden": 256, "ffn": 768, "layers": 4, "context": 512}
+    changes = {**MIXTURE, "moe": {"experts": 16, "active_experts": 3}}
+    return write_random_gguf(tmp_path_factory.mktemp("dials"), shape, changes)
 
 
-def run(plan: Path, look_ahead: str = "none", **settings: Any) -> tuple[F32, RunStatistics]:
-    memory = {"layers.hot": 0.0, "memory.segments.cold": "600 KiB", "cache.fill": False}
-    router = {"decode.predictor": "router", "backends.cpu": "reference"}
-    router["decode.look_ahead"] = look_ahead
+FAST = {"quality": "fast", "kv.context": 256}
+MEMORY, SETTINGS = "110 MiB", {"kv.context": 256, "prefill.chunk": 32}
+
+
+def run(file: Path, **settings: Any) -> tuple[F32, RunStatistics]:
     dials = {f"experts.{name}": value for name, value in settings.items()}
-    tokens = [7, 100, 8, 290, 3, 3, 41, 250, 12, 77, 5]
-    with pi2.load(plan, set={**router, **memory, **dials}) as model:
-        prompt = model.logits(tokens)
-        logits = model.logits(tokens, mode="decode")
-        assert prompt.shape == logits.shape
+    tokens = [7, 100, 8, 290, 3, 3, 41, 250, 12, 77, 5] * 2
+    with pi2.load(file, memory=MEMORY, set={**SETTINGS, **dials}) as model:
+        exact = model.logits(tokens).copy()
+        logits = model.logits(tokens, mode="decode").copy()
+        assert exact.shape == logits.shape
         return logits, model.stats
 
 
-def test_dials_read_less_and_say_what_they_replaced(plan: Path) -> None:
-    exact, before = run(plan)
-    assert before.replaced_share is None
-    for settings, share in (
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
         ({"prefer_cached": 0.5}, "replaced_share"),
         ({"least_weight": 0.6}, "left_out_share"),
         ({"most_reads": 1, "renormalise": False}, "left_out_share"),
-    ):
-        for look_ahead in ("none", "layer"):
-            logits, stats = run(plan, look_ahead, **settings)
-            assert stats.flash_read_bytes < before.flash_read_bytes, (settings, look_ahead)
-            assert 0.0 < getattr(stats, share) < 0.8
-            assert np.isfinite(logits).all() and np.abs(logits - exact).max() > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("name", "backend"), [("gemma4-moe", CPU), ("smallthinker", {"backends.cpu": "reference"})]
+        ({"read_best": 1}, "left_out_share"),
+    ],
 )
-def test_routers_that_read_something_else_prefer_experts_by_what_they_read(
-    tmp_path: Path, name: str, backend: dict[str, Any]
+def test_dials_read_less_and_say_what_they_replaced(
+    file: Path, settings: dict[str, Any], share: str
 ) -> None:
-    plan, tokens = make_golden_plan(name, tmp_path), read_golden(name).prompt
-    settings = {**backend, "decode.predictor": "router", "layers.hot": 0.0, "cache.fill": False}
-    expert = load_plan(plan).bundle.stride * load_plan(plan).model.shape.ffn
-    settings["memory.segments.cold"] = f"{4 * expert} B"
-    expected = compute_decoded(plan, tokens, settings)
-    # Weights are those of the router where nobody is nearly as good.
-    found = compute_decoded(plan, tokens, settings | {"experts.prefer_cached": 1e-7})
-    assert measure_error(found, expected) <= ROUNDING
-    with pi2.load(plan, set=settings | {"experts.prefer_cached": 0.5}) as model:
-        model.logits(tokens, mode="decode")
-        replaced = model.stats.replaced_share
-    assert replaced is not None and 0.02 < replaced < 0.7
+    exact, before = run(file)
+    assert before.replaced_share is None
+    logits, stats = run(file, **settings)
+    assert stats.flash_read_bytes < before.flash_read_bytes
+    assert 0.0 < getattr(stats, share) < 0.8
+    assert np.isfinite(logits).all() and np.abs(logits - exact).max() > 1e-4
+    np.testing.assert_array_equal(logits, run(file, **settings)[0])
 
 
-def test_biases_of_experts_follow_the_weights_that_dials_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = copy_checkpoint("gpt-oss", tmp_path / "one/checkpoint")
-    change_config(one, num_experts_per_tok=1)
-    alone = write_plan(tmp_path / "one", convert_golden(one, tmp_path / "one", EXACT), {})
-    plan, tokens = make_golden_plan("gpt-oss", tmp_path / "two"), read_golden("gpt-oss").prompt[:8]
-    model = load_plan(plan).model
-    assert model.ffn.bias and model.moe is not None and model.moe.active_experts == 2
-    settings = {"decode.predictor": "router", "layers.hot": 0.0, "cache.fill": False}
-    expected = compute_decoded(alone, tokens, settings)
-    # Nothing is in memory, and nothing is read but what has to compute: each token's best expert.
-    there = np.zeros(model.moe.experts, np.bool_)
-    monkeypatch.setattr(RoutedFeedForward, "_find_there", lambda self, layer: there)
-    for backend in ({}, CPU):
-        dials = {**settings, **backend, "experts.most_reads": 0}
-        assert measure_error(compute_decoded(plan, tokens, dials), expected) <= ROUNDING
+def test_fast_files_of_mixtures_prefer_experts_in_memory(file: Path) -> None:
+    for memory, preference in ((parse_size(MEMORY), 0.2), (None, 0.0)):
+        found = read_plan(file, memory_bytes=memory, overrides=FAST)
+        assert found.resolved.plan.experts.prefer_cached == preference
+
+
+def test_dials_that_find_nothing_change_no_bit(file: Path) -> None:
+    exact, _ = run(file)
+    logits, stats = run(file, most_reads=3)
+    np.testing.assert_array_equal(logits, exact)
+    assert (stats.replaced_share, stats.left_out_share) == (0.0, 0.0)
 
 
 def test_an_evaluation_says_what_dials_cost_and_save(
-    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words " * 12)
-    settings = ["decode.predictor=router", "layers.hot=0.0", "memory.segments.cold=600 KiB"]
-    settings += ["backends.cpu=reference", "experts.prefer_cached=0.5"]
-    options = [part for item in settings for part in ("--set", item)]
-    assert cli(["evaluate", str(plan), "--text", str(text), "--context", "32", *options]) == 0
+    command = ["evaluate", str(file), "--text", str(text), "--context", "32", "--memory", MEMORY]
+    assert cli([*command, "--set", "experts.prefer_cached=0.5"]) == 0
     said = capsys.readouterr().out
     assert "of the experts' weight replaced by experts in memory, 0.0% left out" in said
-    # The tool that compares dials, with two of its settings.
+    # The tool that compares dials, with one of its settings.
     dials: Any = {"most_reads": [{"most_reads": 0}]}
-    exact, fewer = measure_dials.measure(plan, [text.read_text()], 0.5, 32, 2, dials)
+    exact, fewer = measure_dials.measure(file, [text.read_text()], MEMORY, 32, 2, dials)
     assert fewer.read_bytes_token < exact.read_bytes_token and fewer.left_out > 0
     assert measure_dials.draw([exact, fewer], "svg").startswith(b"<?xml")
-
-
-def test_times_do_not_decide_what_dials_find_in_memory(plan: Path) -> None:
-    settings = {"decode.predictor": "router", "decode.look_ahead": "layer", "backends.cpu": "null"}
-    for dials, stays in (({}, False), ({"experts.most_reads": 1}, True)):
-        with pi2.load(plan, set={**settings, **dials}) as model:
-            layers = model._parts.layers
-            assert layers is not None and isinstance(layers.feed_forward, RoutedFeedForward)
-            ahead = layers.feed_forward.read_ahead
-            for _ in range(32 + 8 + 8):
-                ahead.end_token(1.0 if ahead.is_on else 0.5)
-            assert ahead.is_on == stays
-
-
-def test_dials_that_find_nothing_change_no_bit(plan: Path) -> None:
-    exact, _ = run(plan)
-    logits, stats = run(plan, most_reads=2)
-    np.testing.assert_array_equal(logits, exact)
-    assert (stats.replaced_share, stats.left_out_share) == (0.0, 0.0)

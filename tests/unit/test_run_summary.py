@@ -5,7 +5,6 @@ import json
 import re
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import list_shipped
 from pi2.refit import read_plan
-from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.programs import Ask
 
 DEMO = list_shipped("plan")["demo"]
@@ -123,12 +121,6 @@ def test_the_hint_fits_what_bounds_the_run() -> None:
 def set_keys(resolved: ResolvedPlan, table: str, **values: object) -> ResolvedPlan:
     own = getattr(resolved.plan, table).model_copy(update=values)
     return replace(resolved, plan=resolved.plan.model_copy(update={table: own}))
-
-
-def test_a_mixture_that_leaves_nothing_out_is_exact(tmp_path: Path, ask: Ask) -> None:
-    plan = make_mixture_plan(tmp_path, "silu", {"predictor": None})
-    router = ["--set", "decode.predictor=router"]
-    assert summarise(ask, str(plan), *router)["exact"] == "yes"
 
 
 def test_a_dry_run_is_bound_by_nothing(ask: Ask) -> None:

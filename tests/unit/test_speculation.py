@@ -20,7 +20,6 @@ from pi2.engine.statistics import SpeculationCounters
 from pi2.fitting.check import load_plan
 from pi2.phone.contents import Wish, aim_plan
 from tests.helpers.goldens import UNROUNDED, make_golden_plan, read_golden
-from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -75,8 +74,6 @@ def test_golden_model_says_what_its_reference_says(tmp_path: Path, name: str, ba
     golden = read_golden(name)
     plan = make_golden_plan(name, tmp_path)
     settings: dict[str, Any] = {"backends.cpu": backend, **UNROUNDED, **ALWAYS}
-    if load_plan(plan).model.moe is not None:
-        settings["decode.predictor"] = "router"
     with pi2.load(plan, set=settings) as model:
         foretell(model, [[*golden.prompt, *golden.greedy]])
         result = model.generate(
@@ -123,36 +120,13 @@ def test_the_text_is_the_same_however_neurons_are_found(
     assert (result.token_ids, result.text) == (alone.token_ids, alone.text)
 
 
-ROUTED = {
-    "decode.predictor": "router", "backends.cpu": "reference", "memory.budget": "2 GiB",
-    "memory.segments.workspace": "16 MiB", "memory.segments.cold": "700 KiB",
-    "memory.segments.predictor": "1 MiB",
-}  # fmt: skip
-
-
-def test_experts_of_a_mixture_are_read_once_for_all_guesses(tmp_path: Path) -> None:
-    plan = make_mixture_plan(tmp_path, "drelu")
-    with pi2.load(plan, set=ROUTED) as model:
-        alone = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
-        touched = model._parts.feed_forward.counters.touched
-    with pi2.load(plan, set={**ROUTED, **ALWAYS}) as model:
-        foretell(model, [[5, 6, 7, *alone.token_ids]], wrong_every=1000)
-        result = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
-        assert model._parts.feed_forward.counters.touched < 0.8 * touched
-    assert result.token_ids == alone.token_ids
-
-
-@pytest.mark.parametrize("kind", ["neurons", "gates, ahead", "experts"])
+@pytest.mark.parametrize("kind", ["neurons", "gates, ahead"])
 def test_the_model_guesses_with_what_is_in_memory_and_reads_nothing_for_it(
     tmp_path: Path, kind: str
 ) -> None:
     settings: dict[str, Any] = {"layers.hot": 0.2, "cache.fill": False}
-    if kind == "experts":
-        plan = make_mixture_plan(tmp_path, "drelu")
-        settings |= {**ROUTED, "decode.look_ahead": "layer", "memory.segments.hot": "2 MiB"}
-    else:
-        plan = write_plan(tmp_path, make_tiny(tmp_path))
-        settings["decode.predictor"] = "gate" if kind == "gates, ahead" else "low-rank"
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    settings["decode.predictor"] = "gate" if kind == "gates, ahead" else "low-rank"
     with pi2.load(plan, set=settings) as model:
         alone = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result
     guessing = {"drafts": "resident", "when": "always", "tokens": 3}

@@ -8,7 +8,6 @@ import pytest
 
 import pi2
 from pi2.arrays import F32
-from pi2.backends.protocol import StateKeeper
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import CPU, ROUNDING, make_golden_plan, measure_error
@@ -49,20 +48,6 @@ def compute(plan: Path, ids: list[int], changes: dict[str, Any], mode: Any = "pr
 
 
 @pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
-def test_chunks_of_any_length_lead_to_the_same_state(plan: Path, backend: dict[str, Any]) -> None:
-    ids = draw_prompt(23, 1)
-    whole = compute(plan, ids, {**backend, "prefill.chunk": 23})
-    for changes, mode in (
-        ({"prefill.chunk": 5}, "prefill"),
-        ({"prefill.chunk": 1}, "prefill"),
-        ({"prefill.chunk": 4, "pipeline.prefill": "layers-first"}, "prefill"),
-        ({}, "decode"),
-    ):
-        found = compute(plan, ids, {**backend, **changes}, mode)
-        assert measure_error(found, whole) <= ROUNDING, (changes, mode)
-
-
-@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
 def test_sequences_keep_states_of_their_own(
     mixture: tuple[str, Path], backend: dict[str, Any]
 ) -> None:
@@ -89,33 +74,6 @@ def test_sequences_keep_states_of_their_own(
         tokens = [10 * number + 3 + first + step for step in range(len(logits))]
         alone = compute(plan, [*prompts[number], *tokens], backend, "decode")
         assert measure_error(np.array(logits), alone[-len(logits) :]) <= ROUNDING, number
-
-
-def test_a_new_sequence_begins_with_an_empty_state(plan: Path) -> None:
-    ids = draw_prompt(9, 2)
-    with pi2.load(plan) as model:
-        first = model.logits(ids)
-        model.logits(draw_prompt(17, 3))
-        np.testing.assert_array_equal(model.logits(ids), first)
-
-
-@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
-def test_a_copied_state_continues_where_it_was_taken(
-    delta_plan: Path, backend: dict[str, Any]
-) -> None:
-    with pi2.load(delta_plan, set={**backend, "decode.batch": 2}) as model:
-        forward, executor = model._parts.forward, model._parts.executor
-        assert isinstance(executor, StateKeeper)
-        forward.prefill(np.array(draw_prompt(9, 4), np.int32))
-        kept = executor.read_state(0)
-        assert kept.any()
-        expected = [forward.step([token], [0]).copy() for token in (5, 6, 7)]
-        # Keys and values of the tokens before are still there; the states are not.
-        executor.put_state(0, kept)
-        forward.positions[0] = 9
-        for token, logits in zip((5, 6, 7), expected, strict=True):
-            np.testing.assert_array_equal(forward.step([token], [0]), logits)
-        assert not executor.read_state(1).any()
 
 
 def test_an_interrupted_sequence_does_not_go_on(

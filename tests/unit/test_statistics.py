@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, Path]:
 def observe_plainly(plan: Path, tokens: list[int]) -> np.ndarray:
     """Whether neurons fire [layers, tokens, neurons], in stored order."""
     fired = []
-    with pi2.load(plan) as model:
+    with pi2.load(plan, set={"decode.predictor": "none"}) as model:
         executor: Any = model._parts.executor
         executor.embed(np.array(tokens, np.int32))
         for layer, stored in enumerate(model.store.layers):
@@ -199,5 +199,5 @@ def test_the_command_prints_writes_and_draws(
 
 
 def _encode(plan: Path, text: str) -> list[int]:
-    with pi2.load(plan) as model:
+    with pi2.load(plan, set={"decode.predictor": "none"}) as model:
         return list(model.tokenizer.encode(text, add_special_tokens=False).ids)

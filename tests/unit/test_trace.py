@@ -55,8 +55,8 @@ def test_a_trace_shows_threads_queues_arrows_and_counters(
         for first, second in pairwise(sorted(lanes[name])):
             assert first[0] + first[1] <= second[0] + 1e-3, (name, first, second)
     calls = [name for _, _, name in sorted(lanes["driver"])]
-    assert calls.count("embed") == 3, "a prompt and two tokens"
-    assert {"attend 0", "predict_low_rank 1", "add_neurons 1", "logits"} <= set(calls)
+    assert calls.count("embedding") == 3, "a prompt and two tokens"
+    assert {"query 0", "predict_low_rank 1", "add_neurons 1", "head"} <= set(calls)
 
     events = document["traceEvents"]
     begins = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
@@ -84,8 +84,8 @@ def test_a_trace_counts_the_tokens_of_all_sequences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = [name for *_, name in list_lanes(trace(tmp_path, "decode.batch=3"))["driver"]]
-    assert calls.count("embed") == 3 + 2, "each has read its prompt"
-    assert (calls.count("attend 0"), calls.count("attend_step 0")) == (3, 2)
+    assert calls.count("embedding") == 3 + 2, "each has read its prompt"
+    assert calls.count("query 0") == 3 + 2
     assert ": 6 tokens in" in capsys.readouterr().out
 
 

@@ -12,8 +12,8 @@ AHEAD = {**LEND, "decode.look_ahead": "layer"}
 FEWER = {**AHEAD, "decode.missing_threshold": 0.5}
 FEWEST = {**AHEAD, "decode.missing_threshold": 1.0}
 SHARE = {**AHEAD, "decode.leave_out": 0.02}
-ROUTER = {**LEND, "decode.look_ahead": "layer"}
-DIAL = {**ROUTER, "experts.prefer_cached": 0.2}
+ROUTER: Mapping[str, object] = {}
+DIAL = {"experts.prefer_cached": 0.2}
 PROMPT = {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}
 
 
@@ -93,14 +93,7 @@ ROWS: Mapping[str, Row] = {
         limit=0.5,
         goal=">= 3 x llama.cpp with prompts of 512",
         prefill=512,
-        steps={
-            "pi2": {
-                "pipeline.prefill": "layers-first",
-                "prefill.activations": "int8",
-                # Each expert has 32 tokens of them.
-                "prefill.chunk": 512,
-            }
-        },
+        steps={"pi2": {"prefill.chunk": 512}},  # each expert has 32 tokens of them
     ),
     "prefill-7b-50": Row(
         model="bamboo-7b",

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from limited.plans import is_routed
 from limited.rows import Row
 from pi2.measuring.samples import count_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -91,7 +92,7 @@ def report(
         missed = _find(results[step], "flash_bytes_token")
         if missed is not None:
             # Experts are read in long requests.
-            is_long = bool(row.prefill) or resolved.plan.decode.predictor == "router"
+            is_long = bool(row.prefill) or is_routed(resolved.model)
             name = "sequential" if is_long else "random"
             bound_s = missed / disk[name]
             parts.append(f"reading what it missed takes {bound_s * 1e3:.1f} ms per token;")

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, I64, U8, Bits
-from pi2.backends.protocol import BuildRequest
-from pi2.backends.reference.executor import ReferenceExecutor
-from pi2.backends.reference.operators import activate, multiply_down
+from layerwise import LayerExecutor, NeuronPiece, Weights
+from measure_conversion import StoreWeights
+from pi2.arrays import F32, F64, I32, I64, Bits
+from pi2.backends.reference.executor import NeuronSums
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.bundles import join_scales, slice_experts, unpack_part
-from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress, ignore_progress
-from pi2.store.reader import NeuronStore, StoredLayer
+from pi2.store.reader import NeuronStore
 from synthesis.statistics import LayerStatistics, Overlap, compute_overlap, compute_skew
-
-_CHUNK_WEIGHTS = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +54,7 @@ def measure_store(
     measure no more than the first of so many.  Holds one layer at a time, in pieces.
     """
     ids = choose_tokens(model, tokens)
-    stream: F32 | None = None
+    executor: _Watcher | None = None
     layers: list[LayerStatistics] = []
     measured = min(most_layers or model.shape.layers, model.shape.layers)
     counts = np.zeros((model.shape.layers, model.layer_neurons), np.int64)
@@ -66,16 +62,16 @@ def measure_store(
     for layer in range(measured):
         # Opened anew for every layer: what is mapped of the others would count as our memory.
         with NeuronStore.open(path, model=model) as store:
-            executor = _LayerExecutor(_describe_request(store, model, tokens))
-            if stream is None:
-                executor.embed(ids)
-            else:
-                executor.stream = stream
-            executor.attend(layer, 0)
-            executor.begin_ffn(layer)
-            active, gates = _run_neurons(executor, store.layers[layer], store.bundle, model)
-            executor.end_ffn(layer)
-            stream = executor.stream
+            weights = StoreWeights(store)
+            if executor is None:
+                executor = _Watcher(weights, model, tokens, 1)
+                executor.begin([ids])
+            executor.weights = weights
+            executor.fill(layer)
+            executor.begin_layer(layer, 0)
+            for piece in weights.list_neurons(layer):
+                executor.add_piece(piece, 0)
+            active, gates = executor.take()
             original = store.layers[layer].original
             experts = original // model.shape.ffn
             predicted = None
@@ -83,10 +79,12 @@ def measure_store(
                 predicted = executor.predict_all(layer, experts) >= threshold
             loads = None
             if model.moe is not None:
-                routed = executor.routes > 0
+                routed = executor.read_routes() > 0
                 loads = routed.mean(axis=0)
                 if predicted is not None:
                     predicted &= routed[:, experts]
+            executor.end_layer(layer, 0)
+            executor.forget()
             counts[layer, original] = active.sum(axis=0)
         active_neurons += active.sum(axis=1)
         layers.append(_summarise(active, gates, predicted, model.blocks[layer].ffn.neurons, loads))
@@ -97,82 +95,35 @@ def measure_store(
     )
 
 
-class _LayerExecutor(ReferenceExecutor):
-    """The reference executor, with access to what lies between its steps."""
+class _Watcher(LayerExecutor):
+    """Notes which neurons of a layer are active, and whose gates are above the threshold."""
 
-    @property
-    def stream(self) -> F32:
-        """x [tokens, hidden]."""
-        return self._now.x
+    def __init__(self, weights: Weights, model: Model, context: int, windows: int) -> None:
+        super().__init__(weights, model, context, windows)
+        self._seen: list[tuple[Bits, Bits]] = []
 
-    @stream.setter
-    def stream(self, value: F32) -> None:
-        self._now.x = value
+    def activate(self, piece: NeuronPiece, values: Sequence[F32], now: NeuronSums) -> F32:
+        model, active = self._model, super().activate(piece, values, now)
+        fires = values[0] > (model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0)
+        if piece.experts is not None:
+            fires &= now.routes[:, piece.experts] > 0
+        # Every value of SiLU counts: what is negative contributes little, but not nothing.
+        self._seen.append((fires if model.is_smooth else active != 0, fires))
+        return active
 
-    @property
-    def ffn_input(self) -> F32:
-        """u [tokens, hidden]."""
-        return self._now.u
+    def take(self) -> tuple[Bits, Bits]:
+        """What has been noted, [tokens, neurons] each, in stored order."""
+        active, gates = (np.concatenate(own, axis=1) for own in zip(*self._seen, strict=True))
+        self._seen.clear()
+        return active, gates
 
-    def add_output(self, active: F32, output: F32) -> None:
-        """Add [tokens, hidden] to the sum of the FFN, of neurons whose activations are ``active``
-        [tokens, n]."""
-        self._now.squares += np.square(active).sum(axis=1)
-        self._now.y = self._now.y + output
-
-    @property
-    def routes(self) -> F32:
+    def read_routes(self) -> F32:
         """Weights of a mixture's experts [tokens, experts]."""
-        return self._now.routes
+        return self._executor.read_routes()
 
     def predict_all(self, layer: int, experts: I32) -> F32:
         """Predictor scores [tokens, neurons]; ``experts`` [neurons] of the neurons."""
-        scores = np.empty((len(self._now.u), len(experts)), np.float32)
-        for expert in range(self._model.expert_count):
-            scores[:, experts == expert] = self._prediction.score(layer, expert, self._now.u)
-        return scores
-
-
-def _run_neurons(
-    executor: _LayerExecutor, layer: StoredLayer, layout: BundleLayout, model: Model
-) -> tuple[Bits, Bits]:
-    """Compute all neurons; returns which were active, and whose gates were above the threshold,
-    [tokens, ffn] each, in stored order."""
-    inputs = executor.ffn_input
-    active = np.empty((len(inputs), layer.neurons), bool)
-    gates = np.empty_like(active)
-    threshold = model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0
-    stored, layout = layout, layout.inline
-    for first, bundles in _read_bundles(layer, stored):
-        inner = [unpack_part(bundles, layout, i) for i in range(len(layout.parts) - 1)]
-        gate_values = inputs @ inner[0].T
-        values = activate(model, gate_values, inputs @ inner[1].T if layout.is_gated else None)
-        fires = gate_values > threshold
-        if layout.expert_offset is not None:
-            routes = executor.routes[:, slice_experts(bundles, layout)]
-            values *= routes
-            fires &= routes > 0
-        executor.add_output(values, multiply_down(layout, values, bundles))
-        place = slice(first, first + len(bundles))
-        gates[:, place] = fires
-        # Every value of SiLU counts: what is negative contributes little, but not nothing.
-        active[:, place] = gates[:, place] if model.is_smooth else values != 0
-    return active, gates
-
-
-def _read_bundles(layer: StoredLayer, layout: BundleLayout) -> Iterator[tuple[int, U8]]:
-    """First neuron and bundles of every piece, with their scales in them, read into memory that is
-    given back."""
-    size = max(1, _CHUNK_WEIGHTS // layout.hidden)
-    with layer.path.open("rb") as file:
-        file.seek(layer.bundles_offset)
-        for first in range(0, layer.neurons, size):
-            count = min(size, layer.neurons - first)
-            piece = np.frombuffer(file.read(count * layout.stride), np.uint8)
-            piece, scales = piece.reshape(count, layout.stride), layer.scales
-            if scales is not None:
-                piece = join_scales(piece, scales, layout, slice(first, first + count))
-            yield first, piece
+        return self._executor.score_all(layer, experts)
 
 
 def _summarise(
@@ -200,24 +151,4 @@ def _summarise(
         overlap_by_chance=overlap.chance,
         least_load=None if loads is None else float(loads.min()),
         most_load=None if loads is None else float(loads.max()),
-    )
-
-
-def _describe_request(store: NeuronStore, model: Model, tokens: int) -> BuildRequest:
-    def allocate(segment: str, size: int) -> U8:
-        return np.zeros(size, np.uint8)
-
-    return BuildRequest(
-        model=model,
-        tensors=store.tensors,
-        bundle=store.bundle.inline,
-        neurons=model.layer_neurons,
-        chunk=tokens,
-        context=tokens,
-        gate_rows=None,
-        threads=1,
-        features=frozenset(),
-        architecture="",
-        allocate=allocate,
-        progress=ignore_progress,
     )

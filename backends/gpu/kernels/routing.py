@@ -11,7 +11,7 @@ kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
 
 Rows of the router are those of the experts, and one more where a gate weights the shared experts,
-which follow the others.  `pi2.backends.arithmetic.route` says what is computed.  ``route_first`` is
+which follow the others.  See `pi2.backends.reference.instructions.elements`.  ``route_first`` is
 for layers that are no MoE model: their neurons are stored as those of the first experts.
 
 Norms of the residual stream, and sums into it.

@@ -14,7 +14,7 @@ kernel                  parameters: arrays, then numbers
 
 Tokens come in ``runs`` of ``length`` tokens each, that follow each other in a sequence: a chunk is
 one run, and each token of a step is one.  `pi2.model.states` says what rows there are, and
-`pi2.backends.reference.states` what is computed."""
+`pi2.backends.reference.instructions.states` what is computed."""
 
 from collections.abc import Iterator
 from itertools import pairwise

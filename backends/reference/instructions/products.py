@@ -132,33 +132,46 @@ def read_rows(own: Arguments, first: int, end: int, skip: int = 0) -> Iterator[t
 
 def multiply(own: Arguments) -> None:
     """See `pi2.backends.blocks.rows.emit_multiply`."""
-    experts = own.numbers("expert_of", own.tokens)
-    tokens = own.numbers("x_of", own.tokens)
-    for expert in np.unique(experts):
-        pairs = np.flatnonzero(experts == expert)
-        _multiply(own, int(expert), pairs, tokens[pairs], (own.first, own.last))
+    for expert, pairs, tokens in list_pairs(own, "multiply"):
+        _multiply(own, expert, pairs, tokens, (own.first, own.last))
 
 
 def multiply_few(own: Arguments) -> None:
-    tokens = np.arange(own.tokens)
-    _multiply(own, 0, tokens, tokens, (own.first, own.last))
+    for expert, pairs, tokens in list_pairs(own, "multiply_few"):
+        _multiply(own, expert, pairs, tokens, (own.first, own.last))
 
 
 def multiply_many(own: Arguments) -> None:
-    starts = own.numbers("starts", own.experts + 1)
     rows = own.first * own.lanes, min(own.last * own.lanes, own.rows)
-    for expert in np.flatnonzero(np.diff(starts)):
+    for expert, pairs, tokens in list_pairs(own, "multiply_many"):
+        _multiply(own, expert, pairs, tokens, rows, is_many=True)
+
+
+def list_pairs(own: Arguments, kernel: str) -> Iterator[tuple[int, I64, I64]]:
+    """Experts of a product, with the pairs of each and the tokens that they read."""
+    if kernel == "multiply_few":
+        tokens = np.arange(own.tokens)
+        yield 0, tokens, tokens
+        return
+    if kernel == "multiply":
+        experts = own.numbers("expert_of", own.tokens)
+        read = own.numbers("x_of", own.tokens).astype(np.int64)
+        for expert in np.unique(experts).tolist():
+            pairs = np.flatnonzero(experts == expert)
+            yield expert, pairs, read[pairs]
+        return
+    starts = own.numbers("starts", own.experts + 1)
+    for expert in np.flatnonzero(np.diff(starts)).tolist():
         begin, end = int(starts[expert]), int(starts[expert + 1])
         pairs = own.numbers("pairs", end - begin, skip=begin).astype(np.int64)
-        tokens = own.numbers("x_of", int(pairs.max()) + 1)[pairs]
-        _multiply(own, int(expert), pairs, tokens, rows, is_many=True)
+        yield expert, pairs, own.numbers("x_of", int(pairs.max()) + 1)[pairs].astype(np.int64)
 
 
 def _multiply(
     own: Arguments,
     expert: int,
     pairs: I64,
-    tokens: Array,
+    tokens: I64,
     rows: tuple[int, int],
     *,
     is_many: bool = False,
@@ -166,7 +179,7 @@ def _multiply(
     """Multiply rows of an expert's matrix with the tokens of ``pairs``."""
     assert own.format is not None
     length = own.blocks * find_format(own.format).block
-    x = read_inputs(own, tokens.astype(np.int64), length, is_many=is_many)
+    x = read_inputs(own, tokens, length, is_many=is_many)
     scale, factors = (
         own.vector("scales", expert + 1)[expert],
         np.full(len(pairs), own.real("factor")),

@@ -7,7 +7,6 @@ from pi2.plan.arithmetic.resolved import DenseShare, ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Plan
 
 _NAMED = {"none": "all of", "router": "the chosen experts' neurons among"}
 """The sparse unit's part of the remaining neurons, if no neuron is predicted."""
@@ -154,24 +153,14 @@ LEAST_BYTES, MOST_BYTES = 128 << 10, 1 << 20
 """Smaller ones cost more processor time; larger ones let the first neurons come late."""
 NEARLY = 0.95
 """Part of the highest rate that a smaller request should reach."""
-IN_FLIGHT_BYTES = 8 << 20
-"""Bytes that are asked for at a time: the storage works on all of its requests at once, and with
-more of them the first neurons come late."""
 
 
-def choose_request_bytes(plan: Plan, device: Device) -> int:
-    """What the plan states, or else the smallest block, of the random reads that the device
-    states, with nearly the highest rate."""
-    if plan.io.request is not None:
-        return plan.io.request
+def choose_request_bytes(device: Device) -> int:
+    """The smallest block, of the random reads that the device states, with nearly the highest
+    rate."""
     rates: dict[int, float] = {}
     for read in device.storage.reads:
         if read.pattern == "random" and LEAST_BYTES <= read.block <= MOST_BYTES:
             rates[read.block] = max(read.rate, rates.get(read.block, 0.0))
     most = max(rates.values(), default=0.0)
     return min((size for size, rate in rates.items() if rate >= NEARLY * most), default=USUAL_BYTES)
-
-
-def count_requests_in_flight(plan: Plan, request_bytes: int) -> int:
-    """Requests of that size that are handed over at a time."""
-    return max(2, min(plan.io.depth, IN_FLIGHT_BYTES // request_bytes))

@@ -36,12 +36,9 @@ if TYPE_CHECKING:
     from pi2.plan.documents.plan import Plan
 
 STAGED_NEURONS = 512
-"""Most neurons in one staging buffer of the prefill, unless experts are cached as a whole."""
-MOST_GRANULE_BYTES = 4 << 20
-"""Most bytes of an expert's neurons that share a slot of the cache (`pi2.memory.granules`).  Larger
-ones would leave more of the cache's end unused, and be computed later."""
-STAGED_GRANULES = 2
-"""Granules in one staging buffer: while one is computed, all others of both are on their way."""
+"""Most neurons in one staging buffer of the prefill."""
+MOST_PIECE_BYTES = 4 << 20
+"""Most bytes of a piece of a layer or an expert that is read and computed as a whole."""
 STAGING_BUFFERS = 2
 """Staging buffers: one is read into while the other is computed with."""
 MIN_COLD_NEURONS = 64
@@ -143,9 +140,8 @@ def need_predictor(resolved: ResolvedPlan) -> Need:
     low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice if an expert's
     are not a multiple of 64 bytes). gate: weights and scales of all gate rows (of the up rows if
     neurons have no gate), and f floats if they have biases; if a cutoff closes gates, only for
-    layers with one. low-rank and gate with experts, and router: e f integers, the expert of each
-    neuron. router with thresholds: also the gates of as many experts as compute a token in a layer,
-    each in whole pages. none: nothing."""
+    layers with one. low-rank and gate with experts: e f integers, the expert of each
+    neuron. Others: nothing."""
     plan, model = resolved.plan, resolved.model
     shape, width = model.shape, model.stored_neuron_width
     if plan.decode.predictor == "gate":
@@ -167,12 +163,6 @@ def need_predictor(resolved: ResolvedPlan) -> Need:
         return Need(
             shape.layers * layer,
             f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
-        )
-    if plan.decode.predictor == "router":
-        layer = align_bytes(4 * model.layer_neurons)
-        return Need(
-            shape.layers * layer,
-            f"whose neurons are whose: {shape.layers} layers of {approximate_bytes(layer)}",
         )
     return Need(0, f"nothing, the predictor is {plan.decode.predictor}")
 
@@ -228,17 +218,12 @@ def _expect_active(resolved: ResolvedPlan) -> float:
 
 
 def count_staged_neurons(resolved: ResolvedPlan) -> int:
-    """Neurons of one staging buffer: min(f, 512), or some granules of an expert if a router names
-    whole experts; or a layer, if gates with a cutoff name neurons and the content of memory changes
-    no bit."""
+    """Neurons of one staging buffer: min(f, 512); or a layer, if gates with a cutoff name neurons
+    and the content of memory changes no bit."""
     neurons = STAGED_NEURONS
     if resolved.names_by_cutoff:
-        most = max(1, MOST_GRANULE_BYTES // resolved.bundle.stride)
+        most = max(1, MOST_PIECE_BYTES // resolved.bundle.stride)
         return min(resolved.model.layer_neurons, max(neurons, most))
-    is_routed = resolved.model.moe is not None and resolved.plan.decode.predictor == "router"
-    if is_routed and not resolved.has_whole_unit:
-        granule = min(resolved.model.shape.ffn, MOST_GRANULE_BYTES // resolved.bundle.stride)
-        neurons = max(neurons, STAGED_GRANULES * granule)
     return min(resolved.model.layer_neurons, neurons)
 
 

@@ -133,10 +133,6 @@ class Io(Table):
     merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
     """Number of unneeded neurons that may be read and discarded between two needed ones, to make
     one request of both. Adjacent neurons are always one request."""
-    request: Annotated[Bytes, Field(ge=4096, le=64 << 20, examples=["512 KiB"])] | None = None
-    """Bytes of one request for experts, which are read whole; at most 8 MiB are in flight. Absent
-    means the smallest size from 128 KiB to 1 MiB at which the device's storage is nearly at its
-    fastest, or 512 KiB."""
     verify: Literal["never", "first-read"] = "first-read"
     """``first-read`` verifies each neuron's checksum at its first read, and the hashes of other
     files at loading. ``never`` verifies nothing: a damaged byte changes the text without notice."""
@@ -197,7 +193,8 @@ class Decode(Table):
     """``none`` computes every neuron. ``gate`` computes all gates first; it is lossless for the
     ReLU family and for layers with a cutoff (Gemma 3n), and other models need ``[sparsity]``.
     ``low-rank`` uses trained predictors. ``router``, for MoE models, computes exactly the chosen
-    experts and caches them; ``none`` computes them as well, but caches nothing."""
+    experts and caches them: such a plan is simulated, or run by a unit that has the whole model.
+    GGUF files do the same without it. ``none`` computes chosen experts and caches nothing."""
     threshold: float = 0.0
     """Predictor score from which a neuron counts as active; higher is faster and less accurate."""
     missing_threshold: Annotated[float, Field(examples=[1.0])] | None = None
@@ -229,6 +226,11 @@ class Decode(Table):
     reads begin early, and missed experts are read in time."""
     speculation: Annotated[Speculation, Field(examples=[{"drafts": "prompt"}])] | None = None
     """Draft tokens that are verified together; absent generates tokens one by one."""
+
+    @property
+    def names_all(self) -> bool:
+        """Whether no neuron is predicted: a token computes all of its experts, or of the layer."""
+        return self.predictor in ("none", "router")
 
     @property
     def leaves_out(self) -> bool:

@@ -185,8 +185,8 @@ class Experts(Table):
     """How far generated tokens may deviate from an MoE model's routing to read less.
 
     Default: no deviation. Every expert that the router chose computes, and the cache changes no
-    bit.  With ``decode.predictor = "router"``; a run's summary says how much of the routing weight
-    was replaced or left out, and `pi2 evaluate` what that costs."""
+    bit.  For GGUF files of MoE models; a run's summary says how much of the routing weight was
+    replaced or left out, and `pi2 evaluate` what that costs."""
 
     prefer_cached: Annotated[float, Field(ge=0.0, le=1.0, examples=[0.1])] = 0.0
     """Bonus for experts in memory, as a fraction of the spread of a token's router scores. 0
