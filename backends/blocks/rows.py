@@ -379,7 +379,8 @@ def _emit_bundles(
                     codes = token.load(number * (32 * count) + part * width, width)
                     values, other = own.parts[part], taken[part]
                     if adds_pairs:
-                        codes = v.let(machine.flip(values, codes, width)) if own.is_signed else codes
+                        if own.is_signed:
+                            codes = v.let(machine.flip(values, codes, width))
                         products = machine.add_pairs(other, codes, width)
                         pairs = v.let(products if pairs is None else pairs + products)
                     elif own.is_signed:
