@@ -161,6 +161,7 @@ class BaseModel:
         *,
         mode: str = "python",
         include: set[str] | None = None,
+        exclude: set[str] | None = None,
         exclude_none: bool = False,
         exclude_defaults: bool = False,
     ) -> dict[str, Any]:
@@ -170,6 +171,7 @@ class BaseModel:
             name: _dump(value, exclude_none, exclude_defaults)
             for name, value in self._list_values()
             if (include is None or name in include)
+            and name not in (exclude or ())
             and not (exclude_none and value is None)
             and not (exclude_defaults and value == type(self).model_fields[name].default)
         }
