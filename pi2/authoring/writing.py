@@ -13,7 +13,12 @@ from pi2.plan.arithmetic.resolved import FileFacts, ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.common import Document, choose_chat_sampling, find_type
 from pi2.plan.documents.model import Model, WrittenModel
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.documents.quantities import (
+    approximate_bytes,
+    explain_giga_ops,
+    explain_rate,
+    format_bytes,
+)
 from pi2.plan.reading.block_entries import gather_blocks, list_entries
 from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, write_key, write_value
@@ -40,9 +45,32 @@ def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
     return "\n".join([*lines, write_body(resolved.plan, comment)])
 
 
-def write_document(document: Document, source: SourceFile | None = None) -> str:
-    """Write a device or model, or a plan without remarks; ``source`` as in `write_plan`."""
-    return write_body(document, lambda path: None if source is None else find_origin(source, path))
+def write_document(
+    document: Document, source: SourceFile | None = None, *, origins: bool = False
+) -> str:
+    """Write a device or model, or a plan without remarks; of a ``source``, with how data sheets'
+    figures were converted, and ``origins``."""
+
+    def comment(path: KeyPath) -> str | None:
+        if source is None:
+            return None
+        parts = _find_formula(source, path), find_origin(source, path) if origins else None
+        return "; ".join(part for part in parts if part is not None) or None
+
+    return write_body(document, comment)
+
+
+def _find_formula(source: SourceFile, path: KeyPath) -> str | None:
+    """How a data sheet's figure was converted."""
+    stated: Any = source.values
+    for key in path:
+        stated = stated.get(key) if isinstance(stated, dict) else stated[key]
+        if stated is None:
+            return None
+    found = isinstance(stated, str) and (explain_rate(stated) or explain_giga_ops(stated))
+    if isinstance(stated, str) and stated.rstrip().endswith("IOPS"):
+        return f"{stated} x block"
+    return found[1] if found else None
 
 
 def find_origin(source: SourceFile, path: KeyPath) -> str:

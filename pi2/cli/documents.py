@@ -151,15 +151,18 @@ def show_command(plan: str, given: ShowOptions) -> None:
             raise UserError.of("P016", f"{options} are for plans, this is a {kind}")
         report = read_sound(path)
         assert report.document is not None
-        origins = report.files[kind] if given.origins else None
-        sys.stdout.write(write_document(report.document, origins))
+        text = write_document(report.document, report.files[kind], origins=given.origins)
+        sys.stdout.write(text)
         return
     chosen = ChosenPlan(Path(plan), path, *parse_changes(given.settings, given.memory))
     found, report = chosen.resolved, chosen.fitted.report
     print_diagnostics(report.diagnostics, report.sources)
-    origins = report.files[given.document] if given.origins else None
-    other = {"device": found.device, "model": found.model}.get(given.document)
-    text = write_plan(found, origins) if other is None else write_document(other, origins)
+    source, other = report.files[given.document], getattr(found, given.document)
+    text = (
+        write_plan(found, source if given.origins else None)
+        if given.document == "plan"
+        else write_document(other, source, origins=given.origins)
+    )
     sys.stdout.write(text)
 
 

@@ -9,7 +9,7 @@ from pi2.costs.constants import Constants, Figure, Flash, count_pipes, keep_core
 from pi2.costs.kernel_times import DenseUnit, KernelTimes, Linear, Rates, count_ops
 from pi2.costs.ranges import Spread
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.documents.device import CpuCluster, Device, ShareFigure, Unit
+from pi2.plan.documents.device import EXAMPLE_READS, CpuCluster, Device, ShareFigure, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
 
 MISSING_FIGURE = "P351"
@@ -54,6 +54,14 @@ def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[s
     }
     gather, attend = times.find_gather(bandwidth), times.find_attend(bandwidth)
     return {**found, "attend": attend, "gather": gather}
+
+
+def _is_apple(device: Device) -> bool:
+    """Whether its system has no io_uring, as macOS and iOS."""
+    cores = (item.core or "" for unit in device.units.values() for item in unit.clusters)
+    return any(unit.architecture == "metal" for unit in device.units.values()) or any(
+        core.startswith("apple-") for core in cores
+    )
 
 
 class _Reader:
@@ -237,21 +245,25 @@ class _Reader:
             return of_peak * float(peak.value)
         self._miss(
             f"units.{name}.read_bandwidth",
-            "measure it with `pi2 probe`, or state memory.peak_bandwidth, from which it is "
-            "estimated",
+            'write memory.peak_bandwidth of a data sheet, such as value = "6400 MT/s x 128 bit"; '
+            "on the device, `pi2 probe` measures it",
         )
         return 1.0
 
     def _read_dense(self, chosen: str | None) -> DenseUnit | None:
-        """The unit ``chosen``, else an NPU or GPU whose memory rate is stated."""
-        units = self._device.units
+        """The unit ``chosen``, else an NPU or GPU whose memory rate is stated, else one that
+        programs can use, in main memory whose peak is."""
+        units, has_peak = self._device.units, self._device.memory.peak_bandwidth is not None
         if chosen in units:
             return self._describe_dense(chosen, units[chosen], estimated=True)
-        for kind in ("npu", "gpu"):
-            for name, unit in units.items():
-                found = self._describe_dense(name, unit) if unit.kind == kind else None
-                if found is not None:
-                    return found
+        for estimated in (False, True) if has_peak else (False,):
+            for kind in ("npu", "gpu"):
+                for name, unit in units.items():
+                    if unit.kind != kind or (estimated and unit.architecture is None):
+                        continue
+                    found = self._describe_dense(name, unit, estimated=estimated)
+                    if found is not None:
+                        return found
         return None
 
     def _describe_dense(
@@ -328,8 +340,8 @@ class _Reader:
             if estimated:
                 self._miss(
                     f"units.{name}.memory.read_bandwidth",
-                    "measure it with `pi2 probe`, or state its peak_bandwidth, from which it is "
-                    "estimated",
+                    'write its peak_bandwidth of a data sheet, such as value = "1008 GB/s"; on the '
+                    "device, `pi2 probe` measures it",
                 )
             return None
         status, origin = figure.status, figure.source
@@ -395,7 +407,7 @@ class _Reader:
             reader_penalty=usual if penalty is None else float(penalty.value),
             block_bytes=storage.block_size or 4096,
             queue=min((storage.queue_depth or 128) * (storage.queues or 1), 128),
-            has_io_uring=storage.kind != "ufs",
+            has_io_uring=storage.kind != "ufs" and not _is_apple(self._device),
         )
 
     def _use(self, name: str, status: str, source: str) -> None:
@@ -442,6 +454,6 @@ def list_missing_reads(device: Device) -> tuple[Diagnostic, ...]:
         MISSING_FIGURE,
         f"the device {device.id!r} has no figure storage.reads for {', '.join(missing)} reads, and "
         "the model does not fit into the memory",
-        help="measure them with `pi2 probe`, or state a data sheet's rates; random reads of 4 KiB "
-        "and sequential ones of 1 MiB are the least",
+        help="write a data sheet's: " + "; ".join(EXAMPLE_READS[item] for item in missing) + "; on "
+        "the device, `pi2 probe` measures them",
     ).diagnostics

@@ -25,7 +25,7 @@ from pi2.planning.wish import Wish
 if TYPE_CHECKING:
     from pi2.planning.planner import PlannedPlan
 
-_CLOSE = 1 / 128
+_CLOSE = 1 / 1024
 """Part of a memory that is not worth another plan."""
 _MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
 """Parts of the time of a token that the program may take for a plan of least energy."""
@@ -108,7 +108,7 @@ def _shrink(
 ) -> PlannedPlan:
     """The plan with the least memory, from ``low`` to the memory of ``best``, that is so fast."""
     high = best.resolved.plan.memory.budget
-    while high - low > max(16 * MIB, high * _CLOSE):
+    while high - low > max(MIB, high * _CLOSE):
         size = round_up((low + high) // 2, MIB)
         found = next(_try(plan_at, size), None)
         if found is not None and found.promised_tokens_s >= tokens_s:

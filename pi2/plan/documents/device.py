@@ -1,11 +1,18 @@
 """The device document: a kind of machine, its compute units, memory and storage."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from pi2.plan.documents.common import Count, Document, Identifier, Origin, Share, Table
-from pi2.plan.documents.quantities import Bytes, BytesPerSecond, Hertz, Seconds, Watts
+from pi2.plan.documents.quantities import (
+    Bytes,
+    BytesPerSecond,
+    Hertz,
+    Seconds,
+    Watts,
+    explain_giga_ops,
+)
 
 IsaFeature = Literal[
     "sse4.2",
@@ -50,11 +57,21 @@ class ShareFigure(Origin):
     """The part, from 0 to 1."""
 
 
+def _read_giga_ops(value: Any) -> Any:
+    found = explain_giga_ops(value) if isinstance(value, str) else None
+    return value if found is None else found[0]
+
+
 class ComputeFigure(Origin):
     """An arithmetic rate and where it comes from."""
 
-    giga_ops: float = Field(gt=0.0, examples=[350.0])
-    """Operations per second, in units of 1e9; a multiply-add counts as two."""
+    giga_ops: Annotated[
+        float,
+        BeforeValidator(_read_giga_ops, json_schema_input_type=float | str),
+        Field(gt=0.0, examples=[350.0]),
+    ]
+    """Operations per second, in units of 1e9, or a data sheet's ``"45 TOPS"``; a multiply-add
+    counts as two."""
     precision: Literal["int4", "int8", "fp16", "fp32"]
     """Type of the operands."""
     peak: bool = False
@@ -204,7 +221,7 @@ class ReadFigure(Origin):
     block: Bytes
     """Bytes of one read."""
     rate: BytesPerSecond
-    """Bytes per second."""
+    """Bytes per second; ``"250000 IOPS"`` is of the figure's block."""
     range: Bytes | None = None
     """Extent of the file that random reads fall into."""
     depth: Count | None = None
@@ -221,6 +238,21 @@ class ReadFigure(Origin):
     storage's."""
     overlap_spread: float | None = Field(default=None, ge=0.0, examples=[0.05])
     """Standard deviation of the measurements of ``overlap``, as it is."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_operations(cls, values: Any) -> Any:
+        """A data sheet's ``rate = "250000 IOPS"`` is of the figure's own block."""
+        if isinstance(values, dict) and str(values.get("rate", "")).rstrip().endswith("IOPS"):
+            return {**values, "rate": f"{values['rate']} x {values.get('block')}"}
+        return values
+
+
+EXAMPLE_READS = {
+    "random": 'pattern = "random", block = "4 KiB", rate = "250000 IOPS"',
+    "sequential": 'pattern = "sequential", block = "1 MiB", rate = "4.2 GB/s"',
+}
+"""The least that data sheets state, and planning needs."""
 
 
 class Storage(Table):

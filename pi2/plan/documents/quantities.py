@@ -225,8 +225,39 @@ def write_table(titles: str, rows: Iterable[Sequence[object]]) -> Iterator[str]:
         yield f"| {' | '.join(map(str, row))} |"
 
 
+_BUS = rf"\s*(?P<number>{_NUMBER})\s*MT/s\s*x\s*(?P<bits>[0-9]{{1,5}})\s*bits?\s*"
+_BLOCKS = rf"\s*(?P<number>{_NUMBER})\s*(?P<kilo>k?)IOPS\s*x\s*(?P<block>{_NUMBER}\s*[A-Za-z]+)\s*"
+TERA_OPS = rf"\s*(?P<number>{_NUMBER})\s*TOPS\s*"
+
+
+def explain_rate(text: str) -> tuple[Fraction, str] | None:
+    """Bytes per second of a data sheet's ``"6400 MT/s x 128 bit"`` or ``"250 kIOPS x 4 KiB"``, and
+    the formula; None for anything else."""
+    if (found := re.fullmatch(_BUS, text)) is not None:
+        number, bits = Fraction(found["number"]), int(found["bits"])
+        return number * 10**6 * bits / 8, f"{found['number']} MT/s x {bits} bit / 8"
+    if (found := re.fullmatch(_BLOCKS, text)) is not None:
+        number = Fraction(found["number"]) * (1000 if found["kilo"] else 1)
+        return number * parse_quantity(found["block"], BYTE_UNITS), " ".join(text.split())
+    return None
+
+
+def parse_rate(text: str, units: Units) -> Fraction:
+    found = explain_rate(text)
+    return parse_quantity(text, units) if found is None else found[0]
+
+
+def explain_giga_ops(text: str) -> tuple[float, str] | None:
+    """Operations per second, in units of 1e9, of a data sheet's ``"45 TOPS"``, and the formula."""
+    found = re.fullmatch(TERA_OPS, text)
+    return found and (float(Fraction(found["number"]) * 1000), f"{found['number']} TOPS x 1000")
+
+
 def _validator(
-    units: Units, convert: Callable[[Fraction], float], hint: str = ""
+    units: Units,
+    convert: Callable[[Fraction], float],
+    hint: str = "",
+    parse: Callable[[str, Units], Fraction] = parse_quantity,
 ) -> BeforeValidator:
     def validate(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, str):
@@ -236,7 +267,7 @@ def _validator(
                 {"example": _show_example(units)},
             )
         try:
-            return convert(parse_quantity(value, units))
+            return convert(parse(value, units))
         except QuantityError as error:
             context = {"reason": str(error), "hint": error.hint or hint}
             raise PydanticCustomError("quantity", "{reason}", context) from None
@@ -250,6 +281,11 @@ def _whole(value: Fraction) -> int:
     if value >= 2**63:
         raise QuantityError("more bytes than any machine has")
     return int(value)
+
+
+def _strip_names(pattern: str) -> str:
+    """The pattern as JSON Schemas have it."""
+    return re.sub(r"\?P<\w+>", "?:", pattern)
 
 
 def _schema(units: Units, examples: list[str]) -> WithJsonSchema:
@@ -282,9 +318,21 @@ MemoryBytes = Annotated[
 
 BytesPerSecond = Annotated[
     float,
-    _validator(RATE_UNITS, float),
+    _validator(
+        RATE_UNITS,
+        float,
+        'a data sheet\'s "6400 MT/s x 128 bit" and "250 kIOPS x 4 KiB" are also read',
+        parse_rate,
+    ),
     PlainSerializer(lambda value: format_quantity(value, RATE_UNITS_OUT), return_type=str),
-    _schema(RATE_UNITS, ["450 MB/s", "43.9 GB/s"]),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": rf"^(\s*{_NUMBER}\s*({'|'.join(RATE_UNITS)})\s*|{_strip_names(_BUS)}"
+            rf"|{_strip_names(_BLOCKS)}|\s*{_NUMBER}\s*k?IOPS\s*)$",
+            "examples": ["450 MB/s", "43.9 GB/s", "6400 MT/s x 128 bit", "250 kIOPS x 4 KiB"],
+        }
+    ),
 ]
 """A transfer rate in bytes per second, written ``"450 MB/s"``."""
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from pi2.plan.arithmetic.resolved import uses_main_memory
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.device import (
+    EXAMPLE_READS,
     ComputeFigure,
     CpuCluster,
     KernelFigure,
@@ -88,9 +89,65 @@ def check_figures_are_possible(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 (*path, key),
                 f"no machine has {_write(value, key, units)} here: figures are {wanted}",
-                "correct the number or its unit, or leave the figure out: `pi2 probe` "
-                "measures most of them",
+                "correct the number or its unit, or leave the figure out; on the device, "
+                "`pi2 probe` measures most of them",
             )
+
+
+_CORE_BYTES_S = 64e9
+"""Most bandwidth of main memory for each core of a processor: Apple's Ultra chips have 42 GB/s."""
+_MOST_READS = {"ufs": 6e9, "nvme": 16e9, "sata": 0.6e9, "emmc": 0.6e9, "sd": 2e9}
+"""What interfaces pass at most: UFS 4.1, four lanes of PCI Express 5, SATA 3, HS400, SD Express."""
+
+
+@rule("P731", "warning", "device")
+def check_figures_are_plausible(facts: Facts) -> Iterator[Finding]:
+    device = facts.device
+    cores = sum(item.cores for unit in device.units.values() for item in unit.clusters)
+    peak = device.memory.peak_bandwidth or device.memory.read_bandwidth
+    if peak is not None and cores and peak.value > cores * _CORE_BYTES_S:
+        key = "read_bandwidth" if device.memory.peak_bandwidth is None else "peak_bandwidth"
+        most = format_quantity(cores * _CORE_BYTES_S, RATE_UNITS_OUT)
+        yield Finding(
+            ("memory", key, "value"),
+            f"{format_quantity(peak.value, RATE_UNITS_OUT)} of memory for {cores} cores: "
+            f"processors of so many have less than {most}",
+            'write the transfers and the width of the bus, such as value = "6400 MT/s x 128 bit"; '
+            "a card's memory is units.NAME.memory",
+        )
+    most_reads = _MOST_READS.get(device.storage.kind or "")
+    for number, item in enumerate(device.storage.reads):
+        if most_reads is not None and item.rate > most_reads:
+            yield Finding(
+                ("storage", "reads", number, "rate"),
+                f"{device.storage.kind} reads at most "
+                f"{format_quantity(most_reads, RATE_UNITS_OUT)}, this is "
+                f"{format_quantity(item.rate, RATE_UNITS_OUT)}",
+                "correct the number or its unit (Gbit/s / 8 = GB/s), or storage.kind",
+            )
+
+
+@rule("P730", "warning", "device")
+def check_claimed_arithmetic_is_a_peak(facts: Facts) -> Iterator[Finding]:
+    for name, unit in facts.device.units.items():
+        for number, item in enumerate(unit.compute):
+            if item.status == "vendor-claimed" and not item.peak:
+                yield Finding(
+                    ("units", name, "compute", number, "giga_ops"),
+                    "a vendor's arithmetic rate is taken whole, which programs do not reach",
+                    "write peak = true: predictions take half of it",
+                )
+
+
+@rule("P732", "warning", "device")
+def check_reads_of_both_patterns(facts: Facts) -> Iterator[Finding]:
+    stated = {item.pattern for item in facts.device.storage.reads}
+    for pattern in sorted({"random", "sequential"} - stated) if stated else ():
+        yield Finding(
+            ("storage", "reads"),
+            f"no {pattern} reads are stated: models beyond memory cannot be planned",
+            f"write the data sheet's: {EXAMPLE_READS[pattern]}",
+        )
 
 
 def _write(value: float, key: str, units: Units | None) -> str:

@@ -60,7 +60,7 @@ def check_plan_rests_on_claims(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         ("device",),
         f"the plan rests on {count} that only the vendor claims",
-        "`pi2 probe -o FILE` measures it; until then, predictions are optimistic",
+        "on the device, `pi2 probe -o FILE` measures it; until then, predicted ranges are wide",
         origins=places,
     )
 
@@ -74,7 +74,10 @@ def _list_rates(facts: Facts) -> Iterator[tuple[KeyPath, Origin]]:
         if unit is not None and unit.read_bandwidth is not None:
             yield ("units", name, "read_bandwidth"), unit.read_bandwidth
     # A pattern that was measured too does not rest on what is claimed.
-    reads = device.storage.reads
+    layers = facts.plan.layers
+    hots = [layers.hot, *(item.hot for item in layers.overrides)]
+    is_read = facts.plan.memory.embedding == "flash" or any(x is not None and x < 1 for x in hots)
+    reads = device.storage.reads if is_read else ()
     known = {figure.pattern for figure in reads if figure.status != "vendor-claimed"}
     for number, figure in enumerate(reads):
         if figure.pattern not in known:
