@@ -69,7 +69,7 @@ def load(
         get_logger().info("plan fitted", changes=found.changes)
     report = progress or ignore_progress
     model = build(found.resolved, progress=report, start=start, make_observer=make_observer)
-    model.changes = found.changes
+    model.changes, model.origin = found.changes, found.origin
     return model
 
 

@@ -447,7 +447,7 @@ class ChosenPlan:
 
         start, resolved = time.perf_counter(), self.resolved
         model = build(resolved, progress=progress or ignore_progress, start=start)
-        model.changes = self.fitted.changes
+        model.changes, model.origin = self.fitted.changes, self.fitted.origin
         return model
 
 

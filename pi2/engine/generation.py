@@ -32,6 +32,7 @@ class Driver:
         self._ending = False
         self._thread: Thread | None = None
         scheduler.wake = self._wake.set
+        scheduler.has_driver = True
 
     def start(self) -> None:
         """Do it in a thread of its own."""

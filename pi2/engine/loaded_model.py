@@ -73,6 +73,8 @@ class LoadedModel:
         self._pressure = read_pressure()
         self.changes: tuple[str, ...] = ()
         """Values made smaller or larger to fit the plan to another budget, a line each."""
+        self.origin: tuple[Path, dict[str, object]] | None = None
+        """The plan's file, and the values that it was loaded with."""
         plan = parts.resolved.plan
         self._bytes_of_steps = find_step_bytes(parts)
         own = weakref.proxy(self)  # no circle: a closed model that is dropped gives its memory back
@@ -446,6 +448,29 @@ class LoadedModel:
         found = make_kept_prefixes(self._parts)
         if found is not None:
             self._scheduler.prefixes = found
+
+    def give_coder(self) -> Coder | None:
+        """The tokenizer, which answers under way go on with."""
+        return self._parts.tokenizer
+
+    def release_parts(self) -> None:
+        """Give back what computes; `take_parts` follows at once."""
+        if self._watch is not None:
+            self._watch.close()
+        with self._parts.release:
+            self._parts.forward.abandon()
+        self._watch = self._scheduler.watch = None
+        for parts in (self._parts, self._parts.draft):
+            if parts is not None:
+                parts.budget.drop()
+
+    def take_parts(self, other: LoadedModel, coder: Coder | None) -> None:
+        """Go on with the parts of ``other``, a model that does nothing yet."""
+        self._parts = replace(other._parts, tokenizer=coder)
+        self.__dict__.pop("memory_bytes_s", None)
+        self._bytes_of_steps, self._watch = other._bytes_of_steps, other._watch
+        self.origin, self._pressure = other.origin, other._pressure
+        self._scheduler.take_forward(other._scheduler)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -206,6 +207,10 @@ class Prefixes:
     def forget(self, place: int) -> None:
         """Note that another caller uses a place."""
 
+    def follow(self, forward: Sequences) -> None:
+        """Take another model, whose places have what these have."""
+        self._forward = forward
+
     def close(self) -> None:
         """Give back files and threads."""
 
@@ -293,6 +298,12 @@ class KeptPrefixes(Prefixes):
 
     def forget(self, place: int) -> None:
         self._places[place] = _Place()
+
+    def follow(self, forward: Sequences) -> None:
+        super().follow(forward)
+        keeper: Any = forward.computer
+        self._keeper = keeper
+        self._states = None if self._states is None else keeper
 
     def close(self) -> None:
         """See `pi2.engine.prefixes.Prefixes`."""

@@ -2,9 +2,12 @@
 needs output takes the lock and runs rounds until its output is ready. A round reads prompts, then
 draws a token of every read sequence; clients take turns at free places."""
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import add
@@ -16,7 +19,7 @@ from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Answer, GenerationRequest, Line, Ticket, score_token
 from pi2.engine.prefixes import Prefixes
-from pi2.engine.sequences import Sequences
+from pi2.engine.sequences import KeptContext, Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import Phase, Rounds
 from pi2.engine.text import TokenDecoder
@@ -62,6 +65,7 @@ class Scheduler:
         """Threads that use the model without a request, by the places that they keep."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to do for a permanent driver."""
+        self.has_driver = False
         self.watch: MemoryWatch | None = None
         """Ends rounds that make no progress for lack of memory."""
         self._inbox: deque[Sequence[Ticket]] = deque()
@@ -75,6 +79,8 @@ class Scheduler:
         self._following: dict[int, list[tuple[int, Ticket]]] = {}
         """Requests, with their places, whose prompts are read for another one, by its place."""
         self._closed = False
+        self._calls: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        """What is to be done between two rounds."""
         self._phases: dict[int, list[Any]] = {}
         """Values of `Phase`, by the number of sequences."""
         self._prompt_tokens, self._prefill_s = 0, 0.0
@@ -109,6 +115,52 @@ class Scheduler:
         used = sum(self._forward.positions[place] for place in places)
         return used / (self._context * self.places)
 
+    def call_between(self, work: Callable[[], None]) -> None:
+        """Do ``work`` between two rounds, in the thread of the permanent driver if there is one;
+        raises its error.  UserError P615 if the model is closed."""
+        self.check_open()
+        done: Future[None] = Future()
+        self._calls.append((done, work))
+        if self.has_driver:
+            self.wake()
+        else:
+            with self._lock:
+                self._make_calls()
+        done.result()
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            done, work = self._calls.popleft()
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    @property
+    def can_move(self) -> bool:
+        """Whether `take_contexts` works."""
+        return self._forward.copies and not self._borrowers
+
+    def take_contexts(self) -> dict[int, KeptContext]:
+        """Copies of the contexts of all places; only in `call_between`."""
+        places = range(self.places)
+        return {place: self._forward.take_context(place) for place in places}
+
+    def take_forward(self, other: Scheduler) -> None:
+        """Go on with the model of ``other``, whose sequences are empty."""
+        other._forward.steps = self._forward.steps
+        other._forward.attended_tokens = self._forward.attended_tokens
+        self._forward, self._count_reads = other._forward, other._count_reads
+        self.speculation, self.watch = other.speculation, other.watch
+        self.prefixes.follow(other._forward)
+
+    def put_contexts(self, kept: Mapping[int, KeptContext]) -> None:
+        """Let all places go on where `take_contexts` was called."""
+        for place, context in kept.items():
+            self._forward.put_context(place, context)
+
     def submit(self, *tickets: Ticket) -> None:
         """Put requests into the line; if several have the same prompt, and a place, it is read
         once. UserError P615 if the model is closed."""
@@ -138,6 +190,8 @@ class Scheduler:
         with self._lock:
             if self._closed:
                 return False
+            if self._calls:
+                self._make_calls()
             self._admit()
             worked = bool(self._reading or self._running)
             with nullcontext() if self.watch is None else self.watch.work():
@@ -201,7 +255,12 @@ class Scheduler:
             self._following.clear()
             self._running.clear()
             self._given_back.notify_all()
+            self._make_calls_fail()
             self.prefixes.close()
+
+    def _make_calls_fail(self) -> None:
+        while self._calls:
+            self._calls.popleft()[0].set_exception(_describe_closed())
 
     # Whoever drives:
 

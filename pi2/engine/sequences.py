@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.arrays import F32, I32
+from pi2.arrays import F32, I32, U8
 from pi2.backends.executor import (
     CONTEXT_BLOCK,
     ContextKeeper,
@@ -40,6 +40,15 @@ class _Mark:
     """Copy of the states of its layers."""
     tokens: list[int] = field(default_factory=list)
     """Tokens read since."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptContext:
+    """A sequence's KV cache and states, apart from the model that made them."""
+
+    position: int
+    blocks: Sequence[U8]
+    state: F32 | None
 
 
 class Sequences(ABC):
@@ -225,6 +234,11 @@ class Sequences(ABC):
         vocab], valid until the next call."""
 
     @property
+    def computer(self) -> object:
+        """The executor, or a unit's whole model."""
+        return self._computer
+
+    @property
     def copies(self) -> bool:
         has_keeper = not self._has_states or isinstance(self._computer, StateKeeper)
         return isinstance(self._computer, ContextKeeper) and has_keeper
@@ -241,6 +255,31 @@ class Sequences(ABC):
         if self._has_states:
             assert isinstance(keeper, StateKeeper)
             keeper.put_state(target, keeper.read_state(source))
+
+    def take_context(self, sequence: int) -> KeptContext:
+        """A copy of what a sequence has."""
+        keeper, position = self._computer, self.positions[sequence]
+        assert isinstance(keeper, ContextKeeper), "nothing can be copied"
+        whole = round_up(position, CONTEXT_BLOCK)
+        blocks = [
+            keeper.read_context(sequence, first, min(whole, first + COPIED_TOKENS)).copy()
+            for first in range(0, whole, COPIED_TOKENS)
+        ]
+        state = keeper.read_state(sequence).copy() if isinstance(keeper, StateKeeper) else None
+        return KeptContext(position, blocks, state if self._has_states else None)
+
+    def put_context(self, sequence: int, kept: KeptContext) -> None:
+        """Let a sequence go on where `take_context` was called."""
+        keeper = self._computer
+        assert isinstance(keeper, ContextKeeper)
+        self.go_on_from(sequence, kept.position)
+        whole = round_up(kept.position, CONTEXT_BLOCK)
+        for number, first in enumerate(range(0, whole, COPIED_TOKENS)):
+            end = min(whole, first + COPIED_TOKENS)
+            keeper.put_context(sequence, first, end, kept.blocks[number])
+        if kept.state is not None and kept.position:
+            assert isinstance(keeper, StateKeeper)
+            keeper.put_state(sequence, kept.state)
 
     def mark(self, sequence: int) -> None:
         """Let steps of a sequence that follow be taken back."""

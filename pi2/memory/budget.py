@@ -286,6 +286,16 @@ class Budget:
                 self._unlock(region, 0, len(region))
                 region.memory.madvise(mmap.MADV_DONTNEED)
 
+    def drop(self) -> None:
+        """Return all memory to the system: nothing reads or writes it any more."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        for region in self._regions:
+            self._unlock(region, 0, len(region))
+            region.memory.madvise(mmap.MADV_DONTNEED)
+        for _, array in self._adopted:
+            drop_pages(array)
+
     def give_back(self, unused: U8) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that
         this budget gave; its contents are lost."""
@@ -302,6 +312,15 @@ class Budget:
                     region.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
                 return
         raise AssertionError("not a region of this budget")
+
+
+def drop_pages(array: U8) -> None:
+    """Let the system have the whole pages of ``array``, which are read from their file again."""
+    first = -(-array.ctypes.data // PAGE) * PAGE
+    size = (array.ctypes.data + array.nbytes) // PAGE * PAGE - first
+    if size > 0:
+        library = ctypes.CDLL(None, use_errno=True)
+        library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 _NOTHING: U8 = np.zeros(0, np.uint8)
