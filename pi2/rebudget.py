@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.machine.memory import count_own_bytes, detect_memory
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes, parse_size, read_percent
 
 if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
     from pi2.refit import FittedPlan
 
 _KEPT = ("kv.context", "kv.type", "decode.batch", "prefill.chunk")
-"""What the sequences under way depend on, and the rounding of what they will read."""
+"""Keys on which the sequences under way depend, and the rounding of their next tokens."""
 
 
 def change_budget(model: LoadedModel, budget_bytes: int) -> None:
     """Fit a loaded model to another budget; sequences under way go on.
 
-    UserError P745 if no such plan runs, or the backend gives its KV cache to nobody: the model is
-    as before.  If the weights cannot be loaded again, it is closed."""
+    UserError P745 if no such plan runs, or the backend cannot give its KV cache out: the model goes
+    on unchanged.  If the weights cannot be loaded again, it is closed."""
+    model.scheduler.check_open()
     if budget_bytes == model.plan.plan.memory.budget:
         return
     if not model.scheduler.can_move:
@@ -87,6 +89,16 @@ def _change(model: LoadedModel, fitted: FittedPlan) -> None:
         before=approximate_bytes(before),
         now=approximate_bytes(model.plan.plan.memory.budget),
     )
+
+
+def read_memory(text: str) -> int:
+    """Bytes of a size such as ``"3 GiB"``, or of a share such as ``"60 %"`` of the memory that is
+    free or this process's; UserError P612."""
+    share = read_percent(text)
+    if share is None:
+        return parse_size(text)
+    available = detect_memory().available_bytes + count_own_bytes()
+    return int(available * share[0])
 
 
 def give_memory_back() -> None:

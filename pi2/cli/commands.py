@@ -191,6 +191,7 @@ COMMANDS = {
         "remove": ("models", "Delete a model that was pulled or converted"),
         "run": ("run", "Generate text from a plan"),
         "serve": ("serve", "Serve plans over HTTP, for OpenAI and Anthropic clients"),
+        "top": ("top", "Watch a server in the terminal"),
     },
     "Author": {
         "explain": ("validate", "Explain a finding's code, or a key: meaning, origin and cost"),

@@ -161,6 +161,18 @@ def new_llama_swap(plan: ChosenPlan) -> None:
     click.echo(write_llama_swap(plan.resolved, plan.path.name.split(".")[0]), nl=False)
 
 
+@new_command.command("presets")
+@click.argument("plans", type=click.Path(path_type=Path), nargs=-1, required=True)
+def new_presets(plans: tuple[Path, ...]) -> None:
+    """Print presets (INI) with which llama-server runs the GGUF files of PLANS."""
+    from pi2.cli.options import choose_plan
+    from pi2.serving.presets import write_presets
+
+    chosen = [choose_plan(plan) for plan in plans]
+    listed = [(plan.path.name.split(".")[0], plan.resolved) for plan in chosen]
+    click.echo(write_presets(listed), nl=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NewDeviceOptions(OutputOptions):
     like: str | None = option(shell_complete=suggest_devices)

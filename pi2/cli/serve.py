@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
     from pi2.serving.front import Scaling
     from pi2.serving.hosts import ServedPlan
+    from pi2.serving.presets import Preset
 
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -204,7 +205,10 @@ class ServeOptions:
     origins: tuple[str, ...] = option("--allow-origin", metavar="ORIGIN")
     """Allow pages of ORIGIN."""
     memory: str | None = option(metavar="SIZE")
-    """Memory of the loaded models together: plans are fitted to it, and take turns in it."""
+    """Memory of the loaded models together: plans are fitted to it, and take turns in it.  A share
+    such as '60 %' is one of the free memory."""
+    presets: Path | None = option("--models-preset", metavar="FILE")
+    """Serve the models of llama-server's presets (INI)."""
     settings: tuple[str, ...] = SET()
     tokenizer: Path | None = TOKENIZER()
     draft: Path | None = DRAFT()  # noqa: RUF009  # a field
@@ -223,7 +227,7 @@ class ServeOptions:
 
 
 @click.command("serve")
-@click.argument("plans", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.argument("plans", type=click.Path(path_type=Path), nargs=-1)
 @take_options(ServeOptions)
 def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     """Serve PLANS over HTTP.
@@ -231,6 +235,9 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     Clients name a plan by its file's name without `.plan.toml`.  Requests join the sequences under
     way, up to the plan's decode.batch; `pi2 serve` listens on this machine only, unless --host
     names another address.
+
+    SIGHUP and `POST /api/budget` change the memory of models while they answer: SIGHUP measures a
+    share of the free memory again, or takes the budgets that changed plans state.
 
     With --on ray, replicas on the cluster that RAY_ADDRESS names answer, or on one that is started
     on this machine; SIGHUP reads the plans again and replaces the replicas one after the other."""
@@ -244,19 +251,30 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
             f"serving needs the extra serve: {error.name} is not installed",
             help="pip install 'pi2[serve]'",
         ) from None
+    import asyncio
+
     from pi2.logging import configure_logging
+    from pi2.rebudget import read_memory
     from pi2.serving.application import Settings, list_own_names, make_application
     from pi2.serving.calls import Limits
     from pi2.serving.front import TimedConnection
     from pi2.serving.openapi import Traces, make_tracer
+    from pi2.serving.presets import read_presets
 
     tracer = make_tracer()
     scaling = read_scaling(given.on, given.replicas, given.autoscale)
     configure_logging(1)
     overrides = {**parse_assignments(given.settings), **name_draft(given.draft)}
     known = os.environ.get(KEY_VARIABLE, "")
-    memory_bytes = None if given.memory is None else parse_size(given.memory)
-    served = list_plans(plans, overrides, memory_bytes, given.tokenizer)
+    memory_bytes = None if given.memory is None else read_memory(given.memory)
+    presets = [] if given.presets is None else read_presets(given.presets)
+    for preset in presets:
+        if preset.ignored:
+            click.echo(f"{preset.name}: left out {', '.join(preset.ignored)}", err=True)
+    if not plans and not presets:
+        raise click.UsageError("give PLANS or --models-preset")
+    listed = partial(list_plans, plans, overrides, tokenizer=given.tokenizer, presets=presets)
+    served = listed(memory_bytes)
     known_keys = given.keys or ((known,) if known else ())
     chosen = Settings(
         plans=served,
@@ -269,7 +287,6 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     )
     application: ASGIApp
     models: Models
-    renew = None
     if given.on == "ray":
         from pi2.serving.front import RayReplicas, make_front
 
@@ -277,10 +294,18 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
         application = make_front(chosen, found)
 
         async def renew() -> None:
-            await found.change(list_plans(plans, overrides, memory_bytes, given.tokenizer))
+            await found.change(listed(memory_bytes))
     else:
         application = make_application(chosen)
-        models = application.state.hosts
+        models = hosts = application.state.hosts
+
+        async def renew() -> None:
+            if given.memory is not None:
+                await hosts.change_budget(await asyncio.to_thread(read_memory, given.memory))
+                return
+            for plan in await asyncio.to_thread(listed, None):
+                await hosts.change_budget(plan.budget_bytes, plan.name)
+
     config = uvicorn.Config(
         application if tracer is None else Traces(application, tracer),
         host=given.host,
@@ -392,6 +417,7 @@ def list_plans(
     overrides: dict[str, object],
     memory_bytes: int | None = None,
     tokenizer: Path | None = None,
+    presets: Sequence[Preset] = (),
 ) -> list[ServedPlan]:
     """Plans to serve, fitted to ``memory_bytes``; UserError for bad plans or equal names."""
     from pi2.refit import read_plan
@@ -399,14 +425,16 @@ def list_plans(
     from pi2.weights.file_reading import FileFiller
 
     found: dict[str, ServedPlan] = {}
-    for given in paths:
+    wanted: list[tuple[Path, Preset | None]] = [(path, None) for path in paths]
+    wanted += [(preset.path, preset) for preset in presets]
+    for given, preset in wanted:
         files = FileFiller()
-        path, further = find_retokenized(given, tokenizer, files=files)
-        values = {**overrides, **further}
+        path, further = find_retokenized(given, None if preset else tokenizer, files=files)
+        values = {**overrides, **further, **({} if preset is None else preset.overrides)}
         read = partial(read_plan, path, overrides=values, files=files)
         plan = read()
         budget_bytes = plan.resolved.plan.memory.budget
-        if memory_bytes is not None and (len(paths) == 1 or budget_bytes > memory_bytes):
+        if memory_bytes is not None and (len(wanted) == 1 or budget_bytes > memory_bytes):
             plan = read(memory_bytes=memory_bytes)
         resolved = plan.resolved
         name = show_path(Path(find_title(path))).removesuffix(".toml").removesuffix(".plan")
@@ -414,6 +442,8 @@ def list_plans(
             name = path.resolve().parent.name
         if str(given).startswith(OLLAMA):
             name = str(given).removeprefix(OLLAMA)
+        if preset is not None:
+            name = preset.name
         if name in found:
             raise UserError.of(
                 "P682",
@@ -427,6 +457,10 @@ def list_plans(
             places=resolved.plan.decode.batch,
             description=resolved.plan.description,
             overrides=plan.overrides,
+            idle_s=resolved.plan.serve.idle,
+            is_pinned=resolved.plan.serve.pin,
+            load=resolved.plan.serve.load,
+            yields=resolved.plan.memory.pressure == "yield",
         )
         for change in plan.changes:
             click.echo(f"{name}: {change}", err=True)

@@ -20,15 +20,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
-from pi2.engine.statistics import read_peak_rss_bytes
+from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.statistics import read_peak_rss_bytes, split_time
 from pi2.logging import get_logger
+from pi2.plan.arithmetic.estimates import find_read_rate
+from pi2.rebudget import read_memory
 from pi2.serving import ollama
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_user_error, find_form
 from pi2.serving.hosts import Host, Hosts, ServedPlan
 from pi2.serving.metrics import Metrics
+from pi2.serving.openai_schema import Strict
 from pi2.serving.openapi import OPERATIONS, describe_interface
-from pi2.serving.requests import ClientGone, JsonResponse, Service
+from pi2.serving.requests import ClientGone, JsonResponse, Service, parse_body
 
 FILE = Path(__file__).with_name("page.html")
 
@@ -36,6 +40,15 @@ FILE = Path(__file__).with_name("page.html")
 @cache
 def read_page() -> bytes:
     return FILE.read_bytes()
+
+
+class BudgetRequest(Strict):
+    """``/api/budget``."""
+
+    memory: str
+    """A size, or a share of the free memory."""
+    model: str | None = None
+    """The one whose budget it is; None means all together."""
 
 
 def describe_state(hosts: Iterable[Host]) -> dict[str, Any]:
@@ -63,6 +76,7 @@ def _describe(host: Host) -> dict[str, Any]:
         "rounds": scheduler.rounds.describe(),
         "statistics": asdict(model.stats),
         "budget_bytes": plan.memory.budget,
+        "bound_by": find_bound(model),
         "segments": dict(plan.memory.segments),
         "units": [
             {
@@ -78,6 +92,18 @@ def _describe(host: Host) -> dict[str, Any]:
         "io_engine": model.io_engine,
         "sampling": model.chat_sampling,
     }
+
+
+def find_bound(model: LoadedModel) -> str | None:
+    """What takes most of the time of its steps; None before there were any."""
+    if model.plan.has_whole_unit or model.is_dry:
+        return None
+    disk = find_read_rate(model.plan.device)
+    if model.expected is not None:
+        disk = model.expected.disk_bytes_s
+    # The memory's rate is measured when nothing runs.
+    shares = split_time(model.stats, model.__dict__.get("memory_bytes_s"), disk)
+    return max(shares, key=lambda cause: shares[cause], default=None)
 
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -196,6 +222,16 @@ def make_application(settings: Settings) -> Starlette:
     async def show_interface(request: Request, service: Service) -> Response:
         return JsonResponse(describe_interface())
 
+    async def change_budget(request: Request, service: Service) -> Response:
+        body = await parse_body(request, service, BudgetRequest)
+        found = service.hosts.hosts
+        if body.model is not None and body.model not in found:
+            raise ApiError(404, f"The model '{body.model}' does not exist.", param="model")
+        memory_bytes = await asyncio.to_thread(read_memory, body.memory)
+        await service.hosts.change_budget(memory_bytes, body.model)
+        budgets = {name: host.plan.budget_bytes for name, host in found.items()}
+        return JsonResponse({"memory_bytes": memory_bytes, "budget_bytes": budgets})
+
     async def show_state(request: Request, service: Service) -> Response:
         found = await asyncio.to_thread(describe_state, service.hosts.hosts.values())
         return JsonResponse({**found, "replica": settings.replica})
@@ -226,6 +262,7 @@ def make_application(settings: Settings) -> Starlette:
             ),
             route("/api/delete", ollama.refuse_change, "DELETE"),
             route("/api/state", show_state, "GET"),
+            route("/api/budget", change_budget),
         ],
         middleware=list_middleware(settings),
         exception_handlers={

@@ -35,7 +35,7 @@ _OPENAI_TYPES = {
 _CODES = {"P601": "context_length_exceeded"}
 """Codes of errors by findings of the engine."""
 
-_CLIENTS_FAULT = ("P601", "P603", "P604", "P606", "P607", "P608", "P609")
+_CLIENTS_FAULT = ("P601", "P603", "P604", "P606", "P607", "P608", "P609", "P612", "P745")
 """Findings that a request is to blame for."""
 
 

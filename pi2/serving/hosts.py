@@ -10,10 +10,11 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import UserError
 from pi2.engine.answer import SequenceResult
@@ -21,9 +22,11 @@ from pi2.engine.generation import Driver
 from pi2.logging import get_logger
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.rebudget import change_budget
 from pi2.refit import read_plan
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.errors import ApiError, explain_user_error
+from pi2.serving.housekeeping import keep_house
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -117,11 +120,20 @@ class ServedPlan:
     """Sequences that go on at the same time."""
     description: str = ""
     overrides: Mapping[str, object] = field(default_factory=dict)
+    idle_s: float | None = None
+    """Seconds without a request after which it is unloaded."""
+    is_pinned: bool = False
+    """Whether it makes no room for others, nor leaves when it is idle."""
+    load: Literal["room", "start", "request"] = "room"
+    yields: bool = False
+    """Whether it gives memory up when the machine is short of it."""
 
 
 class Host:
     def __init__(self, plan: ServedPlan) -> None:
         self.plan = plan
+        self.stated_bytes = plan.budget_bytes
+        """The budget before it was changed."""
         self.created = int(time.time())
         """When the server began to offer it, in seconds since 1970."""
         self.users = 0
@@ -186,6 +198,7 @@ class Host:
         self._thread = Thread(target=work, name=f"pi2-{self.plan.name}", daemon=True)
         self._thread.start()
         self._model = await loaded
+        self.used_at = time.monotonic()
         get_logger().info("model served", model=self.plan.name, load_s=round(self.model.load_s, 2))
 
     async def stop(self) -> None:
@@ -197,6 +210,19 @@ class Host:
         await asyncio.to_thread(thread.join)
         gc.collect()
         get_logger().info("model given back", model=self.plan.name)
+
+    async def change_budget(self, budget_bytes: int) -> None:
+        """Fit it to another budget, now if it is loaded; UserError P745 and of the plan."""
+        if self._model is not None:
+            await asyncio.to_thread(change_budget, self._model, budget_bytes)
+            assert self._model.origin is not None
+            overrides: Mapping[str, object] = self._model.origin[1]
+            budget_bytes = self._model.plan.plan.memory.budget
+        else:
+            read = partial(read_plan, self.plan.path, overrides=self.plan.overrides)
+            overrides = (await asyncio.to_thread(read, memory_bytes=budget_bytes)).overrides
+        self.plan = replace(self.plan, budget_bytes=budget_bytes, overrides=overrides)
+        self._resolved = None
 
     def read_plan(self) -> ResolvedPlan:
         if self._model is not None:
@@ -273,6 +299,10 @@ class Hosts:
         self._mover: asyncio.Task[None] | None = None
         """The task that loads and unloads models as long as requests wait."""
         self._closing = False
+        self._moving = asyncio.Lock()
+        """Held while models are loaded, unloaded or changed."""
+        self._keeper: asyncio.Task[None] | None = None
+        """The task that unloads idle models, and yields memory."""
 
     @property
     def used_bytes(self) -> int:
@@ -292,7 +322,8 @@ class Hosts:
             )
         if self._closing:
             raise ApiError(503, "the server is being closed", retry_after_s=1)
-        if self._memory_bytes is not None and host.plan.budget_bytes > self._memory_bytes:
+        has_room = host.is_loaded or self._memory_bytes is None
+        if not has_room and host.plan.budget_bytes > (self._memory_bytes or 0):
             raise ApiError(503, f"there is no memory for '{name}'")
         turn = Turn(host)
         change = host.find_change()
@@ -325,14 +356,18 @@ class Hosts:
         self._changed.set()
 
     async def start(self) -> None:
-        """Load what there is memory for, in the order of the plans."""
-        for host in self.hosts.values():
-            if self._count_missing_bytes(host) <= 0:
+        """Load what there is memory for, in the order of the plans: first those that want it."""
+        hosts = sorted(self.hosts.values(), key=lambda host: host.plan.load != "start")
+        for host in hosts:
+            if host.plan.load != "request" and self._count_missing_bytes(host) <= 0:
                 await host.start()
+        self._keeper = asyncio.create_task(keep_house(self))
 
     async def stop(self) -> None:
         """Give everything back; who waits is told so (ApiError 503)."""
         self._closing = True
+        if self._keeper is not None:
+            self._keeper.cancel()
         for turn in list(self._line):
             self._fail(turn, ApiError(503, "the server is being closed", retry_after_s=1))
         self._changed.set()
@@ -345,7 +380,7 @@ class Hosts:
         """Models in memory, least recently used first; ``idle``: only unused ones."""
         found = [host for host in self.hosts.values() if host.is_loaded]
         if idle:
-            found = [host for host in found if not host.users]
+            found = [host for host in found if not host.users and not host.plan.is_pinned]
         return sorted(found, key=lambda host: host.used_at)
 
     def _count_missing_bytes(self, host: Host) -> int:
@@ -384,10 +419,41 @@ class Hosts:
                 self._leaving = ()
                 self._admit_all()  # some may have been told to leave and need not
                 if has_room and not host.is_loaded:
-                    await self._load(host)
+                    async with self._moving:
+                        await self._load(host)
                     self._admit_all()
         finally:
             self._mover = None
+
+    async def unload_idle(self) -> None:
+        """Unload models that were not used for the time that their plans state."""
+        for host in self._list_loaded(idle=True):
+            idle_s = host.plan.idle_s
+            if idle_s is not None and time.monotonic() - host.used_at >= idle_s:
+                async with self._moving:
+                    if host.is_loaded and not host.users and not host.waiting:
+                        await host.stop()
+
+    async def change_budget(self, memory_bytes: int, name: str | None = None) -> None:
+        """Fit the model ``name``, or all together, to another budget; unused models leave first.
+        UserError P745 if one cannot be so small."""
+        async with self._moving:
+            if name is not None:
+                await self.hosts[name].change_budget(memory_bytes)
+                return
+            while self.used_bytes > memory_bytes and len(self._list_loaded()) > 1:
+                if not (idle := self._list_loaded(idle=True)):
+                    break
+                await idle[0].stop()
+            loaded = self._list_loaded() or list(self.hosts.values())
+            whole = sum(host.stated_bytes for host in loaded)
+            for host in loaded:
+                share = memory_bytes * host.stated_bytes // whole
+                is_one = len(self.hosts) == 1
+                await host.change_budget(share if is_one else min(host.stated_bytes, share))
+            if len(self.hosts) > 1 or self._memory_bytes is not None:
+                self._memory_bytes = memory_bytes
+            self._changed.set()
 
     async def _load(self, host: Host) -> None:
         """Load a model; if it cannot be, those who wait for it learn why."""
@@ -424,7 +490,8 @@ class Hosts:
         """Models that make room for ``host``: idle ones first, then least recently used."""
         missing = self._count_missing_bytes(host)
         found = []
-        for other in sorted(self._list_loaded(), key=lambda other: other.users > 0):
+        able = [other for other in self._list_loaded() if not other.plan.is_pinned]
+        for other in sorted(able, key=lambda other: other.users > 0):
             if missing <= 0:
                 break
             found.append(other)

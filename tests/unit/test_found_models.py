@@ -43,8 +43,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def put_into_ollama(models: Path, name: str, file: Path, **texts: str) -> None:
     """What `ollama pull` leaves: a manifest, and a blob for each part."""
     layers = []
-    for kind, part in {"model": file, **texts}.items():
-        data = part.read_bytes() if isinstance(part, Path) else part.encode()
+    parts = {"model": file.read_bytes(), **{kind: text.encode() for kind, text in texts.items()}}
+    for kind, data in parts.items():
         digest = hashlib.sha256(data).hexdigest()
         blob = models / "blobs" / f"sha256-{digest}"
         blob.parent.mkdir(parents=True, exist_ok=True)

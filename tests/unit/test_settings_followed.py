@@ -66,6 +66,7 @@ ELSEWHERE = {
     "decode.speculation.match": "the same text before",
     **{f"sampling.{name}": "how tokens are drawn" for name in Sampling.model_fields},
     **{f"chat.{name}": "how chats begin and end" for name in ("system", "template", "stop")},
+    "memory.pressure": "when a server makes the budget smaller",
     **{f"serve.{name}": "how long a server keeps it" for name in ("idle", "pin", "load")},
 }
 """Keys that a run without options does not show, and what they choose."""

@@ -207,6 +207,7 @@ CHAT = Sampling.model_construct(temperature=0.8, top_k=40, top_p=0.95, min_p=0.0
 _LATER: dict[str, dict[str, Any]] = {
     "sampling": Sampling.default().model_dump(mode="json", exclude=_FIRST),
     "serve": {"idle": None, "pin": False, "load": "room"},
+    "memory": {"pressure": "ignore"},
     "chat": {"system": None, "template": None, "stop": []},
 }
 """Keys that plans had no value for at first, with their defaults."""

@@ -71,6 +71,9 @@ class Memory(Table):
     """Source of embedding rows: ``flash`` reads a few KiB for each token and leaves the memory to
     neurons. A tied embedding (shared with the head) is always resident, because every token needs
     all of it."""
+    pressure: Literal["ignore", "yield"] = "ignore"
+    """What a server does when programs of this machine wait for memory: ``yield`` makes the budget
+    smaller, to a fifth at least, and larger again later. Linux tells it (PSI)."""
     lock: Literal["none", "locked", "re-read"] = "none"
     """Reaction to memory pressure, as on phones: ``none`` lets the system compress or swap idle
     pages; ``locked`` locks all segments within ``ulimit -l`` and reports a refusal; ``re-read``
