@@ -17,9 +17,8 @@ from pi2.backends.cpu.course import Course
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.backends.reference.executor import EXACT, NeuronSums, ReferenceExecutor
-from pi2.backends.reference.interpreter import NumpyInterpreter
-from pi2.backends.reference.operators import activate, weigh_activations
+from pi2.backends.reference.executor import EXACT, NeuronSums, NumpyInterpreter, ReferenceExecutor
+from pi2.backends.reference.neurons import activate, weigh_activations
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import pad_columns
 from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector

@@ -24,11 +24,10 @@ from typing import Any
 
 from outside.leaving import Sample, fit_all, leave_each_out
 from paper.document import render_document
-from pi2.costs.constants import Constants
+from pi2.costs.constants import Constants, Range
 from pi2.costs.cost import cost_description
 from pi2.costs.description import Description, describe_plan, read_plan_rates
 from pi2.costs.kernel_times import Rates
-from pi2.costs.ranges import Range
 from pi2.costs.settings import POSITION
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan

@@ -98,8 +98,8 @@ class Machine:
         """Whether products of two bytes are added to 16 bits, and scaled there."""
 
     def find_shift(self, most: int) -> int:
-        """Return what is added to signed weights, of ``most`` at most, to multiply them as unsigned
-        ones; 0 if codes take their signs."""
+        """Return the number added to signed weights, ``most`` at most, to make
+        them unsigned; 0 if codes take their signs."""
         if self.dot == "vnni":
             return 128
         return most if self.adds_pairs and most < 16 else 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.backends.blocks.building import Builder
-from pi2.backends.blocks.operands import Area
-from pi2.backends.blocks.streams import Streams
+from pi2.backends.blocks.operands import Area, Product
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import AltUp
 
 
 @dataclass(slots=True)
@@ -62,3 +63,104 @@ class Residual:
             given = given or self._builder.take_area("given", self._hidden)
             factor = self._model.multipliers.residual
             self._builder.add_norm(norm, given, self.x, self._hidden, added=True, factor=factor)
+
+
+class Streams:
+    """Adds the streams of a model to a program; the residual stream is the first one."""
+
+    def __init__(self, model: Model, builder: Builder, altup: AltUp) -> None:
+        self._builder, self._altup, self._hidden = builder, altup, model.shape.hidden
+        self._count = altup.streams
+        width = self._count * self._hidden
+        self.x = builder.take_area("streams", width, is_tight=True)
+        """All of them."""
+        self.before = builder.take_area("predicted streams", width, is_tight=True)
+
+    @property
+    def others(self) -> list[Area]:
+        """The streams after the first."""
+        return [self.x.skip(n * self._hidden) for n in range(1, self._count)]
+
+    def add_embedding(self) -> None:
+        """Add what makes the other streams of the first."""
+        builder, hidden = self._builder, self._hidden
+        weight = builder.need("stream_in", None)
+        products = [Product(key="stream_in", weight=weight, y=self.x.skip(hidden))]
+        each = weight.rows // (self._count - 1)
+        if each != hidden:
+            # Rows of zeros are between the streams' matrices.
+            assert weight.data is not None
+            firsts = range(0, weight.rows * weight.row_bytes, each * weight.row_bytes)
+            parts = [replace(weight, rows=hidden, data=weight.data[first:]) for first in firsts]
+            products = [
+                Product(key="stream_in", weight=own, y=y)
+                for own, y in zip(parts, self.others, strict=True)
+            ]
+        builder.add_products(self.x, hidden, products)
+        self._add_match(self.x.skip(hidden))
+
+    def _add_match(self, y: Area) -> None:
+        """Give the other streams the size of the first."""
+        values = {"factors": 0, "factors_stride": 0, "x_stride": self.x.stride}
+        self._add("match", y, self._count - 1, values)
+
+    def _add(self, kernel: str, y: Area, count: int, values: dict[str, int]) -> None:
+        own = {"x": self.x.address, "y": y.address, "stride": y.stride, "count": count}
+        self._builder.add(kernel, {**own, "length": self._hidden, **values}, each=1)
+
+    def begin_layer(self, layer: int) -> None:
+        """Predict all streams; the layer changes the first."""
+        builder, count = self._builder, self._count
+        factors = self._add_factors(layer, "altup_predict", count * count)
+        self._add("predict", self.before, count, factors)
+        builder.add_cap(self.before, self._hidden, 0.0, 1.0, self.x)
+
+    def end_layer(self, layer: int) -> None:
+        """Correct all predictions by what the layer has made of the first stream."""
+        factors = self._add_factors(layer, "altup_correct", self._count)
+        self._add("correct", self.before, self._count, factors)
+
+    def _add_factors(self, layer: int, key: str, rows: int) -> dict[str, int]:
+        builder, hidden, count = self._builder, self._hidden, self._count
+        read, made = builder.take_area("router reads", hidden), builder.take_area("routes", count)
+        builder.add_norm("altup_router_norm", self.x, read, hidden, factor=1 / hidden)
+        builder.add_products(read, hidden, [builder.make_product("altup_router", layer, made)])
+        builder.add_cap(made, count, 1.0, 1.0)
+        factors = builder.take_area("factors", rows)
+        builder.add_products(made, count, [builder.make_product(key, layer, factors)])
+        return factors.put("factors")
+
+    def add_laurel(self, layer: int, read: Area) -> None:
+        """Add ``read``, the input of attention, and LAuReL to the first stream."""
+        builder, hidden, rank = self._builder, self._hidden, self._altup.laurel_rank
+        inner, given = builder.take_area("laurel", rank), builder.take_area("given", hidden)
+        builder.add_products(read, hidden, [builder.make_product("laurel_in", layer, inner)])
+        builder.add_products(inner, rank, [builder.make_product("laurel_out", layer, given)])
+        builder.add_norm("laurel_norm", given, self.x, hidden, added=True)
+        builder.add_term(read, self.x, hidden)
+        builder.add_cap(self.x, hidden, 0.0, math.sqrt(0.5))
+
+    def scale_first(self, layer: int) -> Area:
+        """Return what gates a layer's own embedding."""
+        if not self._altup.scaled:
+            return self.x
+        scaled = self._builder.take_area("router reads", self._hidden)
+        weights = self._builder.read_vector("altup_scale", layer)
+        self._builder.add_term(self.x, scaled, self._hidden, weights)
+        return scaled
+
+    def join(self) -> None:
+        """Let the first stream be the mean of all, projected and as large as it is."""
+        builder, hidden, count = self._builder, self._hidden, self._count - 1
+        for number, stream in enumerate(self.others):
+            target = builder.take_area("joined streams", count * hidden, is_tight=True)
+            builder.add_cap(stream, hidden, 0.0, 1.0, target.skip(number * hidden))
+        given = builder.take_area("projected streams", count * hidden, is_tight=True)
+        out = Product(
+            key="stream_out", weight=builder.need("stream_out", None), y=Area(given.address, hidden)
+        )
+        builder.add_heads(Area(target.address, hidden), hidden, out, count, rows=hidden)
+        self._add_match(given)
+        for number in range(count):
+            builder.add_term(given.skip(number * hidden), self.x, hidden)
+        builder.add_cap(self.x, hidden, 0.0, 1 / self._count)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType
 
 _HIDDEN, _LEAST = -3.0e38, -1.0e38
-"""Scores of positions that a query does not see, and what is below every other score."""
+"""Scores of positions that a query does not see, below every other score."""
 _ELEMENTS = 64
 """Elements of queries and keys that are multiplied before those behind them, in the first cache."""
 _QUERIES = 6
@@ -30,7 +30,7 @@ _WEIGHED = 4
 
 class _Tile(Heads):
     """`TILE` queries of tokens and of heads that share keys.  A thread's scratch has scores
-    [`TILE_POSITIONS`, TILE], queries [key_width, TILE], what is mixed so far [TILE, value_width],
+    [`TILE_POSITIONS`, TILE], queries [key_width, TILE], values mixed so far [TILE, value_width],
     six numbers of each query, and unpacked keys or values [pieces, UNPACKED, lanes]."""
 
     def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
@@ -44,7 +44,7 @@ class _Tile(Heads):
         self._numbers = [v.let(numbers + k * TILE) for k in range(4)]
         """Largest scores, sums of weights, and the first and last positions that are seen."""
         self._factors = v.let(numbers + 4 * TILE)
-        """Of what is mixed before a block of positions."""
+        """The factor of values mixed before a block of positions."""
         self._leans = v.let(numbers + 5 * TILE)
         """Slopes of the heads of queries."""
         self._unpacked = v.let(numbers + 6 * TILE)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 
+from pi2.backends.blocks.contract import COMPUTED as FILES
 from pi2.backends.blocks.contract import BlockSpec, describe_libraries, list_libraries
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.backends.kernels.spec import KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.formats import find_packing
-from pi2.model.options import describe_unknown, read_options
+from pi2.model.options import describe_unknown
 from pi2.model.tensor import name_layer_tensor, takes_blocks
 from pi2.plan.arithmetic.units import UnitFacts, list_undivided
 from pi2.plan.documents.device import UnitKind
@@ -74,37 +75,7 @@ NATIVE = True
 KINDS: tuple[UnitKind, ...] = ("cpu",)
 ONLY_EMULATED = False
 FIXED: Mapping[str, tuple[object, ...]] = {"memory.weights": ("loaded",)}
-COMPUTED = read_options("""
-    norm: kind=layernorm bias inputs embedding embedding_weights outputs
-    other_heads: . heads keys_are_values
-    positions: . offset
-    attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
-    attention: head_norm_of=all head_norm_place=after value_width value_scale value_norm
-    attention: output_gate output_gate_of=head output_gate_function=softplus sub_norm clip sinks
-    attention: sink_layers growth growth_interval growth_offset growth_layers latent scale
-    attention: softcap alibi sliding_window window_kind=chunked window_layers kv_shared_layers
-    attention.latent: query_rank bias
-    recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
-    recurrence: part_norm=weighted part_epsilon decay_of=key decay_rank decay_floor gate=sigmoid
-    recurrence: gate_rank output_norm norm_groups shortest_step longest_step
-    convolution: . kernel bias
-    : residual=parallel layer_scale logit_softcap head_bias other_rope
-    ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
-    ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm
-    ffn: gate_sparsity slope limit up_offset
-    moe: . router=sigmoid router=mixer router=none router_input=layer router_input=stream
-    moe: input_scale weighs=input expert_scale normalise_weights shared_experts shared_gate
-    moe: shared_factor shared_ffn router_bias choice_bias choice_bias_of=score groups
-    moe: active_groups group_score=best scaling tolerance dense_layers dense_ffn latent
-    side_ffn: . norms
-    layer_embedding: . vocab factor projection_factor
-    altup: . scaled
-    multipliers: embedding residual logits
-    operators: mtp
-    rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
-    rope: pairs=swapped pairs=neighbours
-    layers: parallel kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
-""")
+COMPUTED = frozenset(option for option in FILES if not option.startswith("attention.index"))
 """Options of models that there are kernels for."""
 
 

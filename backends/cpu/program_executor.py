@@ -8,8 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.arithmetic import list_chosen
-from pi2.backends.cpu.course import Course
-from pi2.backends.cpu.divided import DividedRowsOfCourse
+from pi2.backends.cpu.course import Course, DividedRowsOfCourse
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest
 

@@ -18,7 +18,7 @@ from pi2.backends.gpu.sizes import (
     describe_model_ffn,
     describe_rows,
 )
-from pi2.backends.reference.dense_unit import join_layer_scales
+from pi2.backends.reference.neurons import join_layer_scales
 from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 

@@ -32,7 +32,7 @@ from pi2.backends.hexagon.specification import (
     Weights,
     choose_weights,
 )
-from pi2.backends.reference.dense_unit import join_layer_scales
+from pi2.backends.reference.neurons import join_layer_scales
 from pi2.backends.units import NotedUnit, Padding, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up

@@ -139,7 +139,7 @@ class KernelSpec:
 
     @property
     def has_plain_ffn(self) -> bool:
-        """Whether `pi2.backends.kernels.plain` computes the FFN of all neurons of a layer."""
+        """Whether `pi2.backends.kernels.ffn_block` computes the FFN of all neurons of a layer."""
         return not self.has_gathered_ffn or self.experts > 0
 
     @property

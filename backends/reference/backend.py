@@ -110,13 +110,13 @@ def build(request: BuildRequest) -> Executor:
 
 def build_unit(request: UnitRequest) -> DenseUnit:
     """Make a unit that works in a thread."""
-    from pi2.backends.reference.dense_unit import ThreadUnit
+    from pi2.backends.reference.neurons import ThreadUnit
 
     return ThreadUnit(request)
 
 
 def interpret(request: ProgramRequest, model: Model, formats: list[str], kv: KvType) -> Interpreter:
     """Make a program's interpreter; nothing is compiled."""
-    from pi2.backends.reference.interpreter import NumpyInterpreter
+    from pi2.backends.reference.executor import NumpyInterpreter
 
     return NumpyInterpreter(model, formats, kv)

@@ -1,23 +1,28 @@
 """The executor of the reference backend: a program in numpy, and neurons written to be read."""
 
+import ctypes
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
-from pi2.backends.blocks.contract import PLANES
+from pi2.backends.blocks.contract import FIELDS, PLANES
 from pi2.backends.blocks.instructions import Planes
 from pi2.backends.cpu.course import Course
 from pi2.backends.cpu.program_executor import ProgramExecutor
 from pi2.backends.executor import add_one_by_one, noted
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.reference.interpreter import NumpyInterpreter
-from pi2.backends.reference.operators import Prediction, compute_activations, multiply_down, widen
+from pi2.backends.reference.instructions import attention, elements, products, states
+from pi2.backends.reference.instructions.arguments import Arguments
+from pi2.backends.reference.neurons import Prediction, compute_activations, multiply_down, widen
 from pi2.model.ffn import count_cutoff_rows
 from pi2.model.options import list_own
 from pi2.model.tensor import GATE_CUTOFF, name_layer_tensor
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.bundles import join_scales, unpack_part
 
 EXACT = Planes(*3 * (PLANES["fp32"],))
@@ -214,3 +219,47 @@ class ReferenceExecutor(ProgramExecutor):
     def count_active(self) -> int:
         active, self._active = self._active, 0
         return active
+
+
+INSTRUCTIONS: Mapping[str, Callable[[Arguments], None]] = {
+    name: next(
+        getattr(module, name)
+        for module in (attention, elements, products, states)
+        if hasattr(module, name)
+    )
+    for name in FIELDS
+}
+"""Definitions of kernels by their names."""
+
+
+class NumpyInterpreter:
+    """See `pi2.backends.blocks.interpreter.Interpreter`: one thread, and nothing is compiled."""
+
+    def __init__(
+        self, model: Model | None, formats: list[str], kv: KvType, *, lanes: int = 4
+    ) -> None:
+        """``lanes``: of the registers for which inputs of products are ordered."""
+        self.lanes, self._kv = lanes, kv
+        self._found: list[tuple[str, str | None]] = []
+
+    def find(self, kernel: str, own: str | None = None) -> int:
+        """See `Interpreter`."""
+        if (kernel, own) not in self._found:
+            self._found.append((kernel, own))
+        return self._found.index((kernel, own))
+
+    def run(self, program: int, begin: int, end: int, most: int) -> None:
+        """See `Interpreter`."""
+        words = (ctypes.c_int64 * (8 * end)).from_address(program)
+        for place in range(8 * begin, 8 * end, 8):
+            number, arguments, items, *_, first, _ = words[place : place + 8]
+            if first < items:
+                self.compute(*self._found[number], arguments, (first, items))
+
+    def compute(self, kernel: str, own: str | None, address: int, items: tuple[int, int]) -> None:
+        """Compute items ``items`` of a kernel, whose arguments are at an address."""
+        given = Arguments(kernel, address, items, format=own, kv=self._kv, lanes=self.lanes)
+        INSTRUCTIONS[kernel](given)
+
+    def close(self) -> None:
+        """Do nothing: it has nothing."""

@@ -245,7 +245,7 @@ def _make_options(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
 
 
 class _DescribedOption(click.Option):
-    """An option whose help stands in the source of a dataclass, and is read when it is shown."""
+    """An option that reads its help from the source of a dataclass when it is shown."""
 
     def __init__(self, *names: Any, read: Callable[[], Mapping[str, str]], **settings: Any) -> None:
         self._read = read

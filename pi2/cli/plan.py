@@ -331,7 +331,7 @@ def _write(path: Path, planned: PlannedPlan, given: PlanOptions) -> None:
 def _show_pareto(wish: Wish, plot: Path | None) -> None:
     from pi2.planning.comparison import describe_curve, draw_curve
     from pi2.planning.planner import trace_pareto
-    from pi2.planning.speed import find_device_memory
+    from pi2.planning.wish import find_device_memory
 
     with ProgressBar() as progress:
         most = find_device_memory(wish.device)

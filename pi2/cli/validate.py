@@ -352,7 +352,7 @@ def _check_speed(report: Report) -> list[Diagnostic]:
     """What the predicted speed of a plan that states ``speed`` comes to."""
     if report.resolved is None or report.resolved.plan.speed is None:
         return []  # nothing to import for
-    from pi2.planning.speed import check_speed
+    from pi2.planning.wish import check_speed
 
     place = report.files["plan"].spans.find_value(("speed",))
     return [replace(item, span=place, path="speed") for item in check_speed(report.resolved)]

@@ -5,6 +5,8 @@ threads. A question takes the figures of its pattern; of several cores, depths o
 takes the nearest. It interpolates the rate over extent and block size, both on logarithmic scales,
 because rates follow powers of both over wide ranges."""
 
+from __future__ import annotations
+
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +16,8 @@ from itertools import pairwise
 from math import exp, log
 from typing import Any, Literal
 
-from pi2.costs.ranges import Spread
 from pi2.plan.documents.device import ReadFigure
+from pi2.plan.documents.quantities import approximate_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Flash:
             return block_bytes / min(seconds, smallest / rate)
         return interpolate_logs(by_block, block_bytes)
 
-    def scale(self, share: float) -> "Flash":
+    def scale(self, share: float) -> Flash:
         """The same with ``share`` of all rates."""
         points, bursts = (
             tuple(item.model_copy(update={"rate": share * item.rate}) for item in items)
@@ -176,3 +178,48 @@ def describe_constants(constants: Constants) -> list[tuple[str, float, str, str,
         )
         for name, item in _FIGURES.items()
     ]
+
+
+Side = Literal["low", "high"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Factors of an expected rate."""
+
+    low: float = 1.0
+    high: float = 1.0
+
+    @classmethod
+    def around(cls, factor: float) -> Spread:
+        return cls(low=1.0 / factor, high=factor)
+
+    def find(self, side: Side) -> float:
+        return self.low if side == "low" else self.high
+
+    def invert(self) -> Spread:
+        """Of times instead of rates."""
+        return Spread(low=1.0 / self.high, high=1.0 / self.low)
+
+    def widen(self, other: Spread) -> Spread:
+        return Spread(low=min(self.low, other.low), high=max(self.high, other.high))
+
+
+CERTAIN = Spread()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Tokens per second: the least that a plan promises, the expected ones, and the most."""
+
+    low: float
+    expected: float
+    high: float
+
+    def write(self) -> str:
+        """``"7.1 - 9.8 - 12"``, or one number if all are written alike."""
+        ends = dict.fromkeys(map(approximate_number, (self.low, self.expected, self.high)))
+        return " - ".join(ends)
+
+    def describe(self) -> dict[str, Any]:
+        return {key: round(getattr(self, key), 4) for key in ("low", "expected", "high")}

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from pi2.costs.activity import PredictorMode
+from pi2.costs.constants import Range
 from pi2.costs.cost_layer import LayerCost
 from pi2.costs.description import Activity, Description, describe_plan, read_plan_rates
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PROMPT, cost_prompt
-from pi2.costs.ranges import Range
 from pi2.costs.settings import POSITION
 from pi2.fitting.budget import count_libraries
 from pi2.fitting.sizes import find_needs

@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from pi2.costs.constants import Constants, Figure, Flash
-from pi2.costs.ranges import CERTAIN, Side, Spread
+from pi2.costs.constants import CERTAIN, Constants, Figure, Flash, Side, Spread
 from pi2.plan.documents.device import ComputeFigure, KernelFigure, KernelName, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
 

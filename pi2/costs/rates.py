@@ -5,9 +5,8 @@ from math import isinf
 from statistics import median
 from typing import Any, get_args
 
-from pi2.costs.constants import Constants, Figure, Flash, count_pipes, keep_core
+from pi2.costs.constants import Constants, Figure, Flash, Spread, count_pipes, keep_core
 from pi2.costs.kernel_times import DenseUnit, KernelTimes, Linear, Rates, count_ops
-from pi2.costs.ranges import Spread
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import EXAMPLE_READS, CpuCluster, Device, ShareFigure, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
@@ -159,7 +158,7 @@ class _Reader:
         return self._spreads[self._name]
 
     def _find_ops_spread(self, unit: Unit, spread: Spread) -> Spread:
-        """Of arithmetic: what is a part of a peak is the least certain."""
+        """Of arithmetic: a share of a stated peak is the least certain."""
         if any(item.kernel == "dense" for item in unit.kernels) or not unit.compute:
             return spread
         best = max(unit.compute, key=lambda item: item.giga_ops)
@@ -196,7 +195,7 @@ class _Reader:
         }
 
     def _choose(self, figure: ShareFigure | None, assumed: float) -> float:
-        """The figure; else 1 if the device ran pi2's kernels, or what is assumed of others."""
+        """The figure; else 1 if the device ran pi2's kernels, or the share assumed of others."""
         if figure is not None:
             return float(figure.value)
         return 1.0 if self._times.measured else assumed

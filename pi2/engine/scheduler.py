@@ -80,7 +80,7 @@ class Scheduler:
         """Requests, with their places, whose prompts are read for another one, by its place."""
         self._closed = False
         self._calls: deque[tuple[Future[None], Callable[[], None]]] = deque()
-        """What is to be done between two rounds."""
+        """Work between two rounds."""
         self._phases: dict[int, list[Any]] = {}
         """Values of `Phase`, by the number of sequences."""
         self._prompt_tokens, self._prefill_s = 0, 0.0

@@ -162,7 +162,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _LongerHeader(Exception):
-    """The header is longer than what was read of it."""
+    """The header is longer than the part that was read."""
 
 
 class _Header:

@@ -162,7 +162,7 @@ def _arrange(source: Checkpoint, models: Sequence[Model], output: Path) -> Arran
 
 def name_matrices(source: Checkpoint, model: Model, output: Path, wish: Wish) -> Mapping[str, str]:
     """What importance matrices call tensors of the file that ``wish`` makes, by their names in it;
-    without those that have the same name."""
+    equal names are left out."""
     if isinstance(source, GgufCheckpoint) and not wish.arranges:
         return {}
     made = _arrange(source, _list_models(source, model), output)

@@ -107,32 +107,15 @@ schedules that they choose."""
 _ALIASES: Mapping[str, str] = {"x86-64-v2": "sse4.2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}
 """Compilers' names of generations."""
 
-_ARM_CORES: Mapping[int, str] = {
-    0xD03: "cortex-a53",
-    0xD05: "cortex-a55",
-    0xD08: "cortex-a72",
-    0xD09: "cortex-a73",
-    0xD0A: "cortex-a75",
-    0xD0B: "cortex-a76",
-    0xD0C: "neoverse-n1",
-    0xD0D: "cortex-a77",
-    0xD40: "neoverse-v1",
-    0xD41: "cortex-a78",
-    0xD44: "cortex-x1",
-    0xD46: "cortex-a510",
-    0xD47: "cortex-a710",
-    0xD48: "cortex-x2",
-    0xD49: "neoverse-n2",
-    0xD4D: "cortex-a715",
-    0xD4E: "cortex-x3",
-    0xD4F: "neoverse-v2",
-    0xD80: "cortex-a520",
-    0xD81: "cortex-a720",
-    0xD82: "cortex-x4",
-    0xD85: "cortex-x925",
-    0xD87: "cortex-a725",
-}
-"""Arm's own cores (implementer 0x41) by part number (arch/arm64/include/asm/cputype.h)."""
+_ARM_PARTS = """
+d03=cortex-a53 d05=cortex-a55 d08=cortex-a72 d09=cortex-a73 d0a=cortex-a75 d0b=cortex-a76
+d0c=neoverse-n1 d0d=cortex-a77 d40=neoverse-v1 d41=cortex-a78 d44=cortex-x1 d46=cortex-a510
+d47=cortex-a710 d48=cortex-x2 d49=neoverse-n2 d4d=cortex-a715 d4e=cortex-x3 d4f=neoverse-v2
+d80=cortex-a520 d81=cortex-a720 d82=cortex-x4 d85=cortex-x925 d87=cortex-a725
+"""
+"""Arm's own cores (implementer 0x41) by part number in hexadecimal digits
+(arch/arm64/include/asm/cputype.h)."""
+_ARM_CORES: Mapping[str, str] = dict(item.split("=") for item in _ARM_PARTS.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +259,7 @@ def _name_core(processor: Processor) -> str | None:
         part = int(processor["CPU part"], 0)
     except (KeyError, ValueError):
         return None
-    return _ARM_CORES.get(part) if implementer == 0x41 else None
+    return _ARM_CORES.get(f"{part:03x}") if implementer == 0x41 else None
 
 
 def _name_cpu(root: Path, processors: Sequence[Processor], clusters: Sequence[CpuCores]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pi2.arrays import F32, F64, I64, U8
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.reference.operators import activate
+from pi2.backends.reference.neurons import activate
 from pi2.engine.parts import Routing
 from pi2.measuring.texts import Scores
 from pi2.plan.documents.plan_units import SparsityMethod

@@ -438,11 +438,6 @@ class UringEngine:
         if self._waits:
             self._drive(0, 0)
 
-    def is_idle(self) -> bool:
-        if self._waits or self._ring.in_flight:
-            self._drive(0, 0)
-        return not self._waits and not self._ring.in_flight
-
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         first, last = batch.parts[part], batch.parts[part + count - 1]
         self._wait(batch, slice(first.start, last.stop))

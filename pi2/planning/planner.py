@@ -34,8 +34,7 @@ from pi2.planning.refinement import (
     refine_values,
 )
 from pi2.planning.search import Goal, Problem, count_least, find_best, list_predictors, pose_problem
-from pi2.planning.speed import check_device_memory, reach_speed
-from pi2.planning.wish import Wish, list_split_units, write_values
+from pi2.planning.wish import Wish, check_device_memory, list_split_units, reach_speed, write_values
 from pi2.progress import Progress, ignore_progress
 
 _PROMPTS_WORTH = 0.03

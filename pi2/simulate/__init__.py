@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from pi2.costs.constants import Constants, describe_statuses
+from pi2.costs.constants import Constants, Range, describe_statuses
 from pi2.costs.cost import Cost, cost_description
 from pi2.costs.description import Description, describe_plan, list_dense_units, read_plan_rates
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import cost_prompt, list_prompt_layers
-from pi2.costs.ranges import Range
 from pi2.costs.rates import list_missing_reads
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan

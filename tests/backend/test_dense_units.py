@@ -8,7 +8,7 @@ import pytest
 
 from pi2.arrays import F32
 from pi2.backends.protocol import Tensor
-from pi2.backends.reference.dense_unit import widen
+from pi2.backends.reference.neurons import widen
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
@@ -259,7 +259,7 @@ def test_what_it_keeps_is_counted(kind: UnitKind, units: list[DenseUnit]) -> Non
 def test_a_unit_without_memory_is_a_failure(
     units: list[DenseUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pi2.backends.reference import dense_unit
+    from pi2.backends.reference import neurons as dense_unit
 
     def fail(*arguments: Any) -> None:
         raise MemoryError

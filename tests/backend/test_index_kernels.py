@@ -16,7 +16,7 @@ from pi2.backends.blocks.sizes import (
     count_list_numbers,
     count_lists,
 )
-from pi2.backends.reference.index import choose_keys
+from pi2.backends.reference.instructions.attention import choose_keys
 from pi2.plan.documents.model_mixing import Index
 from tests.helpers.blocks import Kernels
 from tests.helpers.instruction_cases import Case

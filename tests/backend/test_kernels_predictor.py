@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from pi2.backends.reference.operators import activate
+from pi2.backends.reference.neurons import activate
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
 from tests.helpers.kernels import (

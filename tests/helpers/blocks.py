@@ -14,7 +14,7 @@ import numpy as np
 from pi2.arrays import I64, U8
 from pi2.backends.blocks.contract import FIELDS, BlockSpec
 from pi2.backends.blocks.instructions import Weight, put_float
-from pi2.backends.reference.interpreter import NumpyInterpreter
+from pi2.backends.reference.executor import NumpyInterpreter
 from pi2.formats import Format, find_format
 from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model

@@ -12,7 +12,7 @@ from pi2.backends.gpu.dense_unit import GpuUnit
 from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.hexagon.dense_unit import HexagonUnit
 from pi2.backends.hexagon.session import find_unit_obstacles
-from pi2.backends.reference.dense_unit import ThreadUnit
+from pi2.backends.reference.neurons import ThreadUnit
 from pi2.backends.units import DenseUnit, UnitRequest
 from pi2.formats import find_packing
 from pi2.plan.documents.device import Unit

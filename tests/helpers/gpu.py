@@ -13,7 +13,7 @@ from pi2.arrays import F32, F64, U8
 from pi2.backends.gpu.devices import survey_devices
 from pi2.backends.gpu.kernels.specification import Api, FfnKernels, Number
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.backends.reference.operators import activate
+from pi2.backends.reference.neurons import activate
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import assemble_bundles, slice_bias, slice_experts, unpack_part
 from pi2.plan.weights.layout import BundleLayout, lay_out_bundle

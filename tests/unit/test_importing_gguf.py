@@ -13,7 +13,7 @@ import pytest
 
 import pi2
 from pi2.arrays import F32
-from pi2.backends.reference.dense_unit import widen
+from pi2.backends.reference.neurons import widen
 from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import open_checkpoint, use_tokenizer

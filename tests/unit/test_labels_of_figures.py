@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from pi2.authoring.writing import write_document
+from pi2.costs.constants import Range
 from pi2.costs.cost import cost_range, cost_resolved
-from pi2.costs.ranges import Range
 from pi2.costs.rates import read_rates
 from pi2.fitting.budget import fit_plan
 from pi2.fitting.check import check_file

@@ -8,8 +8,7 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.planning.planner import plan as make_plan
-from pi2.planning.speed import find_device_memory
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, find_device_memory
 from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import read_device, read_model
 from tests.helpers.slow import keep_quick

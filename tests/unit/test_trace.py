@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pi2.backends.reference.dense_unit import add_neurons
+from pi2.backends.reference.neurons import add_neurons
 from pi2.cli.main import run
 from pi2.measuring.timeline import record_run
 from pi2.orchestrator import load
@@ -146,7 +146,7 @@ def test_a_trace_shows_that_two_units_work_at_the_same_time(
         time.sleep(0.01)
         add_neurons(*arguments)
 
-    monkeypatch.setattr("pi2.backends.reference.dense_unit.add_neurons", compute_slowly)
+    monkeypatch.setattr("pi2.backends.reference.neurons.add_neurons", compute_slowly)
     with load(plan, set=settings) as model:
         recorder, summary = record_run(model, [5, 6, 7], 4)
         assert record_run(model, [5, 6, 7], 1)[1].busy_s, "it can be observed once more"

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from math import exp, log
 from statistics import fmean
 
-from pi2.costs.constants import Constants
-from pi2.costs.ranges import Range
+from pi2.costs.constants import Constants, Range
 
 FITTED = (
     "arm_of_peak",

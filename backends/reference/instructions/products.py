@@ -65,7 +65,7 @@ def quantize_q8_0(own: Arguments) -> None:
 
 
 def _quantize(own: Arguments, kind: Activations, size: int, places: I64) -> None:
-    """Quantise blocks of ``size``; scales and codes are those of float32 arithmetic."""
+    """Quantise blocks of ``size``; scales and codes as in float32 arithmetic."""
     token, block = np.divmod(own.items, own.length // size)
     count, elements = int(token.max(initial=-1)) + 1, np.arange(size)
     at = (token[:, None], block[:, None] * size + elements)
