@@ -11,7 +11,7 @@ from pi2.fitting.sizes import count_unit_needs, find_needs
 from pi2.plan.arithmetic.estimates import describe_owners, name_memory
 from pi2.plan.arithmetic.resolved import FileFacts, ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
-from pi2.plan.documents.common import Document, choose_chat_sampling, find_type
+from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.quantities import (
     approximate_bytes,
@@ -81,6 +81,10 @@ def find_origin(source: SourceFile, path: KeyPath) -> str:
 def write_body(document: Document, comment: Comment) -> str:
     """Write all values of a document with the remarks that ``comment`` gives."""
     values = document.model_dump(mode="json", exclude_none=True)
+    for key, value in document:
+        # A default that was written out would be one that the plan states.
+        if isinstance(value, Sampling):
+            values[key] = value.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     root = type(document)
     if isinstance(document, Model):
         root, values = WrittenModel, gather_blocks(document, values)

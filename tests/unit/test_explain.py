@@ -2,14 +2,13 @@
 
 import os
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from pi2.cli import validate as explain
 from pi2.cli.main import run
-from pi2.fitting.check import FOLDER, load_pages
+from pi2.fitting.check import load_pages
 from tests.helpers.broken_plans import validate
 from tests.helpers.programs import Ask
 from tools import write_rule_docs
@@ -45,12 +44,6 @@ def test_pages_are_complete_sentences() -> None:
             assert "``" not in text, page.code
             assert text.count("`") % 2 == 0, page.code
         assert "\n" not in page.what
-
-
-def test_pages_go_into_the_wheel() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["pi2"]
-    assert f"{FOLDER.relative_to(ROOT / 'pi2').as_posix()}/*.toml" in patterns
 
 
 # The command

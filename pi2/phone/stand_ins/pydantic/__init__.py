@@ -38,6 +38,7 @@ class BeforeValidator:
     """Makes a value from text."""
 
     func: Convert
+    json_schema_input_type: Any = None
 
 
 @dataclass(frozen=True)
