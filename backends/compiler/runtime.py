@@ -63,8 +63,6 @@ class BoundCall(functools.partial[object]):
 def _time_calls(
     function: Callable[..., object], note: Callable[[float, float], None]
 ) -> Callable[..., object]:
-    """Return ``function`` with a call of ``note`` after it."""
-
     def call(*arguments: object) -> object:
         start_s = time.perf_counter()
         try:

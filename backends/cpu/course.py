@@ -153,7 +153,6 @@ class Course:
         self.program.run(0, now.at)
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
-        """Begin with a step."""
         self.select_chunk(0)
         self.is_step, self.tokens = True, len(tokens)
         self.program.begin_step(tokens, sequences, positions)

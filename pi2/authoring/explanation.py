@@ -319,7 +319,6 @@ def describe_path(text: str) -> list[Explanation]:
 
 
 def _find_document(kind: Kind, path: KeyPath) -> tuple[Kind, KeyPath]:
-    """Document and path that ``path`` means in a document of ``kind``."""
     if kind == "plan" and len(path) > 1 and path[0] in ("device", "model"):
         other: Kind = "device" if path[0] == "device" else "model"
         return other, path[1:]
@@ -342,7 +341,6 @@ def explain_values(report: Report, kind: Kind, text: str) -> list[Explanation]:
 
 
 def _expand_path(values: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Paths of all values that ``path`` means in ``values``."""
     if not path:
         yield ()
         return

@@ -161,7 +161,6 @@ class Description:
         )
 
     def cost_layer(self, kind: LayerKind) -> LayerCost:
-        """Expected cost of a layer."""
         return cost_layer(self.find_terms(kind))
 
     def find_core_share(self) -> float:

@@ -53,7 +53,6 @@ class Driver:
         self._scheduler.submit(*tickets)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request."""
         ticket.cancel()
         self._wake.set()
 

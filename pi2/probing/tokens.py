@@ -414,7 +414,6 @@ class _RecordingExecutor:
         return method
 
     def time_with(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``method`` with its calls timed."""
         return lambda *arguments: self._time(name, method, *arguments)
 
 

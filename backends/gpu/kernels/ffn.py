@@ -227,7 +227,6 @@ def emit_sums(
 
 
 def _is_any_set(factors: Sequence[c.Expr]) -> c.Expr:
-    """Whether one of them is not 0."""
     size: c.Expr = T.max(factors[0], c.number(0.0) - factors[0])
     for factor in factors[1:]:
         size = T.max(size, T.max(factor, c.number(0.0) - factor))
@@ -264,7 +263,6 @@ def find_element(precision: Precision, unit: c.Expr, index: c.Expr) -> c.Expr:
 
 
 def make_join(ffn: FfnKernels) -> c.Kernel:
-    """Make ``join``."""
     kernel = c.Kernel("join", (_JOINED, 1, 1))
     with kernel.declare():
         partials = kernel.take_array("partials", "float32")
@@ -350,7 +348,6 @@ def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
 
 
 def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    """Make ``sums_64``."""
     kernel = c.Kernel(f"sums_{many.TOKENS}", many.TILE_BLOCK)
     groups = ffn.hidden // GROUP
     columns = -(-ffn.hidden // many.COLUMNS)

@@ -111,7 +111,6 @@ def list_gathered_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
 
 
 def make_gates(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    """Make ``gates``."""
     kernel = c.Kernel("gates", BLOCK)
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32")
@@ -239,7 +238,6 @@ def _add_word(
 
 
 def make_gathered_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    """Make ``gathered_sums``."""
     kernel = c.Kernel("gathered_sums", BLOCK)
     with kernel.declare():
         slots = kernel.take_array("slots", "int32")

@@ -348,7 +348,6 @@ def make_product(product: ProductKernels, fp16: bool, count: int) -> c.Kernel:
 
 
 def make_many_product(product: ProductKernels, fp16: bool) -> c.Kernel:
-    """Make ``NAME_64``."""
     kernel = c.Kernel(f"{product.name}_{TOKENS}", TILE_BLOCK)
     groups = product.length // GROUP
     with kernel.declare():

@@ -64,7 +64,6 @@ def list_norm_kernels(norm: NormKernels) -> Iterator[c.Kernel]:
 
 
 def make_norm(norm: NormKernels) -> c.Kernel:
-    """Make ``norm``."""
     kernel = c.Kernel("norm", (_NORM_WIDTH, 1, 1))
     with kernel.declare():
         x = kernel.take_array("x", "float32")
@@ -84,7 +83,6 @@ def make_norm(norm: NormKernels) -> c.Kernel:
 
 
 def make_add_norm(norm: NormKernels) -> c.Kernel:
-    """Make ``add_norm``."""
     kernel = c.Kernel("add_norm", (_NORM_WIDTH, 1, 1))
     with kernel.declare():
         x, y = kernel.take_array("x", "float32"), kernel.take_array("y", "float32")
@@ -102,7 +100,6 @@ def make_add_norm(norm: NormKernels) -> c.Kernel:
 
 
 def make_add(norm: NormKernels) -> c.Kernel:
-    """Make ``add``."""
     kernel = c.Kernel("add", (_NORM_WIDTH, 1, 1))
     with kernel.declare():
         x, y = kernel.take_array("x", "float32"), kernel.take_array("y", "float32")
@@ -117,7 +114,6 @@ def make_add(norm: NormKernels) -> c.Kernel:
 
 
 def make_spread(norm: NormKernels) -> c.Kernel:
-    """Make ``spread``."""
     kernel = c.Kernel("spread", (_NORM_WIDTH, 1, 1))
     with kernel.declare():
         y, biases = kernel.take_array("y", "float32"), kernel.take_array("biases", "float32")
@@ -362,7 +358,6 @@ def make_route(router: RouterKernels) -> c.Kernel:
 
 
 def make_route_first(router: RouterKernels) -> c.Kernel:
-    """Make ``route_first``."""
     kernel = c.Kernel("route_first", (_THREADS, 1, 1))
     with kernel.declare():
         routes = kernel.take_array("routes", "float32")

@@ -97,7 +97,6 @@ def call(name: str, *operands: Expr) -> None:
 
 
 def number(value: float) -> Expr:
-    """Return a float32."""
     return T.FloatImm("float32", value)
 
 

@@ -73,10 +73,8 @@ def Field(default: Any = _MISSING, **_options: Any) -> Any:
 
 
 def model_validator(*, mode: str) -> Callable[[Convert], Convert]:
-    assert mode == "after", mode
-
     def mark(method: Convert) -> Convert:
-        method.__is_check__ = True  # type: ignore[attr-defined]
+        method.__mode__ = mode  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -87,6 +85,7 @@ class BaseModel:
 
     model_fields: dict[str, FieldInfo] = {}
     __checks__: tuple[str, ...] = ()
+    __readers__: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **_options: Any) -> None:
         fields = dict(cls.model_fields)
@@ -98,8 +97,9 @@ class BaseModel:
             if isinstance(given, FieldInfo):
                 delattr(cls, name)
         cls.model_fields = fields
-        own = [key for key, value in cls.__dict__.items() if hasattr(value, "__is_check__")]
-        cls.__checks__ = (*cls.__checks__, *own)
+        modes = {key: getattr(own, "__mode__", None) for key, own in cls.__dict__.items()}
+        cls.__checks__ += tuple(key for key, mode in modes.items() if mode == "after")
+        cls.__readers__ += tuple(key for key, mode in modes.items() if mode == "before")
 
     def __init__(self, **values: Any) -> None:
         self._fill(values)
@@ -133,6 +133,8 @@ class BaseModel:
             return values
         if not isinstance(values, dict):
             raise ValidationError(f"{cls.__name__}: a table is expected, not {values!r:.80}")
+        for name in cls.__readers__:
+            values = getattr(cls, name)(values)
         converters = _find_converters(cls)
         found = {}
         for name, value in values.items():
