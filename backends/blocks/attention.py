@@ -134,7 +134,6 @@ class _Parts(Heads):
         self._stride = v.let(self._width + PARTIAL)
 
     def look_at(self, token: v.Expr, head: v.Expr) -> None:
-        """Begin with a token and a query head."""
         self._token, position = token, v.let(v.wide(self.positions[token]))
         self.sees_all, self._list = self.is_whole(position), self.find_list(token, head)
         end = v.Cell(position + 1)

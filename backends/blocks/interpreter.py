@@ -70,7 +70,6 @@ class CompiledInterpreter:
         return find_address(function)
 
     def run(self, program: int, begin: int, end: int, most: int) -> None:
-        """See `Interpreter`."""
         self.workers.open().pi2_blocks_run(program, begin, end, most)
 
     def close(self) -> None:

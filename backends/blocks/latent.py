@@ -12,8 +12,6 @@ from pi2.plan.documents.model_mixing import Latent
 
 
 class LatentAttention:
-    """Adds latent attention to a program."""
-
     def __init__(self, model: Model, builder: Builder, latent: Latent) -> None:
         self._hidden, self._builder, self._latent = model.shape.hidden, builder, latent
         index = model.attention.index

@@ -63,7 +63,6 @@ def make_tabled_function(name: str, emit: Callable[[Table], None]) -> tvm.tirx.P
 
 
 def pick(value: v.Expr, lanes: int, places: Sequence[int]) -> v.Expr:
-    """Return the lanes ``places`` of a vector of ``lanes``."""
     # As many lanes have to be given as are taken.
     copies = -(-len(places) // lanes)
     return Shuffle([value] * copies, list(places))

@@ -132,7 +132,6 @@ class BlockModel:
         return len(self._program.instructions)
 
     def read_values(self, number: int, *names: str) -> tuple[int, ...]:
-        """Return arguments of an instruction."""
         return tuple(self._program.read_value(number, name) for name in names)
 
     def view_scores(self, own: RoutedLayer) -> F32:
@@ -275,7 +274,6 @@ class BlockModel:
         view_floats(area.address, len(given), area.stride)[:, :hidden] = given
 
     def run(self, begin: int, end: int) -> None:
-        """Compute instructions ``begin`` to ``end``."""
         if self._note is None and self._watch is None:
             self.interpreter.run(self._program.address, begin, end, self.most_threads)
             return

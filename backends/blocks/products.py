@@ -257,14 +257,12 @@ class Products:
     def make_product(
         self, key: str, layer: int, y: Area, has_bias: bool = False, **more: Any
     ) -> Product:
-        """Return the matrix ``key`` of a layer as a product, with its bias."""
         bias = self.read_vector(f"{key}_bias", layer) if has_bias else 0
         return Product(key=key, weight=self.need(key, layer), y=y, bias=bias, **more)
 
     def list_inputs(
         self, fused: str, layer: int, parts: list[tuple[str, Area]], has_bias: bool, **more: Any
     ) -> list[Product]:
-        """Return the matrices of ``parts``, or one that has all of them."""
         is_fused = getattr(self._model.tensors, fused, None) is not None
         if is_fused and self.find(fused, layer) is not None:
             parts = [(fused, parts[0][1])]

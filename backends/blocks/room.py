@@ -101,7 +101,6 @@ _ORDERS: Mapping[str, Order] = {
 
 
 def find_order(name: str) -> Order:
-    """Return the order of a format."""
     return _ORDERS.get(name, NATURAL)
 
 
@@ -178,8 +177,6 @@ class Cached:
 
 
 class KvCache:
-    """KV cache of the layers."""
-
     def __init__(
         self, model: Model, context: int, sequences: int, allocate: Allocate, kind: KvType
     ) -> None:

@@ -163,7 +163,6 @@ class PairTables:
         self._run(self._set_outputs(own, begin, end), own.end)
 
     def run_rows(self, own: RoutedLayer, begin: int, end: int) -> None:
-        """Compute all of entries and rows ``begin`` to ``end``."""
         self._set_inputs(own, begin, end)
         self._set_outputs(own, begin, end)
         self._run(own.begin, own.end)

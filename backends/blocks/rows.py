@@ -107,8 +107,6 @@ class _Rows:
 
 
 class Pairs:
-    """Pairs of tokens and experts."""
-
     def __init__(self, table: Table) -> None:
         self._experts = table.take_array("expert_of", "int32")
         self._places = table.take_array("place_of", "int32")

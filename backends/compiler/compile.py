@@ -35,7 +35,6 @@ C_LIBRARY = {"memcpy", "memmove", "memset", "preadv", "strlen", "syscall"}
 
 
 def aim(target: tvm.target.Target, triple: str) -> tvm.target.Target:
-    """Return ``target`` for the machine ``triple``."""
     level = int(target.attrs.get("opt-level", 3))
     options: dict[str, object] = {"kind": "llvm", "mtriple": triple, "opt-level": level}
     for key in ("mcpu", "mattr"):

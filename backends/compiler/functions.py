@@ -72,8 +72,6 @@ def refuse_library(path: Path, error: Exception) -> UserError:
 
 
 class CompiledFunctions:
-    """The functions of a library."""
-
     def __init__(self, path: Path) -> None:
         self._ffi = import_ffi()
         try:

@@ -168,7 +168,6 @@ class _Library:
                     self._globals[symbol.name] = symbol
 
     def write(self) -> bytes:
-        """Return the file."""
         for section in self._sections:
             self._plan(section)
         for symbol in self._globals.values():
@@ -294,8 +293,6 @@ def _fill_in(
 
 
 class _Names:
-    """A table of strings."""
-
     def __init__(self) -> None:
         self.data = bytearray(1)
         self._places: dict[str, int] = {}

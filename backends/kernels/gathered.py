@@ -195,7 +195,6 @@ class Run:
         return ask
 
     def take_parts(self, places: Sequence[Place], name: PartName) -> list[Vector]:
-        """Return a part of each of the neurons at ``places``."""
         return [self.bundles.take_part(self.find(place), name) for place in places]
 
     def dot(

@@ -243,13 +243,11 @@ class NumpyInterpreter:
         self._found: list[tuple[str, str | None]] = []
 
     def find(self, kernel: str, own: str | None = None) -> int:
-        """See `Interpreter`."""
         if (kernel, own) not in self._found:
             self._found.append((kernel, own))
         return self._found.index((kernel, own))
 
     def run(self, program: int, begin: int, end: int, most: int) -> None:
-        """See `Interpreter`."""
         words = (ctypes.c_int64 * (8 * end)).from_address(program)
         for place in range(8 * begin, 8 * end, 8):
             number, arguments, items, *_, first, _ = words[place : place + 8]

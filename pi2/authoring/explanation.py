@@ -357,7 +357,6 @@ def _expand_path(values: Any, path: KeyPath) -> Iterator[KeyPath]:
 
 
 def explain_value(report: Report, kind: Kind, path: KeyPath) -> Explanation:
-    """Explain the value at ``path``, as `explain_values` does."""
     owner, own = _find_document(kind, path)
     resolved = report.resolved
     if owner == "plan" and len(path) > 1 and path[0] == "layers" and isinstance(path[1], int):

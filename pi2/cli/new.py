@@ -127,8 +127,7 @@ def new_plan(given: NewPlanOptions) -> None:
 
 def _convert_modelfile(file: Path, given: NewPlanOptions) -> None:
     from pi2.cli.run import read_text
-    from pi2.found_models import OLLAMA, find_found
-    from pi2.modelfiles import Modelfile
+    from pi2.found_models import OLLAMA, Modelfile, find_found
 
     found = Modelfile.parse(read_text(file), str(file))
     path = given.choose(file.resolve().parent.name, "plan")
@@ -147,7 +146,7 @@ def _convert_modelfile(file: Path, given: NewPlanOptions) -> None:
 @take_plan()
 def new_modelfile(plan: ChosenPlan) -> None:
     """Print a Modelfile with which ollama runs the GGUF file of PLAN."""
-    from pi2.modelfiles import write_modelfile
+    from pi2.found_models import write_modelfile
 
     click.echo(write_modelfile(plan.resolved), nl=False)
 
@@ -156,7 +155,7 @@ def new_modelfile(plan: ChosenPlan) -> None:
 @take_plan()
 def new_llama_swap(plan: ChosenPlan) -> None:
     """Print the entry of llama-swap's config.yaml that serves PLAN."""
-    from pi2.modelfiles import write_llama_swap
+    from pi2.found_models import write_llama_swap
 
     click.echo(write_llama_swap(plan.resolved, plan.path.name.split(".")[0]), nl=False)
 

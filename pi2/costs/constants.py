@@ -135,7 +135,7 @@ def _read(name: str) -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(resources.files("pi2.costs").joinpath(name).read_text("utf-8"))
 
 
-_FIGURES, _CORES = _read("constants.toml"), _read("cores.toml")
+FIGURES, _CORES = _read("constants.toml"), _read("cores.toml")
 
 
 def count_pipes(core: str | None, architecture: str | None) -> int:
@@ -150,34 +150,20 @@ class Constants:
 
     def __init__(self, **changes: float) -> None:
         """``changes``: other values, by name."""
-        assert changes.keys() <= _FIGURES.keys(), changes
-        self.__dict__.update({name: item["value"] for name, item in _FIGURES.items()} | changes)
+        assert changes.keys() <= FIGURES.keys(), changes
+        self.__dict__.update({name: item["value"] for name, item in FIGURES.items()} | changes)
 
     def __getattr__(self, name: str) -> float:
         raise AttributeError(name)
 
     def find_spread(self, name: str) -> Spread:
         """How far devices of a class are from a share that is assumed of them."""
-        item = _FIGURES[name]
+        item = FIGURES[name]
         return Spread(low=item["low"] / item["value"], high=item["high"] / item["value"])
 
     def find_label_spread(self, status: str) -> Spread:
         """How far a stated figure may be from what programs find."""
         return Spread.around(getattr(self, f"{status.replace('-', '_')}_factor"))
-
-
-def describe_constants(constants: Constants) -> list[tuple[str, float, str, str, str]]:
-    """Names, values, units, kinds, and meanings with the devices behind them."""
-    return [
-        (
-            name,
-            float(getattr(constants, name)),
-            item["unit"],
-            item["kind"],
-            f"{item['meaning']}; {item['devices']}",
-        )
-        for name, item in _FIGURES.items()
-    ]
 
 
 Side = Literal["low", "high"]

@@ -194,7 +194,6 @@ def cost_resolved(
 def cost_range(
     resolved: ResolvedPlan, rates: Rates | None = None, *, prompt: int = PROMPT, **known: Any
 ) -> Cost:
-    """`cost_resolved` with the ends of its ranges."""
     rates = read_plan_rates(resolved) if rates is None else rates
     expected, low, high = (
         cost_resolved(resolved, own, prompt=prompt, **known)

@@ -169,7 +169,6 @@ def read_comments(file: str, text: str) -> tuple[list[Ignore], list[Diagnostic]]
 
 
 def _find_lines(lines: Sequence[str], number: int) -> range:
-    """Lines that a comment in line ``number`` is about."""
     if not lines[number - 1].lstrip().startswith("#"):
         return range(number, number + 1)
     after = number

@@ -199,7 +199,6 @@ def open_slots(
     region: U8,
     loops: HostLoops | None,
 ) -> ExpertSlots:
-    """Make slots for experts in ``region``."""
     plan, moe = resolved.plan, resolved.model.moe
     assert moe is not None
     reads = SlotReads(

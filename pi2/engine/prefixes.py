@@ -185,7 +185,6 @@ class Prefixes:
         return self.choose_empty(free), 0
 
     def choose_empty(self, free: Sequence[int]) -> int:
-        """Choose one of the places ``free``, and empty it."""
         self._forward.reset(free[0])
         return free[0]
 

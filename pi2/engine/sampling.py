@@ -39,35 +39,22 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How the next token is drawn: penalties, DRY, bias, temperature, top-k, top-p, min-p."""
+    """How the next token is drawn; `pi2.plan.documents.common.Sampling` says it of each key."""
 
     temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probabilities reach p."""
     min_p: float = 0.0
-    """Keep tokens with at least min_p times the probability of the most likely one."""
     repetition_penalty: float = 1.0
-    """Divide the positive logits of tokens already seen by it, multiply the negative ones."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that were generated already."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens, times how often each was generated already."""
     penalty_window: int = -1
-    """The last tokens to which penalties look back; 0 turns them off, -1 is all."""
     dry_multiplier: float = 0.0
-    """DRY: a token that would lengthen a repeated sequence loses this, times ``dry_base`` for each
-    token of it beyond ``dry_allowed_length``; 0 turns it off."""
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1
-    """The last tokens in which it looks for the sequence; 0 turns it off, -1 is all."""
     dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
-    """Texts that end a sequence, if a token has one."""
     end_repeats: bool | None = None
-    """Whether an answer that only repeats itself ends."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of single tokens, by their ids."""
     seed: int | None = None

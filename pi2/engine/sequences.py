@@ -257,7 +257,6 @@ class Sequences(ABC):
             keeper.put_state(target, keeper.read_state(source))
 
     def take_context(self, sequence: int) -> KeptContext:
-        """A copy of what a sequence has."""
         keeper, position = self._computer, self.positions[sequence]
         assert isinstance(keeper, ContextKeeper), "nothing can be copied"
         whole = round_up(position, CONTEXT_BLOCK)

@@ -116,8 +116,6 @@ class NeuronCounters:
     """Experts that computed tokens in layers whose routing was looked ahead at."""
     foreseen: int = 0
     """Experts among them that prefetching had predicted."""
-    without_ahead: int = 0
-    """Tokens that did not look ahead, because it did not pay."""
     touched: int = 0
     """Neurons that steps have used; a neuron of several tokens in a step counts once."""
 

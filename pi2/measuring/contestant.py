@@ -254,8 +254,6 @@ def _serve(pipe: Connection, recipe: Recipe) -> None:
 
 
 class RemoteContestant(Worker):
-    """A contestant as its caller sees it."""
-
     def __init__(self, recipe: Recipe, progress: Progress, subject: str) -> None:
         super().__init__(recipe, progress, subject)
         try:

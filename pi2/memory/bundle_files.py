@@ -128,8 +128,6 @@ class BundleFile:
 
 
 class BundleFiles:
-    """Open files, one for each layer."""
-
     def __init__(
         self, files: Sequence[BundleFile], *, direct: bool, gate_bytes: int, room: U8
     ) -> None:

@@ -186,7 +186,6 @@ class FlashReader:
         return self._note_start(PendingRead(layer, indices, slots, clusters, batch, gates), start_s)
 
     def _divide(self, count: int) -> tuple[slice, ...]:
-        """Clusters of ``count`` neurons."""
         settings = self._settings
         # What follows a cluster's gates is read while the next one's are computed.
         may_be_one = settings.ahead and not self._gate_bytes

@@ -374,7 +374,6 @@ def _bring_store(source: Path, target: Path, mode: StoreMode, progress: Progress
 
 
 def bring_files(places: Mapping[Path, Path], mode: StoreMode, progress: Progress) -> None:
-    """Link or copy files to their ``places``."""
     for number, (path, place) in enumerate(places.items()):
         place.parent.mkdir(parents=True, exist_ok=True)
         if mode == "link":

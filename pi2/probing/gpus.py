@@ -97,8 +97,6 @@ class GpuBench:
 
 
 class DeviceBench:
-    """Arrays and kernels of one device."""
-
     def __init__(self, launcher: Launcher, progress: Progress) -> None:
         self._launcher = launcher
         self._product = ProductKernels(length=WIDTH, precision="int4")

@@ -141,8 +141,6 @@ def _write_sample(path: Path, size: int) -> int:
 
 
 class StorageBench:
-    """Reads of one file."""
-
     def __init__(self, path: str, size_bytes: int, loops: HostLoops | None = None) -> None:
         """``loops`` as in `pi2.memory.flash.FlashReader`."""
         self._path = Path(path)

@@ -337,7 +337,6 @@ def _split_choices(pattern: str) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """The pattern of a text."""
     return _escape_slash(re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text))
 
 

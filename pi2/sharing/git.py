@@ -219,7 +219,6 @@ class _Repository:
         return self.read_object(name, path)
 
     def find_entry(self, commit: str, path: str) -> tuple[str, str] | None:
-        """Mode and object of ``path``."""
         for mode, name, found in self.list_tree(commit, path):
             if found == path:
                 return mode, name

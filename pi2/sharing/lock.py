@@ -35,8 +35,6 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Source(Table):
-    """A reference and its target."""
-
     reference: Annotated[str, StringConstraints(min_length=1, max_length=500)]
     """The reference as documents write it; paths of files are relative to the lock's folder."""
     url: Annotated[str, StringConstraints(min_length=1, max_length=1000)]

@@ -115,8 +115,6 @@ class Pairs:
 
 
 class Encoded(Protocol):
-    """Tokens of a text."""
-
     @property
     def ids(self) -> list[int]:
         """Their numbers."""

@@ -168,7 +168,6 @@ class TextNumbers(Mapping[str, int]):
         return found[0]
 
     def list_all(self, text: str) -> list[int]:
-        """All numbers of a text, ascending."""
         encoded = text.encode("utf-8", "surrogatepass")
         return [
             number

@@ -10,7 +10,7 @@ from paper.comparison import SHORT_TOKENS, Comparison, compare, predict, summari
 from paper.freedoms import list_names
 from paper.points import ACE2, BAMBOO, OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, Scenario
-from pi2.costs.constants import Constants, describe_constants
+from pi2.costs.constants import FIGURES, Constants
 from pi2.costs.description import Description
 from pi2.costs.hotness import Hotness, compute_hit_chances, draw_shifts, find_spread, measure_skew
 from pi2.fitting.check import load_plan
@@ -48,10 +48,10 @@ def test_later_tokens_take_longer_because_of_their_keys_and_values() -> None:
 
 
 def test_every_constant_is_described() -> None:
-    for name, value, unit, kind, meaning in describe_constants(Constants()):
-        assert name and unit and meaning
-        assert kind in ("published", "estimated", "calibrated", "assumed")
-        assert value >= 0.0
+    for name, figure in FIGURES.items():
+        assert name and figure["unit"] and figure["meaning"] and figure["devices"]
+        assert figure["kind"] in ("published", "estimated", "calibrated", "assumed")
+        assert getattr(Constants(), name) >= 0.0
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,8 @@ def test_every_point_is_simulated(rows: list[Comparison]) -> None:
 
 def test_every_fitted_figure_has_a_row_that_says_what_comparisons_are_without_it() -> None:
     names = list_names()
-    for name, _, _, kind, _ in describe_constants(Constants()):
-        assert kind != "calibrated" or f"`{name}`" in names
+    for name, figure in FIGURES.items():
+        assert figure["kind"] != "calibrated" or f"`{name}`" in names
     text = (Path(__file__).parents[2] / "tools/results/simulator.md").read_text("utf-8")
     assert [name for name in names if f"\n| {name} |" not in text] == []
 

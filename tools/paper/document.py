@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from paper.comparison import Comparison, Prediction, summarise
 from paper.freedoms import write_freedoms
-from pi2.costs.constants import Constants, describe_constants
+from pi2.costs.constants import FIGURES, Constants
 
 END = "<!-- end -->"
 MEMORY = {"half": "half of the FFN", "full": "everything"}
@@ -150,8 +150,9 @@ def write_constants(constants: Constants) -> Iterator[str]:
     """All constants."""
     yield "| constant | value | origin | meaning |"
     yield "| --- | ---: | --- | --- |"
-    for name, value, unit, kind, meaning in describe_constants(constants):
-        yield f"| `{name}` | {_write_value(value, unit)} | {kind} | {meaning} |"
+    for name, own in FIGURES.items():
+        value = _write_value(float(getattr(constants, name)), own["unit"])
+        yield f"| `{name}` | {value} | {own['kind']} | {own['meaning']}; {own['devices']} |"
 
 
 def _write_memory(memory: str | float) -> str:

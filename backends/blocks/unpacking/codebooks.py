@@ -40,12 +40,10 @@ def _byte(source: Source, place: int) -> v.Expr:
 
 
 def _word(source: Source, place: int) -> v.Expr:
-    """Return 16 bits as int32."""
     return v.let(T.cast(source.load_as(place, "int16"), "int32") & T.int32(0xFFFF))
 
 
 def _bits(value: v.Expr, first: int, count: int) -> v.Expr:
-    """Return some bits of an int32."""
     shifted = value if first == 0 else T.shift_right(value, T.int32(first))
     return shifted & T.int32((1 << count) - 1)
 

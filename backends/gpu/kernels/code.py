@@ -280,7 +280,6 @@ class Scales:
         return cls(kernel.take_array(name, "float16" if fp16 else "uint32"), fp16)
 
     def load(self, index: Expr) -> Expr:
-        """Return a scale as float32."""
         if self.fp16:
             return let(T.cast(self.buffer[index], "float32"))
         index = let(index)

@@ -253,7 +253,6 @@ def _add_neuron(
 
 
 def find_element(precision: Precision, unit: c.Expr, index: c.Expr) -> c.Expr:
-    """Return which element of a vector is number ``index`` of unit ``unit`` of 8 elements."""
     if count_words(precision) >= ELEMENTS:
         return unit * ELEMENTS + index
     group, word = T.floordiv(unit, UNITS), T.floormod(unit, UNITS)

@@ -273,7 +273,6 @@ def list_router_kernels(router: RouterKernels) -> Iterator[c.Kernel]:
 
 
 def make_route_scores(router: RouterKernels) -> c.Kernel:
-    """Make ``route_scores``: a work group for a score."""
     kernel = c.Kernel("route_scores", (_THREADS, 1, 1))
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32")

@@ -91,8 +91,6 @@ class LoadedKernel(Protocol):
 
 
 class Launch(Protocol):
-    """A kernel with its arrays."""
-
     kernel: LoadedKernel
 
 

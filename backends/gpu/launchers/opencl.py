@@ -123,8 +123,6 @@ class OpenClEvent:
 
 
 class OpenClQueue:
-    """A queue that keeps its order."""
-
     def __init__(self, context: Any) -> None:
         self._queue = cl.CommandQueue(context)
         self._kept: list[Array] = []

@@ -69,12 +69,10 @@ def view_vectors(address: Expr) -> Buffer:
 
 
 def load(words: Buffer, vector: Expr) -> Expr:
-    """Read vector number ``vector``."""
     return words[T.ramp(vector * LANES, 1, LANES)]
 
 
 def store(words: Buffer, vector: Expr, value: Expr) -> None:
-    """Write vector number ``vector``."""
     T.buffer_store(words, value, [T.ramp(vector * LANES, 1, LANES)])
 
 
@@ -101,5 +99,4 @@ def number(value: float) -> Expr:
 
 
 def widen(value: Expr) -> Expr:
-    """Return an int32 as a float32."""
     return T.cast(value, "float32")

@@ -55,9 +55,6 @@ class Bytes(Unpacking):
     ) -> list[tuple[v.Expr, v.Expr]]:
         return [(word, v.reinterpret(words, "int8", 4 * count))]
 
-    def split_bytes(self, raw: v.Expr, chunk: int) -> list[tuple[int, v.Expr]]:
-        return [(4 * chunk, v.reinterpret(raw, "int8", 4))]
-
 
 class Nibbles(Unpacking):
     """Codes are fields less 8."""
@@ -108,12 +105,6 @@ class Nibbles(Unpacking):
     def find_numbers(self, arm: bool, codes: v.Expr, size: int) -> v.Expr:
         """Return what nibbles uint8 [size] stand for, as int8."""
         return v.reinterpret(codes, "int8", size) - v.constant(8, "int8", size)
-
-    def split_bytes(self, raw: v.Expr, chunk: int) -> list[tuple[int, v.Expr]]:
-        return [
-            (4 * chunk, raw & v.constant(15, "uint8", 4)),
-            (16 + 4 * chunk, raw >> v.constant(4, "uint8", 4)),
-        ]
 
 
 class Pairs(Unpacking):

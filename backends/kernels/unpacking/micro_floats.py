@@ -80,9 +80,6 @@ class _MicroFloats(Nibbles):
         found = v.let(v.reinterpret(look_up_bytes(arm, NUMBERS, wide, 16), "int8", 16))
         return Shuffle([found], list(range(size)))
 
-    def split_bytes(self, raw: v.Expr, chunk: int) -> list[tuple[int, v.Expr]]:
-        raise NotImplementedError
-
 
 def _find_number(code: v.Expr, lanes: int) -> v.Expr:
     """Return what the low 4 bits of int32 lanes stand for, as float32."""

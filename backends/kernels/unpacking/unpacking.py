@@ -113,7 +113,6 @@ class Unpacking:
         raise NotImplementedError
 
     def load_scales(self, vector: Vector, group: v.Expr, count: int) -> v.Expr:
-        """Return the scales of ``count`` groups from ``group`` on as float32."""
         if self.packing.scaled == "vectors":
             return v.splat(v.load_as(vector.scales, vector.scales_base, "float32", 1), count)
         return v.load_halves(vector.scales, vector.scales_base + v.wide(group * 2), count)
@@ -210,10 +209,6 @@ class Unpacking:
         ``words`` int32 [count], number ``word`` of their groups."""
         raise NotImplementedError
 
-    def split_bytes(self, raw: v.Expr, chunk: int) -> list[tuple[int, v.Expr]]:
-        """Return (first of four elements, fields) of four bytes of a chunk."""
-        raise NotImplementedError
-
 
 def look_up_floats(table: v.Expr, code: v.Expr) -> v.Expr:
     """Return the lanes of ``table`` float32x16 that the low 4 bits of each lane of ``code`` name:
@@ -247,7 +242,6 @@ class _Words:
 
 
 def _repeat(value: v.Expr, lanes: int, places: list[int]) -> v.Expr:
-    """Return the lanes ``places`` [16] of a vector of ``lanes``."""
     if lanes == 1:
         return v.splat(value, WIDE)
     # As many lanes have to be given as are taken.

@@ -114,5 +114,4 @@ class Arguments:
 
 
 def widen(values: Array) -> F64:
-    """Return a copy in float64."""
     return np.array(values, np.float64)

@@ -168,7 +168,6 @@ def _attend(own: Arguments, is_chosen: bool) -> None:
 
 
 def join(own: Arguments) -> None:
-    """Join parts of contexts."""
     width = own.value_width
     for item in own.items.tolist():
         token, head = place = divmod(item, own.heads)

@@ -40,8 +40,6 @@ def find_obstacles() -> list[str]:
 
 
 class CompiledFunctions:
-    """The functions of a library."""
-
     def __init__(self, path: Path) -> None:
         """Load ``path``; see `pi2.backends.compiler.functions`."""
         self._library = ctypes.CDLL(str(path))

@@ -24,7 +24,6 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def make_decoder(rule: Mapping[str, Any] | None) -> Decode:
-    """Return a decoder; raises `Unsupported`."""
     if rule is None:
         return lambda texts: [" ".join(texts)]
     kind = rule["type"]

@@ -124,7 +124,6 @@ class Needs:
     workspace: Need
 
     def items(self) -> list[tuple[str, Need]]:
-        """Segments by name."""
         return [(item.name, getattr(self, item.name)) for item in fields(self)]
 
 

@@ -32,8 +32,6 @@ class LayerThresholds(Table):
 
 
 class Thresholds(Document):
-    """Thresholds of all layers of a model."""
-
     model: Identifier
     """The model's short name."""
     activation: Activation

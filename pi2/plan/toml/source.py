@@ -43,8 +43,6 @@ _TOML_1_1_HINTS = re.compile(r",\s*\}|\\[ex]|\d\d:\d\d(?![\d:])|\{[^}]*\n")
 
 
 class Places(Protocol):
-    """Places of keys and their values."""
-
     def has(self, path: KeyPath) -> bool: ...
 
     def has_header(self, path: KeyPath) -> bool:

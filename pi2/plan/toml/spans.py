@@ -277,7 +277,6 @@ def _unquote(text: str) -> str:
 
 
 def index_spans(file: str, text: str) -> SpanIndex:
-    """Index ``text``; ``file`` names it in the spans."""
     import tree_sitter_toml
     from tree_sitter import Language, Parser
 
@@ -361,19 +360,12 @@ def locate(name: str, text: str, offset: int) -> Span:
 
 
 _CLOSE = 'add the closing quote, or use """ for multi-line strings'
+_QUOTES = "keys with characters other than A-Z a-z 0-9 _ - need quotes"
 _EXPLANATIONS = (
     ("Expected '='", "expected `=` after the key", "write `key = value`"),
     ("Expected ']", "the header has no closing bracket", "write `[table]` or `[[array]]`"),
-    (
-        "Invalid statement",
-        "expected a key or a [table] header",
-        "keys with characters other than A-Z a-z 0-9 _ - need quotes",
-    ),
-    (
-        "Invalid initial character for a key part",
-        "expected a key",
-        "keys with characters other than A-Z a-z 0-9 _ - need quotes",
-    ),
+    ("Invalid statement", "expected a key or a [table] header", _QUOTES),
+    ("Invalid initial character for a key part", "expected a key", _QUOTES),
     (
         "Expected newline or end of document",
         "expected the end of the line after the value",

@@ -32,7 +32,6 @@ def _list_unshared(model: Model) -> list[int]:
 
 
 def _list_kinds(model: Model) -> list[str]:
-    """Kinds of layers with a state."""
     kinds = model.layers.kinds if model.layers else ()
     mixers = (mixer for kind in kinds for mixer in kind.split("+"))
     return list(dict.fromkeys(name for name in mixers if name not in ("attention", "none")))
@@ -310,6 +309,5 @@ def _make_rule(code: str, table: Mapping[str, Any]) -> Rule:
 
 
 def read_stated_rules() -> Iterator[Rule]:
-    """The rules of stated.toml."""
     tables = tomli.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     yield from (_make_rule(code, table) for code, table in tables.items())
