@@ -141,6 +141,7 @@ def show_command(plan: str, given: ShowOptions) -> None:
     FILE is a plan, device or model.  The output is a valid document: saved next to the original, it
     resolves to the same digest."""
     from pi2.authoring.writing import write_document, write_plan
+    from pi2.costs.cost import describe_speed
     from pi2.plan.toml.source import detect_kind
 
     path = find_document_path(Path(plan))
@@ -163,7 +164,8 @@ def show_command(plan: str, given: ShowOptions) -> None:
         if given.document == "plan"
         else write_document(other, source, origins=given.origins)
     )
-    sys.stdout.write(text)
+    speed = describe_speed(found) if given.document == "plan" else None
+    sys.stdout.write(text.replace("\n", f"\n# {speed}\n", 1) if speed else text)
 
 
 @click.command("completion")
@@ -228,6 +230,7 @@ def fit_command(plan: ChosenPlan, given: FitOptions) -> None:
     Segments, shares of hot neurons and splits are worked out again; the changes go to standard
     error.  The new plan extends PLAN and states what differs.  Without -o it goes to standard
     output."""
+    from pi2.costs.cost import describe_speed
     from pi2.plan.documents.quantities import format_bytes
 
     if plan.memory_bytes is None and not plan.settings:
@@ -236,7 +239,8 @@ def fit_command(plan: ChosenPlan, given: FitOptions) -> None:
         check_output(given.output, "plan", given.force)
     need = format_bytes(plan.resolved.plan.memory.budget)
     remark = f"Fitted by `pi2 fit`: {need} for the whole process."
-    write_fitted(plan, given.output, [remark])
+    speed = describe_speed(plan.resolved)
+    write_fitted(plan, given.output, [remark, *([f"{speed}."] if speed else [])])
 
 
 def write_fitted(

@@ -30,6 +30,7 @@ from pi2.costs.description import Activity, Description, describe_plan, read_pla
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PROMPT, cost_prompt
 from pi2.costs.settings import POSITION
+from pi2.diagnostics import UserError
 from pi2.fitting.budget import count_libraries
 from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import count_lent_bytes
@@ -175,6 +176,14 @@ def cost_plan(
 ) -> Cost:
     """Cost of a token after ``position`` tokens, and of a prompt, with ranges; UserError P351."""
     return cost_range(resolved, rates, store=resolved.store_path, position=position, prompt=prompt)
+
+
+def describe_speed(resolved: ResolvedPlan) -> str | None:
+    """The predicted speed with its range; None if the device lacks a figure."""
+    try:
+        return f"{cost_plan(resolved).range_tokens_s.write()} tokens/s, predicted"
+    except UserError:
+        return None
 
 
 def cost_resolved(

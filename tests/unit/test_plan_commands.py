@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,8 @@ def test_show_prints_a_plan_with_units_defaults_and_digest(ask: Ask) -> None:
     assert (values["kv"]["type"], values["kv"]["context"]) == ("fp16", 512)
     assert (values["io"]["mode"], values["io"]["threads"]) == ("direct", 3)
     assert values["memory"]["segments"]["hot"].endswith(("KiB", "MiB"))
+    phone = ask(["show", "plans/oneplus-12/bamboo-7b-half.plan.toml"]).out
+    assert re.match(r"# .*\n# [\d.]+ - [\d.]+ - [\d.]+ tokens/s, predicted\n", phone)
 
 
 def test_show_refuses_a_bad_plan(ask: Ask) -> None:
