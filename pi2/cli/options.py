@@ -291,7 +291,7 @@ def _make_option(
             settings.setdefault("type", click.Choice(get_args(kind)))
         else:
             settings.setdefault("type", click.Path(path_type=Path) if kind is Path else kind)
-    if settings.get("default") not in (None, ()) and kind is not bool:
+    if settings.get("default") not in (None, (), "") and kind is not bool:
         settings.setdefault("show_default", True)
     return click.option(*names, item.name, cls=described, **settings)  # type: ignore[arg-type]
 
