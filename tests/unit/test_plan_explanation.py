@@ -181,7 +181,7 @@ def test_show_says_where_values_come_from(plan: Path, ask: Ask) -> None:
     lines = ask(["show", "--resolved", "--origins", str(plan)]).out.splitlines()
     assert any(line.startswith('hot = "17 MiB" # my.plan.toml:4:23; needs ') for line in lines)
     assert "threads = 4 # base.plan.toml:35:11" in lines
-    assert "top_k = 0 # default" in lines
+    assert 'prefill = "chunks-first" # default' in lines
 
 
 @pytest.mark.parametrize("origins", [[], ["--origins"]])
