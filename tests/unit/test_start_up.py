@@ -37,7 +37,7 @@ def run_command(*arguments: str) -> tuple[int, set[str]]:
     [
         ("--help",), ("--version",), ("run", "--help"), ("validate", str(DEMO)),
         ("validate", "--format", "sarif", str(DEMO)), ("validate", "--format", "junit", str(DEMO)),
-        ("show", str(DEMO)), ("explain", "P210"),
+        ("explain", "P210"),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -46,6 +46,12 @@ def test_reading_plans_imports_nothing_heavy(arguments: tuple[str, ...]) -> None
     assert code == 0
     assert "pi2.cli.main" in modules
     assert [name for name in HEAVY if name in modules] == []
+
+
+def test_showing_a_plan_imports_only_what_computes_its_speed() -> None:
+    code, modules = run_command("show", str(DEMO))
+    assert code == 0
+    assert [name for name in HEAVY if name in modules] == ["numpy"]
 
 
 @pytest.mark.slow
