@@ -172,8 +172,10 @@ def keep_others(results: Results, path: Path = RESULTS) -> Results:
         return results
     earlier = read_results(path)
     same = earlier.machine.processor == results.machine.processor
-    if not same or earlier.versions != results.versions:
+    versions = results.versions
+    if not same or any(earlier.versions.get(name, own) != own for name, own in versions.items()):
         return results
+    versions = earlier.versions | versions
     before = {model.file: model for model in earlier.models}
     models = []
     for model in results.models:
@@ -185,7 +187,7 @@ def keep_others(results: Results, path: Path = RESULTS) -> Results:
         merged = [rows[key] for key in sorted(rows)]
         models.append(ModelResult(model.file, model.size_bytes, merged, quality))
     models = sorted([*before.values(), *models], key=lambda model: model.size_bytes)
-    return replace(results, models=models, command=write_command(models, path))
+    return replace(results, versions=versions, models=models, command=write_command(models, path))
 
 
 def write_command(models: Sequence[ModelResult], path: Path) -> str:
