@@ -57,17 +57,19 @@ def read_figures(path: Path) -> Figures:
 
 
 def take_real_figures(results: Results) -> Figures:
-    """Speeds of real models in memory, llama.cpp first."""
+    """Speeds of real models in memory, llama.cpp first, each engine where it was measured."""
+    measured = {row.engine for model in results.models for row in model.rows}
+    engines = tuple(name for name in ("llama.cpp", "ik_llama.cpp", "pi2") if name in measured)
     models = []
     for model in results.models:
         speeds = {row.engine: row.figures for row in model.rows if row.share >= 1}
-        both = tuple(speeds[name].get("decode_tokens_s", 0.0) for name in ("llama.cpp", "pi2"))
-        models.append(Limit(model.file.removesuffix(".gguf").replace("-instruct", ""), both))
+        rates = tuple(speeds[name].get("decode_tokens_s", 0.0) for name in engines)
+        models.append(Limit(model.file.removesuffix(".gguf").replace("-instruct", ""), rates))
     return Figures(
         "Decode speed of real models in memory",
-        "The same GGUF file for both; tokens/s, and times llama.cpp",
+        "The same GGUF file for all; tokens/s, and times llama.cpp",
         f"Measured on {results.machine.processor}, {results.date}",
-        ("llama.cpp", "pi2"),
+        engines,
         tuple(models),
     )
 
