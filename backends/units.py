@@ -258,14 +258,22 @@ class WholeRequest(_Request):
 
 
 class SequenceModel(Protocol):
-    """A model without visible layers: tokens go in, logits come out. One calling thread."""
+    """A model: tokens go in, logits come out. One calling thread."""
 
-    def expect(self, end: int) -> None:
-        """Tell that the calls that follow bring a sequence to ``end`` tokens at most."""
+    @property
+    def computer(self) -> object:
+        """What may be a `pi2.backends.executor.LengthAware`, `HeadReader`, `ContextKeeper` or
+        `StateKeeper` of the model."""
 
-    def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+    def abandon(self) -> None:
+        """Forget work that has begun and not ended."""
+
+    def prefill(
+        self, tokens: I32, sequence: int, position: int, progress: Callable[[float], None]
+    ) -> None:
         """Begin to compute ``tokens`` [T] of a sequence, the first of which stands at
-        ``position``, with all neurons."""
+        ``position``, with all neurons; ``progress`` is told the share that is done, if it takes
+        long."""
 
     def logits(self, first: int) -> F32:
         """Logits [n, vocab] of the last chunk's tokens from ``first`` on, n at most
@@ -275,18 +283,19 @@ class SequenceModel(Protocol):
         """Compute ``tokens`` [T], the next ones of different sequences, with the neurons that the
         predictor names; return their logits [T, vocab], valid until the next call."""
 
-    def count_named(self) -> int:
-        """Neurons that the predictor has named in steps since the last call."""
-
-    def observe(self, observer: ExecutorObserver | None) -> None:
-        """Tell ``observer`` of chunks and steps from now on; None ends it."""
+    @property
+    def waited_s(self) -> float:
+        """Seconds that computing waited for reads."""
 
     @property
-    def busy_s(self) -> float:
-        """Seconds from where work was submitted until its logits had arrived."""
+    def touched_bytes(self) -> int:
+        """Bytes in memory of the neurons that steps have used; those of a step count once."""
 
-    def close(self) -> None:
-        """Give the unit back.  Never fails, and may be called twice."""
+    def count_work(self) -> Mapping[str, float | None]:
+        """Counters since loading, by their names in `pi2.engine.statistics.RunStatistics`."""
+
+    def observe(self, observer: ExecutorObserver | None) -> None:
+        """Tell ``observer`` of what is computed from now on; None ends it."""
 
 
 class WholeModel(SequenceModel, Protocol):
@@ -298,6 +307,9 @@ class WholeModel(SequenceModel, Protocol):
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Copy ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on."""
+
+    def close(self) -> None:
+        """Give the unit back.  Never fails, and may be called twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from pi2.backends.faults.shortage import STALL_S, MemoryWatch
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Parts
-from pi2.engine.sequences import make_whole_forward
+from pi2.engine.sequences import make_sequences
 from pi2.fitting import find_backend
 from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
@@ -165,10 +165,9 @@ def build_whole_model(
             store=store,
             tokenizer=tokenizer,
             budget=budget,
-            layers=None,
-            whole=whole,
             reader=reader,
-            forward=make_whole_forward(whole, resolved),
+            forward=make_sequences(whole, resolved),
+            step_bytes=None,
             load_s=time.perf_counter() - start,
             compute_threads=1,
             release=release,

@@ -1,6 +1,6 @@
 """The executor of the null backend: draws which neurons fire, and computes none of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class NullUnit(NotedUnit):
 class NullModel:
     """A `pi2.backends.units.WholeModel` without arithmetic."""
 
-    busy_s = 0.0
+    computer, touched_bytes, waited_s = None, 0, 0.0
 
     def __init__(self, request: WholeRequest) -> None:
         self._vocab = request.model.shape.vocab
@@ -65,10 +65,12 @@ class NullModel:
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Forget the neurons."""
 
-    def expect(self, end: int) -> None:
-        """There is nothing to prepare."""
+    def abandon(self) -> None:
+        """There is nothing under way."""
 
-    def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+    def prefill(
+        self, tokens: I32, sequence: int, position: int, progress: Callable[[float], None]
+    ) -> None:
         self._tokens = len(tokens)
 
     def logits(self, first: int) -> F32:
@@ -77,8 +79,8 @@ class NullModel:
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         return np.zeros((len(tokens), self._vocab), np.float32)
 
-    def count_named(self) -> int:
-        return 0
+    def count_work(self) -> Mapping[str, float | None]:
+        return {"active_neurons": None}
 
     def observe(self, observer: ExecutorObserver | None) -> None:
         """There is nothing to tell of."""

@@ -13,7 +13,7 @@ from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import CutFeedForward, FeedForward
-from pi2.engine.forward import Forward
+from pi2.engine.layer_model import LayerModel
 from pi2.engine.loading import (
     allocate_gate_rows,
     begin_dense,
@@ -30,7 +30,8 @@ from pi2.engine.loading import (
     open_reader,
 )
 from pi2.engine.opened_model import OpenedModel, build_shares, load_shares, make_rows
-from pi2.engine.parts import LayerParts, Parts
+from pi2.engine.parts import Parts, count_dense_bytes
+from pi2.engine.sequences import make_sequences
 from pi2.logging import get_logger
 from pi2.machine import bind_calling_thread, list_allowed_cores
 from pi2.memory.arena import allocate_cache, allocate_staging, make_loan
@@ -114,29 +115,29 @@ def build_parts(
     )
     _bind_first_thread(request, cleanup)
     _report_build(resolved, memory)
-    forward = Forward(
+    plan = resolved.plan
+    model = LayerModel(
         executor,
         feed_forward,
         layers=len(resolved.layers),
-        chunk=resolved.plan.prefill.chunk,
-        chunks=memory.request.chunks,
-        context=resolved.plan.kv.context,
-        sequences=resolved.plan.decode.batch,
+        chunk=plan.prefill.chunk,
         rows=make_rows(resolved, executor, shares),
-        loan=make_loan(resolved, memory.cache, memory.budget),
         embedding=memory.embedding,
         layer_embedding=memory.layer_embedding,
-        has_states=bool(resolved.model.state_layers),
-        step_tokens=resolved.plan.decode.step_tokens,
+        is_single=max(plan.decode.batch, plan.decode.step_tokens) == 1,
+        neuron_bytes=resolved.bundle.neuron_bytes,
     )
     return Parts(
         resolved=resolved,
         store=store,
         tokenizer=opened.tokenizer,
         budget=budget,
-        layers=LayerParts(executor=executor, cache=memory.cache, feed_forward=feed_forward),
         reader=reader,
-        forward=forward,
+        forward=make_sequences(
+            model, resolved, chunks=request.chunks, loan=make_loan(resolved, memory.cache, budget)
+        ),
+        step_bytes=count_dense_bytes(resolved),
+        units=shares.units,
         draft=_build_draft(opened, start, cleanup),
         load_s=time.perf_counter() - start,
         loaded_bytes=memory.bulk.total_bytes,

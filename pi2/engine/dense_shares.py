@@ -34,6 +34,13 @@ class BesideUnit:
     observer: ShareObserver | None = None
     """Who is told of waiting for it."""
 
+    def observe(self, observer: ShareObserver | None) -> None:
+        """Tell ``observer`` what it does, and of waiting for it; None ends it."""
+        assert self.observer is None or observer is None, "one observer at a time"
+        self.observer = observer
+        if self.lost is None:
+            self.unit.observe(None if observer is None else partial(observer.note_work, self.name))
+
     @contextmanager
     def note_wait(self, layer: int | None) -> Iterator[None]:
         """Tell the observer how long the caller waits for a job of ``layer``, or of none."""
@@ -94,16 +101,6 @@ class DenseShares:
     def computed(self) -> int:
         """Neurons that units have computed in steps, summed over layers and tokens."""
         return sum(unit.computed for unit in self.units.values())
-
-    def observe(self, observer: ShareObserver | None) -> None:
-        """Tell ``observer`` what units do, and of waiting for them; None ends it."""
-        for unit in self.units.values():
-            assert unit.observer is None or observer is None, "one observer at a time"
-            unit.observer = observer
-            if unit.lost is None:
-                unit.unit.observe(
-                    None if observer is None else partial(observer.note_work, unit.name)
-                )
 
     def count_owned(self, layer: int, sequences: int = 0) -> int:
         """Neurons of ``layer`` that its unit computes in a step of so many sequences, or of a

@@ -271,7 +271,7 @@ class FeedForward(Waves):
                 self._compute_wave(wave)
                 if not len(wave.rest):
                     continue
-                if not waves and self._wave is not None and self._cache.free_capacity == 0:
+                if not waves and self._wave is not None and self.cache.free_capacity == 0:
                     # The next layer's neurons, guessed ahead, have taken all slots.
                     following, self._wave = self._wave, None
                     self._abandon_wave(following)
@@ -303,7 +303,7 @@ class FeedForward(Waves):
             # What a prediction returns is valid until the next one.
             indices, _ = self._take_named(layer, token, bounds, late is None, name)
             lists.append(indices.copy())
-        return (*unite_named(lists, self._cache.neurons, self._cache.loops), None)
+        return (*unite_named(lists, self.cache.neurons, self.cache.loops), None)
 
     def _name(self, layer: int, late: list[I32] | None, token: int) -> tuple[I32, F32 | None]:
         """The neurons that the predictor names for ``token``, of all its experts or of ``late``
@@ -323,7 +323,7 @@ class FeedForward(Waves):
         indices = named = _cut(named, *bounds)
         is_sieved = self.sieve is not None and self._sieves_apart and not self._only_resident
         if is_sieved and scores is not None and self.sieve is not None:
-            indices = self._cache.leave_out(layer, named, scores, self.sieve)
+            indices = self.cache.leave_out(layer, named, scores, self.sieve)
         if self._only_resident:
             indices = self._keep_resident(layer, indices)
         self.counters.predicted += len(indices)
@@ -332,8 +332,28 @@ class FeedForward(Waves):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that computing waited for neurons that stream by."""
-        return self._stream.waited_s
+        """Seconds that computing waited for neurons."""
+        return self._reader.waited_s + self._stream.waited_s
+
+    def count_work(self) -> dict[str, float | None]:
+        """See `pi2.backends.units.SequenceModel.count_work`."""
+        own, layers, sieve = self.counters, self.cache.counters, self.sieve
+        return {
+            "predicted_neurons": own.predicted,
+            "active_neurons": own.active,
+            "possible_neurons": own.possible,
+            "dense_neurons": self.shares.computed,
+            "cache_hits": sum(layer.hits for layer in layers),
+            "cache_misses": sum(layer.misses for layer in layers),
+            "cache_skips": sum(layer.skips for layer in layers),
+            "cache_evictions": sum(layer.evictions for layer in layers),
+            "routed_experts": own.routed,
+            "foreseen_experts": own.foreseen,
+            "score_mass": 0.0 if sieve is None else sieve.mass,
+            "left_out_mass": 0.0 if sieve is None else sieve.left_out,
+            "gate_reads": self._reader.gate_reads,
+            "flash_saved_bytes": self._reader.saved_bytes,
+        }
 
     def abandon(self) -> None:
         """Forget reads and jobs that are under way, after an error or an interrupt."""
@@ -387,7 +407,7 @@ class CutFeedForward(FeedForward):
         scores: F32 | None = None,
     ) -> Wave:
         """See `pi2.engine.waves.Waves`; the neurons put off begin with a part."""
-        taken = self._cache.count_taken(layer, indices)
+        taken = self.cache.count_taken(layer, indices)
         if taken < len(indices):
             taken = max(taken - taken % PART_NEURONS, min(taken, PART_NEURONS))
         wave = super()._begin_wave(layer, owned, indices[:taken], by_token, scores)
@@ -398,7 +418,7 @@ class CutFeedForward(FeedForward):
         found, pending, named = wave.found, wave.pending, wave.named
         assert named is not None and not wave.in_phases
         try:
-            slots = self._cache.locate(wave.layer, named)
+            slots = self.cache.locate(wave.layer, named)
             clusters = [] if pending is None else list(pending.clusters)
             for first in range(0, len(named), PART_NEURONS):
                 part = slice(first, first + PART_NEURONS)
@@ -413,4 +433,4 @@ class CutFeedForward(FeedForward):
             self._abandon_wave(wave)
             raise
         if wave.held:
-            self._cache.release(found)
+            self.cache.release(found)

@@ -24,7 +24,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.experts import RoutingDials
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.parts import Parts
-from pi2.engine.sequences import make_whole_forward
+from pi2.engine.sequences import make_sequences
 from pi2.fitting import find_program_backend
 from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
@@ -140,11 +140,10 @@ def load_file(
             store=store,
             tokenizer=tokenizer,
             budget=budget,
-            layers=None,
-            whole=model,
-            reader=FileReads(files, model, slots),
+            reader=FileReads(files, model),
             expected=expected,
-            forward=make_whole_forward(model, resolved),
+            forward=make_sequences(model, resolved),
+            step_bytes=facts.token_bytes,
             draft=draft,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,

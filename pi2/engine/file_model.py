@@ -120,7 +120,9 @@ class _Work:
 
 
 class FileModel:
-    """`pi2.backends.units.WholeModel` over a file's tensors.  One calling thread."""
+    """`pi2.backends.units.SequenceModel` over a file's tensors.  One calling thread."""
+
+    touched_bytes = 0
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class FileModel:
         experts excepted, which go to ``slots``; ``make`` builds the program; ``check`` raises where
         a file is not as it was; ``dials`` change the routes of steps."""
         self._weights, self._check = weights, check
-        self.dial_counters = DialCounters() if dials is None else dials.counters
+        self._dials = DialCounters() if dials is None else dials.counters
         self._model = model = make(partial(_find_weight, weights))
         self._rows: dict[int, FileTensor] = {}
         """Matrices of which tokens' rows are read, by number."""
@@ -180,13 +182,15 @@ class FileModel:
         self._is_resident = not self._readers and not self._rows
 
     @property
-    def program(self) -> BlockModel:
+    def computer(self) -> BlockModel:
         return self._model
 
-    def expect(self, end: int) -> None:
-        self._model.expect(end)
+    def abandon(self) -> None:
+        """Do nothing: reads of experts under way are given up when the next ones begin."""
 
-    def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+    def prefill(
+        self, tokens: I32, sequence: int, position: int, progress: Callable[[float], None]
+    ) -> None:
         self._check()
         if self._experts is not None:
             self._experts.is_step = False
@@ -247,32 +251,22 @@ class FileModel:
     def waited_s(self) -> float:
         return sum((own.waited_s for own in self._readers), 0.0)
 
-    def count_named(self) -> int:
-        return 0
-
-    @property
-    def tokens_without_ahead(self) -> int:
-        return 0 if self._experts is None else self._experts.pays.idle_tokens
+    def count_work(self) -> Mapping[str, float | None]:
+        dials, slots, experts = self._dials, self._slots, self._experts
+        hits, misses, evictions = (0, 0, 0) if slots is None else slots.counters
+        return {
+            "active_neurons": None,
+            "cache_hits": hits,
+            "cache_misses": misses,
+            "cache_evictions": evictions,
+            "tokens_without_ahead": 0 if experts is None else experts.pays.idle_tokens,
+            "expert_weight": dials.weight,
+            "replaced_weight": dials.replaced,
+            "left_out_weight": dials.left_out,
+        }
 
     def observe(self, observer: ExecutorObserver | None) -> None:
         self._model.observe(None if observer is None else observer.note_kernel)
-
-    @property
-    def busy_s(self) -> float:
-        """Nothing is submitted to another unit."""
-        return 0.0
-
-    def read_context(self, sequence: int, first: int, end: int) -> U8:
-        return self._model.read_context(sequence, first, end)
-
-    def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
-        self._model.put_context(sequence, first, end, kept)
-
-    def read_state(self, sequence: int) -> F32:
-        return self._model.read_state(sequence)
-
-    def put_state(self, sequence: int, state: F32) -> None:
-        self._model.put_state(sequence, state)
 
     def close(self) -> None:
         self._layers.close()

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
 from threading import Event, Thread
-from typing import Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.units import FixedShapes
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
-from pi2.engine.experts import DialCounters
 from pi2.engine.parts import Parts, StepBytes
 from pi2.engine.scheduler import Scheduler
-from pi2.engine.sequences import Sequences, WholeForward
+from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
 
 _PATIENCE_S = 60.0
@@ -246,10 +253,8 @@ def iterate_decode_logits(
 
 
 def find_hidden_reader(parts: Parts) -> Sequences | None:
-    """What gives hidden states: a dry run has no numbers, and a GPU that has the model as a whole
-    gives logits only."""
-    is_dry = parts.store is None and parts.layers is not None
-    return parts.forward if parts.forward.shows_hidden and not is_dry else None
+    """What gives hidden states; None where the backend has none to give."""
+    return parts.forward if parts.forward.shows_hidden else None
 
 
 def embed_tokens(
@@ -277,18 +282,17 @@ def embed_tokens(
 
 def count_reads(parts: Parts) -> tuple[int, float]:
     """Bytes of neurons and streamed weights read so far, and seconds that computing waited."""
-    if parts.layers is None:
-        return parts.reader.read_bytes, getattr(parts.whole, "waited_s", 0.0)
-    return parts.reader.read_bytes, parts.reader.waited_s + parts.feed_forward.waited_s
+    return parts.reader.read_bytes, parts.model.waited_s
 
 
 def count_run(
     parts: Parts, scheduler: Scheduler, bytes_of_steps: StepBytes | None
 ) -> RunStatistics:
     """Counters since loading."""
-    reader, rounds, speculation = parts.reader, scheduler.rounds, scheduler.speculation
+    rounds, speculation = scheduler.rounds, scheduler.speculation
     read_bytes, waited_s = count_reads(parts)
-    found = RunStatistics(
+    work: Mapping[str, Any] = parts.model.count_work()
+    return RunStatistics(
         flash_read_bytes=read_bytes,
         waited_s=waited_s,
         prefill_s=rounds.prefill_s,
@@ -297,51 +301,12 @@ def count_run(
         steps_read_bytes=rounds.whole.read_bytes,
         step_bytes=0 if bytes_of_steps is None else bytes_of_steps.count().memory,
         speculation=SpeculationCounters() if speculation is None else speculation.counters,
-    )
-    if isinstance(parts.forward, WholeForward):
-        # A model that is computed as a whole does not say which neurons were active; the cache of a
-        # GGUF file is one of experts.
-        hits, misses, evictions = getattr(reader, "experts", (0, 0, 0))
-        dials = getattr(parts.whole, "dial_counters", DialCounters())
-        return replace(
-            found,
-            predicted_neurons=parts.forward.counters.predicted,
-            active_neurons=None,
-            possible_neurons=parts.forward.counters.possible,
-            cache_hits=hits,
-            cache_misses=misses,
-            cache_evictions=evictions,
-            tokens_without_ahead=getattr(parts.whole, "tokens_without_ahead", 0),
-            expert_weight=dials.weight,
-            replaced_weight=dials.replaced,
-            left_out_weight=dials.left_out,
-        )
-    counters, feed_forward = parts.cache.counters, parts.feed_forward
-    neurons = feed_forward.counters
-    sieve = feed_forward.sieve
-    return replace(
-        found,
-        predicted_neurons=neurons.predicted,
-        active_neurons=neurons.active,
-        possible_neurons=neurons.possible,
-        dense_neurons=feed_forward.shares.computed,
-        cache_hits=sum(layer.hits for layer in counters),
-        cache_misses=sum(layer.misses for layer in counters),
-        cache_skips=sum(layer.skips for layer in counters),
-        cache_evictions=sum(layer.evictions for layer in counters),
-        routed_experts=neurons.routed,
-        foreseen_experts=neurons.foreseen,
-        score_mass=0.0 if sieve is None else sieve.mass,
-        left_out_mass=0.0 if sieve is None else sieve.left_out,
-        gate_reads=reader.gate_reads,
-        flash_saved_bytes=reader.saved_bytes,
+        **work,
     )
 
 
 def describe_unit_counters(parts: Parts) -> tuple[UnitUse, ...]:
     """The work of each unit but the sparse one since loading."""
-    if parts.layers is None:
-        return ()
     resolved = parts.resolved
     return tuple(
         UnitUse(
@@ -353,7 +318,7 @@ def describe_unit_counters(parts: Parts) -> tuple[UnitUse, ...]:
             padding=unit.unit.padding.share if isinstance(unit.unit, FixedShapes) else None,
             emulated=bool(resolved.device.units[unit.name].emulated),
         )
-        for unit in parts.feed_forward.shares.units.values()
+        for unit in parts.units.values()
     )
 
 

@@ -458,7 +458,7 @@ class LoadedModel:
         if self._watch is not None:
             self._watch.close()
         with self._parts.release:
-            self._parts.forward.abandon()
+            self._parts.model.abandon()
         self._watch = self._scheduler.watch = None
         for parts in (self._parts, self._parts.draft):
             if parts is not None:
@@ -580,7 +580,7 @@ class LoadedModel:
         if self._watch is not None:
             self._watch.close()
         with self._parts.release:
-            self._parts.forward.abandon()
+            self._parts.model.abandon()
 
     def __enter__(self) -> Self:
         return self

@@ -3,9 +3,9 @@ observers of its FFNs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
 from pi2.backends.reference import neurons
 from pi2.diagnostics import UserError
+from pi2.engine.layer_model import LayerModel
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.memory.budget import SegmentUse
 from pi2.model.tensor import EMBEDDING
@@ -24,6 +25,7 @@ from pi2.plan.weights.bundles import join_scales, slice_experts
 
 if TYPE_CHECKING:
     from pi2.backends.units import SequenceModel
+    from pi2.engine.dense_shares import BesideUnit
     from pi2.engine.feed_forward import FeedForward
     from pi2.engine.sequences import Sequences
     from pi2.memory.budget import Budget
@@ -138,15 +140,6 @@ def compute_activations(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerParts:
-    """What a model consists of that is computed layer by layer."""
-
-    executor: Executor
-    cache: NeuronCache
-    feed_forward: FeedForward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The parts that the orchestrator has built for a plan."""
 
@@ -155,15 +148,16 @@ class Parts:
     """None where the backend computes nothing."""
     tokenizer: Coder | None
     budget: Budget
-    layers: LayerParts | None
-    """None where a unit has the model as a whole."""
-    whole: SequenceModel | None = None
-    """None where it is computed layer by layer."""
     reader: FlashReader | NullReader | FileReads
     forward: Sequences
     load_s: float
+    step_bytes: int | None
+    """Bytes of weights that every step reads, neurons excepted; None where another unit has the
+    whole model."""
+    units: Mapping[str, BesideUnit] = field(default_factory=dict)
+    """Units next to the executor."""
     loaded_bytes: int = 0
-    """Read from the store in bulk."""
+    """Read in bulk."""
     expected: Expected | None = None
     """None where nothing streams."""
     compute_threads: int
@@ -194,26 +188,30 @@ class Parts:
         return found
 
     @property
+    def model(self) -> SequenceModel:
+        return self.forward.model
+
+    @property
     def executor(self) -> Executor:
         return self._get_layers().executor
 
     @property
     def cache(self) -> NeuronCache:
-        return self._get_layers().cache
+        return self.feed_forward.cache
 
     @property
     def feed_forward(self) -> FeedForward:
         return self._get_layers().feed_forward
 
-    def _get_layers(self) -> LayerParts:
+    def _get_layers(self) -> LayerModel:
         """UserError P662 if there are none, for callers that want to observe layers."""
-        if self.layers is None:
+        if not isinstance(self.model, LayerModel):
             raise UserError.of(
                 "P662",
                 f"{self.resolved.sparse_unit!r} has the whole model and shows none of its layers",
                 help="take a plan whose split gives the neurons to a CPU",
             )
-        return self.layers
+        return self.model
 
 
 FLASH_WEIGHT = 10
@@ -243,22 +241,16 @@ class StepBytes:
     one token's experts."""
 
     def __init__(self, parts: Parts) -> None:
-        resolved, file = parts.resolved, parts.resolved.file
         self._forward, self._reader = parts.forward, parts.reader
-        self._counters = None if parts.layers is None else parts.feed_forward.counters
-        self._neuron_bytes = 0 if parts.layers is None else resolved.bundle.neuron_bytes
-        self._dense_bytes = count_dense_bytes(resolved) if file is None else file.token_bytes
-        kind = resolved.plan.kv.type if file is None else "fp16"
-        layers = resolved.model.shape.layers
-        self._context_bytes = layers * count_kv_token_bytes(resolved.model, kind)
+        self._step_bytes = parts.step_bytes or 0
+        layers, kind = parts.resolved.model.shape.layers, parts.resolved.plan.kv.type
+        self._context_bytes = layers * count_kv_token_bytes(parts.resolved.model, kind)
 
     def count(self) -> Touched:
         """Bytes of all steps so far; the reads of prompts count as well."""
-        memory = self._forward.steps * self._dense_bytes
-        memory += self._forward.attended_tokens * self._context_bytes
-        if self._counters is not None:
-            memory += self._counters.touched * self._neuron_bytes
-        return Touched(memory, self._reader.read_bytes)
+        forward = self._forward
+        memory = forward.steps * self._step_bytes + forward.attended_tokens * self._context_bytes
+        return Touched(memory + forward.model.touched_bytes, self._reader.read_bytes)
 
 
 def count_dense_bytes(resolved: ResolvedPlan) -> int:
@@ -278,5 +270,4 @@ def count_dense_bytes(resolved: ResolvedPlan) -> int:
 
 def find_step_bytes(parts: Parts) -> StepBytes | None:
     """The counter of the bytes that steps touch; None if another unit has the whole model."""
-    is_counted = parts.layers is not None or parts.resolved.file is not None
-    return StepBytes(parts) if is_counted else None
+    return None if parts.step_bytes is None else StepBytes(parts)

@@ -399,7 +399,7 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     plan = resolved.plan
     if parts.store is None or plan.serve.prefixes == "none":
         return None
-    executor: object = parts.whole if parts.layers is None else parts.executor
+    executor = parts.forward.computer
     if not isinstance(executor, ContextKeeper):
         return None
     states = None

@@ -1,9 +1,7 @@
-"""Sequences through a model: prompts in pieces, then steps; and through one that a unit has as a
-whole: tokens go in, logits come out."""
+"""Sequences through a model: prompts in pieces, then steps."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,7 +18,6 @@ from pi2.backends.executor import (
     StateKeeper,
 )
 from pi2.diagnostics import UserError
-from pi2.engine.statistics import NeuronCounters
 from pi2.plan.weights.layout import round_up
 
 if TYPE_CHECKING:
@@ -51,23 +48,25 @@ class KeptContext:
     state: F32 | None
 
 
-class Sequences(ABC):
-    """Holds the position in every sequence; what derives from it computes."""
+class Sequences:
+    """Holds the position in every sequence of a model, and gives it their tokens."""
 
     def __init__(
         self,
+        model: SequenceModel,
         *,
         context: int,
-        sequences: int,
+        sequences: int = 1,
         piece: int,
-        computer: object = None,
         loan: ContextLoan | None = None,
         has_states: bool = False,
     ) -> None:
         """``context``: tokens of each sequence; ``piece``: tokens of a prompt that are run
-        together; ``computer``: an executor, or a unit's whole model; ``loan``: lent context memory;
-        ``has_states``: failed steps change states."""
-        self._computer = computer
+        together; ``loan``: context memory that is lent while it is unused; ``has_states``: whether
+        layers keep states, which a failed step has changed."""
+        self.model = model
+        self.computer = computer = model.computer
+        """Shows and keeps what the model has of its sequences, as far as it can."""
         self._aware = computer if isinstance(computer, LengthAware) else None
         self._context = context
         self._piece = piece
@@ -97,7 +96,7 @@ class Sequences(ABC):
 
     def reset(self, sequence: int = 0) -> None:
         """Begin a new sequence in the place of another."""
-        self.abandon()
+        self.model.abandon()
         self.positions[sequence] = 0
         self._marks.pop(sequence, None)
         self._interrupted.discard(sequence)
@@ -110,7 +109,7 @@ class Sequences(ABC):
         if position == 0:
             self.reset(sequence)
             return
-        self.abandon()
+        self.model.abandon()
         self.positions[sequence] = 0
         self._marks.pop(sequence, None)
         self._interrupted.discard(sequence)
@@ -121,54 +120,32 @@ class Sequences(ABC):
         for sequence in range(len(self.positions)):
             self.reset(sequence)
 
-    @abstractmethod
-    def abandon(self) -> None:
-        """Forget work that has begun and not ended."""
-
-    @abstractmethod
-    def run_piece(
-        self, tokens: I32, sequence: int, progress: Callable[[float], None]
-    ) -> Sequence[int]:
-        """Process the next ``tokens`` [n] of a sequence densely; the lengths of their chunks."""
-
-    @abstractmethod
-    def select_chunk(self, number: int) -> None:
-        """Let the rows that are read be of a chunk of the last piece."""
-
-    @abstractmethod
-    def read_logits(self, first: int) -> F32:
-        """Logits [n, vocab] of the chunk's tokens from ``first`` on, until the next call."""
-
     @property
     def shows_hidden(self) -> bool:
         """Whether `read_head_input` works."""
-        return isinstance(self._computer, HeadReader)
+        return isinstance(self.computer, HeadReader)
 
     def read_head_input(self, first: int) -> F32:
-        """What the head reads of them [n, hidden]."""
-        assert isinstance(self._computer, HeadReader)
-        return self._computer.read_head_input(first)
+        """What the head reads of the last piece's tokens from ``first`` on [n, hidden]."""
+        assert isinstance(self.model, HeadReader)
+        return self.model.read_head_input(first)
 
     def read_inputs(self, count: int) -> F32:
-        """What the head reads of the ``count`` tokens of the last chunk or step [count, hidden]."""
+        """What the head reads of the ``count`` tokens of the last piece or step [count, hidden]."""
         return np.concatenate(read_rows(self.read_head_input, count, True, None))
 
     def _join(self, count: int) -> None:
         """Join embeddings of ``count`` tokens with what an MTP head is given."""
         if self.given is not None:
-            assert isinstance(self._computer, InputJoiner)
-            self._computer.join(self.given[:count])
+            assert isinstance(self.model, InputJoiner)
+            self.model.join(self.given[:count])
             self.given = self.given[count:]
 
-    def _show_chunk(self, sequence: int, position: int, tokens: I32) -> None:
-        if self.watch is not None:
-            self.watch(sequence, position, tokens, self.read_inputs(len(tokens)))
-
     def _show_step(self, sequences: Sequence[int], positions: Sequence[int], tokens: I32) -> None:
-        if self.watch is not None:
-            inputs = self.read_inputs(len(tokens))
-            for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-                self.watch(sequence, position, tokens[row : row + 1], inputs[row : row + 1])
+        assert self.watch is not None
+        inputs = self.read_inputs(len(tokens))
+        for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+            self.watch(sequence, position, tokens[row : row + 1], inputs[row : row + 1])
 
     def expect(self, end: int) -> None:
         """Prepare for calls that bring a sequence to ``end`` tokens."""
@@ -188,7 +165,8 @@ class Sequences(ABC):
         """Process ``tokens`` [n] densely in chunks of a prompt of ``end`` tokens; ``take`` gets
         logits a few rows at a time. Returns the last logits [1, vocab], or all [n, vocab],
         copied."""
-        return self._run_prompt(tokens, self.read_logits, all_logits, take, progress, end, sequence)
+        read = self.model.logits
+        return self._run_prompt(tokens, read, all_logits, take, progress, end, sequence)
 
     def read_hidden(self, tokens: I32, *, end: int = 0, sequence: int = 0) -> F32:
         """Process ``tokens`` as `prefill` does; the head's inputs [tokens, hidden], zero-padded."""
@@ -205,7 +183,7 @@ class Sequences(ABC):
         end: int,
         sequence: int,
     ) -> F32:
-        """What ``read`` gives of the chunks' tokens from a first one on: of all, or of the last."""
+        """What ``read`` gives of a piece's tokens from a first one on: of all, or of the last."""
         parts: list[F32] = []
         self.expect(max(end, self.positions[sequence] + len(tokens)))
         for start in range(0, len(tokens), self._piece):
@@ -215,37 +193,60 @@ class Sequences(ABC):
             def tell(share: float, start: int = start, count: int = len(piece)) -> None:
                 progress((start + share * count) / len(tokens))
 
-            chunks = self.run_piece(piece, sequence, tell)
-            for number, count in enumerate(chunks):
-                last = start + len(piece) == len(tokens) and number == len(chunks) - 1
-                if all_rows or take is not None or last:
-                    self.select_chunk(number)
-                    parts += read_rows(read, count, all_rows, take)
+            self._run_piece(piece, sequence, tell)
+            if all_rows or take is not None or start + len(piece) == len(tokens):
+                parts += read_rows(read, len(piece), all_rows, take)
         return np.concatenate(parts if all_rows else parts[-1:])
+
+    def _run_piece(self, tokens: I32, sequence: int, progress: Callable[[float], None]) -> None:
+        """Compute the next ``tokens`` [n] of a sequence with all neurons."""
+        position = self.positions[sequence]
+        try:
+            self._join(len(tokens))
+            self.model.prefill(tokens, sequence, position, progress)
+            if self.watch is not None:
+                self.watch(sequence, position, tokens, self.read_inputs(len(tokens)))
+        except BaseException:
+            self._interrupt([sequence])
+            raise
+        self.positions[sequence] += len(tokens)
+        progress(1.0)
 
     def decode(self, token: int) -> F32:
         """Process one token of the first sequence; logits [vocab], valid until the next call."""
         logits: F32 = self.step([token], [0])[0]
         return logits
 
-    @abstractmethod
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         """Process ``tokens`` of ``sequences``, a repeated sequence having several; logits [n,
         vocab], valid until the next call."""
+        for sequence in set(sequences):
+            self._check_room(sequence, sequences.count(sequence))
+        return self._step(np.array(tokens, np.int32), sequences)
 
-    @property
-    def computer(self) -> object:
-        """The executor, or a unit's whole model."""
-        return self._computer
+    def _step(self, tokens: I32, sequences: Sequence[int]) -> F32:
+        positions = self._find_positions(sequences)
+        self.expect(max(positions) + 1)
+        try:
+            if self.given is not None:
+                self._join(len(tokens))
+            logits = self.model.step(tokens, sequences, positions)
+            if self.watch is not None:
+                self._show_step(sequences, positions, tokens)
+        except BaseException:
+            self._interrupt(sequences)
+            raise
+        self._note_step(tokens, sequences, positions)
+        return logits
 
     @property
     def copies(self) -> bool:
-        has_keeper = not self._has_states or isinstance(self._computer, StateKeeper)
-        return isinstance(self._computer, ContextKeeper) and has_keeper
+        has_keeper = not self._has_states or isinstance(self.computer, StateKeeper)
+        return isinstance(self.computer, ContextKeeper) and has_keeper
 
     def copy(self, source: int, target: int) -> None:
         """Let a sequence go on where another stands, with a copy of its KV cache and states."""
-        keeper = self._computer
+        keeper = self.computer
         assert isinstance(keeper, ContextKeeper), "nothing can be copied"
         self.go_on_from(target, self.positions[source])
         whole = round_up(self.positions[source], CONTEXT_BLOCK)
@@ -257,7 +258,7 @@ class Sequences(ABC):
             keeper.put_state(target, keeper.read_state(source))
 
     def take_context(self, sequence: int) -> KeptContext:
-        keeper, position = self._computer, self.positions[sequence]
+        keeper, position = self.computer, self.positions[sequence]
         assert isinstance(keeper, ContextKeeper), "nothing can be copied"
         whole = round_up(position, CONTEXT_BLOCK)
         blocks = [
@@ -269,7 +270,7 @@ class Sequences(ABC):
 
     def put_context(self, sequence: int, kept: KeptContext) -> None:
         """Let a sequence go on where `take_context` was called."""
-        keeper = self._computer
+        keeper = self.computer
         assert isinstance(keeper, ContextKeeper)
         self.go_on_from(sequence, kept.position)
         whole = round_up(kept.position, CONTEXT_BLOCK)
@@ -284,8 +285,8 @@ class Sequences(ABC):
         """Let steps of a sequence that follow be taken back."""
         assert self.positions[sequence] > 0, "a prompt cannot be taken back"
         if self._has_states:
-            assert isinstance(self._computer, StateKeeper), "states cannot be taken back"
-            state = self._computer.read_state(sequence)
+            assert isinstance(self.computer, StateKeeper), "states cannot be taken back"
+            state = self.computer.read_state(sequence)
             self._marks[sequence] = _Mark(self.positions[sequence], state)
 
     def take_back(self, sequence: int, position: int) -> None:
@@ -296,17 +297,13 @@ class Sequences(ABC):
         self.positions[sequence] = position
         if not self._has_states:
             return
-        assert isinstance(self._computer, StateKeeper)
+        assert isinstance(self.computer, StateKeeper)
         mark = self._marks[sequence]
-        self._computer.put_state(sequence, mark.state)
+        self.computer.put_state(sequence, mark.state)
         self.positions[sequence] = mark.position
         kept, mark.tokens = mark.tokens[: position - mark.position], []
         if kept:
-            self._read(np.array(kept, np.int32), [sequence] * len(kept))
-
-    def _read(self, tokens: I32, sequences: Sequence[int]) -> object:
-        """Take the next ``tokens`` of ``sequences`` through every layer."""
-        return self.step(tokens.tolist(), sequences)
+            self._step(np.array(kept, np.int32), [sequence] * len(kept))
 
     def _note_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         """Take notice that tokens have been read, which stand at ``positions``."""
@@ -332,7 +329,7 @@ class Sequences(ABC):
         """Give up the work under way in ``sequences``; states cannot be taken back."""
         if self._has_states:
             self._interrupted.update(sequences)
-        self.abandon()
+        self.model.abandon()
 
     def _check_room(self, sequence: int, count: int) -> None:
         """UserError P602 if a sequence has no room for ``count`` tokens more, P616 if it was
@@ -371,82 +368,20 @@ def read_rows(
     return parts
 
 
-class WholeForward(Sequences):
-    """Gives chunks and steps to the unit, and counts the neurons that it has named."""
-
-    def __init__(
-        self,
-        model: SequenceModel,
-        *,
-        chunk: int,
-        context: int,
-        sequences: int,
-        step_neurons: int | None,
-        has_states: bool = False,
-    ) -> None:
-        """``step_neurons``: neurons that may compute a token in all layers together; None if steps
-        compute all of them; ``has_states``: whether layers keep states."""
-        super().__init__(
-            context=context, sequences=sequences, piece=chunk, computer=model, has_states=has_states
-        )
-        self._model = model
-        self._step_neurons = step_neurons
-        self.counters = NeuronCounters()
-
-    def abandon(self) -> None:
-        """Do nothing: work that has begun ends by itself."""
-
-    def select_chunk(self, number: int) -> None:
-        """Do nothing: a piece is one chunk."""
-
-    def run_piece(
-        self, tokens: I32, sequence: int, progress: Callable[[float], None]
-    ) -> Sequence[int]:
-        try:
-            self._join(len(tokens))
-            self._model.prefill(tokens, sequence, self.positions[sequence])
-            self._show_chunk(sequence, self.positions[sequence], tokens)
-        except BaseException:
-            self._interrupt([sequence])
-            raise
-        self.positions[sequence] += len(tokens)
-        progress(1.0)
-        return [len(tokens)]
-
-    def read_logits(self, first: int) -> F32:
-        return self._model.logits(first)
-
-    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
-        for sequence in set(sequences):
-            self._check_room(sequence, sequences.count(sequence))
-        logits = self._read(np.array(tokens, np.int32), sequences)
-        if self._step_neurons is not None:
-            self.counters.predicted += self._model.count_named()
-            self.counters.possible += self._step_neurons * len(tokens)
-        return logits
-
-    def _read(self, tokens: I32, sequences: Sequence[int]) -> F32:
-        positions = self._find_positions(sequences)
-        self.expect(max(positions) + 1)
-        try:
-            self._join(len(tokens))
-            logits = self._model.step(tokens, sequences, positions)
-            self._show_step(sequences, positions, tokens)
-        except BaseException:
-            self._interrupt(sequences)
-            raise
-        self._note_step(tokens, sequences, positions)
-        return logits
-
-
-def make_whole_forward(model: SequenceModel, resolved: ResolvedPlan) -> WholeForward:
+def make_sequences(
+    model: SequenceModel,
+    resolved: ResolvedPlan,
+    *,
+    chunks: int = 1,
+    loan: ContextLoan | None = None,
+) -> Sequences:
+    """The sequences of a plan; ``chunks`` of a prompt go through a layer one after the other."""
     plan = resolved.plan
-    names_none = plan.decode.predictor == "none" or resolved.file is not None
-    return WholeForward(
+    return Sequences(
         model,
-        chunk=plan.prefill.chunk,
         context=plan.kv.context,
         sequences=plan.decode.batch,
-        step_neurons=None if names_none else resolved.model.token_neurons,
+        piece=plan.prefill.chunk * chunks,
+        loan=loan,
         has_states=bool(resolved.model.state_layers),
     )

@@ -13,7 +13,6 @@ import numpy as np
 from pi2.arrays import F32, I32, I64
 from pi2.backends.protocol import StateKeeper
 from pi2.engine.answer import Answer
-from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts, StepBytes, Touched, find_step_bytes
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import SpeculationCounters
@@ -418,11 +417,10 @@ def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculat
         return None
     count = bytes_of_steps.count
     drafter: Drafter = PromptLookup(settings.match)
-    if isinstance(forward, Forward):
-        if parts.resolved.model.state_layers and not isinstance(parts.executor, StateKeeper):
-            return None
-        if settings.drafts == "resident":
-            drafter = ResidentDrafts(forward, parts.feed_forward)
+    if parts.resolved.model.state_layers and not isinstance(forward.computer, StateKeeper):
+        return None
+    if settings.drafts == "resident":
+        drafter = ResidentDrafts(forward, parts.feed_forward)
     if settings.drafts in ("plan", "mtp"):
         if parts.draft is None or (other := find_step_bytes(parts.draft)) is None:
             return None

@@ -134,7 +134,7 @@ class Waves:
     ) -> None:
         """``separate_scales``: see `pi2.engine.feed_forward.FeedForward`."""
         self._executor = executor
-        self._cache = cache
+        self.cache = cache
         self._reader = reader
         self._predictor = decode.predictor
         self._separate_scales = separate_scales
@@ -156,7 +156,7 @@ class Waves:
 
     def _keep_resident(self, layer: int, indices: I32) -> I32:
         """The ``indices`` [n] that are in memory."""
-        return indices.compress(self._cache.locate(layer, indices) != ABSENT)
+        return indices.compress(self.cache.locate(layer, indices) != ABSENT)
 
     def _select_tokens(self) -> Iterator[int]:
         if self._tokens == 1:
@@ -177,7 +177,7 @@ class Waves:
     ) -> Wave:
         """Find neurons and begin to read missing ones, if given ``scores`` only those worth it;
         those without a slot wait for later waves."""
-        cache = self._cache
+        cache = self.cache
         if len(indices) == 0 or cache.is_all_hot(layer, indices):
             found = cache.look_up(layer, indices)
             rest = indices[:0]
@@ -227,11 +227,11 @@ class Waves:
             self._abandon_wave(wave)
             raise
         if wave.held:
-            self._cache.release(found)
+            self.cache.release(found)
             if wave.closed:
                 closed = np.concatenate(wave.closed)
                 unread = self._reader.rest_bytes
-                self._cache.forget(wave.layer, closed, unread_bytes=unread)
+                self.cache.forget(wave.layer, closed, unread_bytes=unread)
 
     def _open_gates(self, wave: Wave) -> None:
         """Compute the gates that have been read, and begin to read what follows the open ones."""
@@ -260,7 +260,7 @@ class Waves:
     def _find_open(self, wave: Wave, slots: I32, indices: I32) -> Bits:
         """Whether the gates of the neurons in ``slots`` are open, for any token that named them;
         ``indices`` are their stored indices."""
-        arena = self._cache.arena
+        arena = self.cache.arena
         if wave.by_token is None:
             return self._executor.find_open(wave.layer, arena, slots, indices)
         opened = np.zeros(len(slots), np.bool_)
@@ -275,7 +275,7 @@ class Waves:
     def _add_neurons(self, wave: Wave, slots: I32, indices: I32 | None = None) -> None:
         """Compute the neurons in ``slots``, with the gates that have found them, if they have;
         ``indices``: their stored indices, if they are at hand."""
-        cache, layer, by_token = self._cache, wave.layer, wave.by_token
+        cache, layer, by_token = self.cache, wave.layer, wave.by_token
         arena = cache.arena
         self._reader.advance()
         # Gates are never computed ahead (P254): they are those of the layer's input.
@@ -292,9 +292,9 @@ class Waves:
 
     def _abandon_wave(self, wave: Wave) -> None:
         if wave.held:
-            self._cache.release(wave.found)
+            self.cache.release(wave.found)
         if wave.pending is not None:
             for read in (wave.pending, *(rest for *_, rest in wave.opened)):
                 if read is not None:
                     self._reader.abandon(read)
-            self._cache.forget(wave.layer, wave.found.missing)
+            self.cache.forget(wave.layer, wave.found.missing)

@@ -92,23 +92,17 @@ def observe_parts(
     share_observer: ShareObserver | None = None,
 ) -> Iterator[None]:
     """Observe executor, reader and units meanwhile; ordinary runs have no observers."""
-    if parts.whole is not None:
-        try:
-            parts.whole.observe(executor_observer)
-            yield
-        finally:
-            parts.whole.observe(None)
-        return
-    shares = parts.feed_forward.shares
     try:
-        parts.executor.observe(executor_observer)
+        parts.model.observe(executor_observer)
         parts.reader.observe(read_observer)
-        shares.observe(share_observer)
+        for unit in parts.units.values():
+            unit.observe(share_observer)
         yield
     finally:
-        parts.executor.observe(None)
+        parts.model.observe(None)
         parts.reader.observe(None)
-        shares.observe(None)
+        for unit in parts.units.values():
+            unit.observe(None)
 
 
 _STOP, _PEAK = "<stop>", "<peak>"

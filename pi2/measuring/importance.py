@@ -16,7 +16,6 @@ from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.operands import Matrix
 from pi2.backends.reference.instructions.arguments import Arguments
 from pi2.backends.reference.instructions.products import list_pairs, read_inputs
-from pi2.engine.file_model import FileModel
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.quantize import Wish, name_matrices, quantize_checkpoint
 from pi2.importing.quantizers import Importance, name_experts
@@ -58,9 +57,9 @@ def record_importance(
             cut = partial(cut_windows, context=context, stride=context)
             own = loaded.plan.model
             windows = cut_texts(read_texts(texts), loaded.coder, own, cut, WINDOWS)
-            whole = loaded._parts.whole
-            assert isinstance(whole, FileModel)
-            recorder = _Recorder(whole.program)
+            program = loaded._parts.model.computer
+            assert isinstance(program, BlockModel)
+            recorder = _Recorder(program)
             for number, window in enumerate(windows):
                 for _ in loaded.iterate_logits(window.tokens):
                     pass

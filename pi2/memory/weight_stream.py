@@ -26,7 +26,6 @@ from pi2.reads import is_direct, read_at, refuse_cut, refuse_weights
 
 if TYPE_CHECKING:
     from pi2.memory.bundle_files import ReadObserver
-    from pi2.memory.expert_slots import ExpertSlots
     from pi2.memory.host_loops import HostLoops
 
 BLOCK = 4096
@@ -166,14 +165,12 @@ class FileReads:
     """Counters of its reads, as `pi2.memory.flash.FlashReader` has them for neurons."""
 
     phases_fallback: str | None = None
-
-    gate_reads = 0
     saved_bytes = 0
 
-    def __init__(self, files: DirectFiles, counts: Counts, slots: ExpertSlots | None) -> None:
+    def __init__(self, files: DirectFiles, counts: Counts) -> None:
         self._files = files
         self.engine, self.engine_fallback = files.engine, files.engine_fallback
-        self._counts, self._slots = counts, slots
+        self._counts = counts
 
     @property
     def fallback(self) -> str | None:
@@ -188,11 +185,6 @@ class FileReads:
     @property
     def waited_s(self) -> float:
         return self._counts.waited_s
-
-    @property
-    def experts(self) -> tuple[int, int, int]:
-        """Experts that were in memory when they were needed, that were not, and that made room."""
-        return (0, 0, 0) if self._slots is None else self._slots.counters
 
     def observe(self, observer: ReadObserver | None) -> None:
         """Single reads are not told of."""

@@ -17,7 +17,8 @@ from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor, Tensor
 from pi2.engine.dense_shares import WholeRows
 from pi2.engine.feed_forward import FeedForward
-from pi2.engine.forward import Forward
+from pi2.engine.layer_model import LayerModel
+from pi2.engine.sequences import Sequences
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import NullReader
 from pi2.model.tensor import EMBEDDING, DenseTensor
@@ -320,14 +321,9 @@ class TokenSample:
             decode=Decode(predictor=predictor),
         )
         context = max(work.position for work in works) + 1
-        self._forward = Forward(
-            recorder,
-            feed_forward,
-            layers=layers,
-            chunk=1,
-            context=context,
-            rows=WholeRows(recorder),
-        )
+        rows = WholeRows(recorder)
+        one = LayerModel(recorder, feed_forward, layers=layers, chunk=1, rows=rows)
+        self._forward = Sequences(one, context=context, piece=1)
         self._recorder, self._layers, self._vocab = recorder, layers, shape.vocab
         self._works = list(works)
         self._named = {count: _draw_neurons(shape.ffn, count) for count in {w.named for w in works}}

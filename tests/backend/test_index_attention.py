@@ -28,11 +28,11 @@ def open_file(tmp_path_factory: pytest.TempPathFactory) -> Open:
 
 def compute_pieces(model: Any, tokens: list[int]) -> F32:
     """Logits of tokens that come in chunks and steps of several lengths, in turns."""
-    whole, found, first = model._parts.whole, [], 0
+    whole, found, first = model._parts.model, [], 0
     for count in (9, 1, 2, 7, 1, 4):
         own = np.array(tokens[first : first + count], np.int32)
         if count > 4:
-            whole.prefill(own, 0, first)
+            whole.prefill(own, 0, first, print)
             found.append(whole.logits(0).copy())
         else:
             places = list(range(first, first + count))

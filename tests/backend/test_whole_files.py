@@ -89,12 +89,13 @@ def test_a_prefix_moves_to_another_sequence(name: str, open_file: Open) -> None:
     own = open_file(name)
     tokens = np.array(own.prompt, np.int32)
     with own.open(**{"decode.batch": 2}) as model:
-        whole: Any = model._parts.whole
-        whole.prefill(tokens[:-1], 0, 0)
-        kept, state = whole.read_context(0, 0, len(tokens) - 1), whole.read_state(0)
+        whole: Any = model._parts.model
+        program = whole.computer
+        whole.prefill(tokens[:-1], 0, 0, print)
+        kept, state = program.read_context(0, 0, len(tokens) - 1), program.read_state(0)
         expected = whole.step(tokens[-1:], [0], [len(tokens) - 1]).copy()
-        whole.put_context(1, 0, len(tokens) - 1, kept)
+        program.put_context(1, 0, len(tokens) - 1, kept)
         if name in STATES:
-            whole.put_state(1, state)
+            program.put_state(1, state)
         found = whole.step(tokens[-1:], [1], [len(tokens) - 1])
     assert np.array_equal(found, expected)

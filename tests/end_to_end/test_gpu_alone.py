@@ -112,7 +112,7 @@ def test_prompts_go_on_where_sequences_stand(gpu: LoadedModel) -> None:
 
 
 def test_a_token_is_one_submission(gpu: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Any = gpu._parts.whole
+    whole: Any = gpu._parts.model
     submissions, submit = [], whole._queue.submit
 
     def count() -> Any:

@@ -1,7 +1,7 @@
 """From logits to tokens, alone and with guesses."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,30 +22,27 @@ CHANCES = np.array(
 """Chances of every token after every token."""
 
 
-class Chain(Sequences):
+class Chain:
     """A model whose next token depends on the last one alone."""
 
-    def __init__(self) -> None:
-        super().__init__(context=64, sequences=1, piece=64)
+    computer: object = None
+    waited_s, touched_bytes = 0.0, 0
 
     def abandon(self) -> None: ...
 
-    def select_chunk(self, number: int) -> None: ...
+    def observe(self, observer: object) -> None: ...
 
-    def run_piece(
-        self, tokens: I32, sequence: int, progress: Callable[[float], None]
-    ) -> Sequence[int]:
-        self.positions[sequence] += len(tokens)
+    def count_work(self) -> dict[str, float | None]:
+        return {}
+
+    def prefill(self, tokens: I32, sequence: int, position: int, progress: object) -> None:
         self.piece = tokens.tolist()
-        return [len(tokens)]
 
-    def read_logits(self, first: int) -> F32:
+    def logits(self, first: int) -> F32:
         return self._look_up(self.piece[first:])
 
-    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
-        for sequence in sequences:
-            self.positions[sequence] += 1
-        return self._look_up(tokens)
+    def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
+        return self._look_up(tokens.tolist())
 
     def _look_up(self, tokens: Sequence[int]) -> F32:
         return np.log(CHANCES[list(tokens)]).astype(np.float32)
@@ -63,7 +60,7 @@ class Stubborn:
 def draw_texts(count: int) -> Counter[tuple[int, ...]]:
     """Texts of four tokens after token 0, drawn while the same is guessed over and over."""
     scheduler = Scheduler(
-        Chain(),
+        Sequences(Chain(), context=64, piece=64),
         context=64,
         piece_tokens=8,
         make_decoder=lambda request: TokenDecoder(lambda ids: ""),

@@ -1,7 +1,7 @@
 """A whole model on a GPU: `pi2.backends.units.WholeModel`."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from pi2.diagnostics import UserError
 class GpuModel:
     """A model on a GPU: a step is one submission of uploads, kernels and the logits' download."""
 
+    touched_bytes, waited_s = 0, 0.0
+
     def __init__(self, request: WholeRequest) -> None:
         """Open the device and make room; raises P360 to P363."""
         self._use = use = ModelUse(
@@ -35,9 +37,8 @@ class GpuModel:
         sizes = list(list_arrays(use))
         request.count(sum(sizes) + count_host_bytes(use))
         self._observer: ExecutorObserver | None = None
-        self._busy_s = 0.0
         self._begin_s: float | None = None
-        self._named = 0
+        self._named = self._possible = 0
         self._launcher: Launcher | None = open_unit(request.unit)
         launcher = self._launcher
         self._arrays: ModelArrays | None = None
@@ -89,7 +90,12 @@ class GpuModel:
     def expect(self, end: int) -> None:
         self._enter().expect(end)
 
-    def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+    def abandon(self) -> None:
+        """Do nothing: work that has begun ends by itself."""
+
+    def prefill(
+        self, tokens: I32, sequence: int, position: int, progress: Callable[[float], None]
+    ) -> None:
         count = len(tokens)
         assert 0 < count <= self._use.chunk and position + count <= self._use.context
         self._begin()
@@ -118,6 +124,7 @@ class GpuModel:
         named = self._use.model.shape.layers * self._use.sequences if self._use.is_sparse else 0
         self._fetch(count * self._use.model.shape.vocab, named)
         if named:
+            self._possible += self._use.model.token_neurons * count
             self._named += int(self._found.reshape(-1, self._use.sequences)[:, :count].sum())
         self._report(f"step of {count} tokens")
         return self._finish(count)
@@ -166,20 +173,19 @@ class GpuModel:
         assert self._begin_s is not None
         begin_s, end_s = self._begin_s, time.perf_counter()
         self._begin_s = None
-        self._busy_s += end_s - begin_s
         if self._observer is not None:
             self._observer.note_kernel(name, None, begin_s, end_s)
 
-    def count_named(self) -> int:
-        named, self._named = self._named, 0
-        return named
+    def count_work(self) -> Mapping[str, float | None]:
+        named, possible = self._named, self._possible
+        return {"predicted_neurons": named, "active_neurons": None, "possible_neurons": possible}
 
     def observe(self, observer: ExecutorObserver | None) -> None:
         self._observer = observer
 
     @property
-    def busy_s(self) -> float:
-        return self._busy_s
+    def computer(self) -> object:
+        return self
 
     def close(self) -> None:
         arrays, self._arrays = self._arrays, None

@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import pi2
 from pi2.backends.executor import CONTEXT_BLOCK
-from pi2.engine.forward import Forward
+from pi2.engine.sequences import Sequences
 from pi2.serving import requests
 from tests.helpers.models import make_tokenizer
 from tests.helpers.patience import PATIENCE_S
@@ -201,14 +201,16 @@ def test_gaps_are_filled_in(filling: str, address: str) -> None:
 @pytest.fixture
 def read_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Prompts are read when it is set."""
-    event, prefill = threading.Event(), Forward.prefill
+    event, prefill = threading.Event(), Sequences.prefill
 
-    def wait(self: Forward, tokens: Any, *, progress: Callable[[float], None], **more: Any) -> Any:
+    def wait(
+        self: Sequences, tokens: Any, *, progress: Callable[[float], None], **more: Any
+    ) -> Any:
         while not event.wait(0.01):
             progress(0.5)
         return prefill(self, tokens, progress=progress, **more)
 
-    monkeypatch.setattr(Forward, "prefill", wait)
+    monkeypatch.setattr(Sequences, "prefill", wait)
     monkeypatch.setattr(requests, "FIRST_PING_S", 0.02)
     monkeypatch.setattr(requests, "PING_S", 0.02)
     return event

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from pi2.engine.forward import Forward
+from pi2.engine.sequences import Sequences
 from pi2.serving.calls import Limits
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.servers import describe_plan, get, make_chat_plan, post, serve
@@ -51,13 +51,13 @@ def test_models_are_loaded_when_they_are_asked_for(tmp_path: Path) -> None:
 def test_whoever_wants_another_model_waits_his_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_step, step = threading.Event(), Forward.step
+    may_step, step = threading.Event(), Sequences.step
 
-    def step_when_all_have_asked(self: Forward, *arguments: Any) -> Any:
+    def step_when_all_have_asked(self: Sequences, *arguments: Any) -> Any:
         assert may_step.wait(PATIENCE_S)
         return step(self, *arguments)
 
-    monkeypatch.setattr(Forward, "step", step_when_all_have_asked)
+    monkeypatch.setattr(Sequences, "step", step_when_all_have_asked)
     plans = [
         describe_plan(make_chat_plan(tmp_path / name, context=1024), name)
         for name in ("one", "two")
