@@ -77,7 +77,7 @@ ASKED = (
     ("DeepSeek V4 Flash and Pro", "deepseek_v4", "deepseek4"),
     ("DeepSeek V3.2", "deepseek_v32", "deepseek32"),
     ("GLM 5", "glm_moe_dsa", "glm-dsa"),
-    ("GLM 5.x Flash", "glm5_next", ""),
+    ("GLM 5.x Flash", "glm5_next", "glm5-next"),
     ("Qwen3.8 Flash Next", "qwen4_exp", "qwen4exp"),
     ("Kimi K2", "kimi_k2", "deepseek2"),
     ("Kimi Linear", "kimi_linear", "kimi-linear"),

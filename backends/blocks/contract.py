@@ -160,6 +160,7 @@ COMPUTED = read_options("""
     side_ffn: . norms
     layer_embedding: . vocab factor projection_factor
     altup: . scaled
+    hyper: . rounds epsilon
     multipliers: embedding residual logits
     rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
     rope: pairs=swapped pairs=neighbours
@@ -266,6 +267,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "predict": _STREAMS,
         "correct": _STREAMS,
         "match": f"{_STREAMS} x_stride",
+        "mix": "x x_stride count scales bias epsilon rounds read read_stride kept kept_stride",
         # Of `STATES`; items are blocks of channels, value heads of tokens, blocks of columns of
         # heads, blocks of channels, and heads of tokens.
         "convolve": "x x_stride before after has_gates y y_stride weights bias has_bias places"

@@ -41,14 +41,18 @@ class LatentAttention:
         else:
             out = self._make("latent_keys", layer, absorbed)
             builder.add_heads(plain, latent.plain, out, heads)
-        builder.add_cap(
-            plain.skip(latent.plain), latent.rotated, 0.0, 1.0, absorbed.skip(rank), each=heads
-        )
-        neighbours = own.rope.pairs == "neighbours"
-        for x, count in ((area, heads), (vectors, 1)):
-            builder.add_turn(
-                x.skip(rank), count, own, "", neighbours=neighbours, waits=count == 1, width=kept
+        if latent.rotated:
+            builder.add_cap(
+                plain.skip(latent.plain), latent.rotated, 0.0, 1.0, absorbed.skip(rank), each=heads
             )
+            neighbours = own.rope.pairs == "neighbours"
+            for x, count in ((area, heads), (vectors, 1)):
+                builder.add_turn(
+                    *(x.skip(rank), count, own, ""),
+                    neighbours=neighbours,
+                    waits=count == 1,
+                    width=kept,
+                )
         builder.add_keep(vectors, None, own, layer)
         mixed = builder.take_area("latent mix", heads * rank, is_tight=True)
         builder.add_attention(area, mixed, own, layer)

@@ -70,6 +70,8 @@ class Layers:
         found, own, streams = [self.x], self._model.layer_embedding, self._residual.streams
         if own is not None:
             found.append(self._take_layer_inputs(own))
+        if self._residual.mixed is not None:
+            found.append(self._residual.mixed.kept)
         return found if streams is None else [*found, streams.before]
 
     def add_embedding(self) -> None:
@@ -91,8 +93,9 @@ class Layers:
             self._add_layer_embeddings(model.layer_embedding)
         if own is None and model.positions is None:
             self.looked_up = len(builder.instructions)
-        if self._residual.streams is not None:
-            self._residual.streams.add_embedding()
+        for streams in (self._residual.streams, self._residual.mixed):
+            if streams is not None:
+                streams.add_embedding()
 
     def _add_join(self, project: str, token_norm: str, stream_norm: str) -> None:
         """Add what an MTP head reads: embeddings, and what `BlockModel.join` has."""
@@ -156,6 +159,7 @@ class Layers:
             self.outside.begin_layer()
         is_parallel, other = model.residual == "parallel", self.u
         for builder.mixer, mixer in enumerate(model.blocks[layer].mixers):
+            self._residual.open(layer, "hyper_attention")
             if builder.mixer == 0 or model.layers is None or not model.layers.parallel:
                 norm = "inner_norm" if builder.mixer else "attention_norm"
                 other = read = self._residual.normalize(norm, self.u)
@@ -171,15 +175,18 @@ class Layers:
                 mixed = self._states.add(layer, builder.mixer, mixer.shape, read)
                 has_bias = mixer.shape.projection_bias
                 self._add_output("state_output", layer, mixed, mixer.shape.width, has_bias)
+            self._residual.close()
         builder.mixer = 0
         if streams is not None:
             streams.add_laurel(layer, read)
         if self.outside is not None:
             self.outside.add(layer)
         elif model.blocks[layer].ffn.kind != "none":
+            self._residual.open(layer, "hyper_ffn")
             if not is_parallel:
                 other = self._residual.normalize("ffn_norm", self.u)
             self._ffn.add(layer, other)
+            self._residual.close()
         if streams is not None:
             streams.end_layer(layer)
         if model.layer_embedding is not None:
@@ -200,8 +207,9 @@ class Layers:
     def add_head(self) -> int:
         """Add the last norm and the head; return the number of the first instruction."""
         builder, model = self._builder, self._model
-        if self._residual.streams is not None:
-            self._residual.streams.join()
+        for streams in (self._residual.streams, self._residual.mixed):
+            if streams is not None:
+                streams.join()
         first = len(builder.instructions)
         builder.add_norm("final_norm", self.x, self.u, self._hidden)
         weight = builder.need("embedding" if model.tied_head else "head", None)

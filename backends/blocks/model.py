@@ -348,6 +348,7 @@ def list_matrix_keys(model: Model) -> list[str]:
     keys += ["layer_input_gate", "layer_input_output", "query_gate", "latent", "latent_query"]
     keys += ["latent_query_out", "latent_keys", "latent_values", "latent_out"]
     keys += ["index_query", "index_key", "index_weights"]
+    keys += ["hyper_attention", "hyper_ffn"]
     keys += ["laurel_in", "laurel_out", "altup_router", "altup_predict", "altup_correct"]
     return [*keys, *STATE_MATRICES, *_list_whole(model)]
 

@@ -99,15 +99,18 @@ class OutsideFeedForward:
         """Add what the FFN reads."""
         ahead = self.exchange.ahead
         if ahead is not None and layer + 1 < self._model.shape.layers:
+            self._residual.open(layer, "hyper_ffn")
             self._builder.layer = layer + 1
             self._add_norm(ahead)
             self._builder.layer = layer
         self.exchange.layers[-1].input = len(self._builder.instructions)
+        if self._model.blocks[layer].ffn.kind != "none":
+            self._residual.open(layer, "hyper_ffn")
         self._add_norm(self.exchange.normalized)
 
     def _add_norm(self, target: Area) -> None:
         builder, before = self._builder, self.exchange.before
-        x = before if self._is_parallel and before is not None else self._residual.x
+        x = before if self._is_parallel and before is not None else self._residual.read
         if self._model.norm.inputs:
             builder.add_norm("ffn_norm", x, target, self._hidden)
         else:
@@ -127,6 +130,7 @@ class OutsideFeedForward:
         stations.gap = len(self._builder.instructions)
         if self._model.blocks[layer].ffn.kind != "none":
             self._finish(layer)
+            self._residual.close()
 
     def _has_router(self, layer: int) -> bool:
         return self._model.blocks[layer].ffn.has_router

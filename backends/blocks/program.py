@@ -378,6 +378,7 @@ class Program:
                 "predict": stream_kernels.emit_predict,
                 "correct": stream_kernels.emit_correct,
                 "match": stream_kernels.emit_match,
+                "mix": stream_kernels.emit_mix,
             }
         unpacking = find_unpacking(find_format(library))
         many = partial(panels.emit_multiply_many, isa, unpacking)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.backends.blocks.building import Builder
+from pi2.backends.blocks.instructions import put_float
 from pi2.backends.blocks.operands import Area, Product
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_mixing import AltUp
+from pi2.plan.documents.model_mixing import AltUp, Hyper
 
 
 @dataclass(slots=True)
@@ -37,23 +38,41 @@ class Residual:
         altup = model.altup
         self.streams = None if altup is None else Streams(model, builder, altup)
         """All streams of a token, if there are several."""
-        if self.streams is None:
-            self.x = builder.take_area("x", self._hidden)
-        else:
+        self.mixed = None if model.hyper is None else MixedStreams(model, builder, model.hyper)
+        """All streams of a token that operators mix."""
+        if self.streams is not None:
             self.x = self.streams.x
+        elif self.mixed is not None:
+            self.x = self.mixed.x
+        else:
+            self.x = builder.take_area("x", self._hidden)
+        self.read = self.x if self.mixed is None else self.mixed.read
+        """Input of the next operator, before its norm."""
 
     def normalize(self, key: str, target: Area) -> Area:
         """Return what an operator reads: normalised, or as it is."""
         norm = self._model.norm
         if not norm.inputs:
-            return self.x
-        self._builder.add_norm(key, self.x, target, self._hidden)
+            return self.read
+        self._builder.add_norm(key, self.read, target, self._hidden)
         return target
+
+    def open(self, layer: int, key: str) -> None:
+        """Begin an operator: streams that are mixed give its input."""
+        if self.mixed is not None:
+            self.mixed.begin(layer, key)
+
+    def close(self) -> None:
+        """End it: they take its output."""
+        if self.mixed is not None:
+            self.mixed.end()
 
     def begin(self) -> Sum:
         """Return what an operator's output is added to until `end`."""
         if self._model.norm.outputs:
             return Sum(self._builder.take_area("given", self._hidden))
+        if self.mixed is not None:
+            return Sum(self.mixed.given, self._model.multipliers.residual)
         return Sum(self.x, self._model.multipliers.residual, True)
 
     def end(self, norm: str, given: Area | None = None) -> None:
@@ -62,7 +81,11 @@ class Residual:
         if self._model.norm.outputs:
             given = given or self._builder.take_area("given", self._hidden)
             factor = self._model.multipliers.residual
-            self._builder.add_norm(norm, given, self.x, self._hidden, added=True, factor=factor)
+            total = Sum(self.x, 1.0, True) if self.mixed is None else Sum(self.mixed.given)
+            own = total.take(factor)
+            self._builder.add_norm(
+                norm, given, total.area, self._hidden, added=own["added"], factor=own["factor"]
+            )
 
 
 class Streams:
@@ -164,3 +187,71 @@ class Streams:
         for number in range(count):
             builder.add_term(given.skip(number * hidden), self.x, hidden)
         builder.add_cap(self.x, hidden, 0.0, 1 / self._count)
+
+
+class MixedStreams:
+    """Adds streams that operators mix to a program.  One more vector, behind them, is the output
+    of an operator."""
+
+    def __init__(self, model: Model, builder: Builder, hyper: Hyper) -> None:
+        self._builder, self._hyper, self._hidden = builder, hyper, model.shape.hidden
+        self._width = hyper.streams * self._hidden
+        whole = self._width + model.shape.stored_hidden
+        self.x = builder.take_area("streams", whole, is_tight=True)
+        """All of them."""
+        self._made = builder.take_area("mixed streams", whole, is_tight=True)
+        self.read, self.given = self._made.skip(self._width), self.x.skip(self._width)
+        """Input and output of an operator."""
+        side = hyper.streams + 1
+        self._factors, self.kept = (
+            builder.take_area(name, side * side) for name in ("factors", "kept factors")
+        )
+        """Factors of inputs, and those that add outputs to the streams."""
+
+    def add_embedding(self) -> None:
+        """Let all streams be the first one."""
+        for number in range(1, self._hyper.streams):
+            target = self.x.skip(number * self._hidden)
+            self._builder.add_cap(self.x, self._hidden, 0.0, 1.0, target)
+        self._builder.add_cap(self.x, self._hidden, 0.0, 0.0, self.given)
+
+    def begin(self, layer: int, key: str) -> None:
+        """Make the input of an operator, by the tensors that ``key`` names."""
+        builder, own = self._builder, self._hyper
+        flat = builder.take_area("streams read", self._width)
+        made = builder.take_area("stream factors", own.factors)
+        builder.add_norm("", self.x, flat, self._width, norm=builder.rms)
+        builder.add_products(flat, self._width, [builder.make_product(key, layer, made)])
+        builder.add(
+            "mix",
+            {
+                **made.put("x"),
+                "count": own.streams,
+                "scales": builder.read_vector(f"{key}_scale", layer),
+                "bias": builder.read_vector(f"{key}_bias", layer),
+                "epsilon": put_float(own.epsilon),
+                "rounds": own.rounds,
+                **self._factors.put("read"),
+                **self.kept.put("kept"),
+            },
+            each=1,
+        )
+        self._multiply(self._factors)
+
+    def end(self) -> None:
+        """Mix the streams with the output of the operator."""
+        self._multiply(self.kept)
+        self._builder.add_cap(self._made, self._width, 0.0, 1.0, self.x)
+
+    def _multiply(self, factors: Area) -> None:
+        x, y = self.x, self._made
+        values = {"x": x.address, "y": y.address, "stride": x.stride, "length": self._hidden}
+        values |= {"count": self._hyper.streams + 1, **factors.put("factors")}
+        self._builder.add("predict", values, each=1)
+
+    def join(self) -> None:
+        """Let the first stream be the mean of all."""
+        count = self._hyper.streams
+        for number in range(1, count):
+            self._builder.add_term(self.x.skip(number * self._hidden), self.x, self._hidden)
+        self._builder.add_cap(self.x, self._hidden, 0.0, 1 / count)

@@ -161,6 +161,10 @@ def count_token_bytes(model: Model, planes: int = 1, orders: int = 3) -> int:
         count = model.altup.streams
         floats += (4 * count + 1) * hidden + count * (count + 1) + model.altup.laurel_rank
         inputs += [hidden, (count - 1) * hidden, model.altup.laurel_rank, count]
+    if model.hyper is not None:
+        side, width = model.hyper.streams + 1, model.hyper.streams * hidden
+        floats += 3 * width + 2 * model.shape.stored_hidden + model.hyper.factors + 2 * side * side
+        inputs.append(width)
     widths = set(inputs)
     if planes > 1:
         floats += sum(widths)

@@ -1,4 +1,5 @@
-"""Residual streams that predict each other: kernels of AltUp.  Items are tokens."""
+"""Residual streams that predict each other, or are mixed: kernels of `AltUp` and `Hyper`.  Items
+are tokens."""
 
 from __future__ import annotations
 
@@ -105,3 +106,70 @@ def _measure(x: v.Buffer, start: v.Expr, length: v.Expr) -> v.Expr:
         return value * value
 
     return v.let(add_up(T.int64(0), length, square) / T.cast(length, "float32"))
+
+
+def emit_mix(table: Table) -> None:
+    """Make factors for `predict` of a projection x [count (count + 2)].  With ``read`` the stream
+    behind ``count`` others becomes an operator's input, with ``kept`` they take its output from
+    there (`pi2.plan.documents.model_mixing.Hyper`)."""
+    x, read, kept = (table.take_array(name, "float32") for name in ("x", "read", "kept"))
+    scales, bias = table.take_array("scales", "float32"), table.take_array("bias", "float32")
+    count, rounds = table.take("count"), table.take("rounds")
+    epsilon, one = table.take_float("epsilon"), T.float32(1.0)
+    x_stride, read_stride, kept_stride = map(table.take, ("x_stride", "read_stride", "kept_stride"))
+    side = v.let(count + 1)
+
+    def put(target: v.Buffer, place: v.Expr, value: v.Expr) -> None:
+        T.buffer_store(target, value, [v.let(place)])
+
+    with T.serial(table.first, table.end) as token:
+        source = v.let(token * x_stride)
+        first, second = v.let(token * read_stride), v.let(token * kept_stride)
+
+        def find(part: int, number: v.Expr) -> v.Expr:
+            return v.let(x[source + number] * scales[T.int64(part)] + bias[number])
+
+        # Rows are sources here: column j of C is row j of the factors, less the stream itself.
+        def place_of(source_stream: v.Expr, target_stream: v.Expr) -> v.Expr:
+            return v.let(second + target_stream * side + source_stream)
+
+        def divide(stride: v.Expr, start: v.Expr) -> None:
+            total = v.Cell(epsilon)
+            with T.serial(count) as k:
+                total.set(total.get() + kept[start + k * stride])
+            factor = v.let(one / total.get())
+            with T.serial(count) as k:
+                at = v.let(start + k * stride)
+                put(kept, at, kept[at] * factor)
+
+        with T.serial(side * side) as place:
+            put(read, first + place, T.float32(0.0))
+        put(read, first + side * side - 1, T.float32(-1.0))
+        with T.serial(count) as stream:
+            own = v.let(v.take_sigmoid(find(0, stream), 1) + epsilon)
+            put(read, first + count * side + stream, own)
+            given = v.let(v.take_sigmoid(find(1, v.let(count + stream)), 1))
+            put(kept, place_of(count, stream), given + given)
+            put(kept, place_of(stream, count), T.float32(0.0))
+            start = v.let((stream + 2) * count)
+            most = v.Cell(find(2, start))
+            with T.serial(count) as other:
+                most.set(T.max(most.get(), find(2, v.let(start + other))))
+            total = v.Cell(T.float32(0.0))
+            with T.serial(count) as other:
+                value = v.let(v.take_exponential(find(2, v.let(start + other)) - most.get(), 1))
+                put(kept, place_of(stream, other), value)
+                total.set(total.get() + value)
+            factor = v.let(one / total.get())
+            with T.serial(count) as other:
+                at = place_of(stream, other)
+                put(kept, at, kept[at] * factor + epsilon)
+        put(kept, second + side * side - 1, T.float32(0.0))
+        with T.serial(rounds) as turn:
+            with T.If(turn > T.int64(0)), T.Then(), T.serial(count) as stream:
+                divide(side, v.let(second + stream))
+            with T.serial(count) as stream:
+                divide(T.int64(1), v.let(second + stream * side))
+        with T.serial(count) as stream:
+            at = place_of(stream, stream)
+            put(kept, at, kept[at] - one)

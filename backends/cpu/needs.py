@@ -142,6 +142,8 @@ def count_chunk_bytes(resolved: ResolvedPlan) -> int:
     plan, model = resolved.plan, resolved.model
     hidden, width = model.shape.stored_hidden, model.stored_neuron_width
     streams = 1 if model.altup is None else 2 * model.altup.streams
+    if model.hyper is not None:
+        streams = 2 * (model.hyper.streams + 1)
     own = 4 * hidden * (streams + 1 + _keeps_input(model))
     if model.layer_embedding is not None:
         layers = (model.shape.layers + 1) * model.layer_embedding.width

@@ -420,6 +420,8 @@ def _place_tensor(
         for part in _split_qkv(entry, names, metadata):
             found |= _place_tensor(file, part, names, architecture, metadata, scale)
         return found or {entry.name: make_tensor(file, entry)}
+    if not place.pattern:
+        return {}
     is_turned = place.kind == "ffn_down_t.weight"
     shape = entry.shape[::-1] if is_turned else entry.shape
     if place.kind == "ffn_gate_inp_shexp.weight" and len(shape) == 1:

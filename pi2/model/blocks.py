@@ -58,8 +58,9 @@ def list_attention(model: Model) -> list[tuple[Attention, int]]:
 
 
 def list_turns(model: Model) -> list[tuple[Rope, int]]:
-    """`Attention.turn` of all blocks, each once."""
-    return list(dict.fromkeys(own.turn for block in model.blocks if (own := block.attention)))
+    """`Attention.turn` of all blocks that turn something, each once."""
+    owns = (block.attention for block in model.blocks)
+    return list(dict.fromkeys(own.turn for own in owns if own and own.turned_width))
 
 
 def make_blocks(model: Model) -> tuple[Block, ...]:

@@ -139,7 +139,9 @@ def list_layer_tensors(at: Place) -> Iterator[DenseTensor]:
     """``layer_scale`` [1, 1]; ``layer_input_gate`` [width, hidden] and ``layer_input_output``
     [hidden, width] of a layer's own embedding, with its norm; ``laurel_in`` [rank, hidden] and
     ``laurel_out`` [hidden, rank]; float32 ``altup_router`` [streams, hidden], ``altup_predict``
-    [streams streams, streams] and ``altup_correct`` [streams, streams], norms and factors."""
+    [streams streams, streams] and ``altup_correct`` [streams, streams], norms and factors; float32
+    ``hyper_attention`` and ``hyper_ffn`` [streams (streams + 2), streams hidden], biases and
+    scales."""
     model, own, altup = at.model, at.model.layer_embedding, at.model.altup
     hidden, stored = model.shape.hidden, model.shape.stored_hidden
     if model.layer_scale:
@@ -150,6 +152,12 @@ def list_layer_tensors(at: Place) -> Iterator[DenseTensor]:
         output = at.take("layer_input_output", hidden, own.width)
         yield at.matrix("layer_input_output", stored, own.stored_width, output)
         yield at.norm("layer_input_norm")
+    if model.hyper is not None:
+        factors, width = model.hyper.factors, model.hyper.streams * hidden
+        for key in ("hyper_attention", "hyper_ffn"):
+            yield at.vector(key, width, at.take(key, factors, width), rows=factors)
+            for end, count in (("bias", factors), ("scale", 3)):
+                yield at.vector(f"{key}_{end}", count, at.take(f"{key}_{end}", count))
     if altup is None:
         return
     streams, rank = altup.streams, altup.laurel_rank

@@ -223,6 +223,12 @@ def list_streams(draw: Draw) -> Iterator[Case]:
         if kernel == "match":
             values |= put("x", draw.floats(TOKENS, length + 2))
         yield Case(kernel=kernel, items=TOKENS, values=values)
+    for count, rounds in ((3, 20), (4, 1)):
+        factors, side = count * (count + 2), (count + 1) ** 2
+        values = put("x", draw.floats(TOKENS, factors, gap=3)) | {"bias": draw.floats(factors)}
+        values |= put("read", empty(TOKENS, side + 1)) | put("kept", empty(TOKENS, side + 2))
+        values |= {"scales": draw.floats(3), "count": count, "epsilon": 1e-3, "rounds": rounds}
+        yield Case(kernel="mix", items=TOKENS, values=values)
 
 
 # Attention

@@ -147,6 +147,25 @@ def match(own: Arguments) -> None:
     y[...] = y * np.sqrt(wanted / np.maximum(found, SMALLEST_SQUARE))
 
 
+def mix(own: Arguments) -> None:
+    count, epsilon = own.count, own.real("epsilon")
+    m, scales = widen(own.vectors("x", count * (count + 2))), widen(own.vector("scales", 3))
+    m = m * np.repeat(scales, [count, count, count * count])
+    m = m + own.vector("bias", count * (count + 2))
+    sizes = 1 / (1 + np.exp(-m[:, : 2 * count]))
+    mixed = np.exp(m[:, 2 * count :]).reshape(-1, count, count)
+    mixed = mixed / mixed.sum(-1, keepdims=True) + epsilon
+    for turn in range(own.rounds):
+        for axis in (-1, -2)[turn == 0 :]:
+            mixed = mixed / (mixed.sum(axis, keepdims=True) + epsilon)
+    read, kept = (np.zeros((len(m), count + 1, count + 1)) for _ in range(2))
+    read[:, -1, :-1], read[:, -1, -1] = sizes[:, :count] + epsilon, -1
+    kept[:, :-1, :-1] = mixed.swapaxes(1, 2) - np.eye(count)
+    kept[:, :-1, -1] = 2 * sizes[:, count:]
+    for name, factors in (("read", read), ("kept", kept)):
+        own.vectors(name, (count + 1) ** 2)[...] = factors.reshape(len(m), -1)
+
+
 def _find_best(values: F64, count: int) -> I64:
     """Return the places of the largest ``count`` [T, count]; the first of equal ones wins."""
     return np.argsort(-values, axis=-1, kind="stable")[:, :count]

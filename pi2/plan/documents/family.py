@@ -66,7 +66,8 @@ class Architecture(Table):
     """Architectures whose names of tensors count too, weakest first; absent means `_decoder`."""
     names: dict[str, str] = Field(default={}, examples=[{".ffn_up.*": ".fc1.*"}])
     """Names in a Hugging Face checkpoint by those in the file. A name that begins with a dot
-    follows `blk.{layer}` and `layer`; `{part}` and `.*` as in the family's `names`."""
+    follows `blk.{layer}` and `layer`; `{part}` and `.*` as in the family's `names`. An empty name
+    is of a tensor that changes nothing."""
     layer: str = Field(default="model.layers.{layer}", examples=["backbone.layers.{layer}"])
     """How names of a layer's tensors begin in the checkpoint."""
     model_type: str = Field(default="", examples=["granitemoeshared"])

@@ -17,6 +17,7 @@ from pi2.plan.documents.model_mixing import (
     Attention,
     BlockEntry,
     Convolution,
+    Hyper,
     LayerEmbedding,
     LayerKinds,
     OtherHeads,
@@ -82,6 +83,8 @@ class ModelKeys(Document):
     """Embeddings that every layer has of its own, if there are some."""
     altup: AltUp | None = None
     """Several residual streams, if the model has them."""
+    hyper: Hyper | None = None
+    """Residual streams that attention and FFNs mix, if the model has them."""
     operators: Annotated[dict[str, dict[str, Any]], AfterValidator(check_operators)] = {}
     """Options of operators that modules of ``pi2.model`` add, by name: ``mtp`` is the input of an
     MTP head, others work at the end of every layer."""

@@ -105,7 +105,7 @@ class Latent(Table):
     once."""
     plain: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
     """Elements of a head's query and key that are not rotated."""
-    rotated: Annotated[int, Field(ge=2, le=2**14, multiple_of=2, examples=[64])]
+    rotated: Annotated[int, Field(ge=0, le=2**14, multiple_of=2, examples=[64])]
     """Elements of a head's query and key that are rotated."""
     epsilon: float = Field(default=1e-6, gt=0.0)
     """Added to the mean of squares in the norms of both vectors."""
@@ -387,6 +387,29 @@ class AltUp(Table):
     def others(self) -> int:
         """Vectors of a token after the first."""
         return self.streams - 1
+
+
+class Hyper(Table):
+    """Residual streams that layers mix (manifold-constrained hyper-connections; arXiv 2512.24880).
+
+    A token has ``streams`` vectors x, each its embedding at first.  Attention and FFN have a
+    projection m of norm(x), the norm of all streams together.  Parts of m have scales s and biases
+    b.  They read the sum of p x, with p = sigmoid(s m + b) + ``epsilon``.  With o, which they give,
+    stream j becomes q[j] o and the sum of C[i, j] x[i]; q is 2 sigmoid(s m + b).  C is softmax(s m
+    + b) of every row, + ``epsilon``.  Its columns and rows are divided by their sums in turns,
+    columns ``rounds`` times.  After the last layer, streams are averaged."""
+
+    streams: Annotated[int, Field(ge=2, le=8, examples=[4])]
+    """Vectors of a token."""
+    rounds: Annotated[int, Field(ge=1, le=1000)] = 20
+    """How often columns are divided by their sums."""
+    epsilon: Annotated[float, Field(ge=0.0, le=1.0)] = 1e-6
+    """Number that coefficients and sums have added."""
+
+    @property
+    def factors(self) -> int:
+        """Numbers that a projection makes of a token."""
+        return self.streams * (self.streams + 2)
 
 
 _PART = r"(-?\d{1,4}|\d{1,4}-\d{1,4}|(-?\d{1,4})?:(-?\d{1,4})?(:0*[1-9]\d{0,3})?)"
