@@ -18,10 +18,9 @@ import numpy.typing as npt
 from pi2.arrays import U8
 from pi2.backends.compiler.functions import CompiledFunctions, refuse_library
 from pi2.backends.compiler.signature import Parameter, find_signatures, read_signatures
+from pi2.formats.packing import ALIGNMENT
 
 T = TypeVar("T")
-ALIGNMENT = 64
-"""Bytes; kernels assume it of every array that is not uint8."""
 
 
 @dataclass(frozen=True, slots=True)

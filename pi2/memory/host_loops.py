@@ -7,12 +7,17 @@ import platform
 from collections.abc import Set
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from pi2.arrays import F32, F64, I32, I64, U8, U32, Bits, Raw
+from pi2.formats.packing import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pi2.arrays import F32, I32, I64, U8, U32, Bits
+    from pi2.backends.compiler.runtime import Library
     from pi2.memory.read_sieve import ReadLimits
 
 
@@ -21,6 +26,7 @@ CheckInstruction = Literal["pclmulqdq", "crc32x"]
 CHECKED_BYTES = 64
 """Bytes that it is computed of at a time."""
 
+_NO_LIMITS = (0.0, 0.0, 0.0, 0.0)
 FOUND = 8
 """Most numbers that a loop returns."""
 MASSES = 3
@@ -188,7 +194,7 @@ class FoundNeurons(NamedTuple):
     """Mass of neurons that an unlimited allowance would have skipped."""
 
 
-class HostLoops(Protocol):
+class HostLoops:
     """Compiled loops over the arrays of `pi2.memory`: the neuron cache, reads, io_uring's rings.
 
     They belong to no compute unit. `pi2.memory` does the same with numpy, several times as slowly,
@@ -215,6 +221,46 @@ class HostLoops(Protocol):
     `read_runs` and `compute_checks` may be called from any thread at any time, and release Python's
     lock. All other methods share a small array for their results: one thread at a time."""
 
+    def __init__(self, library: Library) -> None:
+        self._found: I32 = _align(np.zeros(FOUND, np.int32))
+        self._masses: F64 = _align(np.zeros(MASSES, np.float64))
+        found = {"found": library.wrap(self._found)}
+        runs = "vectors firsts counts offsets"
+        plan = f"count most base stride address indices slots {runs} sizes requests"
+        self._read = library.bind("read_runs", f"fd start step requests {runs} results")
+        self._plan = library.bind("plan_reads", f"{plan} pending results", found)
+        self._submit = library.bind(
+            "submit_reads",
+            f"{plan} pending head first_name vectors_address control words ring_slots pool results",
+            found,
+        )
+        self._fill = library.bind(
+            "fill_entries", "count head address first_name firsts counts offsets entries"
+        )
+        self._drive = library.bind(
+            "drive_ring", "begin end pending control words slots pool results", found
+        )
+        uses = "counts scores used_at"
+        self._find = library.bind(
+            "find_neurons",
+            "count room first_hot end_hot hot_slot size first_key first_cold clock listed_at "
+            "weight growth sieves least beside zero allowance "
+            f"marks row indices candidates held slot_of owner {uses} lists",
+            {**found, "masses": library.wrap(self._masses)},
+        )
+        self._unite = library.bind("unite_named", "lists neurons ends flat named united", found)
+        self._place = library.bind(
+            "place_neurons",
+            "count size first_key first_cold clock listed_at weight "
+            f"missing candidates held slot_of owner {uses} given",
+            found,
+        )
+        self._check = None
+        self._table: U32 = _align(_list_remainders())
+        if "compute_checks" in library.signatures:
+            table = {"table": library.wrap(self._table)}
+            self._check = library.bind("compute_checks", "count stride arena slots checks", table)
+
     def read_runs(
         self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
     ) -> None:
@@ -222,6 +268,8 @@ class HostLoops(Protocol):
         ``counts[i]`` vectors from ``firsts[i]`` on, each an address and a length of ``vectors``
         [v, 2]; ``results[i]`` becomes the bytes read, or -1 where the system
         reports an error."""
+        flat = vectors.reshape(-1)
+        self._read(fd, 0, 1, len(firsts), flat, firsts, counts, offsets, results)
 
     def find_neurons(
         self,
@@ -240,10 +288,41 @@ class HostLoops(Protocol):
         Of cold ones in memory ``tables.weight`` is added to the counts, scores become these
         counts, and ``used_at`` the clock; of missing ones ``weight`` (1 + ``growth`` h) for h such.
         """
+        count = len(indices)
+        lists = np.empty(4 * count, np.int32)
+        row, hot, hot_slot, first_key, first_cold = place
+        scores, candidates = tables.scores, tables.candidates
+        if count == 0 or len(scores) == 0:
+            # No cold slots: what is not hot finds no room.
+            first, end = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
+            taken = 0 if first else end
+            np.add(indices[:taken], np.int32(hot_slot - hot.start), out=lists[:taken])
+            return FoundNeurons(lists, taken, taken, taken, 0, 0, 0, 0, 0)
+        size = len(candidates)
+        if marks is None or limits is None:
+            sieve: tuple[Any, ...] = (0, *_NO_LIMITS, tables.counts)
+        else:
+            sieve = (1, *limits, marks)
+        self._find(
+            *(count, room, hot.start, hot.stop, hot_slot, size, first_key, first_cold),
+            *(tables.clock, tables.listed_at, tables.weight, tables.growth),
+            *sieve,
+            *(row, indices, candidates if size else self._found, tables.held.view(np.uint8)),
+            *(tables.slot_of, tables.owner, tables.counts, scores, tables.used_at, lists),
+        )
+        return FoundNeurons(lists, *self._found.tolist(), *self._masses.tolist())
 
     def unite_named(self, lists: Sequence[I32], named: I64) -> I32:
         """Set bit k of ``named`` [neurons] for every neuron of list k, at most 64 of them, and
         clear all others; return the neurons that any list has, ascending."""
+        united = np.empty(len(named), np.int32)
+        flat = np.concatenate(lists)
+        if len(flat) == 0:
+            named[:] = 0
+            return united[:0]
+        ends = np.cumsum([len(own) for own in lists], dtype=np.int32)
+        self._unite(len(lists), len(named), ends, flat, named, united)
+        return united[: self._found[0]]
 
     def place_neurons(
         self, tables: CacheTables, place: LayerPlace, missing: I32, given: I32
@@ -254,6 +333,17 @@ class HostLoops(Protocol):
         Brings ``slot_of`` and ``owner`` up to date, and counts uses as `find_neurons` does.
         Returns how many have a slot now, how many candidates were looked at, and how many neurons
         left."""
+        sizes = (len(missing), len(tables.candidates))
+        if 0 in sizes:
+            return 0, 0, 0
+        self._place(
+            *(*sizes, place.first_key, place.first_cold),
+            *(tables.clock, tables.listed_at, tables.weight),
+            *(missing, tables.candidates, tables.held.view(np.uint8), tables.slot_of),
+            *(tables.owner, tables.counts, tables.scores, tables.used_at, given),
+        )
+        placed, seen, left = self._found.tolist()[:3]
+        return placed, seen, left
 
     def plan_reads(
         self,
@@ -272,6 +362,17 @@ class HostLoops(Protocol):
 
         Returns vectors [b, 2], firsts [n], counts [n] and offsets [n] as `read_runs` takes them;
         then bytes [n], the request of each bundle [b], and results [n], all ``pending``."""
+        count = len(indices)
+        vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
+        firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
+        offsets, sizes, results = (np.empty(count, np.int64) for _ in range(3))
+        if count == 0:
+            return vectors, firsts, counts, offsets, sizes, requests, results
+        numbers = (count, most, base, stride, address)
+        arrays = (vectors.reshape(-1), firsts, counts, offsets, sizes, requests)
+        self._plan(*numbers, indices, slots, *arrays, pending, results)
+        n = int(self._found[0])
+        return vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests, results[:n]
 
     def submit_reads(
         self,
@@ -290,6 +391,16 @@ class HostLoops(Protocol):
         to a neighbour's have entries whose first word is 0, and results that are 0. Returns
         vectors, firsts, counts, offsets, sizes and requests, whether a system call has failed, and
         whether entries wait."""
+        count = len(indices)
+        vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
+        firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
+        offsets, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
+        plan = (indices, slots, vectors.reshape(-1), firsts, counts, offsets, sizes, requests)
+        names = (bundles.pending, head, first_name, vectors.ctypes.data)
+        self._submit(count, *bundles[:4], *plan, *names, *_flatten(ring))
+        failed, _, waits, n = self._found.tolist()[:4]
+        arrays = (vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests)
+        return arrays, bool(failed), bool(waits)
 
     def fill_entries(
         self,
@@ -304,6 +415,10 @@ class HostLoops(Protocol):
     ) -> None:
         """Write entries of io_uring's ring, [n, 8], for n requests as `read_runs` takes
         them: ``head`` is the first word of each, names are ``first_name``, and so on."""
+        if len(entries) == 0:
+            return
+        numbers = (len(entries), head, vectors.ctypes.data, first_name)
+        self._fill(*numbers, firsts, counts, offsets, entries.reshape(-1))
 
     def drive_ring(
         self, ring: RingArrays, *, begin: int, end: int, pending: int
@@ -313,7 +428,39 @@ class HostLoops(Protocol):
 
         Returns whether a system call has failed, which the caller has to explain; how many of these
         results are still pending, and whether entries wait."""
+        self._drive(begin, end, pending, *_flatten(ring))
+        failed, left, waits = self._found.tolist()[:3]
+        return bool(failed), left, bool(waits)
 
     def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
         """CRC-32 [n] (as `zlib.crc32`) of bundles ``slots`` [n] of ``arena`` [slots, stride]; None
         where the processor has no instruction for it."""
+        stride = arena.shape[1]
+        if self._check is None or stride % CHECKED_BYTES:
+            return None
+        checks = np.empty(len(slots), np.uint32)
+        if len(slots):
+            self._check(len(slots), stride, arena.reshape(-1), slots, checks)
+        return checks
+
+
+def _flatten(ring: RingArrays) -> tuple[Raw, ...]:
+    control, words, slots, pool, results = ring
+    return control, words, slots.reshape(-1), pool.reshape(-1), results
+
+
+def _align(array: Raw) -> Any:
+    """Return a copy [n] that begins where functions assume bound arrays to begin."""
+    room = np.zeros(array.nbytes + ALIGNMENT, np.uint8)
+    first = -room.ctypes.data % ALIGNMENT
+    copy = room[first : first + array.nbytes].view(array.dtype)
+    copy[:] = array
+    return copy
+
+
+def _list_remainders() -> U32:
+    """What each byte leaves of CRC-32's polynomial, uint32 [256], bits reversed."""
+    values = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        values = np.where(values & 1, (values >> 1) ^ np.uint32(0xEDB88320), values >> 1)
+    return values

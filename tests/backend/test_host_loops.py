@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi2.backends.host import CompiledLoops, load_host_loops
+from pi2.backends.host import HostLoops, load_host_loops
 from pi2.backends.host.program import emit_compute_checks
 from pi2.machine.cpu import detect_cpu
 from pi2.memory import uring
@@ -32,7 +32,7 @@ LAYERS, NEURONS, HOT, COLD = 2, 200, 20, 60
 
 
 @functools.cache
-def make_loops() -> CompiledLoops:
+def make_loops() -> HostLoops:
     return load_host_loops(ignore_progress, frozenset(detect_cpu().features))
 
 
@@ -118,7 +118,7 @@ def test_compiled_read_lists_are_those_of_numpy(wanted: list[int]) -> None:
         assert left.dtype == right.dtype and np.array_equal(left, right), name
 
 
-def open_ring(tmp_path: Path, count: int, stride: int, loops: CompiledLoops | None) -> FlashReader:
+def open_ring(tmp_path: Path, count: int, stride: int, loops: HostLoops | None) -> FlashReader:
     """A reader through io_uring of a layer whose neuron i has the bytes i."""
     content = np.repeat(np.arange(count, dtype=np.uint8), stride).reshape(count, stride)
     path = tmp_path / "layer.bin"

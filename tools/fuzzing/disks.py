@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pi2
 from fuzzing.gguf import write_gguf
 from fuzzing.seeds import read_gguf_seed
-from pi2.backends.host import CompiledLoops
+from pi2.backends.host import HostLoops
 from pi2.diagnostics import UserError
 from pi2.memory.io_engine import ReadBatch, read_in_python
 from pi2.memory.uring import UringEngine
@@ -90,7 +90,7 @@ class FailingDisk:
     def use(self) -> Iterator[None]:
         """Have this process read so."""
 
-        def read_runs(loops: CompiledLoops, *arguments: Any) -> None:
+        def read_runs(loops: HostLoops, *arguments: Any) -> None:
             read_in_python(*arguments)
 
         def wait(engine: UringEngine, batch: ReadBatch, part: int, count: int = 1) -> None:
@@ -100,7 +100,7 @@ class FailingDisk:
             for place, own in (
                 ("os.preadv", self.preadv),
                 ("os.open", self.open),
-                ("pi2.backends.host.CompiledLoops.read_runs", read_runs),
+                ("pi2.memory.host_loops.HostLoops.read_runs", read_runs),
                 ("pi2.memory.uring.UringEngine.wait", wait),
             ):
                 stack.enter_context(patch(place, own))
