@@ -27,7 +27,7 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
-from pi2.sharing.resolver import LockedReferences
+from pi2.sharing.references import LockedReferences
 from pi2.weights.file_reading import FileFiller, describe_bare
 
 _TRIES = 32

@@ -50,7 +50,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
     """Return the parts that it cannot compute as a whole model. Next to the CPU it computes rows
     and neurons of every model that plans can state. A few precisions and a norm inside the FFN are
     excepted."""
-    from pi2.backends.gpu.alone.sizes import find_alone_limits
+    from pi2.backends.gpu.model_sizes import find_alone_limits
     from pi2.plan.arithmetic.units import list_unknown_weights
 
     if facts.neurons is None:
@@ -62,7 +62,7 @@ def need_unit_memory(facts: UnitFacts) -> Need:
     """Return the bytes of a whole model, or of neurons in whole tiles, of jobs and of added
     neurons, and of their copies in main memory on the way."""
     if facts.neurons is None:
-        from pi2.backends.gpu.alone.sizes import need_whole_memory
+        from pi2.backends.gpu.model_sizes import need_whole_memory
 
         return need_whole_memory(facts.resolved)
     from pi2.backends.gpu.sizes import DenseSizes, count_experts, describe_rows
@@ -102,6 +102,6 @@ def build_unit(request: UnitRequest) -> DenseUnit:
 
 def build_whole(request: WholeRequest) -> WholeModel:
     """Open the device, compile or load kernels, and make room for the model."""
-    from pi2.backends.gpu.alone.model import GpuModel
+    from pi2.backends.gpu.model import GpuModel
 
     return GpuModel(request)

@@ -119,8 +119,7 @@ def reorder(path: Path, given: ReorderOptions) -> None:
 
     Results do not change.  Disk space for a second store is needed; the old store is kept until the
     new one is complete.  After Ctrl-C the same command resumes."""
-    from pi2.measuring.ordering import choose_orders
-    from pi2.store.reordering import reorder_store
+    from pi2.measuring.ordering import choose_orders, reorder_store
 
     if given.statistics is None and given.kind != "expert":
         raise click.UsageError(f"--by {given.kind} needs --statistics STATS")
@@ -154,7 +153,7 @@ def repack(path: Path, given: RepackOptions) -> None:
     suits a device.  If scales move and no stride is given, the smallest that fits is used.  Results
     do not change.  Disk space for a second store is needed; the old store is kept until the new one
     is complete.  After Ctrl-C the same command resumes."""
-    from pi2.store.reordering import repack_store
+    from pi2.measuring.ordering import repack_store
 
     if given.stride is None and given.scales is None:
         raise click.UsageError("Say what shall change: --stride, --scales, or both.")

@@ -40,8 +40,7 @@ from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.store.block_tensors import BlockTensors
-from pi2.store.file_read import EmbeddingRows
+from pi2.store.file_read import BlockTensors, EmbeddingRows
 
 MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]
 """Gives what observes an executor's dense layers, if anything."""

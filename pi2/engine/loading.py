@@ -36,8 +36,14 @@ from pi2.plan.arithmetic.sizes import (
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
 from pi2.progress import Progress
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
-from pi2.store.block_tensors import BlockTensors, map_blocks
-from pi2.store.file_read import EmbeddingRows, FileRead, place_scales, read_pieces
+from pi2.store.file_read import (
+    BlockTensors,
+    EmbeddingRows,
+    FileRead,
+    map_blocks,
+    place_scales,
+    read_pieces,
+)
 from pi2.store.identity import find_bundle_misfits
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore

@@ -17,6 +17,7 @@ from pi2.formats import find_format
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
+from pi2.importing.dense_rows import PARTS, Arrangement, Laid, find_plain, make_plain, pick_rows
 from pi2.importing.families import describe_family
 from pi2.importing.gguf_architectures import (
     Architecture,
@@ -26,9 +27,8 @@ from pi2.importing.gguf_architectures import (
     name_in_file,
 )
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
-from pi2.importing.gguf_keys import describe_keys, list_divisors
+from pi2.importing.gguf_keys import describe_keys, describe_vocabulary, list_divisors
 from pi2.importing.gguf_states import DeltaHeads
-from pi2.importing.gguf_vocabulary import describe_vocabulary
 from pi2.importing.gguf_writer import (
     NewTensor,
     make_vector,
@@ -37,7 +37,6 @@ from pi2.importing.gguf_writer import (
     write_outline,
 )
 from pi2.importing.new_model import describe_metadata
-from pi2.importing.plain_layout import PARTS, Arrangement, Laid, find_plain, make_plain, pick_rows
 from pi2.importing.rows import Rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensor import Source

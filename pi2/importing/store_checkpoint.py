@@ -14,7 +14,7 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.plain_layout import make_plain
+from pi2.importing.dense_rows import make_plain
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name

@@ -26,7 +26,7 @@ from pi2.plan.reading.references import (
 from pi2.plan.toml.source import Kind, SourceFile, detect_kind
 from pi2.plan.toml.spans import SpanIndex, index_spans
 from pi2.plan.toml.text import KeyPath, format_path, write_text
-from pi2.sharing.resolver import LockedReferences
+from pi2.sharing.references import LockedReferences
 from pi2.weights.file_reading import check_document
 
 Encoding = Literal["utf-8", "utf-16", "utf-32"]

@@ -33,7 +33,7 @@ from pi2.plan.reading.references import DOCUMENTS, UnknownName, locate_document
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.toml.source import detect_kind
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.sharing.resolver import LockedReferences
+from pi2.sharing.references import LockedReferences
 
 if TYPE_CHECKING:
     from pi2.planning.planner import PlannedPlan

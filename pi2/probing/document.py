@@ -33,8 +33,8 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.weights.layout import round_up
 from pi2.probing.probe import Measurements, UnitMeasurements
+from pi2.probing.steps import StepFacts, choose_times, round_digits, summarise
 from pi2.probing.storage import LEAST_BYTES, ReadSpec, StorageBench, open_sample
-from pi2.probing.timing import StepFacts, choose_times, round_digits, summarise
 
 Measure = Literal["B/s", "s", "GOP/s", "share"]
 

@@ -17,7 +17,7 @@ from pi2.backends.gpu.packing import load_kernels, pack_matrix
 from pi2.formats import find_packing
 from pi2.plan.documents.device import KernelName
 from pi2.plan.weights.layout import matrix_bytes
-from pi2.probing.timing import Key
+from pi2.probing.steps import Key
 from pi2.progress import Progress
 
 WIDTH = 4096

@@ -32,9 +32,22 @@ from pi2.machine import (
 )
 from pi2.measuring.contestant import BandwidthMeter, Worker
 from pi2.probing import tokens
-from pi2.probing.steps import EXACT, GATES, USUAL, VARIANTS, Steps, TokenSteps, Variety
+from pi2.probing.steps import (
+    EXACT,
+    GATES,
+    USUAL,
+    VARIANTS,
+    Key,
+    StepFacts,
+    Steps,
+    TokenSteps,
+    Variety,
+    collect_rounds,
+    is_agreed,
+    keep_possible,
+    make_timer,
+)
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
-from pi2.probing.timing import Key, StepFacts, collect_rounds, is_agreed, keep_possible, make_timer
 from pi2.probing.tokens import SMALL
 from pi2.progress import Progress, ignore_progress
 

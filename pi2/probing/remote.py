@@ -27,7 +27,7 @@ from pi2.plan.documents.device import Device, IsaFeature
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens as synthetic
 from pi2.probing.document import describe_step
-from pi2.probing.timing import Key, StepFacts, choose_times
+from pi2.probing.steps import Key, StepFacts, choose_times
 from pi2.progress import Progress
 
 ROUNDS = 5

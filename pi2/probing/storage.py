@@ -16,7 +16,7 @@ from pi2.diagnostics import UserError
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName
-from pi2.probing.timing import Key, collect_rounds
+from pi2.probing.steps import Key, collect_rounds
 from pi2.probing.tokens import allocate, fill
 
 MIB = 1 << 20

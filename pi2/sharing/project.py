@@ -41,8 +41,7 @@ from pi2.sharing.lock import (
     read_lock,
     require_copy,
 )
-from pi2.sharing.references import parse_reference
-from pi2.sharing.resolver import LockedReferences, join_reference
+from pi2.sharing.references import LockedReferences, join_reference, parse_reference
 
 MAX_SOURCES = 64
 """Most documents that one reference may bring along."""

@@ -176,7 +176,7 @@ def check_document(
     ``locked`` refuses references whose source here differs from the lock."""
     from pi2.fitting.check import check_file, check_plan
     from pi2.plan.toml.source import display_path
-    from pi2.sharing.resolver import LockedReferences
+    from pi2.sharing.references import LockedReferences
 
     bare, fill = describe_bare(path), opened or FileFiller()
     resolver = LockedReferences(path.parent, locked=locked)

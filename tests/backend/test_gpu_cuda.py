@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pi2.backends.gpu.alone.sizes import describe_use
 from pi2.backends.gpu.kernels.compile import (
     MissingCompiler,
     build_image,
@@ -27,6 +26,7 @@ from pi2.backends.gpu.kernels.specification import (
     SelectKernels,
     Target,
 )
+from pi2.backends.gpu.model_sizes import describe_use
 from pi2.backends.gpu.packing import load_image
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan

@@ -9,11 +9,11 @@ import tomlkit
 
 from pi2.fitting.check import check_file
 from pi2.importing.conversion_job import group_experts
+from pi2.measuring.ordering import reorder_store
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store
 from synthesis.blueprint import draw_blueprint
 from synthesis.generation import write_synthetic_store
 from synthesis.plan_file import PlanWish, write_plan

@@ -14,7 +14,7 @@ import pytest
 
 from pi2.arrays import F32, U8
 from pi2.formats import Format, find_format
-from pi2.formats.bits import Bits
+from pi2.formats.groups import Bits
 from tests.helpers.gguf_tensors import write_all
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden/peers"

@@ -12,9 +12,9 @@ from pi2.formats import find_format
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.gguf_checkpoint import make_tensor
 from pi2.importing.gguf_file import join_blocks, read_gguf, split_blocks
+from pi2.importing.gguf_keys import describe_vocabulary
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.gguf_tokens import CUTS
-from pi2.importing.gguf_vocabulary import describe_vocabulary
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.quantize import Wish, quantize_checkpoint
 from tests.helpers.gguf_tensors import permute

@@ -15,9 +15,9 @@ from pi2.backends.units import UnitFailed
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.fitting.check import load_plan
+from pi2.measuring.ordering import repack_store
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.store.manifest import read_manifest
-from pi2.store.reordering import repack_store
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan

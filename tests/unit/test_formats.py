@@ -9,7 +9,7 @@ import pytest
 
 from pi2.arrays import F32, U8
 from pi2.formats import Format, find_format, list_formats
-from pi2.formats.bits import Bits
+from pi2.formats.groups import Bits
 
 FORMATS = pytest.mark.parametrize(
     "own", [own for own in list_formats().values() if own.number >= 0], ids=lambda own: own.name

@@ -187,7 +187,7 @@ def test_a_gguf_file_in_mxfp4_gives_the_same_store(
 
 
 def test_neurons_that_share_scales_stay_together(stores: tuple[Path, Path], tmp_path: Path) -> None:
-    from pi2.store.reordering import reorder_store
+    from pi2.measuring.ordering import reorder_store
 
     rng = np.random.default_rng(0)
     with NeuronStore.open(stores[0].parent / "store") as store:

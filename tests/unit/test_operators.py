@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.backends.gpu.alone.sizes import find_alone_limits
+from pi2.backends.gpu.model_sizes import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan

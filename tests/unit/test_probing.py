@@ -32,8 +32,8 @@ from pi2.probing.document import (
 from pi2.probing.gpus import STEPS as GPU_STEPS
 from pi2.probing.gpus import DeviceBench
 from pi2.probing.probe import Accelerators, Measurements, UnitMeasurements, measure_accelerators
+from pi2.probing.steps import StepFacts
 from pi2.probing.storage import ReadSpec, StorageBench, open_sample
-from pi2.probing.timing import StepFacts
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import require_launcher
 from tests.helpers.programs import Ask

@@ -16,9 +16,9 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.importing.convert import convert_checkpoint
+from pi2.measuring.ordering import reorder_store, repack_store
 from pi2.store.manifest import MANIFEST, name_scales_file, read_manifest
 from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store, repack_store
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny

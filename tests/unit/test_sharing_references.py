@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
-from pi2.sharing.references import MAX_LENGTH, parse_reference
-from pi2.sharing.resolver import join_reference
+from pi2.sharing.references import MAX_LENGTH, join_reference, parse_reference
 
 COMMIT = "4f0568861877fba9991312b38040614874b5cf15"
 D = "devices/acme-12.device.toml"

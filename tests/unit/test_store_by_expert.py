@@ -13,11 +13,10 @@ from pi2.arrays import I32, I64
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.conversion_job import EXPERT_BANDS, group_experts, note_identity
-from pi2.measuring.ordering import choose_orders
+from pi2.measuring.ordering import choose_orders, reorder_store
 from pi2.plan.documents.model import Model
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store
 from pi2.store.verification import verify_store
 from synthesis.blueprint import draw_blueprint
 from synthesis.generation import write_synthetic_store

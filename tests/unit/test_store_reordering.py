@@ -11,10 +11,9 @@ import pi2
 from pi2.arrays import F32, I32, I64
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.measuring.ordering import order_by_coactivation
+from pi2.measuring.ordering import order_by_coactivation, reorder_store, repack_store
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
-from pi2.store.reordering import reorder_store, repack_store
 from pi2.store.verification import verify_store
 from synthesis.additions import add_files
 from synthesis.blueprint import draw_blueprint

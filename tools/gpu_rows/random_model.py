@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import I64, U8, Raw
-from pi2.backends.gpu.alone.graph import ModelGraph, StepShape
-from pi2.backends.gpu.alone.sizes import ModelUse
-from pi2.backends.gpu.alone.weights import ModelArrays, WorkList
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, Recording
+from pi2.backends.gpu.model_graph import ModelGraph, StepShape
+from pi2.backends.gpu.model_sizes import ModelUse
+from pi2.backends.gpu.model_weights import ModelArrays, WorkList
 from pi2.backends.gpu.packing import load_kernels
 from pi2.model.tensor import EMBEDDING
 from pi2.plan.documents.model import Model

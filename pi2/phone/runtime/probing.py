@@ -15,9 +15,8 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.toml.text import write_key, write_value
 from pi2.probing.document import describe_device
 from pi2.probing.probe import KernelRecipe, Measurements
-from pi2.probing.steps import GATES, USUAL
+from pi2.probing.steps import GATES, USUAL, Key, StepFacts
 from pi2.probing.storage import StorageBench, list_overlaps, list_reads, open_sample
-from pi2.probing.timing import Key, StepFacts
 from pi2.probing.tokens import LARGE, SMALL
 from pi2.progress import ignore_progress
 

@@ -6,7 +6,9 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Raw
 from pi2.backends.arithmetic import compute_growth, compute_rope_tables
-from pi2.backends.gpu.alone.sizes import (
+from pi2.backends.gpu.kernels.specification import Number
+from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher, LoadedKernel
+from pi2.backends.gpu.model_sizes import (
     JOINED,
     ModelUse,
     count_ropes,
@@ -16,8 +18,6 @@ from pi2.backends.gpu.alone.sizes import (
     list_state,
     list_tensor_arrays,
 )
-from pi2.backends.gpu.kernels.specification import Number
-from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher, LoadedKernel
 from pi2.backends.gpu.packing import (
     DeviceArrays,
     fill_tile,

@@ -7,11 +7,11 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.executor import ExecutorObserver
-from pi2.backends.gpu.alone.graph import ModelGraph, StepShape
-from pi2.backends.gpu.alone.sizes import ModelUse, count_host_bytes, count_logit_rows, list_arrays
-from pi2.backends.gpu.alone.weights import ModelArrays, Work, WorkList
 from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher, Recording
+from pi2.backends.gpu.model_graph import ModelGraph, StepShape
+from pi2.backends.gpu.model_sizes import ModelUse, count_host_bytes, count_logit_rows, list_arrays
+from pi2.backends.gpu.model_weights import ModelArrays, Work, WorkList
 from pi2.backends.gpu.packing import load_kernels
 from pi2.backends.protocol import Tensor
 from pi2.backends.units import WholeRequest

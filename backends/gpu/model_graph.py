@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS, ModelUse
-from pi2.backends.gpu.alone.weights import Work, WorkList
 from pi2.backends.gpu.kernels.specification import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray
+from pi2.backends.gpu.model_sizes import PARTIAL_ROWS, ModelUse
+from pi2.backends.gpu.model_weights import Work, WorkList
 from pi2.backends.gpu.sizes import choose_kernel_tokens, choose_parts, count_busy_groups
 from pi2.model.blocks import find_attention
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, POSITIONS
