@@ -30,6 +30,7 @@ from pi2.pulled_models import (
     find_models_folder,
     list_models,
 )
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
@@ -240,7 +241,7 @@ def make_model(
     return output / PLAN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Job:
     """A file to be made."""
 

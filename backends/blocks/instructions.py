@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +11,7 @@ from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.blocks.contract import FIELDS
 from pi2.backends.blocks.sizes import SINGLE
 from pi2.formats import Format, find_format
+from pi2.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

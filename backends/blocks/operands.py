@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pi2.arrays import I32
 from pi2.backends.blocks.instructions import Weight
+from pi2.records import dataclass
 
 
 def put_optional(name: str, address: int) -> dict[str, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from pi2.backends.blocks.building import Builder
@@ -12,6 +10,7 @@ from pi2.backends.blocks.operands import Area
 from pi2.backends.blocks.residual import Residual, Sum
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Moe
+from pi2.records import dataclass, field
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +21,7 @@ from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Norm as NormOptions
+from pi2.records import dataclass, replace
 
 A = TypeVar("A", bound=Raw)
 _GRAIN_BYTES = 1 << 14

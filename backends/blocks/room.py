@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from pi2.model.states import describe_state
 from pi2.plan.arithmetic.units import count_state_bytes, find_index_type
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
+from pi2.records import dataclass
 
 GRIDS: Mapping[str, int] = {
     "iq1_s": 2048 * 8,

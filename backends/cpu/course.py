@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -20,6 +19,7 @@ from pi2.backends.cpu.needs import DENSE_FLOATS
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.protocol import BuildRequest, ProgramRequest
 from pi2.plan.arithmetic.units import DividedRows
+from pi2.records import dataclass, field
 
 
 def count_planes(request: BuildRequest) -> Planes:

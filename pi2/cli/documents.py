@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +29,7 @@ from pi2.cli.options import (
     write_checked,
 )
 from pi2.diagnostics import UserError
+from pi2.records import dataclass
 
 
 @click.command("migrate")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -33,6 +32,7 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
+from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -40,6 +39,7 @@ from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.records import dataclass, replace
 from pi2.store.file_read import BlockTensors, EmbeddingRows
 
 MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]

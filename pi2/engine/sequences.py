@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ from pi2.backends.executor import (
 )
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
+from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.backends.units import SequenceModel

@@ -10,7 +10,6 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -23,6 +22,7 @@ from pi2.memory.uring import EngineSettings, open_engine
 from pi2.plan.weights.layout import round_up
 from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.reads import is_direct, read_at, refuse_cut, refuse_weights
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.bundle_files import ReadObserver

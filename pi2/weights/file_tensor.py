@@ -6,7 +6,6 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +16,7 @@ from pi2.caches import open_regular, open_stream
 from pi2.memory.expert_slots import ExpertMatrix
 from pi2.plan.documents.model import Model
 from pi2.reads import read_at, refuse_cut, refuse_weights
+from pi2.records import dataclass, field
 
 EXPERTS = ("gate", "up", "fused_gate_up", "down")
 """Keys of matrices that experts have each: inputs, then the output."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
@@ -11,6 +10,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
 from pi2.backends.blocks.room import CHUNK
 from pi2.backends.compiler import vectors as v
+from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from pi2.backends.gpu.launchers.interface import (
     explain_driver,
 )
 from pi2.diagnostics import UserError
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
