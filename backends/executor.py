@@ -31,6 +31,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 if TYPE_CHECKING:
@@ -329,6 +330,31 @@ class ContextKeeper(Protocol):
 
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `read_context` gave for these tokens, of this sequence or another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The last positions of a sequence that layers with a window keep."""
+
+    window: int
+    positions: int
+
+    @property
+    def slack(self) -> int:
+        """Tokens by which a sequence may be taken back."""
+        return self.positions - self.window
+
+
+@runtime_checkable
+class RingKeeper(Protocol):
+    """An executor whose layers with a window keep no whole contexts.
+
+    To go on from an earlier token, all positions of its window must be there.  `ContextKeeper`
+    copies places: pieces that are put back in order leave the last positions."""
+
+    @property
+    def ring(self) -> Ring | None:
+        """None if every layer keeps the whole context."""
 
 
 @runtime_checkable

@@ -53,6 +53,7 @@ class Heads:
             for name in ("key", "value")
         }
         self._value_stride = table.take("value_stride")
+        self._ring, self._lap = count_ring(*self._strides["key"], self._key_width), T.int64(0)
         self._window, self._scale = table.take("window"), table.take_float("scale")
         self._is_chunked = table.take("is_chunked")
         self.reach, self._chosen = table.take("reach"), table.take_array("chosen", "int32")
@@ -74,6 +75,15 @@ class Heads:
             v.let(sequence * whole + head * each) for whole, each in self._strides.values()
         )
         return first, second
+
+    def enter_ring(self, position: v.Expr) -> None:
+        """Let positions from ``position`` on be found, as many as the ring has at most."""
+        self._lap = v.let(position // self._ring * self._ring)
+
+    def find_place(self, position: v.Expr) -> v.Expr:
+        """Return the place of a position in the KV cache, a ring of positions."""
+        place = v.let(position - self._lap)
+        return v.let(T.Select(place >= self._ring, place - self._ring, place))
 
     def find_list(self, token: v.Expr, head: v.Expr) -> v.Expr:
         """Return the first of the positions that are chosen for a query head, after their
@@ -178,6 +188,8 @@ class _Parts(Heads):
         with T.serial((stop - begin + SCORES - 1) // SCORES) as number:
             place = v.let(begin + number * SCORES)
             limit = v.let(T.min(place + SCORES, stop))
+            if not self._is_chosen:
+                self.enter_ring(v.let(place // self._lanes * self._lanes))
             self._score(place, limit)
             factors = [
                 self._weigh(own, place, limit, top, total, slope)
@@ -210,12 +222,14 @@ class _Parts(Heads):
                 v.store(self._scratch, row + at - place, part, several)
 
     def _find_position(self, place: v.Expr) -> v.Expr:
-        """Return the position at a place of the context."""
-        return v.let(v.wide(self._chosen[self._list + place])) if self._is_chosen else place
+        """Return where the KV cache has the position at a place of the context."""
+        if self._is_chosen:
+            return v.let(v.wide(self._chosen[self._list + place]))
+        return self.find_place(place)
 
     def _take_scales(self, at: v.Expr, several: int) -> v.Expr:
         if not self._is_chosen:
-            return self.take_key_scales(self._base, at, several)
+            return self.take_key_scales(self._base, self._find_position(at), several)
         places = [self._find_position(at + k) for k in range(several)]
         return v.let(join([self.take_key_scales(self._base, own, 1) for own in places], 1))
 
@@ -223,7 +237,7 @@ class _Parts(Heads):
         """Return the first elements of ``several`` keys, and ask for later ones."""
         width = self._key_width
         if not self._is_chosen:
-            base = v.let(self._base + at * width)
+            base = v.let(self._base + self._find_position(at) * width)
             with T.serial((several * width + 31) // 32) as line:
                 v.prefetch(self._keys, base + _AHEAD * width + line * 32)
             return [base + k * width for k in range(several)]
@@ -390,6 +404,12 @@ def emit_join(isa: Isa, kind: KvType, table: Table) -> None:
         head = v.let(item - token * own.heads)
         own.look_at(token, head)
         own.emit_join(head)
+
+
+def count_ring(sequence_stride: v.Expr, head_stride: v.Expr, width: v.Expr) -> v.Expr:
+    """Return the positions that a KV cache has of a sequence; latent vectors are of all heads."""
+    whole = T.Select(head_stride > T.int64(0), head_stride, sequence_stride)
+    return v.let(whole // width)
 
 
 def add_columns(rows: Sequence[v.Expr]) -> v.Expr:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tvm.tirx.script import builder as T
 
+from pi2.backends.blocks.attention import count_ring
 from pi2.backends.blocks.contract import KV_TYPES
 from pi2.backends.blocks.elements import round_half_even, walk
 from pi2.backends.blocks.machine import Table
@@ -21,16 +22,19 @@ def emit_keep(kind: KvType, table: Table) -> None:
     positions = table.take_array("positions", "int32")
     sequences = table.take_array("sequences", "int32")
     stride, heads = table.take("x_stride"), table.take("heads")
+    strides = table.take("key_sequence_stride"), table.take("key_head_stride")
+    ring = count_ring(*strides, table.take("key_width"))
     with T.serial(table.first, table.end) as item:
         token = v.let(item // heads)
         head = v.let(item - token * heads)
+        place = v.let(v.wide(positions[token]) % ring)
         for name in ("key", "value"):
             width = table.take(f"{name}_width")
             first = v.let(
                 v.wide(sequences[token]) * table.take(f"{name}_sequence_stride")
                 + head * table.take(f"{name}_head_stride")
             )
-            target = v.let(first + v.wide(positions[token]) * width)
+            target = v.let(first + place * width)
             array = table.take_array(f"{name}s", "float32")
             cache = table.take_array(f"{name}_cache", KV_TYPES[kind])
             source = v.let(token * stride + head * width)

@@ -16,7 +16,7 @@ from pi2.backends.blocks.operands import Area, Matrix
 from pi2.backends.blocks.recurrent import STATE_MATRICES
 from pi2.backends.blocks.room import Allocate, KvCache, StateMemory
 from pi2.backends.blocks.routed import PairTables, RoutedLayer, list_routed, view_floats
-from pi2.backends.executor import CONTEXT_BLOCK
+from pi2.backends.executor import CONTEXT_BLOCK, Ring
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
@@ -61,10 +61,11 @@ class BlockModel:
         self.interpreter = interpret(model, list_formats(model, find), kv)
         context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
         self._lanes = self.interpreter.lanes
-        self._cache = KvCache(model, context, sequences, allocate, kv)
-        self._states = StateMemory(model, sequences, allocate)
         rows = max(LOGIT_ROWS, step_tokens)
         tokens = max(chunk, rows)
+        most = None if outside else tokens
+        self._cache = KvCache(model, context, sequences, allocate, kv, most)
+        self._states = StateMemory(model, sequences, allocate)
         self._builder = builder = Builder(
             model,
             find,
@@ -319,6 +320,11 @@ class BlockModel:
         """Return kernel and address of the arguments of an instruction, and its items."""
         kernel, arguments, end, *_, first, _ = self._program.code[number].tolist()
         return kernel, arguments, first, end
+
+    @property
+    def ring(self) -> Ring | None:
+        """See `pi2.backends.executor.RingKeeper`."""
+        return self._cache.ring
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:
         return self._cache.read(sequence, first, end)

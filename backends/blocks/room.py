@@ -10,7 +10,8 @@ import numpy as np
 
 from pi2.arrays import F16, F32, U8, Raw
 from pi2.backends.blocks.contract import KV_TYPES, describe_heads
-from pi2.backends.blocks.sizes import count_cache_bytes
+from pi2.backends.blocks.sizes import count_cache_bytes, count_positions
+from pi2.backends.executor import Ring
 from pi2.formats import find_format
 from pi2.formats.packing import align_bytes
 from pi2.model.states import describe_state
@@ -177,16 +178,30 @@ class Cached:
 
 
 class KvCache:
+    """Vectors of the positions of a context, or of its last ones where layers have a window."""
+
     def __init__(
-        self, model: Model, context: int, sequences: int, allocate: Allocate, kind: KvType
+        self,
+        model: Model,
+        context: int,
+        sequences: int,
+        allocate: Allocate,
+        kind: KvType,
+        tokens: int | None = None,
     ) -> None:
+        """``tokens``: the most of a call, if windows keep no more; see `count_positions`."""
+        self.ring: Ring | None = None
         self._layers: dict[int, list[Cached]] = {}
         for layer, block in enumerate(model.blocks):
             if block.attention is None or not block.attention.has_keys:
                 continue
-            own = describe_heads(block.attention)
+            own, kept = describe_heads(block.attention), context
+            if block.attention.window is not None:
+                kept = count_positions(block.attention, context, tokens)
+            if block.attention.window is not None and kept < context:
+                self.ring = Ring(block.attention.window, kept)
             for width in own.widths:
-                shape = sequences, own.key_heads, context
+                shape = sequences, own.key_heads, kept
                 raw = allocate("kv", count_cache_bytes(kind, prod(shape), width))
                 size = prod(shape) * width * np.dtype(KV_TYPES[kind]).itemsize
                 elements = raw[:size].view(KV_TYPES[kind]).reshape(*shape, width)
@@ -219,18 +234,22 @@ class KvCache:
         ]
 
     def read(self, sequence: int, first: int, end: int) -> U8:
-        """Return a copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``."""
+        """Return a copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``; rings
+        give what they have in the places of those."""
+        positions = np.arange(first, end)
         parts = [
-            np.ascontiguousarray(array[sequence, :, first:end]).view(np.uint8).reshape(-1)
+            np.ascontiguousarray(found).view(np.uint8).reshape(-1)
             for array in self._list_arrays()
+            for found in (array[sequence][:, positions % array.shape[2]],)
         ]
         return np.concatenate([np.zeros(0, np.uint8), *parts])
 
     def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `read` gave for these tokens."""
-        done = 0
+        done, positions = 0, np.arange(first, end)
         for array in self._list_arrays():
-            part: Raw = array[sequence, :, first:end]
-            size = part.size * part.itemsize
-            part[...] = kept[done : done + size].view(part.dtype).reshape(part.shape)
+            shape = array.shape[1], end - first, *array.shape[3:]
+            size = prod(shape) * array.itemsize
+            part: Raw = kept[done : done + size].view(array.dtype).reshape(shape)
+            array[sequence][:, positions % array.shape[2]] = part
             done += size

@@ -6,6 +6,7 @@ from pi2.backends.blocks.contract import MOST_TOGETHER, describe_heads
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.formats import Activations
 from pi2.formats.packing import round_up
+from pi2.model.attention import Attention
 from pi2.model.blocks import count_indexes, list_attention, list_turns
 from pi2.model.states import describe_state
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
@@ -181,14 +182,29 @@ _TABLES_BYTES = 64 << 10
 """Tables of formats, and the ends of arrays that begin at cache lines."""
 
 
-def count_kv_bytes(model: Model, context: int, sequences: int, kind: KvType = "fp16") -> int:
+_LEAST_CALL = 64
+"""Tokens that every ring has room for in addition to its window: drafts may be taken back."""
+
+
+def count_positions(own: Attention, context: int, tokens: int | None) -> int:
+    """Return the positions of a sequence that a layer keeps: those of its window and of a call of
+    ``tokens``, in whole blocks; the whole context without a window, and for None."""
+    if own.window is None or own.index is not None or tokens is None:
+        return context
+    return min(context, round_up(own.window + max(tokens, _LEAST_CALL), CONTEXT_BLOCK) + 16)
+
+
+def count_kv_bytes(
+    model: Model, context: int, sequences: int, kind: KvType = "fp16", tokens: int | None = None
+) -> int:
+    """Return the bytes of the KV cache if calls have ``tokens`` at most."""
     context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
-    found = [(describe_heads(own), layers) for own, layers in list_attention(model) if own.has_keys]
-    total = sum(
-        layers * count_cache_bytes(kind, sequences * own.key_heads * context, width)
-        for own, layers in found
-        for width in own.widths
-    )
+    total = 0
+    for own in (block.attention for block in model.blocks):
+        if own is not None and own.has_keys:
+            heads, kept = describe_heads(own), count_positions(own, context, tokens)
+            vectors = sequences * heads.key_heads * kept
+            total += sum(count_cache_bytes(kind, vectors, width) for width in heads.widths)
     index = model.attention.index
     if index is not None:
         own_kind = find_index_type(kind)

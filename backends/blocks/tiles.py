@@ -72,6 +72,7 @@ class _Tile(Heads):
             place = v.let(start + number * TILE_POSITIONS)
             whole = v.let((high - place + self._rows) // self._rows * self._rows)
             size = v.let(T.min(T.int64(TILE_POSITIONS), whole))
+            self.enter_ring(place)
             self._unpack("key", bases[0], place, size)
             _repeat(zero, registers, (3, 1), lambda k, n: self._score(v.let(k * lanes), n, size))
             hides = T.bitwise_or(place + size > low + 1, place < unseen)
@@ -136,7 +137,7 @@ class _Tile(Heads):
             "value": (self._values, self._value_stride, self._width),
         }[name]
         with T.serial(size) as position:
-            own = v.let(place + position)
+            own = self.find_place(place + position)
             source, factor = v.let(base + own * stride), None
             if self._is_scaled and name == "key":
                 factor = v.let(v.splat(self.take_key_scales(base, own, 1), lanes))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, StateKeeper
+from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, Ring, StateKeeper
 from pi2.caches import find_cache_folder
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import Sequences
@@ -26,7 +26,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
 from pi2.records import dataclass, field, replace
 
-_MAGIC = b"pi2kept2"
+_MAGIC = b"pi2kept3"
 _HEAD = len(_MAGIC) + 32 + 8 + 1
 _SUFFIX = ".kept"
 
@@ -41,6 +41,8 @@ class Block:
     """States after its last token [n]; empty for models without, and where they are not known."""
     is_exact: bool
     """Whether it is what any prompt gives that begins with these tokens."""
+    is_whole: bool = True
+    """Whether layers with a window still had its tokens."""
 
 
 def name_blocks(identity: bytes, ids: Sequence[int], size: int) -> list[str]:
@@ -106,14 +108,15 @@ class PrefixFiles:
         size = int.from_bytes(data[_HEAD - 9 : _HEAD - 1], "little")
         self._sizes.move_to_end(name)
         values = np.frombuffer(data, np.uint8, offset=_HEAD)
-        return Block(values[size:], values[:size].view(np.float32), is_exact=data[_HEAD - 1] == 1)
+        is_exact, is_whole = (data[_HEAD - 1] & bit > 0 for bit in (1, 2))
+        return Block(values[size:], values[:size].view(np.float32), is_exact, is_whole)
 
     def write(self, name: str, block: Block) -> None:
         """Store a block, unless the folder has it."""
         if name in self._sizes or not self._works:
             return
         state = block.state.tobytes()
-        facts = len(state).to_bytes(8, "little") + bytes([block.is_exact])
+        facts = len(state).to_bytes(8, "little") + bytes([block.is_exact + 2 * block.is_whole])
         body = facts + state + block.context.tobytes()
         size = _HEAD - len(facts) + len(body)
         if size > self._limit_bytes:
@@ -260,8 +263,9 @@ class KeptPrefixes(Prefixes):
         target = self._choose_target(free, source, reused)
         kept = self._places[source]
         self._forward.go_on_from(target, reused)
-        if target != source:
+        if reused and target != source:
             self._copy(source, target, reused)
+            self._forward.earliest[target] = self._forward.earliest[source]
         exact, saved = min(kept.exact, reused), min(kept.saved, reused // self._block)
         self._places[target] = _Place(ids[:reused], exact, saved, time.monotonic(), identity)
         return target, reused
@@ -311,6 +315,10 @@ class KeptPrefixes(Prefixes):
         """Tokens of a prompt that a place has and that may be gone on from."""
         kept = self._places[place]
         common = _count_common(kept.ids, ids[:most])
+        count = self._count_known(kept, common)
+        return count if count >= self._forward.earliest[place] else 0
+
+    def _count_known(self, kept: _Place, common: int) -> int:
         if self._states is not None:
             # A state is that after the last token, and no other.
             whole = common == len(kept.ids)
@@ -344,20 +352,27 @@ class KeptPrefixes(Prefixes):
         """Bring blocks out of files to a place; return the tokens that it has then."""
         assert self._files is not None
         self._forward.go_on_from(target, len(names) * self._block)
-        done, state, is_exact = 0, None, True
+        done, put, state, is_exact, whole = 0, 0, None, True, 0
+        ring = self._forward.ring or Ring(0, 0)
         for number, name in enumerate(names):
             block = self._files.read(name)
             if block is None or not (block.is_exact or self._from_answers):
                 break
             first = number * self._block
-            self._keeper.put_context(target, first, first + self._block, block.context)
+            put = first + self._block
+            self._keeper.put_context(target, first, put, block.context)
             is_exact = is_exact and block.is_exact
-            if self._states is None or len(block.state):
+            whole = whole + self._block if block.is_whole else 0
+            has_all = whole >= min(ring.window, put)
+            if has_all and (self._states is None or len(block.state)):
                 done, state = number + 1, block.state
         if self._states is not None and state is not None:
             self._states.put_state(target, state)
         count = done * self._block
+        if put - count > ring.slack and ring.window:
+            count = 0
         self._forward.go_on_from(target, count)
+        self._forward.earliest[target] = count if ring.window else 0
         exact = count if is_exact else 0
         self._places[target] = _Place(ids[:count], exact, done, time.monotonic(), identity)
         return count
@@ -369,13 +384,16 @@ class KeptPrefixes(Prefixes):
         if self._files is None or count // self._block <= kept.saved:
             return
         names = name_blocks(kept.identity, kept.ids[:count], self._block)
+        window = 0 if self._forward.ring is None else self._forward.ring.window
         for number in range(kept.saved, len(names)):
             first, end = number * self._block, (number + 1) * self._block
             state: F32 = np.zeros(0, np.float32)
             if self._states is not None and end == len(kept.ids):
                 state = self._states.read_state(place)
             context = self._keeper.read_context(place, first, end)
-            self._files.write(names[number], Block(context, state, is_exact=end <= kept.exact))
+            is_whole = first >= self._forward.earliest[place] - window
+            is_exact = end <= kept.exact
+            self._files.write(names[number], Block(context, state, is_exact, is_whole))
         kept.saved = len(names)
 
 

@@ -14,6 +14,8 @@ from pi2.backends.executor import (
     HeadReader,
     InputJoiner,
     LengthAware,
+    Ring,
+    RingKeeper,
     StateKeeper,
 )
 from pi2.diagnostics import UserError
@@ -46,6 +48,8 @@ class KeptContext:
     position: int
     blocks: Sequence[U8]
     state: F32 | None
+    earliest: int
+    """See `Sequences.earliest`."""
 
 
 class Sequences:
@@ -67,12 +71,17 @@ class Sequences:
         self.model = model
         self.computer = computer = model.computer
         """Shows and keeps what the model has of its sequences, as far as it can."""
+        self.ring: Ring | None = computer.ring if isinstance(computer, RingKeeper) else None
+        """What layers with a window keep; None if all layers keep the whole context."""
         self._aware = computer if isinstance(computer, LengthAware) else None
         self._context = context
         self._piece = piece
         self._loan = loan
         self.positions = [0] * sequences
         """Tokens of each sequence that are in the KV cache."""
+        self.earliest = [0] * sequences
+        """Where each may go on at the earliest: layers with a window may lack what earlier tokens
+        see."""
         self._touched = [0] * sequences
         """Most tokens that each has had since all of them were empty."""
         self._has_states = has_states
@@ -97,7 +106,7 @@ class Sequences:
     def reset(self, sequence: int = 0) -> None:
         """Begin a new sequence in the place of another."""
         self.model.abandon()
-        self.positions[sequence] = 0
+        self.positions[sequence] = self.earliest[sequence] = 0
         self._marks.pop(sequence, None)
         self._interrupted.discard(sequence)
         if self._loan is not None and not any(self.positions):
@@ -249,6 +258,7 @@ class Sequences:
         keeper = self.computer
         assert isinstance(keeper, ContextKeeper), "nothing can be copied"
         self.go_on_from(target, self.positions[source])
+        self.earliest[target] = self.earliest[source]
         whole = round_up(self.positions[source], CONTEXT_BLOCK)
         for first in range(0, whole, COPIED_TOKENS):
             end = min(whole, first + COPIED_TOKENS)
@@ -266,13 +276,15 @@ class Sequences:
             for first in range(0, whole, COPIED_TOKENS)
         ]
         state = keeper.read_state(sequence).copy() if isinstance(keeper, StateKeeper) else None
-        return KeptContext(position, blocks, state if self._has_states else None)
+        earliest = self.earliest[sequence]
+        return KeptContext(position, blocks, state if self._has_states else None, earliest)
 
     def put_context(self, sequence: int, kept: KeptContext) -> None:
         """Let a sequence go on where `take_context` was called."""
         keeper = self.computer
         assert isinstance(keeper, ContextKeeper)
         self.go_on_from(sequence, kept.position)
+        self.earliest[sequence] = max(kept.earliest, self.earliest[sequence])
         whole = round_up(kept.position, CONTEXT_BLOCK)
         for number, first in enumerate(range(0, whole, COPIED_TOKENS)):
             end = min(whole, first + COPIED_TOKENS)
@@ -347,6 +359,8 @@ class Sequences:
                 f"the sequence needs more than the {self._context} tokens of kv.context",
                 help="raise kv.context and memory.segments.kv, or shorten the prompt",
             )
+        if self.ring is not None:
+            self.earliest[sequence] = max(self.earliest[sequence], end - self.ring.slack)
         if self._loan is not None:
             self._touched[sequence] = max(self._touched[sequence], end)
             self._loan.claim(sum(self._touched))

@@ -108,6 +108,8 @@ class PlanDrafts:
         count = min(len(known), len(ids) - 1)
         differ = np.flatnonzero(known[:count] != ids[:count])
         common = int(differ[0]) if len(differ) else count
+        if common < self._forward.earliest[place]:
+            common = 0
         self._forward.go_on_from(place, common)
         if common < len(ids) - 1:
             missing = ids[common:-1].astype(np.int32)

@@ -168,7 +168,10 @@ class PlanContestant:
                 file=str(self._path),
             )
         forward, count = self._model._parts.forward, self._count_sequences(workload)
-        if workload.depth and workload.kind == "tg" and self._filled == (workload.depth, count):
+        is_filled = self._filled == (workload.depth, count) and all(
+            workload.depth >= earliest for earliest in forward.earliest[:count]
+        )
+        if workload.depth and workload.kind == "tg" and is_filled:
             for sequence in range(count):
                 forward.take_back(sequence, workload.depth)
             return

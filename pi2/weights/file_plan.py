@@ -341,7 +341,9 @@ def count_needs(weights: GgufWeights, parts: Parts) -> FileNeeds:
     experts = weights.list_experts()
     return FileNeeds(
         vectors=weights.count_vector_bytes(),
-        kv=count_kv_bytes(model, context, sequences, parts.kv.get("type", "fp16")),
+        kv=count_kv_bytes(
+            model, context, sequences, parts.kv.get("type", "fp16"), max(chunk, step_tokens)
+        ),
         state=count_sequence_states(model, sequences),
         workspace=workspace,
         runtime=round_up(

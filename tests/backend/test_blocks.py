@@ -11,7 +11,7 @@ from pi2.backends.blocks.instructions import FindWeight, Planes, Weight
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.sizes import count_kv_bytes, count_workspace_bytes
-from pi2.backends.protocol import ProgramRequest
+from pi2.backends.protocol import ProgramRequest, Ring
 from pi2.machine.cpu import detect_cpu
 from pi2.memory.budget import Budget
 from pi2.plan.documents.model import Model
@@ -122,7 +122,7 @@ def test_the_workspace_is_known_before(name: str, planes: int) -> None:
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, ("q4_k", "q6_k", "q8_0"))
     expected = count_workspace_bytes(model, 100, 9, planes, context=1000, threads=2)
-    kv = count_kv_bytes(model, 1000, 2)
+    kv = count_kv_bytes(model, 1000, 2, tokens=100)
     # More than is planned would be refused.
     budget = Budget({"workspace": expected, "kv": kv, "attention": 1 << 20})
     own = open_model(
@@ -168,15 +168,27 @@ def test_chunks_of_long_contexts_see_what_single_tokens_see() -> None:
     weights = RandomWeights(model, ("f32",))
     tokens = np.random.default_rng(1).integers(0, 96, 620).astype(np.int32)
     own = open_model(model, weights, context=640, chunk=100)
+    whole = open_model(model, weights, context=640, chunk=640)
     try:
+        # The first keeps what its window and a chunk need, the second the context.
+        assert own.ring == Ring(300, 416) and whole.ring is None
         for first in range(0, 620, 100):
             own.prefill(tokens[first : first + 100], 0, first)
         found = own.logits(19).copy()
         for place, token in enumerate(tokens):
             expected = own.step(np.array([token], np.int32), [1], [place])
+            assert np.array_equal(expected, whole.step(np.array([token], np.int32), [1], [place]))
         assert measure_divergence(found, expected) < 1e-3
+        # So many tokens may be taken back, and another sequence has what was copied.
+        place = 620 - own.ring.slack
+        again = whole.step(tokens[place : place + 1], [1], [place]).copy()
+        own.put_context(1, 0, 624, own.read_context(0, 0, 624))
+        for sequence in (0, 1):
+            found = own.step(tokens[place : place + 1], [sequence], [place])
+            assert measure_divergence(found, again) < 1e-3
     finally:
         own.close()
+        whole.close()
 
 
 def test_steps_and_chunks_have_planes_of_their_own() -> None:

@@ -290,7 +290,7 @@ def list_kept(kind: Any, draw: Draw) -> Iterator[Case]:
         stride = heads * widths["key"] + 5
         values: dict[str, Any] = {"x_stride": stride, "heads": heads, **HERE}
         for name, width in widths.items():
-            own = draw_cache(kind, draw, heads, 16, width)
+            own = draw_cache(kind, draw, heads, 48, width)
             used = width if has_values or name == "key" else 0
             values |= place_cache(name, own, used)
             values[f"{name}s"] = draw.floats(TOKENS, stride)
@@ -311,7 +311,8 @@ def make_attention(
     """Attention of two groups of heads; a chunk is of sequence 1, and fills registers."""
     count, kv_heads, heads = len(positions), 1 if is_latent else 2, 2 * group
     key, value = (48, 32) if is_many or is_latent else (53, 37)
-    context = 832
+    # Positions of a window go round.
+    context = 448 if values["window"] else 832
     keys = draw_cache(kind, draw, kv_heads, context, key)
     held = keys if is_latent else draw_cache(kind, draw, kv_heads, context, value)
     sequences = np.ones(count, np.int32) if is_many else np.arange(count, dtype=np.int32) % 2

@@ -279,3 +279,24 @@ def test_a_longer_prompt_of_a_file_does_not_go_on_from_keys_of_shorter_ones(tmp_
             found = [model.generate(ids[:end], **options).result.token_ids for end in (90, 112)]
             assert found == alone
             assert np.array_equal(model.logits(ids), logits)
+
+
+def test_windows_go_on_from_what_they_have(tmp_path: Path) -> None:
+    """They keep 96 tokens: a prompt that parts from an earlier one further back is read from its
+    beginning, or from blocks of files that had their tokens."""
+    checkpoint = goldens.copy_checkpoint("gemma3", tmp_path / "checkpoint")
+    goldens.change_config(checkpoint, max_position_embeddings=512)
+    config, weights = read_checkpoint(checkpoint)
+    tokens = make_tokens(config["vocab_size"])
+    file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config), changes=tokens)
+    ids = np.random.default_rng(2).integers(3, 90, 300).tolist()
+    prompts = [ids, [*ids[:290], 5, 6], [*ids[:150], 5, 6], ids[:100]]
+    settings: dict[str, Any] = {"kv.context": 320, "prefill.chunk": 32, "decode.batch": 2}
+    alone = run_alone(file, prompts, settings)
+    for more, third in (({}, 152), ({"serve.prefix_cache": "64 MiB"}, 152 - 144)):
+        with pi2.load(file, set=settings | more) as model:
+            assert model._parts.forward.ring is not None
+            model.keep_prefixes()
+            found = [generate(model, own) for own in prompts]
+        assert [own for own, _ in found] == alone
+        assert [read for _, read in found] == [300, 292 - 288, third, 100 - 96]

@@ -28,10 +28,16 @@ def _list_steps(own: Arguments, name: str) -> tuple[int, int]:
     return getattr(own, f"{name}_sequence_stride"), getattr(own, f"{name}_head_stride")
 
 
+def _count_ring(own: Arguments) -> int:
+    """Return the positions that the KV cache has of a sequence."""
+    return (own.key_head_stride or own.key_sequence_stride) // own.key_width
+
+
 def keep(own: Arguments) -> None:
     """Append keys and values; codes of int8 are divided by a scale in fp16."""
     token, head = np.divmod(own.items, own.heads)
     sequences, positions = own.find_sequences(token)
+    positions = positions % _count_ring(own)
     shape = int(sequences.max(initial=0)) + 1, own.heads, int(positions.max(initial=0)) + 1
     for name in ("key", "value"):
         width = getattr(own, f"{name}_width")
@@ -57,11 +63,12 @@ class _Heads:
     def __init__(self, own: Arguments, sequence: int, number: int, end: int) -> None:
         """``end``: the first position that is not read."""
         self._own, self._place = own, (sequence, number)
-        self._shape = sequence + 1, number + 1, end
+        self._ring = _count_ring(own)
+        self._shape = sequence + 1, number + 1, min(end, self._ring)
         self._heads = slice(number * own.group, (number + 1) * own.group)
 
     def _read(self, name: str, stride: int, positions: slice | I32) -> F64:
-        place = *self._place, positions
+        place = *self._place, np.r_[positions] % self._ring
         found = widen(_view_cache(self._own, name, self._shape, stride)[place])
         if self._own.kv == "int8":
             found *= _view_scales(self._own, name, self._shape, stride)[place][:, None]
