@@ -20,6 +20,7 @@ from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import detect_machine, detect_memory
 from pi2.memory.budget import make_budget
+from pi2.memory.matrix_pool import MatrixPool
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes, write_least, write_most
 from pi2.progress import Progress, ignore_progress
@@ -35,13 +36,14 @@ def load(
     path: str | Path | FittedPlan,
     *,
     set: Mapping[str, object] | None = None,
-    locked: bool = False,
+    pool: MatrixPool | None = None,
     memory: str | None = None,
     progress: Progress | None = None,
     make_observer: MakeObserver | None = None,
     thresholds: GivenThresholds = None,
 ) -> LoadedModel:
-    """Load the model of the plan at ``path``, or of one that was read; the rest is `pi2.load`'s."""
+    """Load the model of the plan at ``path``, or of one that was read; ``pool`` has the matrices of
+    other models.  The rest is `pi2.load`'s."""
     # A bundle has none of these: its plan was resolved where it was built.
     from pi2.plan.documents.quantities import parse_size
     from pi2.refit import read_plan
@@ -52,7 +54,6 @@ def load(
             Path(path),
             overrides=set,
             memory_bytes=None if memory is None else parse_size(memory),
-            locked=locked,
             thresholds=thresholds,
         )
     else:
@@ -68,7 +69,9 @@ def load(
     if found.changes:
         get_logger().info("plan fitted", changes=found.changes)
     report = progress or ignore_progress
-    model = build(found.resolved, progress=report, start=start, make_observer=make_observer)
+    model = build(
+        found.resolved, progress=report, start=start, make_observer=make_observer, pool=pool
+    )
     model.changes, model.origin = found.changes, found.origin
     return model
 
@@ -85,10 +88,11 @@ def build(
     progress: Progress,
     start: float,
     make_observer: MakeObserver | None = None,
+    pool: MatrixPool | None = None,
 ) -> LoadedModel:
     """Instantiate what ``resolved`` names, and watch that memory is enough for progress, now and
     while the model runs: UserError P696."""
-    make = partial(_build, resolved, start=start, make_observer=make_observer)
+    make = partial(_build, resolved, start=start, make_observer=make_observer, pool=pool)
     if not _is_compiled(resolved):
         return make(progress=progress)
     watch = open_watch(resolved)
@@ -103,7 +107,12 @@ def build(
 
 
 def _build(
-    resolved: ResolvedPlan, *, progress: Progress, start: float, make_observer: MakeObserver | None
+    resolved: ResolvedPlan,
+    *,
+    progress: Progress,
+    start: float,
+    make_observer: MakeObserver | None,
+    pool: MatrixPool | None,
 ) -> LoadedModel:
     """Instantiate the parts in the order in which they need each other."""
     if resolved.gives_text:
@@ -117,7 +126,8 @@ def _build(
     if resolved.file is not None:
         from pi2.engine.file_loading import load_file
 
-        return LoadedModel(load_file(resolved, make_budget(resolved), progress, start))
+        own = make_budget(resolved), progress, start, pool or MatrixPool()
+        return LoadedModel(load_file(resolved, *own))
     if resolved.has_whole_unit:
         return build_whole_model(resolved, progress=progress, start=start, observed=make_observer)
     from pi2.engine.assembly import build_parts

@@ -1,13 +1,14 @@
 """Another memory budget for a model while it runs.
 
 Between two tokens its parts are made anew for the other budget: fewer or more slots and resident
-weights.  The KV cache and states of its sequences move over, and the text stays the same."""
+weights.  Weights of a file that are resident before and after stay in their places.  The KV cache
+and states of its sequences move over, and the text stays the same."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,19 +71,22 @@ def _read(document: object, key: str) -> object:
 
 
 def _change(model: LoadedModel, fitted: FittedPlan) -> None:
+    from pi2.engine.file_loading import list_resident
     from pi2.orchestrator import load
 
-    before, coder = model.plan.plan.memory.budget, model.give_coder()
+    before, coder, pool = model.plan.plan.memory.budget, model.give_coder(), model.pool
     kept = model.scheduler.take_contexts()
-    # The old parts go first: at no time are both in memory.
-    model.release_parts()
-    gc.collect()
-    give_memory_back()
-    try:
-        model.take_parts(load(fitted), coder)
-    except BaseException:
-        model.close()
-        raise
+    with ExitStack() as staying:
+        pool.share(list_resident(fitted.resolved), staying)
+        # The old parts go first: at no time are both in memory.
+        model.release_parts()
+        gc.collect()
+        give_memory_back()
+        try:
+            model.take_parts(load(fitted, pool=pool), coder)
+        except BaseException:
+            model.close()
+            raise
     model.scheduler.put_contexts(kept)
     get_logger().info(
         "budget changed",

@@ -420,6 +420,7 @@ def list_plans(
     presets: Sequence[Preset] = (),
 ) -> list[ServedPlan]:
     """Plans to serve, fitted to ``memory_bytes``; UserError for bad plans or equal names."""
+    from pi2.engine.file_loading import list_resident
     from pi2.refit import read_plan
     from pi2.serving.hosts import ServedPlan
     from pi2.weights.file_reading import FileFiller
@@ -461,6 +462,7 @@ def list_plans(
             is_pinned=resolved.plan.serve.pin,
             load=resolved.plan.serve.load,
             yields=resolved.plan.memory.pressure == "yield",
+            matrices=list_resident(resolved),
         )
         for change in plan.changes:
             click.echo(f"{name}: {change}", err=True)

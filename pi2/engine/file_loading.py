@@ -31,6 +31,7 @@ from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget, make_budget
 from pi2.memory.expert_slots import ExpertSlots, SlotReads
+from pi2.memory.matrix_pool import MatrixPlace, MatrixPool
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, WeightStream, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan_units import list_cores
@@ -49,10 +50,11 @@ def load_file(
     budget: Budget,
     progress: Progress,
     start: float,
+    pool: MatrixPool,
     shared: Mapping[str, U8] = MappingProxyType({}),
 ) -> Parts:
-    """Make the parts of a model whose weights stay in a file; ``shared``: matrices by name that an
-    MTP head finds in its model's memory."""
+    """Make the parts of a model whose weights stay in a file; ``pool`` has matrices that other
+    models loaded.  ``shared``: those by name that an MTP head finds in its model's memory."""
     assert resolved.file is not None and isinstance(resolved.file.source, GgufWeights)
     weights = resolved.file.source
     with ExitStack() as cleanup:
@@ -69,14 +71,23 @@ def load_file(
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
         plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
         division = divide(resolved, weights, tensors)
-        placed, ranges = place_resident(tensors, division, weights, budget, is_mapped)
+        sharing = cleanup.enter_context(ExitStack())
+        states = [os.fstat(own) for own in files.descriptors]
+        names = set(division.resident)
+        places = {
+            t.name: find_place(states, t, is_mapped=is_mapped) for t in tensors if t.name in names
+        }
+        lent = pool.share(places.values(), sharing)
+        known = {name: lent[place] for name, place in places.items() if place in lent}
+        chosen = [tensor for tensor in tensors if tensor.name in names]
+        placed, ranges = place_resident(chosen, known, weights, budget, is_mapped)
         watched = WatchedFiles(weights.files, weights.list_maps())
         cleanup.callback(watched.close)
         loaded, draft = sum(piece.size for piece, _ in ranges), None
         if resolved.draft is not None:
             from pi2.engine.opened_model import check_draft
 
-            own = resolved.draft, make_budget(resolved.draft), progress, start
+            own = resolved.draft, make_budget(resolved.draft), progress, start, pool
             draft = load_file(*own, placed if resolved.draft.model.is_mtp else {})
             cleanup.enter_context(draft.release)
             check_draft(resolved.draft, resolved, tokenizer, draft.tokenizer)
@@ -121,6 +132,8 @@ def load_file(
         cleanup.callback(model.close)
         # Kernels that had to be compiled had the memory until now.
         load_ranges(files, ranges, progress)
+        if not is_mapped:
+            pool.add({p: placed[name] for name, p in places.items() if p not in lent}, sharing)
         rates, facts = model.measure() if slots is None else None, resolved.file
         expected = None
         if rates is not None:
@@ -148,6 +161,7 @@ def load_file(
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,
             resident=whole,
+            pool=pool,
             check=watched.check,
             compute_threads=count_threads(resolved, machine),
             release=cleanup.pop_all(),
@@ -168,21 +182,46 @@ def divide(resolved: ResolvedPlan, weights: GgufWeights, tensors: list[FileTenso
     return divide_matrices(tensors, hot, PIECE_BYTES, resolved.file.shared)
 
 
+def find_place(
+    states: Sequence[os.stat_result], tensor: FileTensor, *, is_mapped: bool
+) -> MatrixPlace:
+    state = states[tensor.file]
+    own = tensor.offset, tensor.size_bytes, is_mapped
+    return MatrixPlace(state.st_dev, state.st_ino, state.st_mtime_ns, *own)
+
+
+def list_resident(resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
+    """Bytes of the matrices that a file's plan keeps in memory; empty for other plans."""
+    if resolved.file is None or not isinstance(weights := resolved.file.source, GgufWeights):
+        return {}
+    try:
+        states = [path.stat() for path in weights.files]
+    except OSError:  # it is gone, which loading tells
+        return {}
+    tensors = {t.name: t for _, _, t in weights.list_matrices()}
+    names = divide(resolved, weights, list(tensors.values())).resident
+    is_mapped = resolved.plan.memory.weights == "mapped"
+    found = [find_place(states, tensors[name], is_mapped=is_mapped) for name in names]
+    return {place: place.size for place in found}
+
+
 def place_resident(
-    tensors: list[FileTensor],
-    division: Division,
+    tensors: Sequence[FileTensor],
+    known: Mapping[str, U8],
     weights: GgufWeights,
     budget: Budget,
     is_mapped: bool,
 ) -> tuple[Mapping[str, U8], list[tuple[Piece, U8]]]:
-    """Bytes of the resident matrices by name, and the ranges that are read into them."""
-    names = set(division.resident)
-    chosen = [tensor for tensor in tensors if tensor.name in names]
+    """Bytes of resident matrices by name, of which some are ``known``, and the ranges that are
+    read into the others."""
     if is_mapped:
-        return {t.name: budget.adopt("hot", weights.map_rows(t).reshape(-1)) for t in chosen}, []
-    region = budget.allocate("hot", sum(tensor.size_bytes for tensor in chosen), is_filled=True)
+        return {t.name: budget.adopt("hot", weights.map_rows(t).reshape(-1)) for t in tensors}, []
+    placed = {name: budget.adopt("hot", own, is_shared=True) for name, own in known.items()}
+    chosen = [tensor for tensor in tensors if tensor.name not in known]
+    size = sum(tensor.size_bytes for tensor in chosen)
+    region = budget.allocate_spanning({"hot": size}, is_filled=True, is_shared=True)
     ranges: list[tuple[Piece, U8]] = []
-    placed, place = {}, 0
+    place = 0
     for tensor in chosen:
         target = region[place : place + tensor.size_bytes]
         ranges.append((Piece(tensor.file, tensor.offset, tensor.size_bytes), target))

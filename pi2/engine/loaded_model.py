@@ -47,6 +47,7 @@ from pi2.engine.text import (
 from pi2.fitting.sizes import count_chunks
 from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, SegmentUse, read_pressure
+from pi2.memory.matrix_pool import MatrixPool
 from pi2.memory.weight_stream import Expected
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import choose_chat_sampling
@@ -190,6 +191,11 @@ class LoadedModel:
             faults = now.major_faults - before.major_faults
         return replace(now, major_faults=faults)
 
+    @property
+    def pool(self) -> MatrixPool:
+        """Where models share resident weights."""
+        return self._parts.pool
+
     def measure_segments(self) -> Mapping[str, SegmentUse]:
         """Stated and taken bytes of each segment of memory."""
         return self._parts.measure_segments()
@@ -207,7 +213,13 @@ class LoadedModel:
     def watch_memory(self, watch: MemoryWatch) -> None:
         """Let ``watch`` end work that makes no progress, until the model is closed."""
         self._watch = self._scheduler.watch = watch
-        watch.protect(self._parts.resident)
+        pool, resident = self._parts.pool, self._parts.resident
+
+        def protect() -> UserError | None:
+            watch.protect(pool.list_unshared(resident))
+            return watch.error
+
+        pool.watch(protect, self._parts.release)
 
     def find_change(self) -> UserError | None:
         """Why the model cannot go on: a file that it reads was cut or changed, its disk failed, or

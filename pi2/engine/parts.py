@@ -17,6 +17,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.layer_model import LayerModel
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.memory.budget import SegmentUse
+from pi2.memory.matrix_pool import MatrixPool
 from pi2.model.tensor import EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.units import count_kv_token_bytes
@@ -163,6 +164,8 @@ class Parts:
     compute_threads: int
     resident: Sequence[U8] = ()
     """Resident weights that steps read, in one array or several."""
+    pool: MatrixPool = field(default_factory=MatrixPool)
+    """Where models share resident weights."""
     check: Callable[[], None] = lambda: None
     """Raises `UserError` where a file that steps read is not as it was loaded."""
     lock_fallback: str | None = None

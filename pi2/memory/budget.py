@@ -145,6 +145,7 @@ class _Region:
     memory: mmap.mmap
     segments: tuple[tuple[str, int], ...]
     """Segments that are charged, and the bytes of each, one after the other."""
+    is_shared: bool = False
 
     @property
     def address(self) -> int:
@@ -167,7 +168,8 @@ class Budget:
         self._regions: list[_Region] = []
         self._pools: dict[str, U8] = {}
         """The rest of the last pool of each segment."""
-        self._adopted: list[tuple[str, U8]] = []
+        self._adopted: list[tuple[str, U8, bool]] = []
+        """Segment, memory, and whether others use it."""
         self._is_locked = False
 
     @property
@@ -209,19 +211,31 @@ class Budget:
         return pool[:size]
 
     def allocate_spanning(
-        self, sizes: Mapping[str, int], *, reserved_bytes: int = 0, is_filled: bool = False
+        self,
+        sizes: Mapping[str, int],
+        *,
+        reserved_bytes: int = 0,
+        is_filled: bool = False,
+        is_shared: bool = False,
     ) -> U8:
-        """One region charged to several segments, ``reserved_bytes`` longer than charged."""
+        """One region charged to several segments, ``reserved_bytes`` longer than charged;
+        ``is_shared``: `drop` leaves it to a `pi2.memory.matrix_pool.MatrixPool`."""
         for segment, size in sizes.items():
             self.charge(segment, size)
         length = max(sum(sizes.values()) + reserved_bytes, 1)
         least = min((HUGE_BYTES[name] for name in sizes if name in HUGE_BYTES), default=length + 1)
         is_huge = length >= (_FILLED_BYTES if is_filled else least)
-        return self._map(tuple(sizes.items()), length, is_huge=is_huge)[
-            : sum(sizes.values()) + reserved_bytes
-        ]
+        region = self._map(tuple(sizes.items()), length, is_huge=is_huge, is_shared=is_shared)
+        return region[: sum(sizes.values()) + reserved_bytes]
 
-    def _map(self, segments: tuple[tuple[str, int], ...], length: int, *, is_huge: bool) -> U8:
+    def _map(
+        self,
+        segments: tuple[tuple[str, int], ...],
+        length: int,
+        *,
+        is_huge: bool,
+        is_shared: bool = False,
+    ) -> U8:
         if sys.platform == "win32":
             region = mmap.mmap(-1, length)
         else:
@@ -232,13 +246,13 @@ class Budget:
             # neurons does, which lie all over the arena, and a twentieth with a matrix.
             with suppress(OSError):  # a system without large pages
                 region.madvise(mmap.MADV_HUGEPAGE if is_huge else mmap.MADV_NOHUGEPAGE)
-        self._regions.append(_Region(region, segments))
+        self._regions.append(_Region(region, segments, is_shared))
         return np.frombuffer(region, np.uint8)
 
-    def adopt(self, segment: str, region: U8) -> U8:
+    def adopt(self, segment: str, region: U8, *, is_shared: bool = False) -> U8:
         """Count ``region``, memory from elsewhere, and return it."""
         self.charge(segment, region.nbytes)
-        self._adopted.append((segment, region))
+        self._adopted.append((segment, region, is_shared))
         return region
 
     def measure(self) -> dict[str, SegmentUse]:
@@ -255,7 +269,7 @@ class Budget:
                 last = number == len(region.segments)
                 add(segment, place, end - place if last else size)
                 place += size
-        for segment, array in self._adopted:
+        for segment, array, _ in self._adopted:
             add(segment, array.ctypes.data, array.nbytes)
         return {
             name: SegmentUse(
@@ -287,14 +301,16 @@ class Budget:
                 region.memory.madvise(mmap.MADV_DONTNEED)
 
     def drop(self) -> None:
-        """Return all memory to the system: nothing reads or writes it any more."""
+        """Return all memory but what is shared to the system: nothing reads or writes it."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         for region in self._regions:
-            self._unlock(region, 0, len(region))
-            region.memory.madvise(mmap.MADV_DONTNEED)
-        for _, array in self._adopted:
-            drop_pages(array)
+            if not region.is_shared:
+                self._unlock(region, 0, len(region))
+                region.memory.madvise(mmap.MADV_DONTNEED)
+        for _, array, is_shared in self._adopted:
+            if not is_shared:
+                drop_pages(array.ctypes.data, array.ctypes.data + array.nbytes)
 
     def give_back(self, unused: U8) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that
@@ -314,12 +330,12 @@ class Budget:
         raise AssertionError("not a region of this budget")
 
 
-def drop_pages(array: U8) -> None:
-    """Let the system have the whole pages of ``array``, which are read from their file again."""
-    first = -(-array.ctypes.data // PAGE) * PAGE
-    size = (array.ctypes.data + array.nbytes) // PAGE * PAGE - first
-    if size > 0:
-        library = ctypes.CDLL(None, use_errno=True)
+def drop_pages(address: int, end: int) -> None:
+    """Let the system have the whole pages of a range: those of a file are read from it again."""
+    first = -(-address // PAGE) * PAGE
+    size = end // PAGE * PAGE - first
+    library = ctypes.CDLL(None, use_errno=True)
+    if size > 0 and hasattr(library, "madvise"):
         library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from pi2.diagnostics import UserError
-from pi2.engine.answer import Constraint, Ticket, TokenScore
+from pi2.engine.answer import Constraint, FinishReason, Ticket, TokenScore
 from pi2.engine.generation import stream_pieces
 from pi2.records import dataclass, field
 from pi2.serving.answer_reader import AnswerReader, Fragment, Items, make_plain_reader
@@ -28,6 +28,7 @@ _ENDS: Mapping[str, End] = {
     "context": "length",
     "repeats": "stop",
 }
+_UNUSUAL = ("context", "repeats")
 MAX_CHOICES = 128
 
 
@@ -98,6 +99,12 @@ class Finished:
     """Seconds from its beginning to the first token."""
     decode_s: float
     """Seconds from the first token to the last."""
+    cause: FinishReason
+
+    def describe(self) -> dict[str, Any]:
+        """OpenAI's reason, and pi2's own where OpenAI has no word for it."""
+        more = {"finish_details": {"type": self.cause}} if self.cause in _UNUSUAL else {}
+        return {"finish_reason": self.reason, **more}
 
 
 async def prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
@@ -323,6 +330,7 @@ async def _follow(
                 reused_tokens=ticket.reused_tokens,
                 prompt_s=result.ttft_s,
                 decode_s=result.decode_s,
+                cause=result.finish_reason,
             )
         )
     except asyncio.CancelledError:

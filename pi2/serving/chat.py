@@ -119,12 +119,7 @@ class _ChatWriter(ChunkWriter):
                 ]
             scores = describe_chat_scores(self.host.model, item.scores) if self._scored else None
             choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": scores,
-                    "finish_reason": item.end.reason,
-                }
+                {"index": index, "message": message, "logprobs": scores, **item.end.describe()}
             )
         return {
             **self._head,
@@ -143,7 +138,7 @@ class _ChatWriter(ChunkWriter):
             self._begun.add(index)
             chunks.append(self._write_delta(index, {"role": "assistant", "content": ""}))
         if isinstance(event, Finished):
-            chunks.append(self._write_delta(index, {}, reason=event.reason))
+            chunks.append(self._write_delta(index, {}, end=event.describe()))
             return chunks
         deltas = [delta for item in event.items for delta in self._write_deltas(index, item)]
         if self._scored and event.scores:
@@ -172,10 +167,10 @@ class _ChatWriter(ChunkWriter):
         delta: Mapping[str, Any],
         *,
         scores: Mapping[str, Any] | None = None,
-        reason: str | None = None,
+        end: Mapping[str, Any] | None = None,
     ) -> bytes:
-        parts = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": reason}
-        return self.write_chunk(parts)
+        end = end or {"finish_reason": None}
+        return self.write_chunk({"index": index, "delta": delta, "logprobs": scores, **end})
 
     def describe_usage(self) -> Mapping[str, Any]:
         """Of the sequences, one has read the prompt; the others begin where it has ended."""

@@ -306,11 +306,7 @@ class _CompletionWriter(ChunkWriter):
                 begun = self._begin(index, item.prompt_scores)
                 made = self._go_on(index, item.content, item.scores)
                 choices.append(
-                    {
-                        "index": len(choices),
-                        **_join(begun, made),
-                        "finish_reason": _describe_end(item.end),
-                    }
+                    {"index": len(choices), **_join(begun, made), **_describe_end(item.end)}
                 )
         answer = {**self._head, "object": self.kind, "choices": choices}
         return {**answer, "usage": self.describe_usage()}
@@ -322,15 +318,15 @@ class _CompletionWriter(ChunkWriter):
             if begun["text"]:
                 chunks.append(self._write_chunk(index, begun))
         if isinstance(event, Finished):
-            reason = _describe_end(event)
-            chunks.append(self._write_chunk(index, {"text": "", "logprobs": None}, reason))
+            parts = {"text": "", "logprobs": None, **_describe_end(event)}
+            chunks.append(self._write_chunk(index, parts))
         elif event.items or event.scores:
             text = "".join(item.text for item in event.items if hasattr(item, "text"))
             chunks.append(self._write_chunk(index, self._go_on(index, text, event.scores)))
         return b"".join(chunks)
 
-    def _write_chunk(self, index: int, parts: dict[str, Any], reason: str | None = None) -> bytes:
-        return self.write_chunk({"index": index, **parts, "finish_reason": reason})
+    def _write_chunk(self, index: int, parts: dict[str, Any]) -> bytes:
+        return self.write_chunk({"index": index, "finish_reason": None, **parts})
 
     def describe_usage(self) -> Mapping[str, Any]:
         each = self.asks[0].count
@@ -349,8 +345,8 @@ def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _describe_end(end: Finished) -> str:
-    return "stop" if end.reason == "tool_calls" else end.reason
+def _describe_end(end: Finished) -> dict[str, Any]:
+    return {**end.describe(), "finish_reason": "stop" if end.reason == "tool_calls" else end.reason}
 
 
 def _measure_likelihood(item: Collected) -> float:

@@ -9,7 +9,7 @@ import json
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import UserError
 from pi2.engine.answer import SequenceResult
+from pi2.engine.file_loading import list_resident
 from pi2.engine.generation import Driver
 from pi2.logging import get_logger
+from pi2.memory.matrix_pool import MatrixPlace, MatrixPool
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.rebudget import change_budget
@@ -127,11 +129,22 @@ class ServedPlan:
     load: Literal["room", "start", "request"] = "room"
     yields: bool = False
     """Whether it gives memory up when the machine is short of it."""
+    matrices: Mapping[MatrixPlace, int] = field(default_factory=dict)
+    """Bytes of its resident matrices, which plans of the same file share."""
+
+
+def count_bytes(plans: Iterable[ServedPlan]) -> int:
+    """Bytes that plans need together: matrices of several count once."""
+    listed = list(plans)
+    parts = [size for plan in listed for size in plan.matrices.values()]
+    union = {place: size for plan in listed for place, size in plan.matrices.items()}
+    return sum(plan.budget_bytes for plan in listed) - sum(parts) + sum(union.values())
 
 
 class Host:
-    def __init__(self, plan: ServedPlan) -> None:
+    def __init__(self, plan: ServedPlan, pool: MatrixPool | None = None) -> None:
         self.plan = plan
+        self._pool = pool
         self.stated_bytes = plan.budget_bytes
         """The budget before it was changed."""
         self.created = int(time.time())
@@ -181,7 +194,7 @@ class Host:
         def work() -> None:
             try:
                 plan = self.plan
-                model = load(plan.path, set=plan.overrides)
+                model = load(plan.path, set=plan.overrides, pool=self._pool)
                 model.keep_prefixes()
                 model.keep_template_process()
             except BaseException as error:
@@ -217,11 +230,18 @@ class Host:
             await asyncio.to_thread(change_budget, self._model, budget_bytes)
             assert self._model.origin is not None
             overrides: Mapping[str, object] = self._model.origin[1]
-            budget_bytes = self._model.plan.plan.memory.budget
+            resolved = self._model.plan
+            budget_bytes = resolved.plan.memory.budget
         else:
             read = partial(read_plan, self.plan.path, overrides=self.plan.overrides)
-            overrides = (await asyncio.to_thread(read, memory_bytes=budget_bytes)).overrides
-        self.plan = replace(self.plan, budget_bytes=budget_bytes, overrides=overrides)
+            fitted = await asyncio.to_thread(read, memory_bytes=budget_bytes)
+            overrides, resolved = fitted.overrides, fitted.resolved
+        self.plan = replace(
+            self.plan,
+            budget_bytes=budget_bytes,
+            overrides=overrides,
+            matrices=list_resident(resolved),
+        )
         self._resolved = None
 
     def read_plan(self) -> ResolvedPlan:
@@ -288,7 +308,8 @@ class Hosts:
 
     def __init__(self, plans: Sequence[ServedPlan], *, memory_bytes: int | None = None) -> None:
         """``memory_bytes``: most bytes of all budgets together; None: no limit."""
-        self.hosts = {plan.name: Host(plan) for plan in plans}
+        pool = MatrixPool()
+        self.hosts = {plan.name: Host(plan, pool) for plan in plans}
         assert len(self.hosts) == len(plans), "names are unique"
         self._memory_bytes = memory_bytes
         self._line: list[Turn] = []
@@ -306,7 +327,7 @@ class Hosts:
 
     @property
     def used_bytes(self) -> int:
-        return sum(host.plan.budget_bytes for host in self._list_loaded())
+        return count_bytes(host.plan for host in self._list_loaded())
 
     def join(self, name: str, *, waiting: int) -> Turn:
         """Ask for a plan; await ``ready``, and `leave` in any case.  ApiError 404 for an unknown
@@ -332,8 +353,8 @@ class Hosts:
         if host.is_loaded and host not in self._leaving and change is None:
             self._admit(turn)
             return turn
-        idle_bytes = sum(other.plan.budget_bytes for other in self._list_loaded(idle=True))
-        must_wait = bool(self._line) or self._count_missing_bytes(host) > idle_bytes
+        idle = self._list_loaded(idle=True)
+        must_wait = bool(self._line) or self._count_missing_bytes(host, without=idle) > 0
         if must_wait and host.waiting >= waiting:
             raise ApiError(
                 429,
@@ -383,11 +404,13 @@ class Hosts:
             found = [host for host in found if not host.users and not host.plan.is_pinned]
         return sorted(found, key=lambda host: host.used_at)
 
-    def _count_missing_bytes(self, host: Host) -> int:
-        """Bytes that other models have to give back before ``host`` can be loaded."""
+    def _count_missing_bytes(self, host: Host, *, without: Sequence[Host] = ()) -> int:
+        """Bytes that other models, those ``without`` which excepted, have to give back before
+        ``host`` can be loaded."""
         if self._memory_bytes is None:
             return 0
-        return self.used_bytes + host.plan.budget_bytes - self._memory_bytes
+        staying = [other.plan for other in self._list_loaded() if other not in without]
+        return count_bytes([*staying, host.plan]) - self._memory_bytes
 
     def _remove(self, turn: Turn) -> None:
         self._line.remove(turn)
@@ -473,11 +496,11 @@ class Hosts:
             await self._changed.wait()
         # Chosen once: it would not end if the choice followed what is used at the moment.
         self._leaving = self._choose_leaving(host)
-        while (missing := self._count_missing_bytes(host)) > 0:
+        while self._count_missing_bytes(host) > 0:
             if not host.waiting:
                 return False
             idle = self._list_loaded(idle=True)
-            if sum(other.plan.budget_bytes for other in idle) < missing:
+            if self._count_missing_bytes(host, without=idle) > 0:
                 idle = [other for other in idle if other in self._leaving]
             if idle:
                 await idle[0].stop()
@@ -488,12 +511,10 @@ class Hosts:
 
     def _choose_leaving(self, host: Host) -> list[Host]:
         """Models that make room for ``host``: idle ones first, then least recently used."""
-        missing = self._count_missing_bytes(host)
-        found = []
+        found: list[Host] = []
         able = [other for other in self._list_loaded() if not other.plan.is_pinned]
         for other in sorted(able, key=lambda other: other.users > 0):
-            if missing <= 0:
+            if self._count_missing_bytes(host, without=found) <= 0:
                 break
             found.append(other)
-            missing -= other.plan.budget_bytes
         return found

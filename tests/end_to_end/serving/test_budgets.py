@@ -15,8 +15,10 @@ import pi2
 from pi2.cli.main import run
 from pi2.cli.serve import list_plans
 from pi2.diagnostics import UserError
+from pi2.machine.memory import count_own_bytes
 from pi2.plan.documents.quantities import parse_size
 from pi2.rebudget import change_budget
+from pi2.serving.hosts import Hosts, count_bytes
 from pi2.serving.housekeeping import GROW_LOOKS, SHRINK_LOOKS, Yielding, read_stalls
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import MIXTURE, make_tiny
@@ -113,9 +115,45 @@ def test_a_served_budget_changes_while_clients_stream(file: Path, tmp_path: Path
             ({"memory": "1 GiB", "model": "none"}, 404),
         ):  # fmt: skip
             assert post(f"{address}/api/budget", json=body).status_code == status
-        shown = run(["top", address, "-n", "1"])
-        assert shown == 0
+        assert run(["top", address, "-n", "1"]) == 0
+        asked = {"prompt": "a", "max_tokens": 250, "end_repeats": True, "logit_bias": {"5": 100.0}}
+        reply = post(f"{address}/v1/completions", json={"model": "model", **asked})
+        (choice,) = reply.json()["choices"]
+        assert (choice["finish_reason"], choice["finish_details"]) == ("stop", {"type": "repeats"})
     assert run(["top", address, "-n", "1"]) == 2
+
+
+def test_plans_of_a_file_share_its_weights(tmp_path: Path) -> None:
+    file = write_random_gguf(tmp_path, {**SHAPE, "ffn": 12288})
+    settings: dict[str, object] = {"memory.weights": "loaded", "kv.context": 256, **PLAIN}
+    for name, budget in (("long", 300), ("short", 280), ("small", 130)):
+        (tmp_path / f"{name}.plan.toml").write_text(
+            f'schema_version = 3\nweights = "{file.name}"\n[memory]\nbudget = "{budget} MiB"\n'
+            f'[serve]\nload = "{"request" if name == "short" else "start"}"\n'
+        )
+    plans = list_plans(tuple(sorted(tmp_path.glob("*.plan.toml"))), settings)
+    long, short, small = (sum(plan.matrices.values()) for plan in plans)
+    assert 0 < small < long == short
+    limit = count_bytes(plans)
+    assert limit == (710 << 20) - small - short
+    with serve(plans, memory_bytes=limit) as address:
+
+        def ask(name: str) -> str:
+            body = {"model": name, "prompt": "def f", "max_tokens": 12, "ignore_eos": True}
+            return str(post(f"{address}/v1/completions", json=body).json()["choices"][0]["text"])
+
+        def list_loaded() -> list[str]:
+            states = get(f"{address}/api/state").json()["models"]
+            return [state["name"] for state in states if state["loaded"]]
+
+        assert list_loaded() == ["long", "small"]
+        wanted, before = ask("long"), count_own_bytes()
+        assert ask("short") == ask("small") == wanted
+        assert list_loaded() == ["long", "short", "small"]
+        assert count_own_bytes() - before < short // 2
+        post(f"{address}/api/budget", json={"memory": "500 MiB"})
+        assert list_loaded() == ["short", "small"]
+        assert ask("short") == ask("small") == wanted
 
 
 def wait_for(is_there: Callable[[], bool]) -> None:
@@ -194,7 +232,6 @@ def test_memory_is_yielded_and_comes_back(tmp_path: Path) -> None:
 
 def test_a_model_under_pressure_gets_smaller(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pi2.serving import housekeeping
-    from pi2.serving.hosts import Hosts
 
     monkeypatch.setattr(housekeeping, "read_stalls", lambda root: 50.0)
     monkeypatch.setattr(housekeeping, "PERIOD_S", 0.01)
