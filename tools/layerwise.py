@@ -13,11 +13,10 @@ import numpy as np
 from pi2.arrays import F32, I32, I64, U8
 from pi2.backends.blocks.instructions import Weight
 from pi2.backends.blocks.model import list_matrix_keys
-from pi2.backends.cpu.course import Course
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.backends.reference.executor import EXACT, NeuronSums, NumpyInterpreter, ReferenceExecutor
+from pi2.backends.reference.executor import NeuronSums, ReferenceExecutor
 from pi2.backends.reference.neurons import activate, weigh_activations
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import pad_columns
@@ -211,9 +210,8 @@ class LayerExecutor:
             allocate=lambda segment, size: np.zeros(size, np.uint8),
             progress=ignore_progress,
         )
-        self._course = Course(request, interpret=NumpyInterpreter, planes=EXACT, find=self._find)
-        self._course.look_up = self._look_up
-        self._executor = ReferenceExecutor(request, self._course)
+        self._executor = ReferenceExecutor(request, find=self._find)
+        self._executor.look_up = self._look_up
         self._filled: list[U8] = []
         """Matrices of a layer."""
         self._whole: list[U8] = []
@@ -223,7 +221,7 @@ class LayerExecutor:
 
     def _fill(self, layer: int | None, kept: list[U8]) -> None:
         """Read the matrices of a layer, or of the model but for its head and embeddings."""
-        program = self._course.program
+        program = self._executor.program
         for number, matrix in enumerate(program.matrices):
             is_outside = matrix.key in LOOKED_UP or matrix.instructions[0] >= program.end - 1
             if matrix.layer == layer and matrix.weight.data is None and not is_outside:
@@ -232,7 +230,7 @@ class LayerExecutor:
 
     def _look_up(self, tokens: I32) -> None:
         """Read the rows of embeddings that ``tokens`` have."""
-        program = self._course.program
+        program = self._executor.program
         for number, matrix in enumerate(program.matrices):
             if matrix.key in LOOKED_UP:
                 rows = self.weights.read(matrix.key, tokens.astype(np.int64))
@@ -257,10 +255,10 @@ class LayerExecutor:
     def begin_layer(self, layer: int, number: int) -> None:
         executor = self._executor
         executor.select_chunk(number)
-        length = -(-self._course.tokens // CONTEXT_BLOCK) * CONTEXT_BLOCK
+        length = -(-self._executor.tokens // CONTEXT_BLOCK) * CONTEXT_BLOCK
         if number in self._kept:
             executor.put_context(0, 0, length, self._kept[number])
-        executor.expect(self._course.tokens)
+        executor.expect(self._executor.tokens)
         self._attend(layer)
         if self._model.attention.kv_shared_layers > 0:
             self._kept[number] = executor.read_context(0, 0, length)
@@ -290,12 +288,12 @@ class LayerExecutor:
         self._executor.select_chunk(number)
         self._executor.end_ffn(layer)
         # What follows neurons needs matrices of the layer.
-        self._course.catch_up()
+        self._executor.catch_up()
 
     def finish(self, number: int) -> F32:
         """What the head reads [tokens, hidden]."""
         self._executor.select_chunk(number)
-        firsts = range(0, self._course.tokens, LOGIT_ROWS)
+        firsts = range(0, self._executor.tokens, LOGIT_ROWS)
         return np.concatenate([self._executor.read_head_input(first).copy() for first in firsts])
 
 

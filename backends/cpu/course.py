@@ -18,7 +18,6 @@ from pi2.backends.blocks.routed import view_floats
 from pi2.backends.cpu.needs import DENSE_FLOATS
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.protocol import BuildRequest, ProgramRequest
-from pi2.plan.arithmetic.units import DividedRows
 from pi2.records import dataclass, field
 
 
@@ -91,13 +90,16 @@ class Course:
             scratch_bytes=4 * DENSE_FLOATS,
             kv=request.kv_type,
         )
+        self.expect = program.expect
+        self.read_context, self.put_context = program.read_context, program.put_context
+        self.read_state, self.put_state = program.read_state, program.put_state
         assert program.exchange is not None
         self.exchange: Exchange = program.exchange
-        self._layers: list[Stations] = self.exchange.layers
-        self._starts = [program.looked_up, *(own.end for own in self._layers)]
+        self._stations: list[Stations] = self.exchange.layers
+        self._starts = [program.looked_up, *(own.end for own in self._stations)]
         """By layer, the first instruction after the one before; then the head's."""
-        begun = zip(self._starts, (own.begun for own in self._layers), strict=False)
-        self._begun = {**dict(begun), 0: self._layers[0].begun}
+        begun = zip(self._starts, (own.begun for own in self._stations), strict=False)
+        self._begun = {**dict(begun), 0: self._stations[0].begun}
         """By the first instruction of each layer, the one after its input has been kept."""
         kept = program.list_kept()
         self._shared = [view_floats(area.address, tokens, area.stride) for area in kept]
@@ -109,7 +111,7 @@ class Course:
                     request.allocate("workspace", area.nbytes).view(np.float32).reshape(area.shape)
                     for area in self._shared
                 ]
-        self._now = self._places[0]
+        self._place = self._places[0]
         self._sequence = 0
         self.look_up: Callable[[I32], None] | None = None
         """Gives rows of embeddings for a chunk's tokens, if these are not in memory."""
@@ -128,13 +130,13 @@ class Course:
 
     def select_chunk(self, number: int) -> None:
         chosen = self._places[number]
-        if chosen is self._now:
+        if chosen is self._place:
             return
         self.catch_up()
         count = self.tokens
-        for kept, area in zip(self._now.kept, self._shared, strict=True):
+        for kept, area in zip(self._place.kept, self._shared, strict=True):
             kept[:count] = area[:count]
-        self._now, self.tokens = chosen, len(chosen.tokens)
+        self._place, self.tokens = chosen, len(chosen.tokens)
         if self.tokens:
             self.program.begin_piece(chosen.tokens)
             self.program.place(chosen.sequence, chosen.position)
@@ -144,7 +146,7 @@ class Course:
     def embed(self, tokens: I32) -> None:
         """Begin with tokens, the rows of which may be gone later; `begin_layers` says where they
         stand."""
-        now, self.is_step = self._now, False
+        now, self.is_step = self._place, False
         now.tokens, now.sequence, self.tokens = tokens, self._sequence, len(tokens)
         self.program.begin_piece(tokens)
         if self.look_up is not None:
@@ -156,25 +158,25 @@ class Course:
         self.select_chunk(0)
         self.is_step, self.tokens = True, len(tokens)
         self.program.begin_step(tokens, sequences, positions)
-        self._now.at = self._now.target = self.program.looked_up
-        self.program.run(0, self._now.at)
+        self._place.at = self._place.target = self.program.looked_up
+        self.program.run(0, self._place.at)
 
     def begin_layers(self, position: int) -> None:
         """Give the position of a chunk's first token."""
         if not self.is_step:
-            self._now.position, self._now.sequence = position, self._sequence
+            self._place.position, self._place.sequence = position, self._sequence
             self.program.place(self._sequence, position)
 
     def catch_up(self) -> None:
         """Run instructions that were put off."""
-        now = self._now
+        now = self._place
         if now.at < now.target:
             self.program.run(now.at, now.target)
             now.at = now.target
 
-    def attend(self, layer: int) -> None:
+    def attend_step(self, layer: int) -> None:
         """Finish the previous layer, and add the mixers of ``layer``."""
-        now, first = self._now, self._starts[layer]
+        now, first = self._place, self._starts[layer]
         if now.target != first:
             self.catch_up()
             now.at = first
@@ -182,18 +184,18 @@ class Course:
 
     def finish_mixers(self, layer: int) -> None:
         """Add the rest of the mixers of ``layer``."""
-        self.go_to(self._layers[layer].attended)
-        self._now.at = self._now.target = self._begin_input(layer)
+        self.go_to(self._stations[layer].attended)
+        self._place.at = self._place.target = self._begin_input(layer)
 
     def _begin_input(self, layer: int) -> int:
         """Return the first instruction of what the FFN of ``layer`` reads."""
-        own = self._layers[layer]
+        own = self._stations[layer]
         return own.attended if self.tokens <= self._step_tokens else own.input
 
-    def read(self, layer: int) -> None:
+    def read_layer(self, layer: int) -> None:
         """Compute the input of the neurons of ``layer``: of the present residual stream, if the
         layer's mixers have not run yet."""
-        now, own = self._now, self._layers[layer]
+        now, own = self._place, self._stations[layer]
         first = self._begin_input(layer)
         if now.at == first:
             self.go_to(own.gap)
@@ -205,12 +207,12 @@ class Course:
 
     def finish(self, layer: int) -> None:
         """Go on with the sum of the neurons of ``layer``, when its successor begins."""
-        own = self._layers[layer]
-        self._now.at, self._now.target = own.gap, own.end
+        own = self._stations[layer]
+        self._place.at, self._place.target = own.gap, own.end
 
     def go_to(self, number: int) -> None:
         """Run all instructions before ``number``."""
-        self._now.target = number
+        self._place.target = number
         self.catch_up()
 
     def view_input(self) -> F32:
@@ -235,120 +237,13 @@ class Course:
         return self.view(area, self._model.shape.stored_hidden)[: self.tokens]
 
     def read_head_input(self, first: int) -> F32:
-        self.reach_head()
+        self.go_to(self.program.head)
         return self.program.read_head_input(first, self._model.shape.stored_hidden)
 
-    def run_head(self, first: int) -> F32:
-        """Return logits [n, vocab] of tokens from ``first`` on."""
-        self.reach_head()
-        return self.program.logits(first)
-
-    def reach_head(self) -> None:
+    def logits(self, first: int) -> F32:
+        """Return logits of the tokens from ``first`` on, as many as there is room for."""
         self.go_to(self.program.head)
+        return self.program.logits(first)
 
     def close(self) -> None:
         self.program.close()
-
-
-PARTS = ("query", "key", "value", "query_gate")
-"""Keys of the matrices that are rows of a projection, in their order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Product:
-    """Rows of a matrix that another unit computes: the first ones."""
-
-    number: int
-    """The instruction's."""
-    rows: int
-    others: int
-    y: Area
-
-
-class DividedRowsOfCourse:
-    """Runs layers in the parts of `pi2.backends.executor.RowDivider`."""
-
-    def __init__(self, request: BuildRequest, course: Course) -> None:
-        self._course, self._model = course, request.model
-        rows = request.rows or DividedRows(unit="")
-        program = course.program
-        self._projections: list[list[_Product]] = [[] for _ in course.exchange.layers]
-        self._outputs: dict[int, _Product] = {}
-        self._head: _Product | None = None
-        if not (rows.qkv or rows.output or rows.head):
-            return
-        before = [0] * len(self._projections)
-        for matrix in program.matrices:
-            number, layer, count = matrix.instructions[0], matrix.layer, matrix.weight.rows
-            area = Area(*program.read_values(number, "y", "y_stride"))
-            if layer is not None and matrix.key in PARTS:
-                others = min(max(rows.qkv - before[layer], 0), count)
-                before[layer] += count
-                own = _Product(number=number, rows=count, others=others, y=area)
-                self._projections[layer].append(own)
-            elif layer is not None and matrix.key == "output":
-                others = rows.output
-                self._outputs[layer] = _Product(number=number, rows=count, others=others, y=area)
-            elif number >= program.head:
-                self._head = _Product(number=number, rows=count, others=rows.head, y=area)
-
-    def begin(self) -> None:
-        """Leave the others' rows out of the calls that follow."""
-        found = [own for layer in self._projections for own in layer]
-        found += self._outputs.values()
-        for own in [*found, *([] if self._head is None else [self._head])]:
-            if own.others:
-                self._course.program.take_rows(own.number, own.others, own.rows)
-
-    def begin_attention(self, layer: int) -> F32:
-        """Return what the projection reads [T, hidden]."""
-        self._course.go_to(self._projections[layer][0].number)
-        return self._course.view_input()
-
-    def project(self, layer: int) -> None:
-        self._course.go_to(self._projections[layer][-1].number + 1)
-
-    def put_projected(self, layer: int, values: F32) -> None:
-        done = 0
-        for own in self._projections[layer]:
-            self._put(own, values[:, done : done + own.others], is_added=False)
-            done += own.others
-
-    def mix(self, layer: int) -> F32:
-        """Return the values that attention mixes [T, heads x head_dim]."""
-        self._course.go_to(self._outputs[layer].number)
-        return self._course.view_mixed(layer)
-
-    def project_output(self, layer: int) -> None:
-        self._course.finish_mixers(layer)
-
-    def put_output(self, layer: int, values: F32) -> None:
-        self._put(self._outputs[layer], values, is_added=True)
-
-    def _put(self, own: _Product, values: F32, *, is_added: bool) -> None:
-        """Put products [T, n] in the place of the first rows', with their biases."""
-        program = self._course.program
-        bias, has_bias = program.read_values(own.number, "bias", "has_bias")
-        count = values.shape[1]
-        if has_bias:
-            values = values + view_floats(bias, count)
-        target = self._course.view(own.y, count)[: len(values)]
-        if is_added:
-            target += values * np.float32(self._model.multipliers.residual)
-        else:
-            target[:] = values
-
-    def put_logits(self, values: F32) -> F32:
-        """Complete the last logits with the others' rows."""
-        own, program = self._head, self._course.program
-        assert own is not None
-        logits, count = program.read_logits(), values.shape[1]
-        bias, has_bias = program.read_values(own.number, "bias", "has_bias")
-        if has_bias:
-            values = values + view_floats(bias, count)
-        values = values * np.float32(self._model.multipliers.logits)
-        limit = self._model.logit_softcap
-        if limit is not None:
-            values = np.tanh(values / np.float32(limit)) * np.float32(limit)
-        logits[:, :count] = values
-        return logits

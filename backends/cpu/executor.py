@@ -12,7 +12,7 @@ from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.arithmetic import read_rows
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.course import Course, count_tokens
+from pi2.backends.cpu.course import count_tokens
 from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.program_executor import ProgramExecutor
@@ -59,8 +59,8 @@ class CpuExecutor(ProgramExecutor):
     def __init__(self, request: BuildRequest, spec: KernelSpec, path: Path) -> None:
         """``path``: the library of the kernels of neurons, which the program's threads compute."""
         model, layers = request.model, range(request.model.shape.layers)
-        super().__init__(request, Course(request))
-        interpreter = self._course.program.interpreter
+        super().__init__(request)
+        interpreter = self.program.interpreter
         assert isinstance(interpreter, CompiledInterpreter)
         launcher = interpreter.workers.find_launcher()
         library = Library(path, measure_arrays(request), launcher=launcher)
@@ -75,7 +75,7 @@ class CpuExecutor(ProgramExecutor):
             own.views.update(tiles)
         views = arrays[0].views
         self._prediction = Prediction(request, space, spec, library, views)
-        scratch = self._course.program.scratch
+        scratch = self.program.scratch
         self._neurons = Neurons(request, space, spec, library, views, self._prediction, scratch)
         deviations = [model.blocks[layer].ffn.cutoff for layer in layers]
         self._signs: list[tuple[float, ...]] = [
@@ -104,9 +104,9 @@ class CpuExecutor(ProgramExecutor):
         if spec.sequences and spec.has_other_chunks:
             self._step_begin = self._bind_begin("step", views)
         if spec.foresees:
-            ahead = self._course.exchange.ahead
+            ahead = self.exchange.ahead
             assert ahead is not None
-            later = space.wrap(self._course.view(ahead, spec.hidden)[: request.step_tokens])
+            later = space.wrap(self.view(ahead, spec.hidden)[: request.step_tokens])
             self._prediction.bind_foresight(library, later, views)
         self._down_biases: list[F32] = []
         """By layer of an MoE model whose FFNs have biases [experts, hidden]."""
@@ -119,12 +119,12 @@ class CpuExecutor(ProgramExecutor):
         """Whether gates of the layer that is computed have a cutoff."""
 
     def _make_arrays(self, space: Workspace) -> Arrays:
-        course, spec, routes = self._course, self._spec, np.zeros((0, 0), np.float32)
+        spec, routes = self._spec, np.zeros((0, 0), np.float32)
         read, given = (
-            course.view(area, spec.hidden) for area in (course.exchange.read, course.exchange.given)
+            self.view(area, spec.hidden) for area in (self.exchange.read, self.exchange.given)
         )
-        if course.exchange.routes is not None:
-            routes = course.view(course.exchange.routes, spec.experts)
+        if self.exchange.routes is not None:
+            routes = self.view(self.exchange.routes, spec.experts)
         if not self._shares_arrays:
             read = space.make("float32", *read.shape)
             routes = space.make("float32", *routes.shape)
@@ -152,34 +152,32 @@ class CpuExecutor(ProgramExecutor):
 
     def begin_ffn(self, layer: int) -> None:
         """Compute what neurons read, and clear their sum."""
-        course = self._course
-        course.read(layer)
+        self.read_layer(layer)
         if not self._shares_arrays:
             self._take_arrays()
-        begin = self._step_begin if course.is_step else self._now.begin
-        begin[layer](course.tokens, *self._signs[layer])
+        begin = self._step_begin if self.is_step else self._now.begin
+        begin[layer](self.tokens, *self._signs[layer])
         self._has_cutoffs = bool(self._signs[layer])
-        self._prediction.begin(course.tokens)
+        self._prediction.begin(self.tokens)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
 
     def _take_arrays(self) -> None:
         """Copy what neurons read to the chunk's own arrays."""
-        course, arrays = self._course, self._now.arrays
-        exchange, count = course.exchange, course.tokens
-        arrays.read[:count] = course.view(exchange.read, self._spec.hidden)[:count]
+        arrays, exchange, count = self._now.arrays, self.exchange, self.tokens
+        arrays.read[:count] = self.view(exchange.read, self._spec.hidden)[:count]
         if exchange.routes is not None:
-            arrays.routes[:count] = course.view(exchange.routes, self._spec.experts)[:count]
+            arrays.routes[:count] = self.view(exchange.routes, self._spec.experts)[:count]
 
     @property
     def foresees(self) -> bool:
         return self._spec.foresees
 
     def foresee(self, following: int, layer: int, threshold: float) -> None:
-        self._course.read(layer)
+        self.read_layer(layer)
         if not self._shares_arrays:
             self._take_arrays()
-        self._prediction.begin(self._course.tokens)
+        self._prediction.begin(self.tokens)
         self._prediction.foresee(following, layer, threshold)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
@@ -210,7 +208,7 @@ class CpuExecutor(ProgramExecutor):
     def add_named_neurons(
         self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
     ) -> None:
-        tokens = self._course.tokens
+        tokens = self.tokens
         if not self._neurons.can_share(tokens, known):
             add_one_by_one(self, layer, arena, slots, indices, named, known)
         elif len(slots):
@@ -222,17 +220,12 @@ class CpuExecutor(ProgramExecutor):
         if self._observer is not None:
             self._observer.add_dense(layer, bundles, first)
         self._neurons.add_neighbours(
-            bundles,
-            first,
-            self._course.tokens,
-            now.neighbours[layer],
-            routes,
-            is_step=self._course.is_step,
+            bundles, first, self.tokens, now.neighbours[layer], routes, is_step=self.is_step
         )
 
     def share_input(self) -> tuple[F32, F32 | None]:
         """Return what neurons read, before it was rounded to integers, and the routes."""
-        read = self._now.arrays.read[: self._course.tokens]
+        read = self._now.arrays.read[: self.tokens]
         return read, None if self._model.moe is None else self.read_routes()
 
     def add_sum(self, values: F32) -> None:
@@ -249,16 +242,16 @@ class CpuExecutor(ProgramExecutor):
             routes, biases = self.read_routes(), self._down_biases[layer]
             used = np.flatnonzero(routes.any(axis=0))
             self.add_sum(np.asarray(routes[:, used] @ biases[used]))
-        self._now.end(self._course.tokens)
-        self._course.finish(layer)
+        self._now.end(self.tokens)
+        self.finish(layer)
 
     def read_routes(self) -> F32:
         """Return the weights of an MoE model's experts."""
-        return self._now.arrays.routes[: self._course.tokens]
+        return self._now.arrays.routes[: self.tokens]
 
     def read_cutoffs(self) -> F32 | None:
         arrays = self._now.arrays
-        return arrays.cutoffs[: self._course.tokens, None] if self._has_cutoffs else None
+        return arrays.cutoffs[: self.tokens, None] if self._has_cutoffs else None
 
     def count_active(self) -> int:
         """Return the non-zero activations since the last call."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.blocks.contract import FIELDS, PLANES
-from pi2.backends.blocks.instructions import Planes
-from pi2.backends.cpu.course import Course
+from pi2.backends.blocks.instructions import FindWeight, Planes
 from pi2.backends.cpu.program_executor import ProgramExecutor
 from pi2.backends.executor import add_one_by_one, noted
 from pi2.backends.protocol import BuildRequest
@@ -48,27 +47,27 @@ class NeuronSums:
     """Of gates [T, 1], if the layer has them."""
 
 
-def make_course(request: BuildRequest) -> Course:
-    """Make a program in numpy that rounds nothing but int8 keys and values: fp16 would cost five
-    times the other errors."""
-    if request.kv_type == "fp16":
-        plain = request.allocate
+def _widen_cache(request: BuildRequest) -> BuildRequest:
+    """Let keys and values be float32, and be counted as fp16."""
+    plain = request.allocate
 
-        def allocate(segment: str, size: int) -> U8:
-            if segment != "kv":
-                return plain(segment, size)
-            plain(segment, size // 2)
-            return np.zeros(size, np.uint8)
+    def allocate(segment: str, size: int) -> U8:
+        if segment != "kv":
+            return plain(segment, size)
+        plain(segment, size // 2)
+        return np.zeros(size, np.uint8)
 
-        request = replace(request, kv_type="fp32", allocate=allocate)
-    return Course(request, interpret=NumpyInterpreter, planes=EXACT)
+    return replace(request, kv_type="fp32", allocate=allocate)
 
 
 class ReferenceExecutor(ProgramExecutor):
     """Executor of `pi2.backends.protocol` in numpy."""
 
-    def __init__(self, request: BuildRequest, course: Course | None = None) -> None:
-        super().__init__(request, course or make_course(request))
+    def __init__(self, request: BuildRequest, find: FindWeight | None = None) -> None:
+        """Rounds nothing but int8 keys and values: fp16 would cost five times the other errors;
+        ``find``: see `pi2.backends.cpu.course.Course`."""
+        own = _widen_cache(request) if request.kv_type == "fp16" else request
+        super().__init__(own, interpret=NumpyInterpreter, planes=EXACT, find=find)
         self._request, self._tensors = request, request.tensors
         self._layout = request.whole_bundle
         self._chunks = [NeuronSums() for _ in range(request.chunks)]
@@ -83,14 +82,14 @@ class ReferenceExecutor(ProgramExecutor):
 
     def begin_ffn(self, layer: int) -> None:
         """Compute what neurons read, and clear their sum."""
-        course, now, exchange = self._course, self.now, self._course.exchange
-        course.read(layer)
-        width, count = self._model.stored_neuron_width, course.tokens
-        now.read = course.view(exchange.read, width)[:count].copy()
+        now, exchange = self.now, self.exchange
+        self.read_layer(layer)
+        width, count = self._model.stored_neuron_width, self.tokens
+        now.read = self.view(exchange.read, width)[:count].copy()
         now.total = np.zeros_like(now.read)
         now.squares = np.zeros(count, np.float32)
         if exchange.routes is not None:
-            now.routes = course.view(exchange.routes, self._model.expert_count)[:count].copy()
+            now.routes = self.view(exchange.routes, self._model.expert_count)[:count].copy()
         now.cutoffs = self._find_cutoffs(layer)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
@@ -203,17 +202,17 @@ class ReferenceExecutor(ProgramExecutor):
         """Give the neurons' sum to the program."""
         if self._observer is not None:
             self._observer.end_ffn(layer)
-        now, course, model = self.now, self._course, self._model
+        now, model = self.now, self._model
         if model.moe is not None and model.ffn.bias:
             now.total += now.routes @ self._read_tensor(layer, "down_bias")
         if model.ffn.sub_norm:
             mean = now.squares / np.float32(model.layer_neurons)
             now.total /= np.sqrt(mean + np.float32(model.norm.epsilon))[:, None]
-        course.view(course.exchange.given, now.total.shape[1])[: course.tokens] = now.total
-        course.finish(layer)
+        self.view(self.exchange.given, now.total.shape[1])[: self.tokens] = now.total
+        self.finish(layer)
         for own, options in list_own(model):
-            course.catch_up()
-            x = course.view(course.program.x, model.shape.stored_hidden)[: course.tokens]
+            self.catch_up()
+            x = self.view(self.program.x, model.shape.stored_hidden)[: self.tokens]
             x[:] = own.compute(x, options, partial(self._read_tensor, layer))
 
     def count_active(self) -> int:

@@ -11,7 +11,7 @@ def count_calls(executor: Executor, compute: Callable[[], object]) -> Counter[st
     """Calls while ``compute`` runs: of neurons' functions by name, and of the ``program``."""
     assert isinstance(executor, CpuExecutor)
     found: Counter[str] = Counter()
-    program = executor._course.program
+    program = executor.program
     run = program.run
 
     def count(begin: int, end: int) -> None:
