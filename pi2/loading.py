@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from pi2.caches import is_gguf
 from pi2.diagnostics import UserError
 from pi2.found_models import find_found, list_found
-from pi2.model_folders import FILE, convert_once
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.toml.source import Kind
 from pi2.progress import Progress, ignore_progress
-from pi2.pulled_models import PLAN, RECORD, PulledModel, Source, find_model, list_models
+from pi2.pulled_models import FILE, PLAN, RECORD, PulledModel, Source, find_model, list_models
 from pi2.weights.file_reading import HUB, FileFiller
 
 if TYPE_CHECKING:
@@ -47,7 +46,11 @@ def find_plan(
     converted once, but not a GGUF file that runs as it is.  UserError P001 for an unknown name."""
     if is_checkpoint(path):
         is_run = (files or FileFiller()).runs_as_it_is(path)
-        return path if is_run else convert_once(path, progress=progress)
+        if is_run:
+            return path
+        from pi2.model_folders import convert_once
+
+        return convert_once(path, progress=progress)
     try:
         found = _find_plan(path)
         if found is not None or os.path.lexists(path):

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress, say
 from pi2.pulled_models import (
+    FILE,
     PLAN,
     RECORD,
     LocalSource,
@@ -65,10 +65,6 @@ def convert_once(
     if not known.plan.exists():
         write_plan(known.folder)
     return known.plan
-
-
-FILE = "model.gguf"
-"""The weights of a model that runs as a GGUF file."""
 
 
 def write_file_plan(file: str) -> bytes:
@@ -263,6 +259,8 @@ def make_file(made: _Job, notes: Mapping[str, bytes], progress: Progress) -> int
     checkpoint, document = made.checkpoint, made.document
     check_checkpoint(checkpoint, document)
     read_extra_files(checkpoint, document, None, {})
+    from importlib.metadata import version
+
     asked = version("pi2"), made.wish, document.quantization, describe_files(checkpoint)
     job = hashlib.sha256(repr(asked).encode())
     room = UnfinishedStore(made.output, job=job.hexdigest(), replace=made.replace)

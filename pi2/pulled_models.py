@@ -19,6 +19,8 @@ from pi2.diagnostics import UserError
 from pi2.records import asdict, dataclass
 
 PLAN = "default.plan.toml"
+FILE = "model.gguf"
+"""The weights of a model that runs as a GGUF file."""
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _LEAVING = ".leaving-"
 """Begins the name of a model that is being removed."""

@@ -9,7 +9,6 @@ import click
 from pi2.cli.commands import ProgressBar
 from pi2.found_models import find_found
 from pi2.loading import find_plan, find_pulled, is_checkpoint
-from pi2.model_folders import convert_once
 from pi2.plan.toml.source import KINDS, Kind
 from pi2.weights.file_reading import HUB, FileFiller
 
@@ -43,6 +42,8 @@ def find_retokenized(
     if (files or FileFiller()).runs_as_it_is(path):
         return path, {"tokenizer": str(tokenizer.absolute())}
     with ProgressBar() as progress:
+        from pi2.model_folders import convert_once
+
         return convert_once(path, tokenizer, progress), {}
 
 

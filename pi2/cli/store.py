@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _find_store(ctx: click.Context, option: click.Parameter, path: Path) -> Path:
-    from pi2.model_folders import FILE as MODEL_FILE
+    from pi2.pulled_models import FILE as MODEL_FILE
     from pi2.pulled_models import find_model
 
     model = None if path.exists() else find_model(str(path))

@@ -29,7 +29,6 @@ from pi2.engine.generation import (
     stream_pieces,
 )
 from pi2.engine.generation import describe_unit_counters as describe_units
-from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
 from pi2.engine.parts import Parts, find_step_bytes
 from pi2.engine.prefixes import make_kept_prefixes
 from pi2.engine.sampling import SamplingOptions
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from pi2.backends.faults.shortage import MemoryWatch
+    from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
     from pi2.store.reader import NeuronStore
 
 
@@ -279,6 +279,8 @@ class LoadedModel:
         system = self.plan.plan.chat.system
         if system is not None and all(message.get("role") != "system" for message in messages):
             messages = [{"role": "system", "content": system}, *messages]
+        from pi2.engine.message_shapes import ShapedTemplate
+
         found = self.read_chat_template(template)
         shaped = self._shaped_templates.setdefault(found.source, ShapedTemplate(found.source))
         return shaped.render(

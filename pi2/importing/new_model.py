@@ -10,7 +10,6 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
-from pi2.authoring.drafting import Wish, draft_plan
 from pi2.caches import show_path
 from pi2.diagnostics import UserError
 from pi2.fitting.completion import USUAL_CONTEXT
@@ -46,6 +45,8 @@ def draft_first_plan(
 
     ``scales``: their place in the store.  ``available_bytes``: free memory, 0 if that is not known;
     the context fits into `MEMORY_SHARE` of it.  `UserError` P026: not even `LEAST_CONTEXT` does."""
+
+    from pi2.authoring.drafting import Wish, draft_plan
 
     def draft(budget_bytes: int | None, context: int | None = None) -> str:
         wish = Wish(

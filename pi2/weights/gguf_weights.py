@@ -17,7 +17,6 @@ from pi2.arrays import F32
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import use_tokenizer
-from pi2.importing.dense_rows import read_state_vector
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.gguf_decoders import JoinedHeads
 from pi2.importing.gguf_states import OrderedColumns, RateLogarithms
@@ -174,6 +173,8 @@ class GgufWeights(TensorFiles):
         if (layer, mixer) in self._vectors:
             own = self._vectors[layer, mixer].get(name_state_tensor(layer, mixer, key))
             if own is not None:
+                from pi2.importing.dense_rows import read_state_vector
+
                 return read_state_vector(self.checkpoint.tensors, self.model, own)[0].reshape(-1)
         pattern = getattr(self.model.tensors, key, key)
         if pattern is None:
