@@ -97,13 +97,25 @@ class Builder(Products):
         self.add("cut", values, each=1)
 
     def add_gate(
-        self, gates: Area, ups: Area | None, y: Area, length: int, *, each: int = 1
+        self,
+        gates: Area,
+        ups: Area | None,
+        y: Area,
+        length: int,
+        *,
+        each: int = 1,
+        is_routed: bool = False,
     ) -> None:
         """Add the activation of the FFN, ``each`` of a token."""
-        ffn, limit = self._model.ffn, self._model.ffn.limit
-        kind: str = ffn.activation
-        if kind == "silu" and (limit is not None or ffn.slope != 1.0):
+        ffn, slope, offset = self._model.ffn, self._model.ffn.slope, self._model.ffn.up_offset
+        limit, kind = ffn.find_limit(self.layer, is_routed=is_routed), str(ffn.activation)
+        if kind == "silu" and limit is not None and ffn.limit_of == "activation":
+            kind = "cut_silu"
+        elif kind == "silu" and (limit is not None or slope != 1.0):
             kind, limit = "swiglu", _NO_LIMIT if limit is None else limit
+        elif kind == "xielu":
+            assert self.layer is not None
+            limit, slope, offset = ffn.curves[self.layer]
         elif kind == "fatrelu":
             limit = ffn.threshold
         self.add(
@@ -117,8 +129,8 @@ class Builder(Products):
                 "length": length,
                 "kind": ACTIVATIONS.index(kind),
                 "limit": put_float(limit or 0.0),
-                "slope": put_float(ffn.slope),
-                "up_offset": put_float(ffn.up_offset),
+                "slope": put_float(slope),
+                "up_offset": put_float(offset),
             },
             each=each * -(-length // PIECE),
             label="activation",

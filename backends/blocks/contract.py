@@ -151,8 +151,9 @@ COMPUTED = read_options("""
     layers: parallel kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
     : residual=parallel layer_scale logit_softcap head_bias other_rope
     ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
-    ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm
-    ffn: gate_sparsity slope limit up_offset
+    ffn: activation=gelu activation=gelu_tanh activation=xielu threshold gated bias
+    ffn: absent_layers sub_norm gate_sparsity slope limit limits other_limits
+    ffn: limit_of=activation curves up_offset
     moe: . router=sigmoid router=mixer router=none router_input=layer router_input=stream
     moe: input_scale weighs=input expert_scale normalise_weights shared_experts shared_gate
     moe: shared_factor shared_ffn router_bias choice_bias choice_bias_of=score groups
@@ -167,6 +168,10 @@ COMPUTED = read_options("""
     operators: mtp
 """)
 """Options of models that there are kernels for."""
+OF_STORES = COMPUTED - read_options(
+    "ffn: activation=xielu curves limits other_limits limit_of=activation"
+)
+"""Options of models in stores: their neurons have one activation in all layers."""
 APART = (("attention.clip", "attention.output_gate"), ("attention.alibi", "attention.index"))
 """Options that do not go together."""
 
@@ -288,9 +293,15 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 
 PIECE = 1024
 """Elements of an item of kernels that take every element for itself."""
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "drelu", "fatrelu", "relu2", "swiglu")
+ACTIVATIONS = (
+    *("silu", "gelu_tanh", "gelu", "relu", "drelu", "fatrelu", "relu2", "swiglu", "cut_silu"),
+    "xielu",
+)
 """What becomes of gates, by number; ``swiglu`` cuts gates and ups, and has a slope (gpt-oss);
+``cut_silu`` cuts activations and ups; ``xielu`` has its numbers in limit, slope and up_offset;
 ``limit`` is the threshold of ``fatrelu``."""
+XIELU_END = -1e-6
+"""Where exponentials of ``xielu`` end: its definition cuts inputs there."""
 ROUTERS = ("softmax", "sigmoid", "mixer")
 """What makes weights of experts of scores, by number."""
 NORM_PLACES = ("none", "before", "after")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
+from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE, XIELU_END
 from pi2.backends.blocks.machine import Table, pick
 from pi2.backends.compiler import vectors as v
 from pi2.formats import Activations
@@ -257,6 +257,21 @@ def emit_gate(table: Table) -> None:
                     value = gate * v.take_sigmoid(gate * v.splat(slope, lanes), lanes)
                     value = value * (up + v.splat(offset, lanes))
                     v.store(y, target + place, value, lanes)
+                    return
+                if name == "cut_silu":
+                    top = v.splat(limit, lanes)
+                    up = v.load(ups, source + place, lanes)
+                    up = T.max(T.min(up, top), v.constant(0.0, "float32", lanes) - top)
+                    value = T.min(v.take_silu(gate, lanes), top) * (up + v.splat(offset, lanes))
+                    v.store(y, target + place, value, lanes)
+                    return
+                if name == "xielu":
+                    top, slope_of, rest = (v.splat(one, lanes) for one in (limit, slope, offset))
+                    one, last = (v.constant(own, "float32", lanes) for own in (1.0, XIELU_END))
+                    below = v.take_exponential(T.min(gate, last), lanes) - one - gate
+                    is_above = gate > v.constant(0.0, "float32", lanes)
+                    value = T.Select(is_above, top * gate * gate, slope_of * below)
+                    v.store(y, target + place, value + rest * gate, lanes)
                     return
                 cell = v.Cell(_activate(name, gate, limit, lanes))
                 with T.If(has_ups != T.int64(0)), T.Then():

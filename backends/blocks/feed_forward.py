@@ -104,7 +104,8 @@ class FeedForward:
         products = builder.list_inputs("fused_gate_up", layer, parts, ffn.bias, **more)
         builder.add_products(read, length, products)
         mixed = builder.take_area("active", width, active)
-        builder.add_gate(inner, inner.skip(width) if ffn.gated else None, mixed, width, each=active)
+        ups = inner.skip(width) if ffn.gated else None
+        builder.add_gate(inner, ups, mixed, width, each=active, is_routed=True)
         if ffn.sub_norm:
             builder.add_norm("ffn_sub_norm", mixed, mixed, width, norm=builder.rms, each=active)
         more = {"routed": routed, "of_tokens": False, "is_weighed": not is_input}

@@ -190,8 +190,7 @@ class Streams:
 
 
 class MixedStreams:
-    """Adds streams that operators mix to a program.  One more vector, behind them, is the output
-    of an operator."""
+    """Adds streams that operators mix to a program.  Behind them is one more vector, the output."""
 
     def __init__(self, model: Model, builder: Builder, hyper: Hyper) -> None:
         self._builder, self._hyper, self._hidden = builder, hyper, model.shape.hidden

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from pi2.backends.blocks.contract import COMPUTED as FILES
+from pi2.backends.blocks.contract import OF_STORES as FILES
 from pi2.backends.blocks.contract import BlockSpec, describe_libraries, list_libraries
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.backends.kernels.spec import KernelSpec, describe_kernels

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks import backend as blocks
+from pi2.backends.blocks.contract import OF_STORES
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.formats import find_packing
+from pi2.model.options import find_unknown
 from pi2.plan.arithmetic.units import (
     Need,
     UnitFacts,
@@ -70,7 +72,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
     model = facts.resolved.model
     if facts.resolved.file is not None:
         return blocks.find_limits(facts)
-    limits = list_undivided(facts)
+    limits, unknown = list_undivided(facts), find_unknown(model, OF_STORES)
+    limits += [f"does not know {key}" for key in unknown if key.startswith("ffn.")]
     if facts.neurons is not None:
         limits += list_unknown_weights(model)
     has_gates = facts.resolved.plan.decode.predictor == "gate"

@@ -157,11 +157,17 @@ class _Names:
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         """``count(WHOLE)``, a number of 1 or more, and ``count(WHOLE, PARTS)``, of each part;
-        ``listed(KEY)``, what a key has for every layer; one value counts for all of them."""
+        ``listed(KEY)``, what a key has for every layer; one value counts for all of them;
+        ``softplus(NUMBER)``."""
         if name == "listed":
-            found = self.metadata.read_list(f"{{arch}}.{arguments[0]}", self.layers, "biuf")
+            path = (
+                arguments[0] if arguments[0] in self.metadata.values else f"{{arch}}.{arguments[0]}"
+            )
+            found = self.metadata.read_list(path, self.layers, "biuf")
             one = self.find(arguments[0]) if found is None else None
             return found if one is None else [one] * self.layers
+        if name == "softplus":
+            return float(np.logaddexp(arguments[0], 0))
         whole, parts = [*arguments, 1][:2]
         if name != "count" or whole < 1 or whole % parts:
             raise ValueError

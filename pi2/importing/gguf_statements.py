@@ -157,7 +157,7 @@ def find_unread(metadata: Metadata, model: Model) -> Iterator[Diagnostic]:
     for key, value in metadata.values.items():
         own = key.removeprefix(f"{metadata.architecture}.")
         if own == key:
-            if key.startswith(_OTHERS):
+            if key.startswith(_OTHERS) and key not in metadata.used:
                 yield _refuse(metadata, key, value)
             continue
         if own in idle:

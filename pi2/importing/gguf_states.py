@@ -16,7 +16,7 @@ import numpy as np
 
 from pi2.arrays import F32, I64, Raw
 from pi2.diagnostics import UserError
-from pi2.importing.config import TURN_FACTOR
+from pi2.importing.config import ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.decoded_tensor import DecodedTensor, PackedTensor, describe_decoded
 from pi2.importing.gguf_decoders import Metadata, join_heads, read_decoder
 from pi2.importing.safetensors_file import SourceTensor
@@ -74,9 +74,14 @@ def _refuse_both(metadata: Metadata, name: str) -> UserError:
 def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
     """State the llama3 scaling; whether it is one."""
     theta, size = config.get("rope_theta", 10000.0), config.get("head_dim", 1)
-    scaling = _recover_llama3(divisors, theta, size)
+    full = config.get("rope_parameters", {}).get("full_attention", {})
+    size = int(size * full.get("partial_rotary_factor", config.get(ROTATED_SHARE, 1.0)))
+    # Elements that do not turn may have ones.
+    is_known = bool((divisors[size // 2 :] == 1.0).all())
+    scaling = _recover_llama3(divisors[: size // 2], theta, size) if is_known else None
     if scaling:
         config["rope_scaling"] = scaling
+        full.update(scaling)
     return scaling is not None
 
 
@@ -91,7 +96,7 @@ def _recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any]
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) * 2 / head_dim)
     low = 1.0
     # Llama 4 has nothing between the two.
-    for original, high in product((2**power for power in range(4, 20)), (4.0, 1.0)):
+    for original, high in product((2**power for power in range(4, 20)), (4.0, 1.0, 32.0)):
         turns = original / wavelengths
         smooth = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else turns >= low
         expected = 1 / ((1 - smooth) / factor + smooth)

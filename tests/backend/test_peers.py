@@ -25,6 +25,8 @@ ALONE = {
     "phimoe": "llama.cpp has RMSNorm where the model has LayerNorm, and another choice of experts",
 }
 """What llama.cpp does not compute, with the reasons; transformers' logits are expected."""
+FILES_ONLY = ("apertus", "step35")
+"""Architectures whose layers have activations of their own, which no store computes."""
 ROUNDED = {"prefill.activations": "int8", "decode.activations": "int8"}
 
 
@@ -83,7 +85,11 @@ def test_numpy_gives_the_logits_of_llama_cpp_from_a_file_and_the_store_that_is_m
 ) -> None:
     own = WholeFile(name, tmp_path)
     assert measure_error(own.expected, RECORDS[name]) <= NEAR
-    assert measure_error(own.of_store, RECORDS[name]) <= NEAR
+    if name in FILES_ONLY:
+        with pytest.raises(pi2.UserError, match=r"does not know ffn\."):
+            _ = own.of_store
+    else:
+        assert measure_error(own.of_store, RECORDS[name]) <= NEAR
 
 
 @pytest.mark.parametrize("name", QUANTISED)

@@ -185,7 +185,7 @@ def list_turns(draw: Draw) -> Iterator[Case]:
 def list_gates(draw: Draw) -> Iterator[Case]:
     length = 1061
     for name, ups in itertools.product(ACTIVATIONS, (0, 1)):
-        if name == "swiglu" and not ups:
+        if ups == (name == "xielu") and name in ("swiglu", "cut_silu", "xielu"):
             continue
         gates = draw.floats(TOKENS, length + 3) * np.float32(4)
         values = {"gates": gates, "ups": draw.floats(TOKENS, length + 3), "has_ups": ups}

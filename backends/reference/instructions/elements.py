@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from pi2.arrays import F32, F64, I64
-from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, ROUTERS
+from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, ROUTERS, XIELU_END
 from pi2.backends.reference.instructions.arguments import Arguments, widen
 from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
 
@@ -59,6 +59,15 @@ def gate(own: Arguments) -> None:
             assert ups is not None
             gates, ups = np.minimum(gates, limit), np.clip(ups, -limit, limit)
             active = gates * take_sigmoid(own.real("slope") * gates)
+        elif name == "cut_silu":
+            assert ups is not None
+            active, ups = (
+                np.minimum(gates * take_sigmoid(gates), limit),
+                np.clip(ups, -limit, limit),
+            )
+        elif name == "xielu":
+            below = own.real("slope") * (np.expm1(np.minimum(gates, XIELU_END)) - gates)
+            active = np.where(gates > 0, limit * gates**2, below) + offset * gates
         else:
             active = activate(name, gates, limit)
             if name == "drelu" and ups is not None:

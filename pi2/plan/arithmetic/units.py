@@ -255,7 +255,7 @@ NEURONS = read_options("""
     ffn: up_offset
 """)
 """What of an FFN the neurons of a unit compute."""
-_UNDIVIDED = {"other_heads", "attention.kv_shared_layers", "altup"}
+_UNDIVIDED = {"other_heads", "attention.kv_shared_layers", "altup", "hyper"}
 
 
 def list_unknown_formats(model: Model) -> list[str]:

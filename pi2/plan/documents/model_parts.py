@@ -166,12 +166,12 @@ class SideFfn(Table):
     (Nemotron 3)."""
 
 
-Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh"]
+Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh", "xielu"]
 """Activation of the FFN.  dReLU applies ReLU to gate and up (TurboSparse, eq. 2); FATReLU is zero
 below a threshold (ProSparse); relu2 is the square of ReLU; gelu_tanh is the approximation of GELU
 that Gemma uses."""
 
-SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh"})
+SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh", "xielu"})
 """Activations that are never exactly zero: leaving a neuron out always changes the result."""
 
 
@@ -202,8 +202,23 @@ class Ffn(Table):
     """SiLU is x sigmoid(slope x) (gpt-oss: 1.702)."""
     limit: float | None = Field(default=None, gt=0.0, examples=[7.0])
     """Gates are cut to at most the limit, ups to -limit..limit, where it is stated (``silu``)."""
+    limits: tuple[Annotated[float, Field(ge=0.0)], ...] = Field(default=(), examples=[[0.0, 7.0]])
+    """Limits of each layer's experts, if they differ; 0 means none."""
+    other_limits: tuple[Annotated[float, Field(ge=0.0)], ...] = Field(
+        default=(), examples=[[0.0, 16.0]]
+    )
+    """The same of dense FFNs and shared experts."""
+    limit_of: Literal["gate", "activation"] = "gate"
+    """Whether gates are cut, or their activations."""
+    curves: tuple[tuple[float, float, float], ...] = Field(default=(), examples=[[[0.8, 0.8, 0.5]]])
+    """Each layer's a, b and c of ``xielu``: a x^2 + c x above 0, b (exp(x) - 1 - x) + c x below."""
     up_offset: float = 0.0
     """Added to ups before they are multiplied with gates (gpt-oss: 1)."""
+
+    def find_limit(self, layer: int | None, *, is_routed: bool = False) -> float | None:
+        """The limit of gates in a layer; None where there is none."""
+        limits = self.limits if is_routed else self.other_limits
+        return limits[layer] or None if layer is not None and layer < len(limits) else self.limit
 
 
 class Predictor(Table):
