@@ -141,7 +141,7 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
     with ProgressBar() as progress:
         found = [choose_thresholds(plan(replace(wish, batch=n), progress)) for n in batches]
     for planned in found:
-        click.echo("\n".join(describe_choices(planned)))
+        click.echo("\n".join([*describe_choices(planned), *_describe_file(planned, given)]))
         path = outputs[planned.wish.batch]
         if path is not None:
             _write(path, planned, given)
@@ -310,10 +310,37 @@ def _parse_speed(text: str) -> float:
     return float(match[1])
 
 
+def _describe_file(planned: PlannedPlan, given: PlanOptions) -> list[str]:
+    """Which file runs instead of a store whose router chooses whole experts (P525)."""
+    resolved, name = planned.resolved, planned.wish.model.id
+    if given.store or resolved.has_whole_unit or resolved.plan.decode.predictor != "router":
+        return []
+    return [
+        f"It runs as a GGUF file: `pi2 convert CHECKPOINT -o {name}.gguf` makes it, and `pi2 plan "
+        f"{name}.gguf` says what it then does; --store PATH plans a store, for predictions."
+    ]
+
+
 def _write(path: Path, planned: PlannedPlan, given: PlanOptions) -> None:
-    from pi2.planning.text import write_planned
+    from pi2.planning.text import describe_choices, write_planned
 
     wish = planned.wish
+    if remarks := _describe_file(planned, given):
+        from pi2.authoring.drafting import write_overlay
+        from pi2.plan.documents.quantities import format_bytes
+
+        found, file = planned.resolved.plan, f"{wish.model.id}.gguf"
+        values = {
+            "device": refer(given.device, path.parent),
+            "memory.budget": format_bytes(found.memory.budget),
+            "kv.context": found.kv.context,
+            "decode.batch": found.decode.batch,
+            **({"quality": "exact"} if given.exact else {}),
+        }
+        remarks = [*describe_choices(planned)][:2] + remarks
+        write_file(path, write_overlay(file, values, remarks, "weights").encode())
+        click.echo(f"{path}: a plan of {file}, which goes into the same folder", err=True)
+        return
     text = write_planned(
         planned,
         device=refer(given.device, path.parent),

@@ -258,8 +258,11 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     log_plan(model)
     with model:
         if (own := model.expected) is not None:
+            from pi2.costs.constants import Constants
+
             bound = "the disk" if own.is_disk else "computing"
-            click.echo(describe_expected(f"{own.tokens_s:.1f}", bound), err=True)
+            found = Constants().find_label_spread("probed").stretch(own.tokens_s)
+            click.echo(describe_expected(found.write(), bound), err=True)
         for piece in pieces:
             if not given.as_json:
                 write_text(piece)

@@ -183,6 +183,9 @@ class Spread:
     def find(self, side: Side) -> float:
         return self.low if side == "low" else self.high
 
+    def stretch(self, rate: float) -> Range:
+        return Range(low=rate * self.low, expected=rate, high=rate * self.high)
+
     def invert(self) -> Spread:
         """Of times instead of rates."""
         return Spread(low=1.0 / self.high, high=1.0 / self.low)

@@ -55,7 +55,8 @@ def test_the_planner_lets_reads_of_experts_begin_early(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["plan", "--device", "oneplus-12", "--model", "mixtral-8x7b", "--memory", "12GiB"]
-    assert run([*command, "-o", str(tmp_path / "found.plan.toml")]) == 0
+    store = ["--store", str(tmp_path / "store")]
+    assert run([*command, *store, "-o", str(tmp_path / "found.plan.toml")]) == 0
     plan = tomllib.loads((tmp_path / "found.plan.toml").read_text())
     device = check_file(find_document("oneplus-12", "device", Path())).document
     model = check_file(find_document("mixtral-8x7b", "model", Path())).document
@@ -78,8 +79,15 @@ def test_a_routed_store_says_which_command_makes_a_file_of_it(
     assert "error[P525]" in said and f"pi2 convert {' '.join(source)} -o tiny.gguf" in said
     assert run(["convert", *source, "-o", str(tmp_path / "tiny.gguf")]) == 0
     capsys.readouterr()
-    command = ["run", str(tmp_path / "tiny.gguf"), "--prompt", "hello", "--max-tokens", "2"]
-    assert run([*command, "--set", "backends.cpu=reference"]) == 0
+    found = tmp_path / "found.plan.toml"
+    wanted = ["--device", "cloud-vm-zen5", "--model", source[2], "--memory", "300MiB"]
+    assert run(["plan", *wanted, "-o", str(found)]) == 0
+    assert "`pi2 convert CHECKPOINT -o tiny.gguf` makes it" in capsys.readouterr().out
+    assert tomllib.loads(found.read_text())["weights"] == "tiny.gguf"
+    assert run(["validate", str(found)]) == 0
+    for plan in (tmp_path / "tiny.gguf", found):
+        command = ["run", str(plan), "--prompt", "hello", "--max-tokens", "2"]
+        assert run([*command, "--set", "backends.cpu=reference"]) == 0
 
 
 def test_a_checkpoint_of_a_mixture_becomes_a_file(

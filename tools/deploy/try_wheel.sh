@@ -19,13 +19,14 @@ find_python() {
     done
 }
 
-start() { # pi2 with nothing of this machine but Python
-    env -i HOME="$scratch" PATH=/nonexistent "$scratch/env/bin/python" -m pi2 "$@"
-}
+# pi2 with nothing of this machine but Python.  No function: a job of one is its shell, not pi2.
+start=(env -i HOME="$scratch" PATH=/nonexistent "$scratch/env/bin/python" -m pi2)
 
-ask() { # whether a server on PORT is healthy
+ask() { # whether the server that writes `log` is healthy
+    local address
+    address="$(sed -n 's|.* on \(http://.*\)|\1|p' log)"
     "$scratch/env/bin/python" -c \
-        "import urllib.request as w; w.urlopen('http://127.0.0.1:$1/health')" 2>/dev/null
+        "import urllib.request as w; w.urlopen('$address/health')" 2>/dev/null
 }
 
 for minor in 11 12 13 14; do
@@ -38,18 +39,17 @@ for minor in 11 12 13 14; do
     "$python" -m venv env
     env/bin/pip install --quiet "$wheel"
     env/bin/pip check >/dev/null
-    start run demo --prompt 'def ' --max-tokens 8 >text 2>errors || { cat errors; exit 1; }
+    "${start[@]}" run demo --prompt 'def ' --max-tokens 8 >text 2>errors || { cat errors; exit 1; }
     test -s text
     env/bin/pip install --quiet "$wheel[serve]"
     env/bin/pip check >/dev/null
-    port=$((8700 + minor))
-    start serve demo --port "$port" >log 2>&1 &
+    "${start[@]}" serve demo --port 0 >log 2>&1 &
     server=$!
     for _ in $(seq 240); do
-        if ask "$port"; then break; fi
+        if ask; then break; fi
         sleep 0.5
     done
-    ask "$port" || { cat log; kill "$server"; exit 1; }
+    ask || { cat log; kill "$server"; exit 1; }
     kill "$server"
     wait "$server" || true
     echo "Python 3.$minor: base and [serve] install, run and serve"
