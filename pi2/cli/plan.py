@@ -317,7 +317,7 @@ def _describe_file(planned: PlannedPlan, given: PlanOptions) -> list[str]:
         return []
     return [
         f"It runs as a GGUF file: `pi2 convert CHECKPOINT -o {name}.gguf` makes it, and `pi2 plan "
-        f"{name}.gguf` says what it then does; --store PATH plans a store, for predictions."
+        f"{name}.gguf` plans it; --store PATH plans a store, for predictions."
     ]
 
 

@@ -162,6 +162,7 @@ def load_file(
             loaded_bytes=loaded,
             resident=whole,
             pool=pool,
+            has_pooled_matrices=not is_mapped,
             check=watched.check,
             compute_threads=count_threads(resolved, machine),
             release=cleanup.pop_all(),
@@ -216,10 +217,10 @@ def place_resident(
     read into the others."""
     if is_mapped:
         return {t.name: budget.adopt("hot", weights.map_rows(t).reshape(-1)) for t in tensors}, []
-    placed = {name: budget.adopt("hot", own, is_shared=True) for name, own in known.items()}
+    placed = {name: budget.adopt("hot", own) for name, own in known.items()}
     chosen = [tensor for tensor in tensors if tensor.name not in known]
     size = sum(tensor.size_bytes for tensor in chosen)
-    region = budget.allocate_spanning({"hot": size}, is_filled=True, is_shared=True)
+    region = budget.allocate("hot", size, is_filled=True)
     ranges: list[tuple[Piece, U8]] = []
     place = 0
     for tensor in chosen:

@@ -476,7 +476,8 @@ class LoadedModel:
         self._watch = self._scheduler.watch = None
         for parts in (self._parts, self._parts.draft):
             if parts is not None:
-                parts.budget.drop()
+                # Resident matrices are the pool's, which others may use.
+                parts.budget.drop(but="hot" if parts.has_pooled_matrices else None)
 
     def take_parts(self, other: LoadedModel, coder: Coder | None) -> None:
         """Go on with the parts of ``other``, a model that does nothing yet."""

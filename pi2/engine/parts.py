@@ -166,6 +166,8 @@ class Parts:
     """Resident weights that steps read, in one array or several."""
     pool: MatrixPool = field(default_factory=MatrixPool)
     """Where models share resident weights."""
+    has_pooled_matrices: bool = False
+    """Whether the pool gives segment ``hot`` back."""
     check: Callable[[], None] = lambda: None
     """Raises `UserError` where a file that steps read is not as it was loaded."""
     lock_fallback: str | None = None

@@ -145,7 +145,6 @@ class _Region:
     memory: mmap.mmap
     segments: tuple[tuple[str, int], ...]
     """Segments that are charged, and the bytes of each, one after the other."""
-    is_shared: bool = False
 
     @property
     def address(self) -> int:
@@ -168,8 +167,7 @@ class Budget:
         self._regions: list[_Region] = []
         self._pools: dict[str, U8] = {}
         """The rest of the last pool of each segment."""
-        self._adopted: list[tuple[str, U8, bool]] = []
-        """Segment, memory, and whether others use it."""
+        self._adopted: list[tuple[str, U8]] = []
         self._is_locked = False
 
     @property
@@ -211,31 +209,19 @@ class Budget:
         return pool[:size]
 
     def allocate_spanning(
-        self,
-        sizes: Mapping[str, int],
-        *,
-        reserved_bytes: int = 0,
-        is_filled: bool = False,
-        is_shared: bool = False,
+        self, sizes: Mapping[str, int], *, reserved_bytes: int = 0, is_filled: bool = False
     ) -> U8:
-        """One region charged to several segments, ``reserved_bytes`` longer than charged;
-        ``is_shared``: `drop` leaves it to a `pi2.memory.matrix_pool.MatrixPool`."""
+        """One region charged to several segments, ``reserved_bytes`` longer than charged."""
         for segment, size in sizes.items():
             self.charge(segment, size)
         length = max(sum(sizes.values()) + reserved_bytes, 1)
         least = min((HUGE_BYTES[name] for name in sizes if name in HUGE_BYTES), default=length + 1)
         is_huge = length >= (_FILLED_BYTES if is_filled else least)
-        region = self._map(tuple(sizes.items()), length, is_huge=is_huge, is_shared=is_shared)
-        return region[: sum(sizes.values()) + reserved_bytes]
+        return self._map(tuple(sizes.items()), length, is_huge=is_huge)[
+            : sum(sizes.values()) + reserved_bytes
+        ]
 
-    def _map(
-        self,
-        segments: tuple[tuple[str, int], ...],
-        length: int,
-        *,
-        is_huge: bool,
-        is_shared: bool = False,
-    ) -> U8:
+    def _map(self, segments: tuple[tuple[str, int], ...], length: int, *, is_huge: bool) -> U8:
         if sys.platform == "win32":
             region = mmap.mmap(-1, length)
         else:
@@ -246,13 +232,13 @@ class Budget:
             # neurons does, which lie all over the arena, and a twentieth with a matrix.
             with suppress(OSError):  # a system without large pages
                 region.madvise(mmap.MADV_HUGEPAGE if is_huge else mmap.MADV_NOHUGEPAGE)
-        self._regions.append(_Region(region, segments, is_shared))
+        self._regions.append(_Region(region, segments))
         return np.frombuffer(region, np.uint8)
 
-    def adopt(self, segment: str, region: U8, *, is_shared: bool = False) -> U8:
+    def adopt(self, segment: str, region: U8) -> U8:
         """Count ``region``, memory from elsewhere, and return it."""
         self.charge(segment, region.nbytes)
-        self._adopted.append((segment, region, is_shared))
+        self._adopted.append((segment, region))
         return region
 
     def measure(self) -> dict[str, SegmentUse]:
@@ -269,7 +255,7 @@ class Budget:
                 last = number == len(region.segments)
                 add(segment, place, end - place if last else size)
                 place += size
-        for segment, array, _ in self._adopted:
+        for segment, array in self._adopted:
             add(segment, array.ctypes.data, array.nbytes)
         return {
             name: SegmentUse(
@@ -300,16 +286,17 @@ class Budget:
                 self._unlock(region, 0, len(region))
                 region.memory.madvise(mmap.MADV_DONTNEED)
 
-    def drop(self) -> None:
-        """Return all memory but what is shared to the system: nothing reads or writes it."""
+    def drop(self, *, but: str | None = None) -> None:
+        """Return all memory to the system, except for segment ``but``: nothing reads or writes it
+        any more."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         for region in self._regions:
-            if not region.is_shared:
+            if {name for name, _ in region.segments} != {but}:
                 self._unlock(region, 0, len(region))
                 region.memory.madvise(mmap.MADV_DONTNEED)
-        for _, array, is_shared in self._adopted:
-            if not is_shared:
+        for segment, array in self._adopted:
+            if segment != but:
                 drop_pages(array.ctypes.data, array.ctypes.data + array.nbytes)
 
     def give_back(self, unused: U8) -> None:
@@ -331,7 +318,7 @@ class Budget:
 
 
 def drop_pages(address: int, end: int) -> None:
-    """Let the system have the whole pages of a range: those of a file are read from it again."""
+    """Let the system have the whole pages of a range: pages of a file are read from it again."""
     first = -(-address // PAGE) * PAGE
     size = end // PAGE * PAGE - first
     library = ctypes.CDLL(None, use_errno=True)
