@@ -31,8 +31,9 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+
+from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, I64, U8, Bits
@@ -221,9 +222,6 @@ class Executor(Protocol):
 class InputReader(Protocol):
     """An executor that shows what its FFNs read, and how it has routed, for statistics; a backend
     need not have it."""
-
-    def read_router_input(self) -> F32:
-        """An MoE router's input in the last ``begin_ffn`` [T, hidden], until the next call."""
 
     def read_routes(self) -> F32:
         """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do

@@ -227,15 +227,6 @@ class Course:
         area = self.program.take_area("mixed", own.query)
         return self.view(area, own.stored_query)[: self.tokens]
 
-    def read_router_input(self) -> F32:
-        """The input of routers [T, hidden], likewise; without experts, the FFN's."""
-        moe, exchange = self._model.moe, self.exchange
-        kind = "ffn" if moe is None else moe.router_input
-        areas = {"ffn": exchange.normalized, "layer": exchange.before, "stream": self.program.x}
-        area = areas[kind]
-        assert area is not None
-        return self.view(area, self._model.shape.stored_hidden)[: self.tokens]
-
     def read_head_input(self, first: int) -> F32:
         self.go_to(self.program.head)
         return self.program.read_head_input(first, self._model.shape.stored_hidden)

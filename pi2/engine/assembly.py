@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from pi2.arrays import I32, U8
+from pi2.arrays import I32
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.engine.experts import ExpertNeurons
@@ -19,13 +19,11 @@ from pi2.engine.loading import (
     begin_hashes,
     begin_neurons,
     begin_scales,
-    count_neurons,
     group_by_expert,
     is_by_hotness,
     list_filled_layers,
     load_gates,
-    open_embedding,
-    open_layer_embedding,
+    open_embeddings,
     open_reader,
 )
 from pi2.engine.opened_model import OpenedModel, build_shares, load_shares, make_rows
@@ -39,30 +37,11 @@ from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.records import dataclass, replace
+from pi2.records import replace
 from pi2.store.file_read import BlockTensors, EmbeddingRows
 
 MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]
 """Gives what observes an executor's dense layers, if anything."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What a model has memory for; weights are on their way to it."""
-
-    budget: Budget
-    request: BuildRequest
-    embedding: EmbeddingRows | None
-    layer_embedding: EmbeddingRows | None
-    grouped: list[I32] | None
-    """An MoE model's neurons, expert by expert."""
-    cache: NeuronCache
-    reader: FlashReader | NullReader
-    bulk: BulkLoad
-    dense: Batch
-    blocks: BlockTensors
-    """Makes blocks of what ``dense`` has read."""
-    neurons: Batch
 
 
 def build_parts(
@@ -75,11 +54,27 @@ def build_parts(
     """Build a model that is computed layer by layer, which closes what ``cleanup`` does."""
     resolved, store, progress = opened.resolved, opened.store, opened.request.progress
     hashes = None if store is None else begin_hashes(resolved, store, cleanup)
-    memory = _allocate(opened, cleanup)
-    budget, request, reader = memory.budget, memory.request, memory.reader
+    budget = make_budget(resolved)
+    embedding, layer_embedding = open_embeddings(resolved, store, budget, cleanup)
+    grouped = group_by_expert(resolved, store, budget)
+    bulk = BulkLoad(progress)
+    cleanup.callback(bulk.close)
+    dense, neurons, blocks = Batch(bulk), Batch(bulk), BlockTensors()
+    looked_up = [own for own in (embedding, layer_embedding) if own is not None]
+    request = complete_request(opened, looked_up, grouped, budget, dense, blocks)
+    by_hotness = is_by_hotness(store)
+    cache = allocate_cache(resolved, budget, by_hotness=by_hotness, alone=opened.alone)
+    cache.loops = opened.loops
+    reader = open_reader(resolved, store, cache)
+    cleanup.callback(reader.close)
+    # Its reads end before their files are closed.
+    cleanup.callback(bulk.close)
+    if store is not None:
+        store.check_unchanged()
+    begin_neurons(reader, cache, neurons, fill=list_filled_layers(resolved))
     # Neurons are read while the executor is built, which may look at dense weights.
-    memory.dense.finish()
-    memory.blocks.arrange()
+    dense.finish()
+    blocks.arrange()
     executor = opened.build(request)
     cleanup.callback(executor.close)
     observer = None if make_observer is None else make_observer(executor, request)
@@ -89,14 +84,14 @@ def build_parts(
     cleanup.callback(shares.close)
     staging = allocate_staging(resolved, budget)
     load_shares(shares, resolved, reader, staging, progress)
-    memory.neurons.finish()
-    load_gates(reader, memory.cache, request, staging, progress)
+    neurons.finish()
+    load_gates(reader, cache, request, staging, progress)
     if hashes is not None:
         hashes.finish()
     lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
     feed_forward = _choose_feed_forward(resolved)(
         executor,
-        memory.cache,
+        cache,
         reader,
         staging,
         layers=len(resolved.layers),
@@ -108,21 +103,21 @@ def build_parts(
         separate_scales=request.scales is not None,
         shares=shares,
         in_order=observer is not None,
-        experts=None
-        if memory.grouped is None
-        else ExpertNeurons(memory.grouped, resolved.model.expert_count),
+        experts=None if grouped is None else ExpertNeurons(grouped, resolved.model.expert_count),
     )
     _bind_first_thread(request, cleanup)
-    _report_build(resolved, memory)
+    _report_build(resolved, request, cache, reader)
     plan = resolved.plan
+    hot = cache.arena[: sum(map(len, cache.hot_slots))]
+    weights = [hot, *(tensor.weights for tensor in request.tensors.values())]
     model = LayerModel(
         executor,
         feed_forward,
         layers=len(resolved.layers),
         chunk=plan.prefill.chunk,
         rows=make_rows(resolved, executor, shares),
-        embedding=memory.embedding,
-        layer_embedding=memory.layer_embedding,
+        embedding=embedding,
+        layer_embedding=layer_embedding,
         is_single=max(plan.decode.batch, plan.decode.step_tokens) == 1,
         neuron_bytes=resolved.bundle.neuron_bytes,
     )
@@ -133,25 +128,18 @@ def build_parts(
         budget=budget,
         reader=reader,
         forward=make_sequences(
-            model, resolved, chunks=request.chunks, loan=make_loan(resolved, memory.cache, budget)
+            model, resolved, chunks=request.chunks, loan=make_loan(resolved, cache, budget)
         ),
         step_bytes=count_dense_bytes(resolved),
         units=shares.units,
         draft=_build_draft(opened, start, cleanup),
         load_s=time.perf_counter() - start,
-        loaded_bytes=memory.bulk.total_bytes,
-        resident=_list_resident(memory),
+        loaded_bytes=bulk.total_bytes,
+        resident=[array.reshape(-1).view(np.uint8) for array in weights],
         compute_threads=request.threads,
         lock_fallback=lock_fallback,
         release=cleanup.pop_all(),
     )
-
-
-def _list_resident(memory: Memory) -> list[U8]:
-    """The hot neurons, and the dense tensors."""
-    hot = memory.cache.arena[: sum(map(len, memory.cache.hot_slots))]
-    tensors = [tensor.weights for tensor in memory.request.tensors.values()]
-    return [array.reshape(-1).view(np.uint8) for array in (hot, *tensors)]
 
 
 def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts | None:
@@ -161,50 +149,6 @@ def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts
         draft = build_parts(opened.draft, own, start=start)
     cleanup.enter_context(draft.release)
     return draft
-
-
-def _allocate(opened: OpenedModel, cleanup: ExitStack) -> Memory:
-    """Give out memory, and begin to read the weights into it."""
-    resolved, store = opened.resolved, opened.store
-    budget = make_budget(resolved)
-    embedding = open_embedding(resolved, store, budget)
-    layer_embedding = open_layer_embedding(resolved, store, budget)
-    rows = [own for own in (embedding, layer_embedding) if own is not None]
-    for own in rows:
-        cleanup.callback(own.close)
-    grouped = group_by_expert(resolved, store, budget)
-    bulk = BulkLoad(opened.request.progress)
-    cleanup.callback(bulk.close)
-    dense, neurons = Batch(bulk), Batch(bulk)
-    blocks = BlockTensors()
-    request = complete_request(opened, rows, grouped, budget, dense, blocks)
-    by_hotness = is_by_hotness(store)
-    cache = allocate_cache(resolved, budget, by_hotness=by_hotness, alone=opened.alone)
-    cache.loops = opened.loops
-    reader = open_reader(resolved, store, cache)
-    cleanup.callback(reader.close)
-    # Its reads end before their files are closed.
-    cleanup.callback(bulk.close)
-    if store is not None:
-        store.check_unchanged()
-    fill = list_filled_layers(resolved)
-    if isinstance(reader, NullReader):
-        count_neurons(reader, cache, fill=fill)
-    else:
-        begin_neurons(reader, cache, neurons, fill=fill)
-    return Memory(
-        budget=budget,
-        request=request,
-        embedding=embedding,
-        layer_embedding=layer_embedding,
-        grouped=grouped,
-        cache=cache,
-        reader=reader,
-        bulk=bulk,
-        dense=dense,
-        blocks=blocks,
-        neurons=neurons,
-    )
 
 
 def complete_request(
@@ -260,8 +204,12 @@ def _bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:
         cleanup.callback(bind_calling_thread, free)
 
 
-def _report_build(resolved: ResolvedPlan, memory: Memory) -> None:
-    request, cache, reader = memory.request, memory.cache, memory.reader
+def _report_build(
+    resolved: ResolvedPlan,
+    request: BuildRequest,
+    cache: NeuronCache,
+    reader: FlashReader | NullReader,
+) -> None:
     log = get_logger(plan_digest=resolved.digest[:12])
     log.info(
         "model loaded",

@@ -213,31 +213,12 @@ def _explain_loss(unit: BesideUnit) -> UserError:
     )
 
 
-class WholeRows:
-    """All rows are the executor's."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def attend(self, layer: int, position: int) -> None:
-        """Add the attention block of a chunk."""
-        self._executor.attend(layer, position)
-
-    def attend_step(self, layer: int) -> None:
-        """Add the attention block of a step of several sequences."""
-        self._executor.attend_step(layer)
-
-    def compute_logits(self, first: int) -> F32:
-        """Logits of the tokens from ``first`` on, as many as the executor gives at once."""
-        return self._executor.logits(first)
-
-
-class SharedRows(WholeRows):
-    """The first rows are another unit's."""
+class SharedRows:
+    """Computes projections and head; the first rows are another unit's."""
 
     def __init__(self, executor: Executor, unit: BesideUnit, rows: DividedRows, head: str) -> None:
         """``head``: name of the head's tensor."""
-        super().__init__(executor)
+        self._executor = executor
         assert isinstance(executor, RowDivider), "this executor divides no rows"
         self._divider: RowDivider = executor
         self._unit = unit
@@ -273,7 +254,7 @@ class SharedRows(WholeRows):
             if job is not None:
                 divider.put_output(layer, self._finish(job, layer))
 
-    def compute_logits(self, first: int) -> F32:
+    def logits(self, first: int) -> F32:
         """Logits of the tokens from ``first`` on, each unit computing its rows."""
         if self._rows.head == 0:
             return self._executor.logits(first)

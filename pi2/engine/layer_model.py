@@ -12,7 +12,7 @@ from pi2.arrays import F32, I32
 if TYPE_CHECKING:
     from pi2.backends.executor import ExecutorObserver
     from pi2.backends.protocol import Executor
-    from pi2.engine.dense_shares import WholeRows
+    from pi2.engine.dense_shares import SharedRows
     from pi2.engine.feed_forward import FeedForward
     from pi2.store.file_read import EmbeddingRows
 
@@ -27,19 +27,19 @@ class LayerModel:
         *,
         layers: int,
         chunk: int,
-        rows: WholeRows,
+        rows: SharedRows | None = None,
         embedding: EmbeddingRows | None = None,
         layer_embedding: EmbeddingRows | None = None,
         is_single: bool = True,
         neuron_bytes: int = 0,
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``rows``: computes projections and
-        head; ``embedding``: reads its rows if they are not in memory; ``layer_embedding``: reads
-        rows of the layers' own embedding; ``is_single``: whether every step is a token of the only
-        sequence; ``neuron_bytes``: that computing a neuron touches."""
+        head, if not the executor; ``embedding``: reads its rows if they are not in memory;
+        ``layer_embedding``: reads rows of the layers' own; ``is_single``: whether every step is a
+        token of the only sequence; ``neuron_bytes``: that computing a neuron touches."""
         self.executor = self.computer = executor
         self.feed_forward = feed_forward
-        self._rows = rows
+        self._rows = rows or executor
         self._layers = layers
         self._chunk = chunk
         self._embedding, self._layer_embedding = embedding, layer_embedding
@@ -72,7 +72,7 @@ class LayerModel:
         self._given = given
 
     def logits(self, first: int) -> F32:
-        return self._rows.compute_logits(self._select_row(first))
+        return self._rows.logits(self._select_row(first))
 
     def read_head_input(self, first: int) -> F32:
         return self.executor.read_head_input(self._select_row(first))  # type: ignore[attr-defined, no-any-return]
@@ -150,10 +150,10 @@ class LayerModel:
                 feed_forward.run_sparse(layer)
         if names:
             feed_forward.end_token()
-        logits = rows.compute_logits(0)
+        logits = rows.logits(0)
         if len(logits) == len(tokens):
             return logits
         parts = [logits.copy()]
         while (done := sum(map(len, parts))) < len(tokens):
-            parts.append(rows.compute_logits(done).copy())
+            parts.append(rows.logits(done).copy())
         return np.concatenate(parts)

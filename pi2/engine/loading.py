@@ -25,7 +25,7 @@ from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, ReadSettings
-from pi2.model.tensor import LAYER_EMBEDDING
+from pi2.model.tensor import EMBEDDING, LAYER_EMBEDDING
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import (
     count_chunk_tokens,
@@ -88,26 +88,25 @@ def group_by_expert(
     return found
 
 
-def open_embedding(
-    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
-) -> EmbeddingRows | None:
-    """Open the embedding where the plan has its rows read; None where it is resident."""
-    if store is None or not reads_embedding(resolved.plan, resolved.model):
-        return None
+def open_embeddings(
+    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget, cleanup: ExitStack
+) -> tuple[EmbeddingRows | None, EmbeddingRows | None]:
+    """Open the embedding where the plan has its rows read, and the layers' own embeddings, whose
+    rows always are; None where there is none, or it is resident."""
+    model, tokens = resolved.model, count_chunk_tokens(resolved.plan)
     allocate = partial(budget.allocate, "attention")
-    rows = count_chunk_tokens(resolved.plan)
-    return EmbeddingRows(store, allocate, rows=rows)
 
+    def open_rows(name: str, is_read: bool) -> EmbeddingRows | None:
+        if store is None or not is_read:
+            return None
+        rows = EmbeddingRows(store, allocate, rows=tokens, name=name)
+        cleanup.callback(rows.close)
+        return rows
 
-def open_layer_embedding(
-    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
-) -> EmbeddingRows | None:
-    """Open the layers' own embeddings, whose rows are always read; None without them."""
-    if store is None or resolved.model.layer_embedding is None:
-        return None
-    allocate = partial(budget.allocate, "attention")
-    rows = count_chunk_tokens(resolved.plan)
-    return EmbeddingRows(store, allocate, rows=rows, name=LAYER_EMBEDDING)
+    return (
+        open_rows(EMBEDDING, reads_embedding(resolved.plan, model)),
+        open_rows(LAYER_EMBEDDING, model.layer_embedding is not None),
+    )
 
 
 def begin_dense(
@@ -234,9 +233,14 @@ def list_filled_layers(resolved: ResolvedPlan) -> Sequence[int]:
 
 
 def begin_neurons(
-    reader: FlashReader, cache: NeuronCache, batch: Batch, *, fill: Sequence[int]
+    reader: FlashReader | NullReader, cache: NeuronCache, batch: Batch, *, fill: Sequence[int]
 ) -> None:
     """Begin to fill the hot region in stored order, and the cold one with the layers ``fill``."""
+    if isinstance(reader, NullReader):
+        slots = sum(len(hot) for hot in cache.hot_slots)
+        slots += sum(len(filling.slots) for filling in cache.fill(fill)) if fill else 0
+        reader.read_bytes += slots * cache.arena.shape[1]
+        return
     runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
     for layer, hot in enumerate(cache.hot_slots):
         runs[layer].append((cache.hot_range(layer).start, cache.arena[hot.start : hot.stop]))
@@ -251,14 +255,6 @@ def begin_neurons(
                 read = partial(reader.read_run, layer, first + rows.start, piece)
                 jobs.append(Job(read, piece.nbytes, piece))
     batch.add(jobs)
-
-
-def count_neurons(reader: NullReader, cache: NeuronCache, *, fill: Sequence[int]) -> None:
-    """Count what `begin_neurons` reads, if no store is."""
-    stride = cache.arena.shape[1]
-    slots = sum(len(hot) for hot in cache.hot_slots)
-    slots += sum(len(filling.slots) for filling in cache.fill(fill)) if fill else 0
-    reader.read_bytes += slots * stride
 
 
 def load_gates(

@@ -12,7 +12,7 @@ from pi2.backends.host import HostLoops, load_host_loops
 from pi2.backends.protocol import BuildRequest, Executor, RowDivider, Tensor
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
-from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows, WholeRows
+from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.loading import open_store
 from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
 from pi2.fitting.misfits import check_fit
@@ -119,10 +119,11 @@ def build_shares(
     return DenseShares(executor, units, layers, neurons, on_lost=_report_lost)
 
 
-def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> WholeRows:
+def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> SharedRows | None:
+    """What divides rows with another unit; None where the executor computes all."""
     rows = resolved.divided_rows
     if rows is None or rows.unit not in shares.units or not isinstance(executor, RowDivider):
-        return WholeRows(executor)
+        return None
     return SharedRows(executor, shares.units[rows.unit], rows, name_head(resolved.model))
 
 

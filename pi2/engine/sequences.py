@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ from pi2.backends.executor import (
 )
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass, field
+from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.backends.units import SequenceModel
@@ -46,7 +46,7 @@ class KeptContext:
     """A sequence's KV cache and states, apart from the model that made them."""
 
     position: int
-    blocks: Sequence[U8]
+    blocks: Iterable[U8]
     state: F32 | None
     earliest: int
     """See `Sequences.earliest`."""
@@ -255,29 +255,26 @@ class Sequences:
 
     def copy(self, source: int, target: int) -> None:
         """Let a sequence go on where another stands, with a copy of its KV cache and states."""
-        keeper = self.computer
+        self.put_context(target, self._read_context(source))
+
+    def _read_context(self, sequence: int) -> KeptContext:
+        """What a sequence has, its blocks read one by one as they are taken."""
+        keeper, position, state = self.computer, self.positions[sequence], None
         assert isinstance(keeper, ContextKeeper), "nothing can be copied"
-        self.go_on_from(target, self.positions[source])
-        self.earliest[target] = self.earliest[source]
-        whole = round_up(self.positions[source], CONTEXT_BLOCK)
-        for first in range(0, whole, COPIED_TOKENS):
-            end = min(whole, first + COPIED_TOKENS)
-            keeper.put_context(target, first, end, keeper.read_context(source, first, end))
+        read, whole = keeper.read_context, round_up(position, CONTEXT_BLOCK)
+        blocks = (
+            read(sequence, first, min(whole, first + COPIED_TOKENS))
+            for first in range(0, whole, COPIED_TOKENS)
+        )
         if self._has_states:
             assert isinstance(keeper, StateKeeper)
-            keeper.put_state(target, keeper.read_state(source))
+            state = keeper.read_state(sequence)
+        return KeptContext(position, blocks, state, self.earliest[sequence])
 
     def take_context(self, sequence: int) -> KeptContext:
-        keeper, position = self.computer, self.positions[sequence]
-        assert isinstance(keeper, ContextKeeper), "nothing can be copied"
-        whole = round_up(position, CONTEXT_BLOCK)
-        blocks = [
-            keeper.read_context(sequence, first, min(whole, first + COPIED_TOKENS)).copy()
-            for first in range(0, whole, COPIED_TOKENS)
-        ]
-        state = keeper.read_state(sequence).copy() if isinstance(keeper, StateKeeper) else None
-        earliest = self.earliest[sequence]
-        return KeptContext(position, blocks, state if self._has_states else None, earliest)
+        found = self._read_context(sequence)
+        state = None if found.state is None else found.state.copy()
+        return replace(found, blocks=[block.copy() for block in found.blocks], state=state)
 
     def put_context(self, sequence: int, kept: KeptContext) -> None:
         """Let a sequence go on where `take_context` was called."""
@@ -286,9 +283,8 @@ class Sequences:
         self.go_on_from(sequence, kept.position)
         self.earliest[sequence] = max(kept.earliest, self.earliest[sequence])
         whole = round_up(kept.position, CONTEXT_BLOCK)
-        for number, first in enumerate(range(0, whole, COPIED_TOKENS)):
-            end = min(whole, first + COPIED_TOKENS)
-            keeper.put_context(sequence, first, end, kept.blocks[number])
+        for first, block in zip(range(0, whole, COPIED_TOKENS), kept.blocks, strict=True):
+            keeper.put_context(sequence, first, min(whole, first + COPIED_TOKENS), block)
         if kept.state is not None and kept.position:
             assert isinstance(keeper, StateKeeper)
             keeper.put_state(sequence, kept.state)

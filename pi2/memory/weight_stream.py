@@ -10,6 +10,8 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -17,10 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from pi2.arrays import U8
+from pi2.memory.bulk_load import PIECE_BYTES, Batch, BulkLoad, Job, cut_rows
 from pi2.memory.io_engine import PENDING, EngineName, IoEngine, ReadBatch, make_single
 from pi2.memory.uring import EngineSettings, open_engine
 from pi2.plan.weights.layout import round_up
-from pi2.progress import ByteProgress, Progress, ignore_progress
+from pi2.progress import Progress, ignore_progress
 from pi2.reads import is_direct, read_at, refuse_cut, refuse_weights
 from pi2.records import dataclass
 
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
 
 BLOCK = 4096
 """Reads past the page cache begin and end at multiples of it."""
-READERS = 3
-"""Threads that load what stays in memory, with a read each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class DirectFiles:
         self.fallback: str | None = None
         """Why the page cache is used, if it is."""
         self._open: list[int] = []
+        self._room = threading.local()
         for path in paths:
             self._open.append(self._open_file(path))
 
@@ -113,6 +115,14 @@ class DirectFiles:
         self.drop_cached(piece)
         return piece.offset - first
 
+    def load(self, piece: Piece, target: U8) -> None:
+        """Read a piece of `PIECE_BYTES` at most into its ``target``, in any thread."""
+        room = getattr(self._room, "bytes", None)
+        if room is None:
+            room = self._room.bytes = mmap.mmap(-1, count_slot_bytes(PIECE_BYTES))
+        begin = self.read(piece, memoryview(room))
+        target[:] = np.frombuffer(room, np.uint8, piece.size, begin)
+
     def drop_cached(self, piece: Piece) -> None:
         """Forget what the page cache has of ``piece``, where it is not passed by."""
         if self.fallback is not None and hasattr(os, "posix_fadvise"):
@@ -156,10 +166,6 @@ class Counts(Protocol):
     def read_bytes(self) -> int:
         """Bytes that were read so far, loading not included."""
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds in which computing has waited for reads."""
-
 
 class FileReads:
     """Counters of its reads, as `pi2.memory.flash.FlashReader` has them for neurons."""
@@ -181,10 +187,6 @@ class FileReads:
     def read_bytes(self) -> int:
         """Bytes that were read so far, loading not included."""
         return self._counts.read_bytes
-
-    @property
-    def waited_s(self) -> float:
-        return self._counts.waited_s
 
     def observe(self, observer: ReadObserver | None) -> None:
         """Single reads are not told of."""
@@ -276,49 +278,15 @@ class WeightStream:
 
 
 def load_ranges(
-    files: DirectFiles,
-    ranges: Sequence[tuple[Piece, U8]],
-    progress: Progress = ignore_progress,
-    piece_bytes: int = 4 << 20,
+    files: DirectFiles, ranges: Sequence[tuple[Piece, U8]], progress: Progress = ignore_progress
 ) -> None:
-    """Read whole ranges of files into arrays of their sizes, in pieces, on several threads."""
-    total = sum(whole.size for whole, _ in ranges)
-    report, done = ByteProgress(progress, "loading weights", total), 0
-    work = [
-        (
-            Piece(whole.file, whole.offset + first, min(piece_bytes, whole.size - first)),
-            target,
-            first,
-        )
-        for whole, target in ranges
-        for first in range(0, whole.size, piece_bytes)
-    ]
-    place, lock, failed = iter(work), threading.Lock(), list[BaseException]()
-
-    def read() -> None:
-        nonlocal done
-        staging = mmap.mmap(-1, count_slot_bytes(piece_bytes))
-        view, array = memoryview(staging), np.frombuffer(staging, np.uint8)
-        while not failed:
-            with lock:
-                item = next(place, None)
-            if item is None:
-                return
-            piece, target, first = item
-            try:
-                begin = files.read(piece, view)
-            except BaseException as error:
-                failed.append(error)
-                return
-            target[first : first + piece.size] = array[begin : begin + piece.size]
-            with lock:
-                done += piece.size
-                report(done)
-
-    threads = [threading.Thread(target=read, name=f"pi2-load-{n}") for n in range(READERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    """Read whole ranges of files into arrays of their sizes."""
+    jobs = []
+    for whole, target in ranges:
+        for rows in cut_rows(whole.size, 1):
+            piece = Piece(whole.file, whole.offset + rows.start, rows.stop - rows.start)
+            jobs.append(Job(partial(files.load, piece, target[rows]), piece.size, target[rows]))
+    with closing(BulkLoad(progress)) as load:
+        batch = Batch(load)
+        batch.add(jobs)
+        batch.finish()

@@ -14,7 +14,6 @@ import numpy as np
 from pi2.arrays import F16, I32, U8, Raw, Scales
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor, Tensor
-from pi2.engine.dense_shares import WholeRows
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.layer_model import LayerModel
 from pi2.engine.sequences import Sequences
@@ -321,8 +320,7 @@ class TokenSample:
             decode=Decode(predictor=predictor),
         )
         context = max(work.position for work in works) + 1
-        rows = WholeRows(recorder)
-        one = LayerModel(recorder, feed_forward, layers=layers, chunk=1, rows=rows)
+        one = LayerModel(recorder, feed_forward, layers=layers, chunk=1)
         self._forward = Sequences(one, context=context, piece=1)
         self._recorder, self._layers, self._vocab = recorder, layers, shape.vocab
         self._works = list(works)
