@@ -9,8 +9,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.contract import KV_TYPES
 from pi2.backends.blocks.elements import walk
-from pi2.backends.blocks.machine import Table, join
-from pi2.backends.blocks.panels import turn_square
+from pi2.backends.blocks.machine import Table, join, turn_square
 from pi2.backends.blocks.sizes import LIST_HEAD, QUERIES
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa

@@ -94,6 +94,8 @@ class Way:
     each: int = 0
     """Items of ``tokens`` tokens, for instructions whose items are of tokens."""
     tokens: int = 1
+    rows: int = 1
+    """Rows of a matrix that an item is."""
     grain: int = 1
     """Items that a thread takes at a time, at least."""
 
@@ -108,8 +110,8 @@ class Instruction:
     """For a token, for several, and for `MANY`."""
     apart: Way | None = None
     """For `MANY` tokens of different sequences, if the last way takes only tokens of a chunk."""
-    orders: tuple[int, int] | None = None
-    """Argument ``order``, ``together`` or ``parts`` below `MANY` tokens, and from there on."""
+    orders: tuple[int, int, int] | None = None
+    """Argument ``order``, ``together`` or ``parts`` of each way."""
     plane: int = 0
     """Plane of activations that it makes; it does nothing in calls that have no such plane."""
     pairs: int = 1
@@ -186,12 +188,9 @@ class Program:
         self._parts[1].set_planes(self._now)
         self._parts[1].set_tokens(count, False)
 
-    def set_rows(self, number: int, first: int, end: int, lanes: int) -> None:
-        """Let an instruction compute rows ``first``, a multiple of ``lanes``, to ``end``."""
-        part = self._parts[int(number >= self._head)]
-        _, few, many = self.instructions[number].ways
-        # Plain numbers are multiplied row by row, however many tokens there are.
-        each = lanes if part.takes_panels and many.address != few.address else 1
+    def set_rows(self, number: int, first: int, end: int) -> None:
+        """Let an instruction compute rows ``first``, which begins a panel, to ``end``."""
+        each = self.instructions[number].ways[self._parts[int(number >= self._head)].way].rows
         assert first % each == 0, "pieces begin with a panel"
         self.set_items(number, first // each, -(-end // each))
 
@@ -255,8 +254,9 @@ class _Part:
         self._count = 0
 
     @property
-    def takes_panels(self) -> bool:
-        return self._way >= 2
+    def way(self) -> int:
+        """The number of the instructions' way."""
+        return max(0, min(self._way, 2))
 
     def set_planes(self, planes: int) -> None:
         """Let activations have so many planes."""
@@ -279,7 +279,7 @@ class _Part:
             self._code[:, _KERNEL], self._code[:, _GRAIN] = kernels, grains
             self._code[:, _ALONE] = self._little if way == 0 else 0
             for place, orders in self._orders:
-                place[0] = orders[int(way >= 2)]
+                place[0] = orders[min(way, 2)]
             self._way = way
         own = items + each * -(-count // tokens)
         self._code[:, _ITEMS] = np.where(self._made < self._planes, own, 0)

@@ -75,6 +75,23 @@ def join(values: Sequence[v.Expr], lanes: int) -> v.Expr:
     return Shuffle(list(values), list(range(len(values) * lanes)))
 
 
+def turn_square(rows: Sequence[v.Expr], lanes: int) -> list[v.Expr]:
+    """Return the columns of squares of numbers that lie next to each other in rows of ``lanes``."""
+    count, step, now = len(rows), 1, list(rows)
+    while step < count:
+        turned = list(now)
+        for place in range(count):
+            if place & step:
+                continue
+            pair = [now[place], now[place + step]]
+            first = [k if not k & step else lanes + k - step for k in range(lanes)]
+            second = [k + step if not k & step else lanes + k for k in range(lanes)]
+            turned[place] = v.let(Shuffle(pair, first))
+            turned[place + step] = v.let(Shuffle(pair, second))
+        now, step = turned, 2 * step
+    return now
+
+
 def as_bytes(value: v.Expr, dtype: str, size: int) -> v.Expr:
     """Return the same bits as ``dtype`` int8 or uint8."""
     return v.reinterpret(value, dtype, size)

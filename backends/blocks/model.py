@@ -148,7 +148,7 @@ class BlockModel:
     def take_rows(self, number: int, first: int, end: int) -> None:
         """Let an instruction of the call compute rows ``first`` to ``end`` of its matrix, and
         perhaps a few before them."""
-        self._program.set_rows(number, first // self._lanes * self._lanes, end, self._lanes)
+        self._program.set_rows(number, first // self._lanes * self._lanes, end)
 
     def take_area(self, name: str, width: int) -> Area:
         return self._builder.take_area(name, width)
@@ -166,7 +166,7 @@ class BlockModel:
         count, weight = len(matrix.instructions), matrix.weight
         if count == 1:
             self._program.set_value(number, "weights", address)
-            self._program.set_rows(number, first, end, self._lanes)
+            self._program.set_rows(number, first, end)
             self.run(number, number + 1)
             return
         rows = weight.rows // count

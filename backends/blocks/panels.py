@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import Machine, Table, as_bytes, join, pick
+from pi2.backends.blocks.machine import Machine, Table, as_bytes, join, pick, turn_square
 from pi2.backends.blocks.rows import FEW, Pairs, Results, ask_ahead
 from pi2.backends.blocks.sizes import (
     PANEL_TOKENS,
     STAGE_BYTES,
+    STRETCH,
     TOGETHER,
     count_panel_bytes,
-    count_stretch,
 )
 from pi2.backends.blocks.unpacking import Unpacking
-from pi2.backends.blocks.unpacking.block import Block, Source, add_fifths, join_halves
+from pi2.backends.blocks.unpacking.block import Block, Source
+from pi2.backends.blocks.unpacking.columns import Columns
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
+_NEAR_BYTES = 1 << 17
+"""Bytes of a panel whose weights are asked for while those of the one before are unpacked."""
 _EXTRA = STAGE_BYTES // 2
 """Room in which a panel's weights are unpacked."""
 
@@ -42,9 +44,9 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     results, pairs = Results(table), Pairs(table)
     listed, starts = table.take_array("pairs", "int32"), table.take_array("starts", "int32")
     panel = _Panel(machine, unpacking, scratch, table.thread * table.take("scratch_stride"))
-    sums = v.let(panel.base + count_panel_bytes(lanes, unpacking.elements))
+    sums = v.let(panel.base + count_panel_bytes(lanes))
     row_bytes = v.let(blocks * unpacking.size)
-    most = count_stretch(unpacking.elements) // unpacking.whole
+    most = STRETCH // unpacking.whole
     # Of whole tiles of tokens, as many as are computed together.
     apart = v.Cell(T.int64(0))
 
@@ -85,21 +87,28 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
             with T.serial((blocks + most - 1) // most) as stretch:
                 first = v.let(stretch * most)
                 count, end_of_stretch = v.let(T.min(blocks - first, T.int64(most))), first + most
-                # Rows are many streams of few bytes; asked for is the next stretch of each.
-                rest = v.let(T.Select(end_of_stretch < blocks, end_of_stretch, lanes * blocks))
+                # Rows are many streams of few bytes; asked for is the next panel, in the order of
+                # its bytes, or the next stretch of each row.
+                is_near = v.let(lanes * row_bytes <= T.int64(_NEAR_BYTES))
+                is_last = T.bitwise_or(is_near, end_of_stretch >= blocks)
+                rest = v.let(T.Select(is_last, lanes * blocks, end_of_stretch))
                 with T.serial(count) as number:
                     at = v.let(number * lanes)
                     of_row = at // most * row_bytes + at % most * unpacking.size
-                    skip = T.Select(blocks <= most, at * unpacking.size, of_row)
+                    own = v.let((first + number) * (lanes * unpacking.size))
+                    skip = T.Select(is_near, own, of_row)
                     asked = v.let(begins[0] + rest * unpacking.size + skip)
-                    ask_ahead(weights, asked, lanes * unpacking.size)
                     place = v.let((first + number) * unpacking.size)
-                    if panel.takes_groups:
-                        places = [v.let(own + place) for own in begins]
-                        own = [Source(machine, weights, at, grid) for at in places]
-                        panel.put_groups(own, number)
+                    if panel.takes_rows:
+                        sources = [
+                            Source(machine, weights, v.let(own + place), grid) for own in begins
+                        ]
+                        columns = Columns(sources, asked, lanes * unpacking.size)
+                        panel.put_rows(columns, number)
+                        columns.ask_ahead()
                     else:
                         with T.serial(T.int64(lanes)) as lane:
+                            ask_ahead(weights, asked + lane * unpacking.size, unpacking.size)
                             at = v.let(matrix + T.min(row + lane, rows - 1) * row_bytes + place)
                             panel.put(Source(machine, weights, at, grid), number, lane)
                         panel.turn(number)
@@ -164,43 +173,30 @@ class _Panel:
         return (self.weights + self.extra) * self.machine.width
 
     @property
-    def takes_groups(self) -> bool:
-        return self._unpacking.groups is not None and self.machine.width >= 32
+    def takes_rows(self) -> bool:
+        """Whether blocks of all rows are unpacked at once."""
+        own = self._unpacking
+        return (own.groups is not None or own.turned is not None) and self.machine.width >= 32
 
-    def put_groups(self, rows: Sequence[Source], number: v.Expr) -> None:
-        """Unpack a group of each of ``lanes`` rows, whose words of 4 bytes are turned before."""
-        machine, own = self.machine, self._unpacking.groups
+    def put_rows(self, columns: Columns, number: v.Expr) -> None:
+        """Unpack a block of each of ``lanes`` rows, whose words of 4 bytes are turned before."""
+        width, own = self.machine.width, self._unpacking.groups or self._unpacking.turned
         assert own is not None
-        lanes, width = machine.lanes, machine.width
         shift = self._shift if own.is_signed else 0
         self.shifts, self.flips = shift > 0, own.is_signed and not shift
-        self.offset = shift or own.offset
-        self.pieces, self.has_min = 1, own.mins is not None
+        self.offset, self.pieces, self.has_min = shift or own.offset, own.pieces, own.has_mins
+        self.pairs = own.pieces // 2 if own.has_mins else 0
         block = v.let(self.base + number * self.size)
-        fifths = None if own.fifths is None else own.join_fifths(rows)
-        for load, place in enumerate(own.places):
-            words = []
-            for first in range(4):
-                raw = v.let(join([row.load(place, 16) for row in rows[first::4]], 16))
-                words.append(v.let(v.reinterpret(raw, "int32", lanes)))
-            for word, column in enumerate(turn_square(words, lanes)):
-                raw = v.let(as_bytes(column, "uint8", width))
-                for part, value in enumerate(own.split(machine, raw, width)):
-                    chunk = load + part
-                    if fifths is not None:
-                        byte, bits = 2 * chunk + word // 2, range(word % 2 * 4, word % 2 * 4 + 4)
-                        places = [4 * (k // 4) + byte for k in range(width)]
-                        value = add_fifths(value, fifths, width, places, bits)
-                    value = as_bytes(value, "uint8", width)
-                    if shift:
-                        value = value + v.constant(shift, "uint8", width)
-                    v.store(self.scratch, block + (4 * chunk + word) * width, value, width)
-        numbers = [own.scales(rows)]
-        if own.mins is not None:
-            numbers.append(join_halves(rows, own.mins))
-        for register, value in enumerate(numbers):
+
+        def put(register: int, value: v.Expr) -> None:
+            value = as_bytes(value, "uint8", width)
+            if shift:
+                value = value + v.constant(shift, "uint8", width)
+            v.store(self.scratch, block + register * width, value, width)
+
+        for register, value in enumerate(own.unpack(columns, put), self.weights):
             value = v.reinterpret(value, "uint8", width)
-            v.store(self.scratch, block + (self.weights + register) * width, value, width)
+            v.store(self.scratch, block + register * width, value, width)
 
     def put(self, source: Source, number: v.Expr, lane: v.Expr) -> None:
         machine, pieces = self.machine, len(self._unpacking.opens)
@@ -314,23 +310,6 @@ class _Panel:
         return v.let(v.load_as(self.scratch, place, dtype, lanes))
 
 
-def turn_square(rows: Sequence[v.Expr], lanes: int) -> list[v.Expr]:
-    """Return the columns of squares of numbers that lie next to each other in rows of ``lanes``."""
-    count, step, now = len(rows), 1, list(rows)
-    while step < count:
-        turned = list(now)
-        for place in range(count):
-            if place & step:
-                continue
-            pair = [now[place], now[place + step]]
-            first = [k if not k & step else lanes + k - step for k in range(lanes)]
-            second = [k + step if not k & step else lanes + k for k in range(lanes)]
-            turned[place] = v.let(Shuffle(pair, first))
-            turned[place + step] = v.let(Shuffle(pair, second))
-        now, step = turned, 2 * step
-    return now
-
-
 class _Product:
     def __init__(
         self, panel: _Panel, codes: v.Buffer, starts: Sequence[v.Expr], length: v.Expr
@@ -361,6 +340,10 @@ class _Product:
         machine, panel, width = self._machine, self._panel, self._machine.width
         kind = "int8" if panel.flips or machine.is_arm else "uint8"
         several = panel.fitting if machine.adds_pairs else 1
+        # Sums of few tokens wait for the ones before: two of each take turns.
+        zero = v.constant(0, "int32", width // 4)
+        is_split = several == 1 and len(sums) <= FEW < machine.together
+        other = [v.Cell(zero) for _ in sums] if is_split else sums
         for begin in range(0, count, several):
             pairs: list[v.Expr | None] = [None] * len(sums)
             for register in range(begin, min(begin + several, count)):
@@ -373,6 +356,7 @@ class _Product:
                     if sizes is not None:
                         codes, own = v.let(machine.flip(weights, codes, width)), sizes
                     if several == 1:
+                        cell = other[token] if register % 2 else cell
                         cell.set(machine.add_bytes(cell.get(), own, codes, width))
                         continue
                     products, before = machine.add_pairs(own, codes, width), pairs[token]
@@ -381,6 +365,8 @@ class _Product:
             for total, cell in zip(pairs, sums, strict=True):
                 if total is not None:
                     cell.set(machine.add_words(cell.get(), total, ones, width // 4))
+        for more, cell in zip(other if is_split else (), sums, strict=is_split):
+            cell.set(cell.get() + more.get())
 
     def _emit_wide(self, block: v.Expr, number: v.Expr, totals: Sequence[v.Cell]) -> None:
         panel, lanes, length = self._panel, self._lanes, self._length

@@ -195,7 +195,7 @@ class Products:
         each: int = 0,
         grain: int = 1,
         waits: bool = True,
-        orders: tuple[int, int] | None = None,
+        orders: tuple[int, int, int] | None = None,
         plane: int = 0,
         label: str = "",
     ) -> int:
@@ -279,10 +279,10 @@ class Products:
         inputs: dict[str, _Codes] = {}
         x, length = self._fill_up(x, length, products[0], each)
         for product in products:
-            self._quantize(x, length, product.weight, inputs, each)
+            self._quantize(x, length, product, inputs, each)
         made = [self._leave_scales(place, product) for place, product in enumerate(products)]
         for place, product in enumerate(made):
-            codes = inputs[self._name_form(product.weight)]
+            codes = inputs[self._name_form(product)]
             number = self._multiply(product, codes, waits=place == len(products) - 1)
             self.matrices.append(Matrix(product.key, self.layer, product.weight, (number,)))
         for own, product in zip(made, products, strict=True):
@@ -339,8 +339,8 @@ class Products:
         each = weight.rows // heads
         rows = each - first if rows is None else rows
         x, length = self._fill_up(x, length, product, heads)
-        self._quantize(x, length, weight, inputs, heads)
-        codes, numbers = inputs[self._name_form(weight)], []
+        self._quantize(x, length, product, inputs, heads)
+        codes, numbers = inputs[self._name_form(product)], []
         for head in range(heads):
             skip = (head * each + first) * weight.row_bytes
             data = None if weight.data is None else weight.data[skip:]
@@ -388,12 +388,13 @@ class Products:
         self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
 
     def _quantize(
-        self, x: Area, length: int, weight: Weight, inputs: dict[str, _Codes], each: int
+        self, x: Area, length: int, product: Product, inputs: dict[str, _Codes], each: int
     ) -> None:
         """Bring vectors into the form that a format is multiplied with, unless they are."""
+        weight = product.weight
         assert weight.length == length, f"a matrix has {weight.length} columns, not {length}"
         kind = weight.kind.activations
-        form = self._name_form(weight)
+        form = self._name_form(product)
         if form in inputs:
             return
         if kind == "float":
@@ -407,9 +408,10 @@ class Products:
         target = self._codes[key]
         inputs[form] = _Codes(target, stride, self._planes, plane)
         if kind == "q8_k":
-            name, orders = "order", (self._find_order(weight.format), self._find_order(""))
+            name, one, many = "order", self._find_order(weight.format), self._find_order("")
         else:
-            name, orders = "together", (self._describe_order(weight.format), 1)
+            name, one, many = "together", self._describe_order(weight.format), 1
+        orders = one, many if self._shares_panels(product) else one, many
         rest = self.take_area("rest", length, each) if self._planes > 1 else None
         for number in range(self._planes):
             is_last = number == self._planes - 1
@@ -435,12 +437,13 @@ class Products:
                 label="quantize",
             )
 
-    def _name_form(self, weight: Weight) -> str:
+    def _name_form(self, product: Product) -> str:
+        weight = product.weight
         kind = weight.kind.activations
         if kind == "float":
             return kind
         find = self._find_order if kind == "q8_k" else self._describe_order
-        return f"{kind} {find(weight.format)}"
+        return f"{kind} {find(weight.format)} {self._shares_panels(product)}"
 
     def _describe_order(self, name: str) -> int:
         return describe_order(name, 4 * self._interpreter.lanes)
@@ -459,9 +462,8 @@ class Products:
 
     def _multiply(self, product: Product, codes: _Codes, *, waits: bool) -> int:
         weight, y = product.weight, product.y
-        elements = 256 if weight.kind.activations == "q8_k" else 32
         lanes, most = self._interpreter.lanes, self._tokens
-        self.need_scratch(count_scratch_bytes(lanes, elements, most, self._planes))
+        self.need_scratch(count_scratch_bytes(lanes, most, self._planes))
         return self._append(
             Instruction(
                 kernel="multiply",
@@ -483,7 +485,7 @@ class Products:
                     **SCRATCH,
                     **self._list_pairs(product),
                 },
-                ways=self._list_ways(weight, product.routed),
+                ways=self._list_ways(product),
                 pairs=1 if product.routed is None else product.routed.active,
                 layer=self.layer,
                 waits=waits,
@@ -526,20 +528,27 @@ class Products:
             "has_routes": int(product.is_weighed),
         }
 
-    def _list_ways(self, weight: Weight, routed: Routed | None) -> tuple[Way, Way, Way]:
+    def _shares_panels(self, product: Product) -> bool:
+        """Whether a few tokens share panels, as many do: tokens of stores keep the bits that each
+        has alone, and experts rarely have several."""
+        return product.routed is None and not self.is_stored
+
+    def _list_ways(self, product: Product) -> tuple[Way, Way, Way]:
+        weight = product.weight
         grain = max(1, _GRAIN_BYTES // weight.row_bytes)
         find = self._interpreter.find
         one, few = (
             Way(address=find(kernel, weight.format), items=weight.rows, grain=grain)
             for kernel in ("multiply", "multiply_few")
         )
-        if routed is not None:
+        if product.routed is not None:
             few = one
         if weight.kind.is_plain:
             return one, few, few
-        panels = -(-weight.rows // self._interpreter.lanes)
-        many = find("multiply_many", weight.format)
-        return one, few, Way(address=many, items=panels)
+        rows = self._interpreter.lanes
+        address = find("multiply_many", weight.format)
+        many = Way(address=address, items=-(-weight.rows // rows), rows=rows)
+        return one, many if self._shares_panels(product) else few, many
 
     def need_scratch(self, size: int) -> None:
         """Let every thread have so many bytes that keep nothing from one instruction to the

@@ -18,7 +18,7 @@ from pi2.plan.documents.plan import KvType
 _LINE = 64
 STAGE_BYTES = 8192
 """Bytes in which a thread unpacks blocks of some rows."""
-STRETCH = 8192
+STRETCH = 1024
 """Elements of a row that are unpacked at a time, at most."""
 PANEL_TOKENS = 512
 """Tokens that share a panel; each has sums."""
@@ -80,28 +80,21 @@ def count_score_rows(index: Index, threads: int) -> int:
     return max(SINGLE, threads) * count_lists(index)
 
 
-def count_stretch(elements: int) -> int:
-    """Return the elements of a row that are unpacked at a time, of a format whose activations have
-    a scale for so many ``elements``."""
-    # Blocks of 256 take more arithmetic, next to which a short stretch's beginning counts.
-    return STRETCH if elements == 256 else STRETCH // 8
-
-
-def count_panel_bytes(lanes: int, elements: int) -> int:
+def count_panel_bytes(lanes: int) -> int:
     """Return the bytes of a stretch of ``lanes`` rows, unpacked."""
     # Of 256 elements 64 registers are weights, and 25, or 24 of 8 groups, what belongs to them.
-    return count_stretch(elements) // 256 * (64 + 32) * 4 * lanes
+    return STRETCH // 256 * (64 + 32) * 4 * lanes
 
 
 TOGETHER = 8
 """Tokens that are multiplied together, at most."""
 
 
-def count_scratch_bytes(lanes: int, elements: int, tokens: int, planes: int) -> int:
+def count_scratch_bytes(lanes: int, tokens: int, planes: int) -> int:
     """Return the bytes that a thread needs for a panel of ``lanes`` rows, and for its sums of so
     many tokens."""
     sums = round_up(min(tokens, PANEL_TOKENS), TOGETHER)
-    return STAGE_BYTES + count_panel_bytes(lanes, elements) + planes * sums * 4 * lanes
+    return STAGE_BYTES + count_panel_bytes(lanes) + planes * sums * 4 * lanes
 
 
 def count_quantized_bytes(kind: Activations, length: int) -> int:
@@ -255,7 +248,7 @@ def count_workspace_bytes(
     turns = sum(4 * max(width, 2) for _, width in list_turns(model))
     heads = [(own.heads, describe_heads(own)) for own, _ in list_attention(model)]
     scratch = max(
-        count_scratch_bytes(_MOST_LANES, 32 if is_stored else 256, tokens, planes),
+        count_scratch_bytes(_MOST_LANES, tokens, planes),
         *(count_attention_bytes(own.key, own.value) for _, own in heads),
     )
     index, scores = model.attention.index, 0

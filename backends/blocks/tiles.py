@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.attention import Bases, Heads
-from pi2.backends.blocks.machine import Machine, Table
-from pi2.backends.blocks.panels import turn_square
+from pi2.backends.blocks.machine import Machine, Table, turn_square
 from pi2.backends.blocks.sizes import TILE, TILE_POSITIONS, UNPACKED
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa

@@ -71,7 +71,7 @@ def make_product(
         products = decoded[place_of[expert]] @ np.abs(x[source]).astype(np.float64)
         own_size = products * scales[expert] + np.abs(bias[expert])
         size[target, :rows] += own_size * (routes[pair] if adds else 1.0)
-    scratch = allocate("uint8", 1, count_scratch_bytes(draw.lanes, 256, 512, 3))
+    scratch = allocate("uint8", 1, count_scratch_bytes(draw.lanes, 512, 3))
     return Case(
         kernel=kernel,
         items=-(-rows // draw.lanes) if is_many else rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
@@ -11,6 +12,9 @@ from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
 from pi2.backends.blocks.room import CHUNK
 from pi2.backends.compiler import vectors as v
 from pi2.records import dataclass
+
+if TYPE_CHECKING:
+    from pi2.backends.blocks.unpacking.columns import Columns, Turned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,32 @@ class Groups:
             mins=None if self.mins is None else join_halves(sources, self.mins),
         )
 
+    @property
+    def has_mins(self) -> bool:
+        return self.mins is not None
+
+    @property
+    def pieces(self) -> int:
+        """Scales of a group."""
+        return 1
+
+    def unpack(self, columns: Columns, put: Callable[[int, v.Expr], None]) -> list[v.Expr]:
+        """See `Turned.unpack`."""
+        rows, width = columns.rows, 4 * columns.lanes
+        fifths = None if self.fifths is None else self.join_fifths(rows)
+        for load, place in enumerate(self.places):
+            for word, column in enumerate(columns.load(place)):
+                raw = v.let(as_bytes(column, "uint8", width))
+                for part, value in enumerate(self.split(rows[0].machine, raw, width)):
+                    chunk = load + part
+                    if fifths is not None:
+                        byte, bits = 2 * chunk + word // 2, range(word % 2 * 4, word % 2 * 4 + 4)
+                        places = [4 * (k // 4) + byte for k in range(width)]
+                        value = add_fifths(value, fifths, width, places, bits)
+                    put(4 * chunk + word, value)
+        scales = self.scales(rows)
+        return [scales] if self.mins is None else [scales, join_halves(rows, self.mins)]
+
     def join_fifths(self, sources: Sequence[Source]) -> v.Expr:
         """Return the bytes with fifth bits, 4 of each group."""
         assert self.fifths is not None
@@ -163,6 +193,8 @@ class Unpacking:
     """Returns these for a register of so many bytes; by default 16 bytes are of one group."""
     groups: Groups | None = None
     """Groups of 32 that can be turned before they are unpacked."""
+    turned: Turned | None = None
+    """How blocks of several rows are unpacked at once."""
     most: int = 128
     """Largest magnitude of an unpacked weight."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None

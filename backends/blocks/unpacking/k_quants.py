@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pi2.backends.blocks.machine import as_bytes, pick
 from pi2.backends.blocks.room import NIBBLES, PAIRS, SIXES
+from pi2.backends.blocks.unpacking import columns
 from pi2.backends.blocks.unpacking.block import (
     Block,
     Part,
@@ -21,6 +22,7 @@ from pi2.backends.blocks.unpacking.block import (
     shift_left,
     shift_right,
 )
+from pi2.backends.blocks.unpacking.columns import Turned
 from pi2.backends.compiler import vectors as v
 
 
@@ -179,8 +181,26 @@ UNPACKINGS = {
     "tq1_0": Unpacking(size=54, elements=256, opens=(_open_tq1_0,), most=2),
     "q2_k": Unpacking(size=84, elements=256, opens=(_open_q2_k,), most=3),
     "q3_k": Unpacking(size=110, elements=256, opens=(_open_q3_k,), most=7),
-    "q4_k": Unpacking(size=144, elements=256, opens=(_open_q4_k,), most=15),
-    "q5_k": Unpacking(size=176, elements=256, opens=(_open_q5_k,), most=31),
-    "q6_k": Unpacking(size=210, elements=256, opens=(_open_q6_k,), most=63),
+    "q4_k": Unpacking(
+        size=144,
+        elements=256,
+        opens=(_open_q4_k,),
+        most=15,
+        turned=Turned(unpack=columns.unpack_q4_k, has_mins=True),
+    ),
+    "q5_k": Unpacking(
+        size=176,
+        elements=256,
+        opens=(_open_q5_k,),
+        most=31,
+        turned=Turned(unpack=columns.unpack_q5_k, has_mins=True),
+    ),
+    "q6_k": Unpacking(
+        size=210,
+        elements=256,
+        opens=(_open_q6_k,),
+        most=63,
+        turned=Turned(unpack=columns.unpack_q6_k, pieces=16, offset=32),
+    ),
     "tq2_0": Unpacking(size=66, elements=256, opens=(_open_tq2_0,), most=3),
 }
