@@ -464,6 +464,7 @@ class Products:
         weight, y = product.weight, product.y
         lanes, most = self._interpreter.lanes, self._tokens
         self.need_scratch(count_scratch_bytes(lanes, most, self._planes))
+        one, several, many, apart = self._list_ways(product)
         return self._append(
             Instruction(
                 kernel="multiply",
@@ -485,7 +486,8 @@ class Products:
                     **SCRATCH,
                     **self._list_pairs(product),
                 },
-                ways=self._list_ways(product),
+                ways=(one, several, many),
+                apart=apart,
                 pairs=1 if product.routed is None else product.routed.active,
                 layer=self.layer,
                 waits=waits,
@@ -533,7 +535,8 @@ class Products:
         has alone, and experts rarely have several."""
         return product.routed is None and not self.is_stored
 
-    def _list_ways(self, product: Product) -> tuple[Way, Way, Way]:
+    def _list_ways(self, product: Product) -> tuple[Way, Way, Way, Way]:
+        """Return the ways of a token, of several, of a chunk, and of many sequences."""
         weight = product.weight
         grain = max(1, _GRAIN_BYTES // weight.row_bytes)
         find = self._interpreter.find
@@ -544,11 +547,13 @@ class Products:
         if product.routed is not None:
             few = one
         if weight.kind.is_plain:
-            return one, few, few
+            return one, few, few, few
         rows = self._interpreter.lanes
         address = find("multiply_many", weight.format)
         many = Way(address=address, items=-(-weight.rows // rows), rows=rows)
-        return one, many if self._shares_panels(product) else few, many
+        # Memory is the limit of a few tokens: neighbouring panels are a thread's.
+        apart = replace(many, grain=-(-grain // rows))
+        return one, apart if self._shares_panels(product) else few, many, apart
 
     def need_scratch(self, size: int) -> None:
         """Let every thread have so many bytes that keep nothing from one instruction to the
