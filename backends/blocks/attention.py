@@ -140,8 +140,17 @@ class _Parts(Heads):
     def __init__(self, isa: Isa, kind: KvType, table: Table, *, chosen: bool = False) -> None:
         super().__init__(isa, kind, table)
         self._is_chosen = chosen
+        self._tokens = table.take("tokens")
         self.parts, self._partials = table.take("parts"), table.take_array("partials", "float32")
         self._stride = v.let(self._width + PARTIAL)
+
+    def follow(self, token: v.Expr, head: v.Expr) -> None:
+        """Ask for the first keys that the next head sees, or the next token's first head, while the
+        last ones of ``head`` are multiplied."""
+        is_last = head + 1 == self.kv_heads
+        other = T.min(token + T.Select(is_last, T.int64(1), T.int64(0)), self._tokens - 1)
+        base, _ = self.find_bases(v.let(other), v.let(T.Select(is_last, T.int64(0), head + 1)))
+        self._following = v.let(base + self._first * self._key_width)
 
     def look_at(self, token: v.Expr, head: v.Expr) -> None:
         self._token, position = token, v.let(v.wide(self.positions[token]))
@@ -237,9 +246,16 @@ class _Parts(Heads):
         """Return the first elements of ``several`` keys, and ask for later ones."""
         width = self._key_width
         if not self._is_chosen:
-            base = v.let(self._base + self._find_position(at) * width)
+            place, behind = self._find_position(at), v.let(at + _AHEAD - self._end)
+            base = v.let(self._base + place * width)
+            later, following = base + _AHEAD * width, self._following + behind * width
+            later = v.let(T.Select(behind < T.int64(0), later, following))
             with T.serial((several * width + 31) // 32) as line:
-                v.prefetch(self._keys, base + _AHEAD * width + line * 32)
+                v.prefetch(self._keys, later + line * 32)
+            # Values are read when the scores are known.
+            value = v.let(self._value_base + place * self._value_stride)
+            with T.serial((several * self._value_stride + 31) // 32) as line:
+                v.prefetch(self._values, value + line * 32)
             return [base + k * width for k in range(several)]
         for k in range(several):
             later = v.let(self._base + self._find_position(at + (_AHEAD + k)) * width)
@@ -389,6 +405,8 @@ def emit_attend(
         is_own = T.bitwise_not(own.sees_all) if chosen else own.sees_all
         with T.If(T.bitwise_and(is_own, part < own.used)), T.Then():
             bases, done = own.find_bases(token, head), T.int64(0)
+            if not chosen:
+                own.follow(token, head)
             for count in counts:
                 begin, times = done, v.let((own.group - done) // count)
                 with T.serial(times) as number:
