@@ -42,6 +42,9 @@ ELSEWHERE = {
     "attention.latent.epsilon": "the families' code has 1e-6, which is the default",
     "layers.parallel = True": "llama.cpp's logits",
     "recurrence.output_norm = False": "llama.cpp's logits",
+    "ffn.activation = 'xielu'": "llama.cpp's logits", "ffn.curves": "llama.cpp's logits",
+    "ffn.limits": "llama.cpp's logits", "ffn.other_limits": "llama.cpp's logits",
+    "ffn.limit_of = 'activation'": "llama.cpp's logits",
     "layer_embedding.vocab": "a table with fewer rows (test_layer_embeddings)",
     "predictor.recall": "a figure, no operator", "predictor.active": "a figure, no operator",
 }  # fmt: skip

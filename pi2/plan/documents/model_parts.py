@@ -175,6 +175,9 @@ SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh", "xielu"})
 """Activations that are never exactly zero: leaving a neuron out always changes the result."""
 
 
+Curve = Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
+
+
 class Ffn(Table):
     """The feed-forward network: down(act(gate x) * up x), or down(act(up x)) without gates."""
 
@@ -210,7 +213,7 @@ class Ffn(Table):
     """The same of dense FFNs and shared experts."""
     limit_of: Literal["gate", "activation"] = "gate"
     """Whether gates are cut, or their activations."""
-    curves: tuple[tuple[float, float, float], ...] = Field(default=(), examples=[[[0.8, 0.8, 0.5]]])
+    curves: tuple[Curve, ...] = Field(default=(), examples=[[[0.8, 0.8, 0.5]]])
     """Each layer's a, b and c of ``xielu``: a x^2 + c x above 0, b (exp(x) - 1 - x) + c x below."""
     up_offset: float = 0.0
     """Added to ups before they are multiplied with gates (gpt-oss: 1)."""
