@@ -101,16 +101,16 @@ def cost_counts(terms: LayerTerms, counts: Counts, chance: float) -> LayerCost:
     look_up_s = terms.time_look_up(counts.missing, counts.cached, chance)
     gathered_s = (counts.hot_weight + counts.cached) * terms.neuron.seconds
     missing_s = counts.missing * terms.neuron.seconds
-    calls_s = terms.call_s * (counts.resident >= 1.0)
+    calls_s = terms.gathers.call_s * (counts.resident >= 1.0)
     read_s = wait_s = 0.0
     if settings.stream is not None:
         pieces = settings.stream.count_pieces(terms.streamed)
-        calls_s += pieces * terms.call_s
+        calls_s += pieces * terms.gathers.call_s
     elif counts.missing > 0 and settings.reads is not None:
         parts = settings.reads.count_parts(counts.missing / chance)
-        calls_s += chance * parts * terms.part_call_s
+        calls_s += chance * parts * (terms.gathers.call_s if terms.rates.measured else 0.0)
     elif counts.missing > 0:
-        calls_s += 0.0 if counts.resident >= 1.0 else terms.call_s
+        calls_s += 0.0 if counts.resident >= 1.0 else terms.gathers.call_s
     compute_s = gathered_s + missing_s + calls_s
     steps = [
         terms.predict,
@@ -122,16 +122,18 @@ def cost_counts(terms: LayerTerms, counts: Counts, chance: float) -> LayerCost:
     if counts.missing > 0:
         if settings.stream is not None:
             read_s = settings.stream.time_read(terms.streamed)
-            before_s = terms.before_s + gathered_s + terms.call_s
+            before_s = terms.before_s + gathered_s + terms.gathers.call_s
             wait_s = settings.stream.time_wait(terms.streamed, before_s, missing_s + calls_s)
         elif settings.reads is not None:
             missing = counts.missing / chance
             read_s = chance * settings.reads.time(missing, terms.merged, counts.absent)
-            last_s = min(missing_s / parts * terms.workers, missing_s)
+            # Threads without pi2's kernels compute a part each, at the same time.
+            workers = 1 if terms.rates.measured else settings.threads
+            last_s = min(missing_s / parts * workers, missing_s)
             hidden_s = _find_hidden(settings, terms, compute_s, ready_s, last_s)
             wait_s = read_s - settings.reads.overlap * min(read_s, max(hidden_s, 0.0))
             # Threads that have waited for a part have to be woken.
-            woken_s = chance * parts * terms.wake_s * wait_s / read_s
+            woken_s = chance * parts * terms.rates.wake_s * wait_s / read_s
             compute_s += woken_s
             steps.append(Work(seconds=woken_s))
     ffn_s = run_beside([*steps, Work(seconds=wait_s)], terms)
@@ -143,7 +145,7 @@ def cost_counts(terms: LayerTerms, counts: Counts, chance: float) -> LayerCost:
         norm_s=terms.norm_s,
         predict_s=terms.predict.seconds,
         look_up_s=look_up_s,
-        python_s=terms.python_s,
+        python_s=terms.rates.python_s,
         compute_s=compute_s,
         dense_s=terms.launch_s + terms.dense.seconds if terms.dense.seconds else 0.0,
         read_s=read_s,
@@ -213,7 +215,7 @@ def run_beside(steps: Sequence[Work], terms: LayerTerms) -> float:
         todo_s = step.seconds
         alone_s = min(todo_s, waits_s)
         now, waits_s, todo_s = now + alone_s, waits_s - alone_s, todo_s - alone_s
-        slow = max(1.0, (step.bytes_s + dense.bytes_s) / terms.shared_bytes_s)
+        slow = max(1.0, (step.bytes_s + dense.bytes_s) / terms.rates.shared_bytes_s)
         if dense.bytes_s == 0.0 or step.bytes_s == 0.0:
             slow = 1.0
         both_s = min(todo_s, left_s)

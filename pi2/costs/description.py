@@ -23,7 +23,7 @@ from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
 from pi2.costs.rates import read_rates, read_whole_rates
 from pi2.costs.settings import POSITION, Settings, Sizes, measure_sizes, read_settings, share_cold
-from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
+from pi2.costs.terms import LayerTerms, time_head, time_row
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_read_rows
 from pi2.plan.documents.model import Model
@@ -155,9 +155,14 @@ class Description:
 
     def find_terms(self, kind: LayerKind) -> LayerTerms:
         sizes, settings = self.choose(kind)
-        hot, cold, dense = kind.hot, kind.cold, self.find_dense(kind)
-        return find_terms(
-            self.rates, sizes, settings, kind.activity, hot=hot, cold=cold, dense=dense
+        return LayerTerms(
+            rates=self.rates,
+            sizes=sizes,
+            settings=settings,
+            activity=kind.activity,
+            hot=kind.hot,
+            cold=kind.cold,
+            dense_share=self.find_dense(kind),
         )
 
     def cost_layer(self, kind: LayerKind) -> LayerCost:
