@@ -1,7 +1,6 @@
 """The cpu backend as a whole, against the reference backend."""
 
 import dataclasses
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,47 +96,6 @@ def test_neurons_are_computed_as_the_plan_says_or_by_whether_gates_are_known() -
     assert make_spec(dataclasses.replace(without, passes=2)).passes == 2
 
 
-def test_prefill_and_decode_agree_and_so_do_the_exact_modes() -> None:
-    model = RandomModel(**MODELS["demo-like"])
-    ids = list(range(12))
-    together = feed(cpu.build(model.request), model, ids, 0)
-    for mode in ("none", "gate"):
-        executor = cpu.build(model.request)
-        alone = [feed(executor, model, [i], at, mode)[0] for at, i in enumerate(ids)]
-        assert measure_error(np.stack(alone), together) < 1e-4
-
-
-def test_chunks_of_a_prompt_may_take_turns_in_every_layer() -> None:
-    model = RandomModel(**MODELS["demo-like"])
-    ids, sizes = list(range(22)), (9, 12, 1)
-    whole, expected, position = cpu.build(model.request), [], 0
-    for size in sizes:
-        expected.append(feed(whole, model, ids[position : position + size], position))
-        position += size
-    request = dataclasses.replace(model.request, chunks=3)
-    for build in (cpu.build, reference.build):
-        executor = build(request)
-        bounds = list(pairwise(np.cumsum([0, *sizes]).tolist()))
-        for number, (start, stop) in enumerate(bounds):
-            executor.select_chunk(number)
-            executor.embed(np.array(ids[start:stop], np.int32))
-        for layer, bundles in enumerate(model.bundles):
-            for number, (start, _) in enumerate(bounds):
-                executor.select_chunk(number)
-                executor.attend(layer, start)
-                executor.begin_ffn(layer)
-            for piece in (bundles[:50], bundles[50:]):
-                for number in range(3):
-                    executor.select_chunk(number)
-                    executor.add_dense(layer, piece)
-            for number in range(3):
-                executor.select_chunk(number)
-                executor.end_ffn(layer)
-        for number in (2, 0, 1):
-            executor.select_chunk(number)
-            assert measure_error(executor.logits(0), expected[number]) < 3e-4
-
-
 def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:
     model = RandomModel(**MODELS["demo-like"])
     runs = []
@@ -156,14 +114,6 @@ def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:
         runs.append((executor.logits(0).copy(), executor.count_active()))
     assert np.array_equal(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1] > 0
-
-
-def test_logits_of_the_last_tokens_only() -> None:
-    model = RandomModel(**MODELS["demo-like"])
-    executor = cpu.build(model.request)
-    every = feed(executor, model, list(range(10)), 0)
-    assert np.array_equal(executor.logits(7), every[7:])
-    assert np.array_equal(executor.logits(9), every[9:])
 
 
 def test_nothing_stands_in_the_way_here() -> None:

@@ -29,21 +29,6 @@ def test_chunks_may_be_rounded_to_8_bits_and_single_tokens_are_not() -> None:
         assert np.array_equal(runs[0], runs[1])
 
 
-@pytest.mark.parametrize("name", ["demo-like", "odd"])
-def test_nothing_is_rounded_where_everything_is_fp32(name: str) -> None:
-    model = RandomModel(
-        **MODELS[name], kv_type="fp32", token_type="fp32", chunk_type="fp32", seed=5
-    )
-    ours, truth = cpu.build(model.request), reference.build(model.request)
-    ids, position = list(range(40, 56)), 0
-    for count in (9, 1, 1, 4, 1):
-        chunk = ids[position : position + count]
-        found = feed(ours, model, chunk, position, "gate")
-        assert measure_error(found, feed(truth, model, chunk, position, "gate")) < 1e-5
-        position += count
-    assert ours.count_active() == truth.count_active()
-
-
 @pytest.mark.parametrize(
     ("token", "chunk"), [("fp32", "int8"), ("int16", "fp32"), ("int8", "int16")]
 )

@@ -347,6 +347,7 @@ def list_index(kind: Any, draw: Draw) -> Iterator[Case]:
         for kernel, parts in (("rank", PARTS), ("choose", PARTS), ("choose", 1)):
             keys = draw.floats(2, 1, 320, width).astype(KV_TYPES[own_kind])
             scores = empty(3, lists, 320) if kernel == "rank" else draw.floats(3, lists, 320)
+            scores = np.round(scores) if parts == 1 else scores  # many are equal
             values = {
                 **put("queries", draw.floats(3, heads * width, gap=3)), "heads": heads,
                 **put("weights", draw.floats(3, heads)), "has_weights": of_tokens, "width": width,

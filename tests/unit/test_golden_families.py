@@ -91,20 +91,6 @@ def test_tokens_beyond_the_table_have_its_first_row(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, compute_decoded(plan, [5, 39, 70, 95], {}))
 
 
-@pytest.mark.slow
-def test_several_tokens_take_the_ffn_beside_their_experts(make_plan: MakePlan) -> None:
-    plan = make_plan("gemma4-moe")
-    golden = read_golden("gemma4-moe")
-    rounded = {"backends.cpu": "cpu", "decode.batch": 2}
-    with pi2.load(plan, set=rounded) as model:
-        forward = model._parts.forward
-        for place in (0, 1):
-            forward.prefill(np.array(golden.prompt[:9], np.int32), sequence=place)
-        for token, logits in zip(golden.prompt[9:], golden.logits[9:], strict=True):
-            for row in forward.step([token, token], [0, 1]):
-                assert measure_error(row, logits) <= 1e-2
-
-
 def test_first_releases_state_other_heads_once_for_all_layers(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("gemma4", tmp_path / "checkpoint")
     expected = describe_checkpoint(checkpoint).model

@@ -161,16 +161,6 @@ def test_points_that_nothing_was_fitted_to_are_near() -> None:
     assert len(far) <= 3
 
 
-def test_more_memory_is_faster(rows: list[Comparison]) -> None:
-    sweep = [
-        (float(row.point.scenario.memory), row.simulated)
-        for row in rows
-        if not isinstance(row.point.scenario.memory, str) and row.simulated is not None
-    ]
-    speeds = [speed for _, speed in sorted(sweep)]
-    assert len(speeds) == 5 and speeds == sorted(speeds)
-
-
 def test_settings_without_a_published_figure_are_predicted() -> None:
     few = [item for item in list_predictions() if item.device == ACE2][:3]
     assert all(item.tokens_s > 0 for item in predict(few, tokens=8))

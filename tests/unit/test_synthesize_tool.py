@@ -2,10 +2,7 @@
 
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,14 +10,12 @@ import pytest
 import tomlkit
 
 import pi2
-from pi2.fitting.check import load_plan
 from pi2.importing.conversion_job import read_counts
 from pi2.store.manifest import read_manifest
 from pi2.store.verification import verify_store
 from tests.helpers.models import make_model
-from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import start_python
-from tests.helpers.synthetic_stores import SHAPE, hash_store
+from tests.helpers.synthetic_stores import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "synthesize.py"
@@ -81,26 +76,6 @@ def test_the_tool_writes_store_statistics_and_a_plan_that_runs(
         assert result.statistics.hit_rate == 1.0
 
 
-@pytest.mark.slow
-def test_a_plan_with_less_memory_reads_neurons_from_flash(
-    tmp_path: Path, model_file: Path, environment: dict[str, str]
-) -> None:
-    plan = tmp_path / "tiny.plan.toml"
-    settings = (model_file, tmp_path / "store", "--tokens", "16", "--backend", "reference")
-    done = run_tool(environment, *settings, "--plan", plan)
-    assert done.returncode == 0, done.stderr
-    memory = load_plan(plan).plan.memory
-    budget = memory.budget - memory.segments.hot // 2
-
-    done = run_tool(environment, *settings, "--plan", plan, "--memory", f"{budget} B")
-    assert done.returncode == 0, done.stderr
-    with pi2.load(plan) as model:
-        assert model.plan.plan.memory.budget == budget
-        assert 0 < model.plan.plan.layers.hot < 1
-        statistics = model.generate("def ", max_tokens=24).result.statistics
-        assert statistics.hit_rate is not None and 0 < statistics.hit_rate < 1
-
-
 def test_too_little_memory_for_a_plan_is_explained(
     tmp_path: Path, model_file: Path, environment: dict[str, str]
 ) -> None:
@@ -111,41 +86,6 @@ def test_too_little_memory_for_a_plan_is_explained(
     assert done.returncode == 2
     assert "error[P552]: 10 MiB of memory is too little" in done.stderr
     assert not plan.exists()
-
-
-@pytest.mark.slow
-def test_a_killed_job_goes_on_and_gives_the_same_store(
-    tmp_path: Path, model_file: Path, environment: dict[str, str]
-) -> None:
-    whole = run_tool(environment, model_file, tmp_path / "whole", "--tokens", "32")
-    assert whole.returncode == 0, whole.stderr
-
-    target = tmp_path / "killed"
-    partial = tmp_path / ".killed.partial"
-    job = subprocess.Popen(
-        [sys.executable, TOOL, model_file, target, "--tokens", "32"],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    journal = partial / "journal.jsonl"
-    limit = time.monotonic() + PATIENCE_S
-    while time.monotonic() < limit and job.poll() is None:
-        if journal.exists() and len(journal.read_text().splitlines()) >= 3:
-            break
-        time.sleep(0.001)
-    job.send_signal(signal.SIGKILL)
-    job.wait()
-    assert not target.exists(), "the job was over before it could be killed"
-    kept = {
-        file.name: file.stat().st_mtime_ns for file in (partial / "layers").glob("ffn-000.arrow")
-    }
-    assert kept
-
-    again = run_tool(environment, model_file, target, "--tokens", "32")
-    assert again.returncode == 0, again.stderr
-    assert hash_store(target) == hash_store(tmp_path / "whole")
-    assert (target / "layers" / "ffn-000.arrow").stat().st_mtime_ns == kept["ffn-000.arrow"]
 
 
 @pytest.mark.slow
