@@ -15,8 +15,6 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_sequences
-from pi2.fitting import find_backend
-from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import detect_machine, detect_memory
 from pi2.memory.budget import make_budget
@@ -152,11 +150,8 @@ def build_whole_model(
     from pi2.engine.loading import begin_hashes, load_whole, open_store
 
     with ExitStack() as cleanup:
-        store = hashes = tokenizer = None
-        if find_backend(resolved.name_backend(resolved.sparse_unit)).COMPUTES:
-            check_fit(resolved, detect_machine())
-            store, tokenizer = open_store(resolved, cleanup)
-            hashes = begin_hashes(resolved, store, cleanup)
+        store, tokenizer = open_store(resolved, detect_machine(), cleanup)
+        hashes = begin_hashes(resolved, store, cleanup)
         budget = make_budget(resolved)
         whole, reader = load_whole(resolved, store, budget, cleanup, progress)
         if hashes is not None:

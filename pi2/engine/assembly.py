@@ -53,7 +53,7 @@ def build_parts(
 ) -> Parts:
     """Build a model that is computed layer by layer, which closes what ``cleanup`` does."""
     resolved, store, progress = opened.resolved, opened.store, opened.request.progress
-    hashes = None if store is None else begin_hashes(resolved, store, cleanup)
+    hashes = begin_hashes(resolved, store, cleanup)
     budget = make_budget(resolved)
     embedding, layer_embedding = open_embeddings(resolved, store, budget, cleanup)
     grouped = group_by_expert(resolved, store, budget)

@@ -16,9 +16,10 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.units import WholeModel, WholeRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
-from pi2.fitting import find_whole_backend
-from pi2.fitting.misfits import locate_findings
+from pi2.fitting import find_backend, find_whole_backend
+from pi2.fitting.misfits import check_fit, locate_findings
 from pi2.formats import find_packing
+from pi2.machine import Machine
 from pi2.memory.arena import allocate_cache, allocate_staging
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
@@ -287,8 +288,14 @@ def load_gates(
         progress("loading gates", (layer + 1) / len(cache.hot_slots))
 
 
-def open_store(resolved: ResolvedPlan, cleanup: ExitStack) -> tuple[NeuronStore, Tokenizer]:
-    """Open the plan's neuron store, to be closed by ``cleanup``, and read its tokenizer."""
+def open_store(
+    resolved: ResolvedPlan, machine: Machine, cleanup: ExitStack
+) -> tuple[NeuronStore | None, Tokenizer | None]:
+    """Open the plan's neuron store, to be closed by ``cleanup``, and read its tokenizer; neither if
+    nothing is computed."""
+    if not find_backend(resolved.name_backend(resolved.sparse_unit)).COMPUTES:
+        return None, None
+    check_fit(resolved, machine)
     store = NeuronStore.open(resolved.store_path, model=resolved.model)
     cleanup.callback(store.close)
     check_bundles(resolved, store)
@@ -296,11 +303,11 @@ def open_store(resolved: ResolvedPlan, cleanup: ExitStack) -> tuple[NeuronStore,
 
 
 def begin_hashes(
-    resolved: ResolvedPlan, store: NeuronStore, cleanup: ExitStack
+    resolved: ResolvedPlan, store: NeuronStore | None, cleanup: ExitStack
 ) -> HashCheck | None:
     """Begin to compare the store's other files with their hashes, if the plan wants it, while the
     rest is loaded; to be closed by ``cleanup``."""
-    if resolved.plan.io.verify == "never":
+    if store is None or resolved.plan.io.verify == "never":
         return None
     hashes = HashCheck(
         store.path,
@@ -323,14 +330,20 @@ def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
         raise UserError(locate_findings(found, resolved.path), exit_code=2)
 
 
-def _build_whole(
-    resolved: ResolvedPlan, grouped: Sequence[I32] | None, budget: Budget, progress: Progress
-) -> WholeModel:
-    """Make room for the model on its unit; ``grouped``: an MoE model's neurons, by expert."""
+def load_whole(
+    resolved: ResolvedPlan,
+    store: NeuronStore | None,
+    budget: Budget,
+    cleanup: ExitStack,
+    progress: Progress,
+) -> tuple[WholeModel, FlashReader | NullReader]:
+    """Make room for the model on the unit that has it, and bring it there; ``cleanup`` closes it
+    and the reader of its neurons."""
     plan, name = resolved.plan, resolved.sparse_unit
+    grouped = group_by_expert(resolved, store, budget)
     backend = find_whole_backend(resolved.name_backend(name))
     assert backend is not None, name
-    return backend.build_whole(
+    model = backend.build_whole(
         WholeRequest(
             name=name,
             unit=resolved.device.units[name],
@@ -347,19 +360,6 @@ def _build_whole(
             progress=progress,
         )
     )
-
-
-def load_whole(
-    resolved: ResolvedPlan,
-    store: NeuronStore | None,
-    budget: Budget,
-    cleanup: ExitStack,
-    progress: Progress,
-) -> tuple[WholeModel, FlashReader | NullReader]:
-    """Make room for the model on the unit that has it, and bring it there; ``cleanup`` closes it
-    and the reader of its neurons."""
-    grouped = group_by_expert(resolved, store, budget)
-    model = _build_whole(resolved, grouped, budget, progress)
     cleanup.callback(model.close)
     reader = open_reader(resolved, store, allocate_cache(resolved, budget))
     cleanup.callback(reader.close)

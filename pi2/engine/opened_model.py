@@ -15,7 +15,6 @@ from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.loading import open_store
 from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
-from pi2.fitting.misfits import check_fit
 from pi2.fitting.sizes import count_chunks, count_threads, describe_unit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
@@ -250,17 +249,13 @@ def open_model(
     if resolved.plan.decode.predictor == "router" and not alone:
         raise _refuse_mixture(resolved)
     machine = detect_machine()
-    store = tokenizer = loops = None
-    if backend.COMPUTES:
-        check_fit(resolved, machine)
-        store, tokenizer = open_store(resolved, cleanup)
+    store, tokenizer = open_store(resolved, machine, cleanup)
     request = make_request(resolved, machine, {} if store is None else store.tensors)
     request = replace(request, progress=progress, rows=None if alone else request.rows)
     check_backends(resolved, request)
     preparer = find_preparer(resolved.name_backend(resolved.sparse_unit))
     build = backend.build if preparer is None else preparer.prepare(request)
-    if store is not None:
-        loops = load_host_loops(progress, machine.features)
+    loops = None if store is None else load_host_loops(progress, machine.features)
     draft = None
     if resolved.draft is not None:
         draft = open_model(resolved.draft, progress, cleanup)

@@ -90,7 +90,7 @@ class PlanContestant:
             model=resolved.model.id,
             backend=resolved.name_backend(resolved.sparse_unit),
             threads=self._model.compute_threads,
-            synthetic=isinstance(store, NeuronStore) and store.manifest.synthetic,
+            synthetic=store is not None and store.is_synthetic,
             predictor=resolved.plan.decode.predictor,
             batch=resolved.plan.decode.batch,
             plan=str(self._path),

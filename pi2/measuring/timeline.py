@@ -19,7 +19,6 @@ from pi2.memory.bundle_files import ReadObserver, WatchedRun
 from pi2.memory.flash import PendingRead
 from pi2.memory.io_engine import ReadBatch
 from pi2.records import dataclass, field
-from pi2.store.reader import NeuronStore
 from pi2.tracing import Recorder
 
 DRIVER = "driver"
@@ -295,7 +294,7 @@ def record_run(
 def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
     """What names the next token, given logits [vocabulary]: the likeliest but for some."""
     store = model._parts.store
-    if not isinstance(store, NeuronStore) or not store.manifest.synthetic:
+    if store is None or not store.is_synthetic:
         return lambda logits, rank: int(np.argsort(-logits, kind="stable")[rank])
     document = model.plan.model
     source = TokenSource.walk_vocabulary(document.shape.vocab, document.tokenizer.eos)

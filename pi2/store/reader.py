@@ -151,6 +151,10 @@ class NeuronStore:
         return cls(folder, manifest, tokenizer.file)
 
     @property
+    def is_synthetic(self) -> bool:
+        return self.manifest.synthetic
+
+    @property
     def identity(self) -> bytes:
         """Bytes that change if another store has replaced this one."""
         return (self.path / MANIFEST).read_bytes()

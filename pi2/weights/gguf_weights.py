@@ -309,6 +309,8 @@ def _name_block(name: str) -> str:
 class FileTexts:
     """What a file's metadata say of chats, as a folder that its template is read from."""
 
+    is_synthetic = False
+
     def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
         self.identity = repr(weights.identity).encode()
         """Bytes that change if another file has replaced this one."""
