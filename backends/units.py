@@ -262,7 +262,7 @@ class SequenceModel(Protocol):
 
     @property
     def computer(self) -> object:
-        """What may be a `pi2.backends.executor.LengthAware`, `HeadReader`, `ContextKeeper` or
+        """An object that may be a `pi2.backends.executor.LengthAware`, `HeadReader`, `ContextKeeper` or
         `StateKeeper` of the model."""
 
     def abandon(self) -> None:
@@ -289,7 +289,7 @@ class SequenceModel(Protocol):
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes in memory of the neurons that steps have used; those of a step count once."""
+        """Bytes in memory of the neurons that steps have used; a step counts each once."""
 
     def count_work(self) -> Mapping[str, float | None]:
         """Counters since loading, by their names in `pi2.engine.statistics.RunStatistics`."""

@@ -253,7 +253,7 @@ def iterate_decode_logits(
 
 
 def find_hidden_reader(parts: Parts) -> Sequences | None:
-    """What gives hidden states; None where the backend has none to give."""
+    """The sequences that give hidden states; None if the backend has none to give."""
     return parts.forward if parts.forward.shows_hidden else None
 
 

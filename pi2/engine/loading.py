@@ -93,7 +93,7 @@ def open_embeddings(
     resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget, cleanup: ExitStack
 ) -> tuple[EmbeddingRows | None, EmbeddingRows | None]:
     """Open the embedding where the plan has its rows read, and the layers' own embeddings, whose
-    rows always are; None where there is none, or it is resident."""
+    rows always are; None if there is none, or it is resident."""
     model, tokens = resolved.model, count_chunk_tokens(resolved.plan)
     allocate = partial(budget.allocate, "attention")
 

@@ -119,7 +119,7 @@ def build_shares(
 
 
 def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> SharedRows | None:
-    """What divides rows with another unit; None where the executor computes all."""
+    """The rows that are shared with another unit; None if the executor computes all."""
     rows = resolved.divided_rows
     if rows is None or rows.unit not in shares.units or not isinstance(executor, RowDivider):
         return None

@@ -153,7 +153,7 @@ class Parts:
     forward: Sequences
     load_s: float
     step_bytes: int | None
-    """Bytes of weights that every step reads, neurons excepted; None where another unit has the
+    """Bytes of weights that every step reads, neurons excepted; None if another unit has the
     whole model."""
     units: Mapping[str, BesideUnit] = field(default_factory=dict)
     """Units next to the executor."""

@@ -258,7 +258,7 @@ class Sequences:
         self.put_context(target, self._read_context(source))
 
     def _read_context(self, sequence: int) -> KeptContext:
-        """What a sequence has, its blocks read one by one as they are taken."""
+        """The context of a sequence, its blocks read one by one as they are taken."""
         keeper, position, state = self.computer, self.positions[sequence], None
         assert isinstance(keeper, ContextKeeper), "nothing can be copied"
         read, whole = keeper.read_context, round_up(position, CONTEXT_BLOCK)
