@@ -262,8 +262,8 @@ class SequenceModel(Protocol):
 
     @property
     def computer(self) -> object:
-        """An object that may be a `pi2.backends.executor.LengthAware`, `HeadReader`, `ContextKeeper` or
-        `StateKeeper` of the model."""
+        """An object that may be a `LengthAware`, `HeadReader`, `ContextKeeper` or `StateKeeper` of
+        `pi2.backends.executor`."""
 
     def abandon(self) -> None:
         """Forget work that has begun and not ended."""
