@@ -21,7 +21,6 @@ from pi2.backends.faults.guard import find_guard
 from pi2.backends.protocol import ProgramRequest
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
-from pi2.engine.experts import RoutingDials
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_sequences
@@ -30,7 +29,6 @@ from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget, make_budget
-from pi2.memory.expert_slots import ExpertSlots, SlotReads
 from pi2.memory.matrix_pool import MatrixPlace, MatrixPool
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, WeightStream, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -42,6 +40,8 @@ from pi2.weights.gguf_weights import FileTexts, GgufWeights
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import ProgramBackend
+    from pi2.engine.experts import RoutingDials
+    from pi2.memory.expert_slots import ExpertSlots
     from pi2.memory.host_loops import HostLoops
 
 
@@ -240,6 +240,8 @@ def open_slots(
 ) -> ExpertSlots:
     plan, moe = resolved.plan, resolved.model.moe
     assert moe is not None
+    from pi2.memory.expert_slots import ExpertSlots, SlotReads
+
     reads = SlotReads(
         engine=plan.io.engine,
         depth=plan.io.depth,
@@ -257,6 +259,8 @@ def _make_dials(resolved: ResolvedPlan, weights: GgufWeights) -> RoutingDials | 
     if moe is None or not settings.is_lossy:
         return None
     find = partial(weights.read_vector, "expert_scale")
+    from pi2.engine.experts import RoutingDials
+
     return RoutingDials(settings, resolved.model, find if moe.expert_scale else lambda layer: None)
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,11 +22,13 @@ from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
 from pi2.backends.blocks.routed import PairTables, RoutedLayer
 from pi2.backends.executor import ExecutorObserver
 from pi2.engine.experts import DialCounters, RoutingDials
-from pi2.memory.expert_slots import ExpertSlots, Held, ReadAhead
 from pi2.memory.weight_stream import BLOCK, Piece, Rates, WeightStream
 from pi2.records import dataclass
 from pi2.weights.file_tensor import FileTensor
 from pi2.weights.gguf_weights import GgufWeights
+
+if TYPE_CHECKING:
+    from pi2.memory.expert_slots import ExpertSlots, Held
 
 TRIAL_S = 0.2
 """Seconds of streaming that tell a disk's rate."""
@@ -409,6 +412,8 @@ class ExpertCourse:
         self._slots = slots
         self._dials, self.is_step = dials, False
         # Dials ask what is in memory: if times decided that, a prompt would give other texts.
+        from pi2.memory.expert_slots import ReadAhead
+
         self.pays = ReadAhead(is_measured=dials is None)
         """Whether reading ahead does."""
         self._pairs.may_repeat = dials is not None

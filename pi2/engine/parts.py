@@ -12,7 +12,6 @@ import numpy as np
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
-from pi2.backends.reference import neurons
 from pi2.diagnostics import UserError
 from pi2.engine.layer_model import LayerModel
 from pi2.engine.statistics import read_peak_rss_bytes
@@ -135,6 +134,8 @@ def compute_activations(
 ) -> F32:
     """Activations [T, n] of neurons for ``inputs`` [T, hidden] and, if the layer has them,
     ``cutoffs`` [T, 1] of gates. ``bundles`` [n, .] are laid out as ``request.whole_bundle``."""
+    from pi2.backends.reference import neurons
+
     return neurons.compute_activations(
         request.model, request.whole_bundle, inputs, bundles, cutoffs=cutoffs
     )

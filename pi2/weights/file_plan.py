@@ -15,7 +15,6 @@ from pi2.fitting.completion import (
     USUAL_CONTEXT,
     read_size,
 )
-from pi2.memory.expert_slots import count_least_bytes
 from pi2.memory.weight_stream import BLOCK
 from pi2.plan.arithmetic.resolved import FileFacts, FilledPlan
 from pi2.plan.arithmetic.units import Need, Needs
@@ -361,6 +360,8 @@ def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> i
     if model.moe is None or not experts:
         return 0
     layers = {layer: describe_experts(own) for layer, own in experts.items()}
+    from pi2.memory.expert_slots import count_least_bytes
+
     return count_least_bytes(layers, model.moe.active_experts)
 
 

@@ -7,16 +7,18 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from pi2.arrays import I64, U8
 from pi2.caches import open_regular, open_stream
-from pi2.memory.expert_slots import ExpertMatrix
 from pi2.plan.documents.model import Model
 from pi2.reads import read_at, refuse_cut, refuse_weights
 from pi2.records import dataclass, field
+
+if TYPE_CHECKING:
+    from pi2.memory.expert_slots import ExpertMatrix
 
 EXPERTS = ("gate", "up", "fused_gate_up", "down")
 """Keys of matrices that experts have each: inputs, then the output."""
@@ -61,6 +63,8 @@ class FileTensor:
 
 
 def describe_experts(tensors: Sequence[FileTensor]) -> list[ExpertMatrix]:
+    from pi2.memory.expert_slots import ExpertMatrix
+
     return [
         ExpertMatrix(tensor.file, tensor.offset, tensor.size_bytes // tensor.experts)
         for tensor in tensors
