@@ -91,6 +91,8 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _HEADER_BYTES = 4 << 20
 """More than the headers of models with small vocabularies have."""
+_TEXT_BYTES = 16
+"""Of a token and its length in most files: a header that is too short is not searched in vain."""
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
 """Arrays within arrays; no known program writes more than one."""
@@ -278,6 +280,8 @@ class _Header:
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _take_texts(self, count: int) -> Texts:
+        if len(self._data) < min(self._size, self._place + _TEXT_BYTES * count):
+            raise _LongerHeader
         try:
             texts, self._place = Texts.read(self._data, self._place, count)
         except (struct.error, OverflowError):
