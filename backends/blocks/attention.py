@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.contract import KV_TYPES, MOST_TOGETHER
+from pi2.backends.blocks.contract import KV_TYPES
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, join, pick
 from pi2.backends.blocks.sizes import LIST_HEAD, PARTIAL, SCORES, SCORES_ROW
@@ -169,49 +169,64 @@ class _Parts(Heads):
         """Return the first element of a part of a head: mix [value_width], largest score, sum.  A
         context of one part needs none that another thread reads."""
         own = v.let((self._token * self.heads + head) * self.parts + part)
-        thread = v.let(self._thread * MOST_TOGETHER + head % MOST_TOGETHER)
+        thread = v.let(self._thread * self.heads + head)
         return v.let(T.Select(self.parts == T.int64(1), thread, own) * self._stride)
 
-    def emit(self, count: int, head: v.Expr, bases: Bases, part: v.Expr) -> None:
-        """Compute a part of ``count`` heads from ``head`` on."""
-        (self._base, self._value_base), heads = bases, [v.let(head + k) for k in range(count)]
+    def emit(self, counts: Sequence[int], head: v.Expr, bases: Bases, part: v.Expr) -> None:
+        """Compute a part of the heads from ``head`` on that share keys; as many as ``counts`` say
+        are computed together.  Every block of positions is read from memory once for all."""
+        self._base, self._value_base = bases
+        with T.serial(self.group) as number:
+            self._begin(v.let(head + number), part)
+        begin = v.let(self._first + part * self._size)
+        stop = v.let(T.min(begin + self._size, self._end))
+        with T.serial((stop - begin + SCORES - 1) // SCORES) as block:
+            place = v.let(begin + block * SCORES)
+            limit = v.let(T.min(place + SCORES, stop))
+            if not self._is_chosen:
+                self.enter_ring(v.let(place // self._lanes * self._lanes))
+            done = T.int64(0)
+            for count in counts:
+                first, times = done, v.let((self.group - done) // count)
+                with T.serial(times) as number:
+                    own = v.let(head + first + number * count)
+                    self._add(count, own, part, place, limit)
+                done = v.let(first + times * count)
+        with T.If(self.used == T.int64(1)), T.Then(), T.serial(self.group) as number:
+            mixed = self.find_partial(v.let(head + number), part)
+            total = v.let(self._partials[mixed + self._width + 1])
+            self.put(self._token, v.let(head + number), self._partials, mixed, total)
+
+    def _begin(self, head: v.Expr, part: v.Expr) -> None:
+        mixed, top, total = self.find_partial(head, part), T.float32(_LEAST), T.float32(0.0)
+        # A sink is a score of the first part.
+        is_first = T.bitwise_and(self._has_sinks != T.int64(0), part == T.int64(0))
+        cells = v.Cell(top), v.Cell(total)
+        with T.If(is_first), T.Then():
+            cells[0].set(self._sinks[head])
+            cells[1].set(T.float32(1.0))
+        self.clear(self._partials, mixed)
+        for place, cell in enumerate(cells):
+            T.buffer_store(self._partials, cell.get(), [mixed + self._width + place])
+
+    def _add(self, count: int, head: v.Expr, part: v.Expr, place: v.Expr, limit: v.Expr) -> None:
+        """Add positions to the parts of ``count`` heads."""
+        heads, width = [v.let(head + k) for k in range(count)], self._width
         self._rows = [v.let(self._scores + 16 + k * SCORES_ROW) for k in range(count)]
         self._mixed = [self.find_partial(own, part) for own in heads]
         row = v.let(self._token * self._query_stride)
         self._starts = [v.let(row + own * self._key_width) for own in heads]
-        tops = [v.Cell(T.float32(_LEAST)) for _ in heads]
-        totals = [v.Cell(T.float32(0.0)) for _ in heads]
-        # A sink is a score of the first part.
-        is_first = T.bitwise_and(self._has_sinks != T.int64(0), part == T.int64(0))
-        slopes = [v.Cell(T.float32(0.0)) for _ in heads]
-        for own, top, total, slope in zip(heads, tops, totals, slopes, strict=True):
-            with T.If(is_first), T.Then():
-                top.set(self._sinks[own])
-                total.set(T.float32(1.0))
+        self._score(place, limit)
+        factors = []
+        for own, mixed, scores in zip(heads, self._mixed, self._rows, strict=True):
+            slope = v.Cell(T.float32(0.0))
             with T.If(self._has_slopes), T.Then():
                 slope.set(self._slopes[own])
-        for mixed in self._mixed:
-            self.clear(self._partials, mixed)
-        begin = v.let(self._first + part * self._size)
-        stop = v.let(T.min(begin + self._size, self._end))
-        with T.serial((stop - begin + SCORES - 1) // SCORES) as number:
-            place = v.let(begin + number * SCORES)
-            limit = v.let(T.min(place + SCORES, stop))
-            if not self._is_chosen:
-                self.enter_ring(v.let(place // self._lanes * self._lanes))
-            self._score(place, limit)
-            factors = [
-                self._weigh(own, place, limit, top, total, slope)
-                for own, top, total, slope in zip(self._rows, tops, totals, slopes, strict=True)
-            ]
-            self._mix(place, limit, factors)
-        for own, mixed, top, total in zip(heads, self._mixed, tops, totals, strict=True):
-            with T.If(self.used == T.int64(1)):
-                with T.Then():
-                    self.put(self._token, own, self._partials, mixed, total.get())
-                with T.Else():
-                    T.buffer_store(self._partials, top.get(), [mixed + self._width])
-                    T.buffer_store(self._partials, total.get(), [mixed + self._width + 1])
+            top, total = (v.Cell(self._partials[mixed + width + k]) for k in range(2))
+            factors.append(self._weigh(scores, place, limit, top, total, slope))
+            for k, cell in enumerate((top, total)):
+                T.buffer_store(self._partials, cell.get(), [mixed + width + k])
+        self._mix(place, limit, factors)
 
     def _score(self, place: v.Expr, limit: v.Expr) -> None:
         """Multiply queries with keys, some positions at a time; the first may be before ``place``:
@@ -404,14 +419,9 @@ def emit_attend(
         own.look_at(token, v.let(head * own.group))
         is_own = T.bitwise_not(own.sees_all) if chosen else own.sees_all
         with T.If(T.bitwise_and(is_own, part < own.used)), T.Then():
-            bases, done = own.find_bases(token, head), T.int64(0)
             if not chosen:
                 own.follow(token, head)
-            for count in counts:
-                begin, times = done, v.let((own.group - done) // count)
-                with T.serial(times) as number:
-                    own.emit(count, v.let(head * own.group + begin + number * count), bases, part)
-                done = v.let(begin + times * count)
+            own.emit(counts, v.let(head * own.group), own.find_bases(token, head), part)
 
 
 def emit_join(isa: Isa, kind: KvType, table: Table) -> None:

@@ -47,6 +47,8 @@ from pi2.plan.documents.model_mixing import Index
 
 _LITTLE_JOIN = 4096
 """Elements of all heads up to which one thread joins parts of a context."""
+_LEAST_SPREAD = 16
+"""Elements that are spread over each other, at least."""
 _NO_LIMIT = 3e38
 """Above every gate."""
 
@@ -284,6 +286,14 @@ class Builder(Products):
             },
             waits=waits,
         )
+
+    def add_spread_heads(self, x: Area, heads: int, width: int) -> None:
+        """Spread the elements of queries or keys if the KV cache rounds keys to a few values: a
+        large one would leave the others none.  Products of both stay as they are."""
+        block = width & -width
+        if self._cache.kind == "int8" and block >= _LEAST_SPREAD:
+            values = {**x.put("x"), "heads": heads, "head_dim": width, "block": block}
+            self.add("spread_heads", values, each=heads, grain=4)
 
     def add_parts_norm(
         self, x: Area, parts: int, width: int, weights: int = 0, *, waits: bool = True

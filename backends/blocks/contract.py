@@ -29,7 +29,6 @@ INDEX = "index"
 """Libraries that belong to no format: attention, and attention to chosen keys, have one for each
 choice of `TOGETHER`."""
 TOGETHER = (4, 3, 2, 1)
-MOST_TOGETHER = max(TOGETHER)
 """Heads that read the KV cache together; each takes as long to compile as a format."""
 
 
@@ -241,6 +240,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         # Heads of tokens.
         "turn": "x x_stride heads head_dim weights norm_place epsilon positions cos sin"
         " table_stride rotated neighbours swapped",
+        "spread_heads": "x x_stride heads head_dim block",
         # Key heads of tokens.
         "keep": f"keys values x_stride heads{_CACHES}",
         "keep_index": f"keys values x_stride heads{_CACHES}",

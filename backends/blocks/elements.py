@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE, XIELU_END
@@ -390,6 +391,32 @@ def emit_cut(table: Table) -> None:
             v.store(x, source + place, value, lanes)
 
         walk(zero, length, emit)
+
+
+def emit_spread_heads(table: Table) -> None:
+    """Multiply blocks of the elements of heads of tokens by Hadamard's matrix, in place.  Blocks
+    are powers of two, 16 at least."""
+    x, stride = table.take_array("x", "float32"), table.take("x_stride")
+    heads, width, block = (table.take(name) for name in ("heads", "head_dim", "block"))
+    factor = v.let(T.float32(1.0) / T.sqrt(T.cast(block, "float32")))
+    with T.serial(table.first, table.end) as item:
+        token = v.let(item // heads)
+        source = v.let(token * stride + (item - token * heads) * width)
+        with T.serial(width // 16) as piece:
+            at = v.let(source + piece * 16)
+            value = v.let(v.load(x, at, 16) * v.splat(factor, 16))
+            for step in (1, 2, 4, 8):
+                signs = v.list_constants([-1 if k & step else 1 for k in range(16)], "float32")
+                other = Shuffle([value], [k ^ step for k in range(16)])
+                value = v.let(T.fma(value, signs, other))
+            v.store(x, at, value, 16)
+        for step in (16 << k for k in range(6)):
+            with T.If(block > T.int64(step)), T.Then(), T.serial(width // 32) as pair:
+                several = step // 16
+                at = v.let(source + (pair + pair // several * several) * 16)
+                one, two = (v.let(v.load(x, at + k * step, 16)) for k in range(2))
+                v.store(x, at, one + two, 16)
+                v.store(x, at + step, one - two, 16)
 
 
 def emit_turn(table: Table) -> None:

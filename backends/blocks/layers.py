@@ -269,6 +269,8 @@ class Layers:
                 areas[kind], count, own, norm, neighbours=neighbours, waits=place == len(norms) - 1
             )
         builder.add_growth(areas["query"], query, layer)
+        for kind, _, _, count in norms:
+            builder.add_spread_heads(areas[kind], count, own.head_dim)
         if own.has_keys:
             builder.add_keep(areas["key"], areas["value"], own, layer)
         mixed = builder.take_area("mixed", heads * width)

@@ -369,6 +369,7 @@ class Program:
                 "quantize_q8_k": partial(elements.emit_quantize, "q8_k"),
                 "quantize_q8_0": partial(elements.emit_quantize, "q8_0"),
                 "turn": elements.emit_turn,
+                "spread_heads": elements.emit_spread_heads,
                 "join": partial(attention.emit_join, isa, "fp16"),
                 "gate": elements.emit_gate,
                 "cap": elements.emit_cap,

@@ -190,6 +190,7 @@ class KvCache:
         tokens: int | None = None,
     ) -> None:
         """``tokens``: the most of a call, if windows keep no more; see `count_positions`."""
+        self.kind: KvType = kind
         self.ring: Ring | None = None
         self._layers: dict[int, list[Cached]] = {}
         for layer, block in enumerate(model.blocks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pi2.backends.blocks.contract import MOST_TOGETHER, describe_heads
+from pi2.backends.blocks.contract import describe_heads
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.formats import Activations
 from pi2.formats.packing import round_up
@@ -61,8 +61,8 @@ def count_attention_bytes(key: int, value: int) -> int:
 def count_partial_bytes(heads: int, value: int, threads: int, tokens: int = SINGLE) -> int:
     """Return the bytes of all parts of the contexts of ``tokens``, `SINGLE` at least, or of one
     part for each thread."""
-    parts = max(max(SINGLE, tokens) * PARTS * heads, MOST_TOGETHER * threads)
-    return 4 * parts * (value + PARTIAL)
+    parts = max(max(SINGLE, tokens) * PARTS, threads)
+    return 4 * parts * heads * (value + PARTIAL)
 
 
 def count_list_numbers(index: Index) -> int:

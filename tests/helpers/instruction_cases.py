@@ -205,6 +205,9 @@ def list_gates(draw: Draw) -> Iterator[Case]:
     x = partial(draw.floats, TOKENS, length, gap=2)
     own = {"length": length, "positions": POSITIONS, "factors": draw.floats(8)}
     yield Case(kernel="grow", items=TOKENS, values=put("x", x()) | own)
+    for width, block in ((96, 32), (256, 256), (48, 16)):
+        values = put("x", draw.floats(TOKENS, 3 * width + 5)) | {"heads": 3, "head_dim": width}
+        yield Case(kernel="spread_heads", items=3 * TOKENS, values=values | {"block": block})
     cut = {"length": length, "deviations": 0.3}
     yield Case(kernel="cut", items=TOKENS, values=put("x", x()) | cut)
     for weighs in (0, 1):

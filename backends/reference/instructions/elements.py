@@ -101,6 +101,19 @@ def cut(own: Arguments) -> None:
     x[...] = np.maximum(wide - cutoff, 0)
 
 
+def spread_heads(own: Arguments) -> None:
+    token, head = np.divmod(own.items, own.heads)
+    shape = int(token.max(initial=-1)) + 1, own.heads, own.head_dim
+    x = own.view("x", shape, (own.x_stride, own.head_dim, 1))
+    blocks = widen(x[token, head]).reshape(len(token), -1, own.block)
+    step = 1
+    while step < own.block:
+        pairs = blocks.reshape(len(token), -1, 2, step)
+        blocks = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
+        step *= 2
+    x[token, head] = blocks.reshape(len(token), -1) / np.sqrt(own.block)
+
+
 def term(own: Arguments) -> None:
     x, y = own.vectors("x", own.length), own.vectors("y", own.length)
     y[...] = x * own.vector("weights", own.length) if own.has_weights else x + y
