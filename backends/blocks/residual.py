@@ -39,7 +39,7 @@ class Residual:
         self.streams = None if altup is None else Streams(model, builder, altup)
         """All streams of a token, if there are several."""
         self.mixed = None if model.hyper is None else MixedStreams(model, builder, model.hyper)
-        """All streams of a token that operators mix."""
+        """Streams of a token that operators mix."""
         if self.streams is not None:
             self.x = self.streams.x
         elif self.mixed is not None:

@@ -76,8 +76,9 @@ def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
     theta, size = config.get("rope_theta", 10000.0), config.get("head_dim", 1)
     full = config.get("rope_parameters", {}).get("full_attention", {})
     size = int(size * full.get("partial_rotary_factor", config.get(ROTATED_SHARE, 1.0)))
-    # Elements that do not turn may have ones.
-    is_known = bool((divisors[size // 2 :] == 1.0).all())
+    # Elements that do not turn may have ones; what scales positions otherwise is no part of it.
+    is_known = full.get("rope_type", "default") == "default"
+    is_known &= bool((divisors[size // 2 :] == 1.0).all())
     scaling = _recover_llama3(divisors[: size // 2], theta, size) if is_known else None
     if scaling:
         config["rope_scaling"] = scaling
