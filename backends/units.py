@@ -295,7 +295,7 @@ class SequenceModel(Protocol):
         """Counters since loading, by their names in `pi2.engine.statistics.RunStatistics`."""
 
     def observe(self, observer: ExecutorObserver | None) -> None:
-        """Tell ``observer`` of what is computed from now on; None ends it."""
+        """Tell ``observer`` of all work from now on; None ends it."""
 
 
 class WholeModel(SequenceModel, Protocol):
