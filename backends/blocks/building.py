@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from pi2.arrays import I32
-from pi2.backends.arithmetic import compute_growth, list_slopes
 from pi2.backends.blocks.contract import (
     ACTIVATIONS,
     GATES,
@@ -45,6 +42,9 @@ from pi2.backends.blocks.sizes import (
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model_mixing import Index
 
+if TYPE_CHECKING:
+    from pi2.arrays import F32, I32
+
 _LITTLE_JOIN = 4096
 """Elements of all heads up to which one thread joins parts of a context."""
 _LEAST_SPREAD = 16
@@ -79,17 +79,25 @@ class Builder(Products):
 
     def add_growth(self, x: Area, length: int, layer: int) -> None:
         """Multiply queries with the factors of their positions, if the layer has them."""
-        factors = compute_growth(self._model, layer, 0, self._context)
-        if (factors == 1).all():
+        own = self._model.blocks[layer].attention
+        if own is None or own.growth == 0.0:
             return
-        content = factors.tobytes()
-        if content not in self._growths:
-            self._growths[content] = self.keep(factors)
+        interval = own.options.growth_interval or self._model.rope.original_context
+        if self._context + own.options.growth_offset <= interval:
+            return
+
+        def compute() -> F32:
+            from pi2.backends.arithmetic import compute_growth
+
+            return compute_growth(self._model, layer, 0, self._context)
+
+        if own.growth not in self._growths:
+            self._growths[own.growth] = self.keep(self._context, compute)
         values = {
             **x.put("x"),
             "length": length,
             "positions": self.positions.ctypes.data,
-            "factors": self._growths[content].ctypes.data,
+            "factors": self._growths[own.growth].ctypes.data,
         }
         self.add("grow", values, each=1)
 
@@ -151,7 +159,7 @@ class Builder(Products):
                 expert_of=self._take_numbers(pairs),
                 place_of=0,
                 token_of=self.keep(
-                    np.repeat(np.arange(self._tokens, dtype=np.int32), active)
+                    pairs, lambda: [pair // active for pair in range(pairs)], "int32"
                 ).ctypes.data,
                 starts=self._take_numbers(experts + 1),
                 pairs=self._take_numbers(pairs),
@@ -159,7 +167,7 @@ class Builder(Products):
                 predicted=self._take_numbers(pairs),
                 predicted_weights=self._take_numbers(pairs),
             )
-        places: I32 = self.keep(np.arange(experts, dtype=np.int32))
+        places: I32 = self.keep(experts, lambda: range(experts), "int32")
         return replace(self.routed, place_of=places.ctypes.data)
 
     def add_routing(self, scores: Area, layer: int, routed: Routed) -> None:
@@ -215,7 +223,8 @@ class Builder(Products):
 
     def _take_numbers(self, count: int) -> int:
         """Return the address of numbers of 32 bits."""
-        return self._take(4 * count).ctypes.data
+        numbers: I32 = self.take("int32", count)
+        return numbers.ctypes.data
 
     def add_spread(
         self,
@@ -265,7 +274,7 @@ class Builder(Products):
         weights, place = 0, "none"
         if own.head_norm and attention.head_norm_of == "head" and not cuts_normed(attention):
             weights, place = self._read_head_norm(key, own), attention.head_norm_place
-        tables, turned = self.ropes[own.turn], own.turned_width
+        tables, turned = self.turns[own.turn], own.turned_width
         rotated = own.rope.count_rotated(turned)
         if self.is_stored:
             # Element i of a stored head turns with element i + half of all; pairs that do not
@@ -277,8 +286,8 @@ class Builder(Products):
             width or own.head_dim,
             Norm(weights, place),
             {
-                "cos": tables.arrays[0].ctypes.data,
-                "sin": tables.arrays[1].ctypes.data,
+                "cos": tables[0].ctypes.data,
+                "sin": tables[1].ctypes.data,
                 "table_stride": turned // 2,
                 "rotated": rotated,
                 "neighbours": int(neighbours),
@@ -291,7 +300,7 @@ class Builder(Products):
         """Spread the elements of queries or keys if the KV cache rounds keys to a few values: a
         large one would leave the others none.  Products of both stay as they are."""
         block = width & -width
-        if self._cache.kind == "int8" and block >= _LEAST_SPREAD:
+        if self.cache.kind == "int8" and block >= _LEAST_SPREAD:
             values = {**x.put("x"), "heads": heads, "head_dim": width, "block": block}
             self.add("spread_heads", values, each=heads, grain=4)
 
@@ -351,13 +360,12 @@ class Builder(Products):
         tables = {"x_of": x_of, "gate_of": gate_of, "y_of": starts if y_of is None else y_of}
         own = None if norm is None else norm.epsilon
         epsilon = self._model.norm.epsilon if own is None else own
-        kept: list[I32] = [self.keep(np.array(table, np.int32)) for table in tables.values()]
         self.add(
             "gate_heads",
             {
                 **x.put("x"),
                 **(x if gates is None else gates.area).put("gates"),
-                **{name: table.ctypes.data for name, table in zip(tables, kept, strict=True)},
+                **{name: self.keep_numbers(table) for name, table in tables.items()},
                 "gate_each": 1 if gates is None else gates.each,
                 "kind": -1 if gates is None else GATES.index(gates.kind),
                 **y.put("y"),
@@ -390,8 +398,14 @@ class Builder(Products):
             grain=2,
         )
 
+    def keep_numbers(self, numbers: Sequence[int]) -> int:
+        kept: I32 = self.keep(len(numbers), lambda: numbers, "int32")
+        return kept.ctypes.data
+
     def _place_cache(self, heads: Heads, layer: int) -> dict[str, int]:
-        arrays = self._cache.find(layer)
+        if not self.is_real:
+            return {}
+        arrays = self.cache.find(layer)
         # All heads read the same latent vectors, which are their values too.
         is_latent = len(arrays) == 1
         found = self.put_tokens()
@@ -411,10 +425,10 @@ class Builder(Products):
         self, x: Area, heads: int, width: int, own: Attention, norm: Norm, *, neighbours: bool
     ) -> None:
         """Turn the first elements of heads of ``width``, as many as attention turns."""
-        tables = self.ropes[own.turn]
+        tables = self.turns[own.turn]
         turn = {
-            "cos": tables.arrays[0].ctypes.data,
-            "sin": tables.arrays[1].ctypes.data,
+            "cos": tables[0].ctypes.data,
+            "sin": tables[1].ctypes.data,
             "table_stride": own.turned_width // 2,
             "rotated": own.rope.count_rotated(own.turned_width),
             "neighbours": int(neighbours),
@@ -424,7 +438,9 @@ class Builder(Products):
 
     def place_index(self, layer: int, width: int) -> dict[str, int]:
         """Return the arguments that say where the keys of a layer's index are."""
-        array = self._cache.find_index(layer)
+        if not self.is_real:
+            return {"key_width": width}
+        array = self.cache.find_index(layer)
         return {
             **self.put_tokens(),
             "key_width": width,
@@ -450,24 +466,28 @@ class Builder(Products):
 
     def _read_slopes(self, shape: Attention) -> int:
         """Return the address of slopes of heads, by which scores fall; 0 where they do not."""
-        slopes = list_slopes(shape)
-        if not slopes:
+        if shape.options.alibi is None:
             return 0
+
+        def compute() -> list[float]:
+            from pi2.backends.arithmetic import list_slopes
+
+            return list_slopes(shape)
+
         place = ("slopes", None, shape.heads, 0.0)
         if place not in self._vectors:
-            self._vectors[place] = self.keep(np.array(slopes, np.float32))
+            self._vectors[place] = self.keep(shape.heads, compute)
         return self._vectors[place].ctypes.data
 
     def add_attention(self, queries: Area, y: Area, shape: Attention, layer: int) -> None:
         """Mix the values that queries see in the KV cache."""
         attention, heads = shape.options, describe_heads(shape)
         source = layer if shape.key_layer is None else shape.key_layer
-        values = self._cache.find(source)[-1].elements
         sinks = self.read_vector("sinks", layer) if shape.sinks else 0
         group, lanes = heads.group, self._interpreter.lanes
         size = count_attention_bytes(heads.key, heads.value)
         self._scratch_size = max(self._scratch_size, size)
-        tokens = self.step_tokens if self.is_stored else SINGLE
+        tokens = self.extent.step_tokens if self.is_stored else SINGLE
         size = count_partial_bytes(shape.heads, heads.value, self._threads, tokens)
         self._partial_size = max(self._partial_size, size)
         width = shape.head_dim if shape.latent is None else shape.latent.key
@@ -477,7 +497,7 @@ class Builder(Products):
             "heads": shape.heads,
             "group": group,
             **self._place_cache(heads, source),
-            "value_stride": values.shape[-1],
+            "value_stride": heads.widths[-1],
             "window": shape.window or 0,
             "is_chunked": int(attention.window_kind == "chunked"),
             **self.put_lists(shape.index),

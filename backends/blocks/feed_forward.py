@@ -17,11 +17,9 @@ Kinds = tuple[str, str, str]
 class FeedForward:
     """Adds the FFNs of layers to a program."""
 
-    def __init__(self, model: Model, builder: Builder, residual: Residual, predicts: bool) -> None:
-        """``predicts``: the router of the next layer chooses early."""
+    def __init__(self, model: Model, builder: Builder, residual: Residual) -> None:
         self._model, self._builder, self._residual = model, builder, residual
         self._hidden = model.shape.hidden
-        self._predicts = predicts
         self.predictions: dict[int, tuple[int, int]] = {}
         """First and last of these instructions, which stand before a layer's own choice."""
         self._routed: Routed | None = None
@@ -129,7 +127,7 @@ class FeedForward:
         scores = builder.take_area("scores", moe.experts)
         self.add_scores(layer, moe, read, scores)
         routed = builder.list_routed()
-        if self._predicts and layer + 1 < len(self._model.blocks):
+        if builder.extent.predicts and layer + 1 < len(self._model.blocks):
             self._add_prediction(layer + 1, moe, routed)
         builder.add_routing(scores, layer, routed)
         return routed

@@ -3,60 +3,55 @@
 from __future__ import annotations
 
 import math
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.contract import cuts_normed
 from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.indexed import Indexing
 from pi2.backends.blocks.latent import LatentAttention
-from pi2.backends.blocks.operands import Area, Gates, Product
+from pi2.backends.blocks.operands import Area, Extent, Gates, Product
 from pi2.backends.blocks.outside import OutsideFeedForward
-from pi2.backends.blocks.recurrent import StateBuilder
 from pi2.backends.blocks.residual import Residual
-from pi2.backends.blocks.room import StateMemory
+from pi2.backends.blocks.room import KvCache, Memory, StateMemory
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import LayerEmbedding
+
+if TYPE_CHECKING:
+    from pi2.arrays import U8
+    from pi2.backends.blocks.instructions import FindWeight
+    from pi2.backends.blocks.interpreter import Interpreter
 
 
 class Layers:
     """Adds a model's embedding, layers and head to a program."""
 
-    def __init__(
-        self,
-        model: Model,
-        builder: Builder,
-        memory: StateMemory,
-        rows: int,
-        predicts: bool,
-        outside: bool,
-    ) -> None:
-        """``rows``: most tokens whose logits are computed in a call; ``predicts``: the router of
-        the next layer chooses early, to prefetch its experts, or neurons are named early;
-        ``outside``: other code computes neurons of FFNs."""
-        self._model, self._builder = model, builder
+    def __init__(self, model: Model, builder: Builder, memory: StateMemory) -> None:
+        self._model, self._builder, self.builder, self.memory = model, builder, builder, memory
         self._hidden = model.shape.hidden
         self._residual = Residual(model, builder)
         latent = model.attention.latent
         self._latent = None if latent is None else LatentAttention(model, builder, latent)
         index = model.attention.index
         self._index = None if index is None else Indexing(model, builder, index)
-        self._states = StateBuilder(model, builder, memory)
-        self._ffn = FeedForward(model, builder, self._residual, predicts)
+        if model.states:
+            from pi2.backends.blocks.recurrent import StateBuilder
+
+            self._states = StateBuilder(model, builder, memory)
+        self._ffn = FeedForward(model, builder, self._residual)
         self.outside: OutsideFeedForward | None = None
         """FFNs whose neurons are computed elsewhere."""
-        if outside:
-            self.outside = OutsideFeedForward(
-                model, builder, self._residual, self._ffn, looks_ahead=predicts
-            )
+        if builder.extent.outside:
+            self.outside = OutsideFeedForward(model, builder, self._residual, self._ffn)
+        self.head = 0
+        """The first instruction of the head."""
         self.looked_up = 0
         """The first instruction after rows of the call's tokens are looked up."""
         self.x = self._residual.x
         self.u = self._take_read()
         """What operators and the head read."""
-        self.logits = builder.take_area("logits", model.shape.vocab, tokens=rows)
+        self.logits = builder.take_area("logits", model.shape.vocab, tokens=builder.extent.rows)
         self.predictions = self._ffn.predictions
 
     def _take_read(self) -> Area:
@@ -66,13 +61,18 @@ class Layers:
         return self.outside.exchange.normalized
 
     def list_kept(self) -> list[Area]:
-        """What a call has in areas from one layer to the next."""
+        """What a call has in areas while its neurons are computed elsewhere."""
         found, own, streams = [self.x], self._model.layer_embedding, self._residual.streams
         if own is not None:
             found.append(self._take_layer_inputs(own))
         if self._residual.mixed is not None:
             found.append(self._residual.mixed.kept)
-        return found if streams is None else [*found, streams.before]
+        if streams is not None:
+            found.append(streams.before)
+        if self.outside is not None:
+            shared = (self.outside.exchange.before, self.outside.exchange.normalized)
+            found += [area for area in shared if area is not None]
+        return found
 
     def add_embedding(self) -> None:
         builder, model, hidden = self._builder, self._model, self._hidden
@@ -120,9 +120,12 @@ class Layers:
             factor=own.projection_factor,
         )
         builder.add_products(self.x, self._hidden, [project])
-        weights = builder.need("layer_projection_norm", None).read()
-        weights = (weights + self._model.norm.weight_offset) * np.float32(half)
-        weights = builder.keep(weights, "workspace" if builder.is_stored else "attention")
+        norm, offset = builder.need("layer_projection_norm", None), self._model.norm.weight_offset
+        weights = builder.keep(
+            norm.rows * norm.length,
+            lambda: (norm.read() + offset) * half,
+            segment="workspace" if builder.is_stored else "attention",
+        )
         builder.add_parts_norm(area, layers, width, weights.ctypes.data)
         table, numbers = builder.need("layer_embedding", None), builder.known_numbers
         builder.add_rows("layer_embedding", table, numbers, area, own.factor * half, added=True)
@@ -192,11 +195,18 @@ class Layers:
         if model.layer_embedding is not None:
             self._add_layer_input(layer, model.layer_embedding)
         if model.layer_scale:
-            scale = float(builder.need("layer_scale", layer).read()[0])
-            builder.add_cap(self.x, self._hidden, 0.0, scale)
+            builder.add_cap(self.x, self._hidden, 0.0, builder.read_scale("layer_scale"))
         if self.outside is not None:
             self.outside.end_layer()
         builder.layer = None
+
+    def add_model(self) -> U8:
+        """Add everything; return what threads write to and forget."""
+        self.add_embedding()
+        for layer in range(self._model.shape.layers):
+            self.add_layer(layer)
+        self.head = self.add_head()
+        return self._builder.finish()
 
     def _has_own_norm(self, layer: int) -> bool:
         """Whether an FFN next to attention has a norm that is not attention's."""
@@ -312,3 +322,14 @@ class Layers:
         output = builder.make_product(key, layer, has_bias=has_bias, **total.take())
         builder.add_products(mixed, length, [output])
         self._residual.end("attention_output_norm")
+
+
+def start_layers(
+    model: Model, find: FindWeight, interpreter: Interpreter, memory: Memory, extent: Extent
+) -> Layers:
+    """Return what builds a program in ``memory``, which has its KV cache and states now."""
+    # Neurons that are computed elsewhere take chunks in turns, and windows keep no more.
+    most = None if extent.outside else extent.tokens
+    cache = KvCache(model, extent.positions, extent.sequences, memory, extent.kv, most)
+    states = StateMemory(model, extent.sequences, memory)
+    return Layers(model, Builder(model, find, interpreter, cache, memory, extent), states)

@@ -8,22 +8,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.blocks.building import Builder
-from pi2.backends.blocks.instructions import FindWeight, Planes, Program
+from pi2.backends.blocks.code import Program
+from pi2.backends.blocks.instructions import FindWeight
 from pi2.backends.blocks.interpreter import Interpret
-from pi2.backends.blocks.layers import Layers
-from pi2.backends.blocks.operands import Area, Matrix
+from pi2.backends.blocks.layers import start_layers
+from pi2.backends.blocks.operands import Area, Extent, Matrix
 from pi2.backends.blocks.recurrent import STATE_MATRICES
-from pi2.backends.blocks.room import Allocate, KvCache, StateMemory
+from pi2.backends.blocks.room import Allocate, Memory
 from pi2.backends.blocks.routed import PairTables, RoutedLayer, list_routed, view_floats
-from pi2.backends.executor import CONTEXT_BLOCK, Ring
+from pi2.backends.executor import Ring
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType
 
 PANEL_ROWS = 16
 """Streamed pieces have whole multiples of so many rows, a panel's on any processor."""
-ONE_PLANE = Planes(1, 1, 1)
 NoteKernel = Callable[[str, int | None, float, float], None]
 """Takes a kernel's name, its layer if it has one, and when it began and ended."""
 
@@ -34,65 +32,36 @@ class BlockModel:
 
     ``find(key, layer)`` gives tensors: vectors with their bytes, and matrices without, if they are
     streamed: `set_tensor` then says where they are before `run` computes instructions that read
-    them.  Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks:
-    each is what those before it leave, quantised again.  With ``predicts`` the next layer's
-    router chooses early (`RoutedLayer.prediction`).  With ``outside``, other code computes
-    neurons (`Exchange`), and tensors are a store's."""
+    them."""
 
     def __init__(
         self,
         model: Model,
         find: FindWeight,
+        extent: Extent,
         *,
-        threads: int,
-        context: int,
-        sequences: int,
-        step_tokens: int,
-        chunk: int,
         allocate: Allocate,
         interpret: Interpret,
-        planes: Planes = ONE_PLANE,
-        predicts: bool = False,
-        outside: bool = False,
-        scratch_bytes: int = 0,
-        kv: KvType = "fp16",
     ) -> None:
-        self._model = model
-        self.interpreter = interpret(model, list_formats(model, find), kv)
-        context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
+        self._model, self.extent = model, extent
+        self.interpreter = interpret(model, list_formats(model, find), extent.kv)
         self._lanes = self.interpreter.lanes
-        rows = max(LOGIT_ROWS, step_tokens)
-        tokens = max(chunk, rows)
-        most = None if outside else tokens
-        self._cache = KvCache(model, context, sequences, allocate, kv, most)
-        self._states = StateMemory(model, sequences, allocate)
-        self._builder = builder = Builder(
-            model,
-            find,
-            self.interpreter,
-            self._cache,
-            tokens=tokens,
-            step_tokens=step_tokens,
-            context=context,
-            threads=threads,
-            planes=max(planes),
-            allocate=allocate,
-            is_stored=outside,
-        )
-        self._layers = layers = Layers(model, builder, self._states, rows, predicts, outside)
-        layers.add_embedding()
+        self.memory = memory = Memory(allocate)
+        """The program's arrays."""
+        self._layers = layers = start_layers(model, find, self.interpreter, memory, extent)
+        self._builder = builder = layers.builder
+        self._cache, self._states = builder.cache, layers.memory
+        self.scratch = layers.add_model()
+        """What threads write to and forget."""
         self.looked_up = layers.looked_up
         """The first instruction after rows of the call's tokens are looked up."""
         self.exchange = None if layers.outside is None else layers.outside.exchange
         """What the program shares with neurons that are computed elsewhere."""
-        for layer in range(model.shape.layers):
-            layers.add_layer(layer)
-        self.head = layers.add_head()
+        self.head = layers.head
         """The first instruction of the head."""
-        builder.need_scratch(scratch_bytes)
-        self.scratch = builder.finish()
-        """What threads write to and forget, ``scratch_bytes`` or more of each."""
-        self._program = Program(builder.instructions, self.head, planes, keeps_bits=outside)
+        self._program = Program(
+            builder.instructions, self.head, extent.planes, keeps_bits=extent.outside
+        )
         self.matrices: list[Matrix] = builder.matrices
         self._firsts = {matrix.instructions[0]: matrix for matrix in self.matrices}
         groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
@@ -101,20 +70,20 @@ class BlockModel:
         self.pairs: PairTables | None = None
         """Order in which their experts are computed, if the caller runs them in parts."""
         if builder.routed is not None:
-            self.pairs = PairTables(self._program, builder.routed, tokens, self.run)
-        self._chunk = chunk
-        self.most_threads = threads
+            self.pairs = PairTables(self._program, builder.routed, extent.tokens, self.run)
+        self._chunk = extent.chunk
+        self.most_threads = extent.threads
         """1: only the caller computes, which wakes no thread: quicker if it will wait anyway."""
         self._count = 0
         self._given: dict[int, U8] = {}
         self._note: NoteKernel | None = None
         self._watch: Callable[[int], None] | None = None
         logits = layers.logits
-        found = view_floats(logits.address, rows, logits.stride)
+        found = view_floats(logits.address, extent.rows, logits.stride)
         self._logits = found[:, : model.shape.vocab]
         self.u, self.x = layers.u, layers.x
         """What operators and the head read, and the residual stream."""
-        self._hidden = view_floats(layers.u.address, tokens, layers.u.stride)
+        self._hidden = view_floats(layers.u.address, extent.tokens, layers.u.stride)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         """Return logits [T, vocab] of ``tokens`` [T], each the next one of its sequence or of
@@ -154,10 +123,8 @@ class BlockModel:
         return self._builder.take_area(name, width)
 
     def list_kept(self) -> list[Area]:
-        """What a call has in areas while its neurons are computed elsewhere."""
-        assert self.exchange is not None
-        own = (self.exchange.before, self.exchange.normalized)
-        return [*self._layers.list_kept(), *(area for area in own if area is not None)]
+        """See `Layers.list_kept`."""
+        return self._layers.list_kept()
 
     def run_rows(self, number: int, first: int, end: int, address: int) -> None:
         """Compute rows ``first`` to ``end`` of a matrix, all of a part in several; row 0 would be
@@ -305,7 +272,7 @@ class BlockModel:
 
     def expect(self, end: int) -> None:
         """Tell that the calls that follow bring a sequence to ``end`` tokens at most."""
-        for tables in self._builder.ropes.values():
+        for tables in self._builder.ropes:
             tables.expect(end)
 
     def observe(self, note: NoteKernel | None) -> None:

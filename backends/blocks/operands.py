@@ -3,15 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from pi2.arrays import I32
-from pi2.backends.blocks.instructions import Weight
+from pi2.backends.blocks.instructions import Planes, Weight
+from pi2.backends.executor import CONTEXT_BLOCK
+from pi2.formats.packing import round_up
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.documents.plan import KvType
 from pi2.records import dataclass
+
+if TYPE_CHECKING:
+    from pi2.arrays import I32
 
 
 def put_optional(name: str, address: int) -> dict[str, int]:
     """Return the argument ``name``, and the flag of its presence."""
     return {name: address, f"has_{name}": int(address != 0)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """What a program computes at most, and how: its arrays depend on it."""
+
+    chunk: int
+    """Tokens of a prompt that are computed together."""
+    step_tokens: int
+    """Tokens of a step, which may be of different sequences."""
+    context: int
+    threads: int
+    sequences: int = 1
+    kv: KvType = "fp16"
+    planes: Planes = Planes(1, 1, 1)
+    """Planes of 8 bits of a quantised input: each is what those before it leave, quantised."""
+    predicts: bool = False
+    """Whether the router of the next layer chooses early (`RoutedLayer.prediction`), or neurons
+    are named early."""
+    outside: bool = False
+    """Whether other code computes neurons (`Exchange`), and tensors are a neuron store's."""
+    scratch_bytes: int = 0
+    """What every thread has, at least."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens whose logits are computed in a call."""
+        return max(LOGIT_ROWS, self.step_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a call."""
+        return max(self.chunk, self.rows)
+
+    @property
+    def positions(self) -> int:
+        """The context in whole blocks."""
+        return round_up(self.context, CONTEXT_BLOCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

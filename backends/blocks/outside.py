@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.operands import Area
@@ -54,15 +52,8 @@ class OutsideFeedForward:
     """Adds what stands before and after the neurons of a layer."""
 
     def __init__(
-        self,
-        model: Model,
-        builder: Builder,
-        residual: Residual,
-        ffn: FeedForward,
-        *,
-        looks_ahead: bool,
+        self, model: Model, builder: Builder, residual: Residual, ffn: FeedForward
     ) -> None:
-        """``looks_ahead``: neurons of the next layer are named early (`Exchange.ahead`)."""
         self._model, self._builder, self._residual, self._ffn = model, builder, residual, ffn
         self._hidden, width = model.shape.hidden, model.stored_neuron_width
 
@@ -76,8 +67,8 @@ class OutsideFeedForward:
             given=take("neurons give", width),
             normalized=take("ffn reads", model.shape.stored_hidden) if has_own else read,
         )
-        if looks_ahead:
-            self.exchange.ahead = take("ahead", width, builder.step_tokens)
+        if builder.extent.predicts:
+            self.exchange.ahead = take("ahead", width, builder.extent.step_tokens)
         if moe is not None:
             self.exchange.routes = take("routes of experts", model.expert_count)
         self._is_parallel = model.residual == "parallel"
@@ -140,7 +131,7 @@ class OutsideFeedForward:
         count, routes = self._model.expert_count, exchange.routes
         assert routes is not None
         if not ffn.has_router:
-            row = builder.keep((np.arange(count) < ffn.active).astype(np.float32))
+            row = builder.keep(count, lambda: [float(own < ffn.active) for own in range(count)])
             builder.add_cap(Area(row.ctypes.data, 0), count, 0.0, 1.0, routes)
             return
         read = exchange.normalized

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from pi2.arrays import F32, I32, I64, U8, Raw
-from pi2.backends.arithmetic import RopeTables
 from pi2.backends.blocks.contract import PIECE
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
-from pi2.backends.blocks.interpreter import Interpreter
-from pi2.backends.blocks.operands import Area, Matrix, Product, Routed, find_address, put_optional
-from pi2.backends.blocks.room import Allocate, KvCache, describe_order, list_offsets, make_tables
+from pi2.backends.blocks.operands import (
+    Area,
+    Extent,
+    Matrix,
+    Product,
+    Routed,
+    find_address,
+    put_optional,
+)
+from pi2.backends.blocks.room import (
+    KvCache,
+    Memory,
+    count_table_bytes,
+    describe_order,
+    list_offsets,
+    make_tables,
+)
 from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
 from pi2.formats.packing import GROUP, round_up
 from pi2.model.blocks import list_turns
@@ -23,7 +32,11 @@ from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Norm as NormOptions
 from pi2.records import dataclass, replace
 
-A = TypeVar("A", bound=Raw)
+if TYPE_CHECKING:
+    from pi2.arrays import F32, I32, I64, U8
+    from pi2.backends.arithmetic import RopeTables
+    from pi2.backends.blocks.interpreter import Interpreter
+
 _GRAIN_BYTES = 1 << 14
 """Bytes of weights that a thread takes at a time, at least."""
 _ANY_LENGTH = 1 << 40
@@ -52,36 +65,28 @@ class Products:
         find: FindWeight,
         interpreter: Interpreter,
         cache: KvCache,
-        *,
-        tokens: int,
-        step_tokens: int,
-        context: int,
-        threads: int,
-        planes: int,
-        allocate: Allocate,
-        is_stored: bool = False,
+        memory: Memory,
+        extent: Extent,
     ) -> None:
-        """``tokens``: most of a call; ``step_tokens``: most that may be of different sequences;
-        ``is_stored``: a neuron store has the tensors (`pi2.model.tensors`)."""
-        self._model = model
-        self.is_stored = is_stored
-        self.step_tokens, self._allocate = step_tokens, allocate
-        self._planes = planes
+        self._model, self.extent = model, extent
+        self.is_stored = extent.outside
+        """Whether a neuron store has the tensors (`pi2.model.tensors`)."""
+        self.is_real = memory.is_real
+        self.take, self.keep = memory.take, memory.keep
+        self._planes = max(extent.planes)
         self._find = find
         self._interpreter = interpreter
-        self._cache = cache
-        self._tokens = tokens
-        self._context = context
-        self._threads = threads
-        self._kept: list[U8] = []
-        """Everything that instructions know by its address."""
+        self.cache = cache
+        self._tokens = tokens = extent.tokens
+        self._context = context = extent.positions
+        self._threads = extent.threads
         self._areas: dict[tuple[str, int, int], Area] = {}
-        self._codes: dict[tuple[str, int, int], int] = {}
+        self._codes: dict[tuple[object, int, int], int] = {}
         self._grids: dict[str, U8] = {}
         self._vectors: dict[tuple[str, int | None, int, float], F32] = {}
         """By name, layer, mixer and offset, or by length and value."""
         self._orders: dict[tuple[int, ...], I64] = {}
-        self._growths: dict[bytes, F32] = {}
+        self._growths: dict[float, F32] = {}
         self._scratch_size = self._partial_size = 0
         self.routed: Routed | None = None
         """What layers with experts share."""
@@ -92,43 +97,37 @@ class Products:
         self.mixer = 0
         self.rms = model.norm.model_copy(update={"kind": "rmsnorm", "bias": False})
         """The norm of heads, routers and latent vectors."""
-        self.numbers: I32 = self._take(4 * tokens).view(np.int32)
+        self.numbers: I32 = self.take("int32", tokens)
         """Tokens of a call."""
-        self.sequences: I32 = self._take(4 * tokens).view(np.int32)
-        self.positions: I32 = self._take(4 * tokens).view(np.int32)
-        self.places: I32 = self._take(4 * tokens).view(np.int32)
+        self.sequences: I32 = self.take("int32", tokens)
+        self.positions: I32 = self.take("int32", tokens)
+        self.places: I32 = self.take("int32", tokens)
         """Rows of the learned positions."""
-        self.known_numbers: I32 = self._take(4 * tokens).view(np.int32)
+        self.known_numbers: I32 = self.take("int32", tokens)
         """Rows of a table that has some tokens: others have the first one."""
-        self.ropes: dict[tuple[Rope, int], RopeTables] = {}
-        for turn in list_turns(model):
-            shape = 2, context, max(turn[1] // 2, 1)
-            arrays: F32 = self._take(4 * math.prod(shape)).view(np.float32).reshape(shape)
-            self.ropes[turn] = RopeTables(*turn, (arrays[0], arrays[1]))
+        self.turns: dict[tuple[Rope, int], F32] = {
+            turn: self.take("float32", 2, context, max(turn[1] // 2, 1))
+            for turn in list_turns(model)
+        }
+        """Cosines and sines."""
+        self.ropes: list[RopeTables] = []
+        if memory.is_real:
+            from pi2.backends.arithmetic import RopeTables
+
+            self.ropes = [RopeTables(*turn, (own[0], own[1])) for turn, own in self.turns.items()]
         experts, active = (
             (1, 1) if model.moe is None else (model.moe.experts, model.moe.active_experts)
         )
         pairs = tokens * active
-        self._ones: F32 = self.keep(np.ones(experts, np.float32))
-        self._zeros: I32 = self._take(4 * pairs).view(np.int32)
-        self._steps: I32 = self.keep(np.arange(pairs, dtype=np.int32))
-
-    def _take(self, size: int, segment: str = "workspace") -> U8:
-        self._kept.append(self._allocate(segment, size))
-        return self._kept[-1]
-
-    def keep(self, array: A, segment: str = "workspace") -> A:
-        """Return a copy in memory of the budget."""
-        kept: Any = self._take(array.nbytes, segment).view(array.dtype).reshape(array.shape)
-        kept[...] = array
-        own: A = kept
-        return own
+        self._ones: F32 = self.keep(experts, lambda: 1.0)
+        self._zeros: I32 = self.take("int32", pairs)
+        self._steps: I32 = self.keep(pairs, lambda: range(pairs), "int32")
 
     def fill(self, value: float, length: int) -> int:
         """Return the address of so many numbers that are all the same."""
         place = "constant", length, 0, value
         if place not in self._vectors:
-            self._vectors[place] = self.keep(np.full(length, value, np.float32))
+            self._vectors[place] = self.keep(length, lambda: value)
         return self._vectors[place].ctypes.data
 
     def find(self, key: str, layer: int | None = None) -> Weight | None:
@@ -144,6 +143,10 @@ class Products:
     def read_values(self, key: str) -> F32:
         """Return a vector of the addition's layer."""
         return self.need(key).read()
+
+    def read_scale(self, key: str) -> float:
+        """Return the only number of a tensor of the addition's layer, if there are numbers."""
+        return float(self.read_values(key)[0]) if self.is_real else 1.0
 
     def put_tokens(self) -> dict[str, int]:
         """Return the arguments that say to what sequences tokens belong, and where they stand."""
@@ -164,7 +167,7 @@ class Products:
         if key not in self._areas:
             whole = GROUP if self.is_stored else 16
             stride = width if is_tight else round_up(width, whole)
-            array = self._take(4 * stride * each * (tokens or self._tokens))
+            array = self.take("float32", stride * each * (tokens or self._tokens))
             self._areas[key] = Area(array.ctypes.data, stride)
         return self._areas[key]
 
@@ -178,11 +181,16 @@ class Products:
             if weight is None:
                 return 0
             is_there = weight.format == "f32" and not (offset or weight.added)
-            if is_there and self.is_stored and weight.data is not None:
-                self._vectors[place] = weight.data.view(np.float32)
+            if not (is_there and self.is_stored):
+                count = weight.rows * weight.experts * weight.length
+                self._vectors[place] = self.keep(
+                    count, lambda: weight.read() + offset, segment="attention"
+                )
+            elif not self.is_real:
+                return 1
             else:
-                values = weight.read() + np.float32(offset)
-                self._vectors[place] = self.keep(values, "attention")
+                assert weight.data is not None
+                self._vectors[place] = weight.data.view("float32")
         return self._vectors[place].ctypes.data
 
     def add(
@@ -276,7 +284,7 @@ class Products:
     ) -> None:
         """Add matrices times the same vectors, ``each`` of a token, which are quantised first as
         the formats want."""
-        inputs: dict[str, _Codes] = {}
+        inputs: dict[object, _Codes] = {}
         x, length = self._fill_up(x, length, products[0], each)
         for product in products:
             self._quantize(x, length, product, inputs, each)
@@ -301,7 +309,8 @@ class Products:
         """Add what makes ``product`` of its products without scales."""
         scales, rows = product.weight.row_scales, product.weight.rows
         assert scales is not None
-        self.add_term(own.y, own.y, rows, self.keep(scales).ctypes.data)
+        kept = self.keep(rows, lambda: scales)
+        self.add_term(own.y, own.y, rows, kept.ctypes.data)
         if product.bias:
             self.add_term(Area(product.bias, 0), own.y, rows)
         if not product.added:
@@ -332,7 +341,7 @@ class Products:
     ) -> None:
         """Add a matrix of each head, from its row ``first`` on, times a vector of each, or only so
         many ``rows``.  Strides are between heads, which follow each other without gaps."""
-        weight, y, inputs = product.weight, product.y, dict[str, _Codes]()
+        weight, y, inputs = product.weight, product.y, dict[object, _Codes]()
         assert weight.row_scales is None, (
             f"{product.key}: rows of heads have no scales of their own"
         )
@@ -388,7 +397,7 @@ class Products:
         self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
 
     def _quantize(
-        self, x: Area, length: int, product: Product, inputs: dict[str, _Codes], each: int
+        self, x: Area, length: int, product: Product, inputs: dict[object, _Codes], each: int
     ) -> None:
         """Bring vectors into the form that a format is multiplied with, unless they are."""
         weight = product.weight
@@ -404,7 +413,7 @@ class Products:
         plane = stride * each * self._tokens
         key = form, length, each
         if key not in self._codes:
-            self._codes[key] = self._take(plane * self._planes).ctypes.data
+            self._codes[key] = self.take("uint8", plane * self._planes).ctypes.data
         target = self._codes[key]
         inputs[form] = _Codes(target, stride, self._planes, plane)
         if kind == "q8_k":
@@ -437,27 +446,31 @@ class Products:
                 label="quantize",
             )
 
-    def _name_form(self, product: Product) -> str:
+    def _name_form(self, product: Product) -> object:
         weight = product.weight
         kind = weight.kind.activations
         if kind == "float":
             return kind
-        find = self._find_order if kind == "q8_k" else self._describe_order
-        return f"{kind} {find(weight.format)} {self._shares_panels(product)}"
+        find = self._list_offsets if kind == "q8_k" else self._describe_order
+        return kind, find(weight.format), self._shares_panels(product)
+
+    def _list_offsets(self, name: str) -> tuple[int, ...]:
+        return list_offsets(name, 4 * self._interpreter.lanes)
 
     def _describe_order(self, name: str) -> int:
         return describe_order(name, 4 * self._interpreter.lanes)
 
     def _find_order(self, name: str) -> int:
         """Return the address of the order of a format's activations, the same for the same one."""
-        offsets = list_offsets(name, 4 * self._interpreter.lanes)
+        offsets = self._list_offsets(name)
         if offsets not in self._orders:
-            self._orders[offsets] = self.keep(np.array(offsets, np.int64))
+            self._orders[offsets] = self.keep(len(offsets), lambda: offsets, "int64")
         return self._orders[offsets].ctypes.data
 
     def _find_grid(self, name: str) -> int:
         if name not in self._grids:
-            self._grids[name] = self.keep(make_tables(name))
+            size = count_table_bytes(name) or 64
+            self._grids[name] = self.keep(size, lambda: make_tables(name), "uint8")
         return self._grids[name].ctypes.data
 
     def _multiply(self, product: Product, codes: _Codes, *, waits: bool) -> int:
@@ -499,7 +512,8 @@ class Products:
         """Return the address of a number for each of a matrix's experts."""
         if not weight.scales:
             return self._ones.ctypes.data
-        return self.keep(np.array(weight.scales, np.float32)).ctypes.data
+        kept: F32 = self.keep(len(weight.scales), lambda: weight.scales)
+        return kept.ctypes.data
 
     def _list_pairs(self, product: Product) -> dict[str, int]:
         one, several, routed = self._zeros.ctypes.data, self._steps.ctypes.data, product.routed
@@ -563,9 +577,10 @@ class Products:
     def finish(self) -> U8:
         """Allocate what instructions share that were added so far; return the threads'
         scratch."""
+        self.need_scratch(self.extent.scratch_bytes)
         size = -(-self._scratch_size // 64) * 64
-        scratch = self._take(size * self._threads)
-        partials = self._take(self._partial_size)
+        scratch: U8 = self.take("uint8", size * self._threads)
+        partials = self.take("uint8", self._partial_size)
         for instruction in self.instructions:
             if "partials" in instruction.values:
                 instruction.values["partials"] = partials.ctypes.data

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pi2.arrays import F32, I32, I64
+from pi2.arrays import F32, I64
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.contract import STATE_BLOCK
 from pi2.backends.blocks.instructions import Weight, put_float
@@ -105,9 +105,10 @@ class StateBuilder:
         joined = np.concatenate(places)
         bias = 0
         if shape.projection_bias:
-            values: F32 = builder.keep(np.zeros(total, np.float32))
-            values[joined[: shape.rows]] = builder.read_values("state_in_bias")
-            bias = values.ctypes.data
+            values = np.zeros(total, np.float32)
+            if builder.is_real:
+                values[joined[: shape.rows]] = builder.read_values("state_in_bias")
+            bias = builder.keep(total, lambda: values).ctypes.data
         products = [
             Product(key=key, weight=weight, y=area.skip(first), bias=bias and bias + 4 * first)
             for first, key, weight in found.values()
@@ -128,13 +129,17 @@ class StateBuilder:
         """Add the convolution of ``x``, or of its elements ``places``; channel i is element
         ``order[i]`` of ``y``."""
         builder, channels = self._builder, shape.channels
-        weights = builder.read_values("state_convolution").reshape(-1, channels)
-        bias = None
-        if shape.convolution_bias:
-            bias = builder.read_values("state_convolution_bias")
-        if order is not None:
-            weights = _put(weights, order)
-            bias = None if bias is None else _put(bias, order)
+
+        def keep(key: str, count: int) -> int:
+            def read() -> F32:
+                values = builder.read_values(key).reshape(-1, channels)
+                return (values if order is None else _put(values, order)).reshape(-1)
+
+            kept: F32 = builder.keep(count, read)
+            return kept.ctypes.data
+
+        weights = keep("state_convolution", shape.kernel * channels)
+        bias = keep("state_convolution_bias", channels) if shape.convolution_bias else 0
         before, after = (own.address for own in gates) if gates else (0, 0)
         tails, _ = self._memory.find(*place)
         builder.add(
@@ -145,8 +150,8 @@ class StateBuilder:
                 "after": after,
                 "has_gates": int(bool(gates)),
                 **y.put("y"),
-                "weights": builder.keep(np.ascontiguousarray(weights)).ctypes.data,
-                **put_optional("bias", 0 if bias is None else builder.keep(bias).ctypes.data),
+                "weights": weights,
+                **put_optional("bias", bias),
                 **put_optional("places", self._keep_numbers(places)),
                 "tails": tails,
                 "sequence_stride": self._memory.stride,
@@ -161,10 +166,7 @@ class StateBuilder:
         )
 
     def _keep_numbers(self, places: I64 | None) -> int:
-        if places is None:
-            return 0
-        kept: I32 = self._builder.keep(np.ascontiguousarray(places, np.int32))
-        return kept.ctypes.data
+        return 0 if places is None else self._builder.keep_numbers(places.tolist())
 
     def _recur(
         self,
@@ -251,9 +253,10 @@ class StateBuilder:
         own = Product(key="state_parts", weight=builder.need("state_parts"), y=parts)
         builder.add_products(values, shape.width, [own])
         if shape.part_norm != "none":
-            weights: F32 = builder.keep(np.ones(shape.parts, np.float32))
-            if shape.part_norm == "weighted":
-                weights[:] = builder.read_values("state_part_norm")
+            is_weighted = shape.part_norm == "weighted"
+            weights: F32 = builder.keep(
+                shape.parts, lambda: builder.read_values("state_part_norm") if is_weighted else 1.0
+            )
             for first, size in ((0, rank), (rank, depth), (rank + depth, depth)):
                 norm = HeadNorm(
                     weights=weights.ctypes.data + 4 * first,

@@ -112,9 +112,12 @@ class Streams:
         each = weight.rows // (self._count - 1)
         if each != hidden:
             # Rows of zeros are between the streams' matrices.
-            assert weight.data is not None
             firsts = range(0, weight.rows * weight.row_bytes, each * weight.row_bytes)
-            parts = [replace(weight, rows=hidden, data=weight.data[first:]) for first in firsts]
+            data = weight.data
+            parts = [
+                replace(weight, rows=hidden, data=None if data is None else data[first:])
+                for first in firsts
+            ]
             products = [
                 Product(key="stream_in", weight=own, y=y)
                 for own, y in zip(parts, self.others, strict=True)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from pi2.arrays import F16, F32, U8, Raw
 from pi2.backends.blocks.contract import KV_TYPES, describe_heads
-from pi2.backends.blocks.sizes import count_cache_bytes, count_positions
+from pi2.backends.blocks.sizes import count_positions
 from pi2.backends.executor import Ring
 from pi2.formats import find_format
 from pi2.formats.packing import align_bytes
@@ -19,6 +17,9 @@ from pi2.plan.arithmetic.units import count_state_bytes, find_index_type
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.records import dataclass
+
+if TYPE_CHECKING:
+    from pi2.arrays import F16, F32, U8, Raw
 
 GRIDS: Mapping[str, int] = {
     "iq1_s": 2048 * 8,
@@ -44,6 +45,8 @@ def place_tables(name: str) -> Path:
 
 def make_tables(name: str) -> U8:
     """Return the tables of a format; zeros where it has none."""
+    import numpy as np
+
     if name not in GRIDS:
         return np.zeros(64, np.uint8)
     if place_tables(name).exists():
@@ -132,26 +135,74 @@ def describe_order(name: str, width: int) -> int:
     return count if count == 1 else count + 256 * FIELDS.get(name, 0)
 
 
-Allocate = Callable[[str, int], U8]
+Allocate = Callable[[str, int], "U8"]
 """Gives zeroed bytes of a segment, which begin at a cache line; pages come when written."""
+_ITEM_BYTES = {"uint8": 1, "int8": 1, "float16": 2, "int32": 4, "float32": 4, "int64": 8}
+
+
+class Declared:
+    """An array that is only counted: it and its parts are nowhere."""
+
+    data = 64
+    """An address."""
+
+    @property
+    def ctypes(self) -> Declared:
+        return self
+
+    def __getitem__(self, place: object) -> Declared:
+        return self
+
+
+class Memory:
+    """Arrays of a program, which are counted, and allocated too if there is something to give."""
+
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate
+        self._kept: list[Any] = []
+        """Everything that instructions know by its address."""
+        self.sizes: dict[str, int] = {}
+        """Bytes of each segment so far."""
+
+    @property
+    def is_real(self) -> bool:
+        return self._allocate is not None
+
+    def take(self, kind: str, *shape: int, segment: str = "workspace") -> Any:
+        """Return an array of zeros."""
+        size = _ITEM_BYTES[kind] * prod(shape)
+        self.sizes[segment] = self.sizes.get(segment, 0) + size
+        if self._allocate is None:
+            return Declared()
+        self._kept.append(self._allocate(segment, size).view(kind).reshape(shape))
+        return self._kept[-1]
+
+    def keep(
+        self, count: int, read: Callable[[], Any], kind: str = "float32", segment: str = "workspace"
+    ) -> Any:
+        """Return an array of the ``count`` values that ``read`` gives if they are wanted."""
+        array = self.take(kind, count, segment=segment)
+        if self.is_real:
+            array[:] = read()
+        return array
 
 
 class StateMemory:
     """States of layers that have one: float32 [sequences, n], of every sequence what convolutions
     read of earlier tokens and the recurrent states."""
 
-    def __init__(self, model: Model, sequences: int, allocate: Allocate) -> None:
+    def __init__(self, model: Model, sequences: int, memory: Memory) -> None:
         shape, places = describe_state(model), model.states
         each = 0 if shape is None else count_state_bytes(model) // 4
         self.stride = each * len(places)
         """Elements of a sequence."""
-        raw = allocate("state", 4 * self.stride * sequences)
-        self._values: F32 = raw.view(np.float32).reshape(sequences, self.stride)
+        self._values = memory.take("float32", sequences, self.stride, segment="state")
+        first: int = self._values.ctypes.data
         kept = 0 if shape is None else align_bytes(4 * shape.kept)
         self._places = {
             place: (begin, begin + kept)
             for number, place in enumerate(places)
-            for begin in (raw.ctypes.data + 4 * each * number,)
+            for begin in (first + 4 * each * number,)
         }
 
     def find(self, layer: int, mixer: int) -> tuple[int, int]:
@@ -185,7 +236,7 @@ class KvCache:
         model: Model,
         context: int,
         sequences: int,
-        allocate: Allocate,
+        memory: Memory,
         kind: KvType,
         tokens: int | None = None,
     ) -> None:
@@ -203,10 +254,8 @@ class KvCache:
                 self.ring = Ring(block.attention.window, kept)
             for width in own.widths:
                 shape = sequences, own.key_heads, kept
-                raw = allocate("kv", count_cache_bytes(kind, prod(shape), width))
-                size = prod(shape) * width * np.dtype(KV_TYPES[kind]).itemsize
-                elements = raw[:size].view(KV_TYPES[kind]).reshape(*shape, width)
-                scales = raw[size:].view(np.float16).reshape(shape) if kind == "int8" else None
+                elements = memory.take(KV_TYPES[kind], *shape, width, segment="kv")
+                scales = memory.take("float16", *shape, segment="kv") if kind == "int8" else None
                 self._layers.setdefault(layer, []).append(Cached(elements, scales))
         self._indexes: dict[int, Raw] = {}
         index, own_kind = model.attention.index, find_index_type(kind)
@@ -214,8 +263,7 @@ class KvCache:
             if index is None or block.attention is None or block.attention.chooses != "index":
                 continue
             keys = sequences, 1, context, index.width
-            raw = allocate("kv", count_cache_bytes(own_kind, prod(keys[:-1]), index.width))
-            self._indexes[layer] = raw.view(KV_TYPES[own_kind]).reshape(keys)
+            self._indexes[layer] = memory.take(KV_TYPES[own_kind], *keys, segment="kv")
 
     def find(self, layer: int) -> Sequence[Cached]:
         """Return the vectors of a layer: its keys, and its values unless vectors are latent."""
@@ -237,6 +285,8 @@ class KvCache:
     def read(self, sequence: int, first: int, end: int) -> U8:
         """Return a copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``; rings
         give what they have in the places of those."""
+        import numpy as np
+
         positions = np.arange(first, end)
         parts = [
             np.ascontiguousarray(found).view(np.uint8).reshape(-1)
@@ -247,6 +297,8 @@ class KvCache:
 
     def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `read` gave for these tokens."""
+        import numpy as np
+
         done, positions = 0, np.arange(first, end)
         for array in self._list_arrays():
             shape = array.shape[1], end - first, *array.shape[3:]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.blocks.instructions import MANY, Program
+from pi2.backends.blocks.code import Program
+from pi2.backends.blocks.instructions import MANY
 from pi2.backends.blocks.operands import Matrix, Routed
 from pi2.records import dataclass
 

@@ -12,7 +12,7 @@ from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.instructions import FindWeight, Planes
 from pi2.backends.blocks.interpreter import CompiledInterpreter, Interpret
 from pi2.backends.blocks.model import BlockModel
-from pi2.backends.blocks.operands import Area
+from pi2.backends.blocks.operands import Area, Extent
 from pi2.backends.blocks.outside import Exchange, Stations
 from pi2.backends.blocks.routed import view_floats
 from pi2.backends.cpu.needs import DENSE_FLOATS
@@ -77,18 +77,20 @@ class Course:
         self.program = program = BlockModel(
             model,
             find or StoreWeights(model, request.tensors),
-            threads=request.threads,
-            context=request.context,
-            sequences=request.sequences,
-            step_tokens=request.step_tokens,
-            chunk=tokens,
+            Extent(
+                threads=request.threads,
+                context=request.context,
+                sequences=request.sequences,
+                step_tokens=request.step_tokens,
+                chunk=tokens,
+                planes=planes or count_planes(request),
+                predicts=request.looks_ahead,
+                outside=True,
+                scratch_bytes=4 * DENSE_FLOATS,
+                kv=request.kv_type,
+            ),
             allocate=request.allocate,
             interpret=interpret or partial(CompiledInterpreter, describe_program(request)),
-            planes=planes or count_planes(request),
-            predicts=request.looks_ahead,
-            outside=True,
-            scratch_bytes=4 * DENSE_FLOATS,
-            kv=request.kv_type,
         )
         self.expect = program.expect
         self.read_context, self.put_context = program.read_context, program.put_context

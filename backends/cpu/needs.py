@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import PLANES
-from pi2.backends.blocks.sizes import count_workspace_bytes
+from pi2.backends.blocks.counting import MOST_LANES, ProgramSize, count_program
+from pi2.backends.blocks.instructions import Planes
+from pi2.backends.blocks.operands import Extent
+from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocked_tile_bytes, count_blocks_bytes
 from pi2.backends.kernels.spec import BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED
 from pi2.model.ffn import count_stored_cutoff_rows
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_stated_threads
 from pi2.plan.arithmetic.units import KV_TOKENS, Need
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import ALIGNMENT, GROUP, fill_groups, round_up
+from pi2.plan.weights.layout import ALIGNMENT, GROUP, round_up
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -41,7 +44,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     tiles."""
     stated = count_stated_threads(resolved)
     threads = stated or UNKNOWN_THREADS
-    program = _count_program(resolved, threads)
+    extent = describe_extent(resolved.plan, threads)
+    program = count_stored(resolved.model, extent).segments["workspace"]
     neurons = _count_neurons(resolved, stated, threads)
     return Need(
         program + neurons,
@@ -50,52 +54,32 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     )
 
 
-def _count_program(resolved: ResolvedPlan, threads: int) -> int:
-    """Bytes of the program, for which FFNs are only what stands next to neurons."""
-    plan, model = resolved.plan, resolved.model
-    changes = {"ffn": max(model.side_width, GROUP)}
-    seen = model.model_copy(
-        update={"shape": model.shape.model_copy(update=changes), "moe": None, "side_ffn": None}
-    )
+def describe_extent(plan: Plan, threads: int) -> Extent:
+    """What the program of a plan for a store computes at most."""
     own = plan.decode.batch_activations
-    kinds = (plan.decode.activations, plan.prefill.activations, own or plan.decode.activations)
-    tokens = count_chunk_tokens(plan)
-    each = _count_exchanged(model)
-    if model.moe is not None:
-        each += 4 * (2 * model.moe.experts + 5 * model.moe.active_experts + 1)
-    rows = max(tokens, plan.decode.step_tokens)
-    return (
-        count_workspace_bytes(
-            seen,
-            tokens,
-            plan.decode.step_tokens,
-            max(PLANES[kind] for kind in kinds),
-            context=plan.kv.context,
-            threads=threads,
-            is_stored=True,
-        )
-        + rows * each
-        + 4 * plan.decode.step_tokens * model.stored_neuron_width
-        + (model.expert_count * 4 + ALIGNMENT) * model.shape.layers * (model.moe is not None)
+    kinds = (plan.decode.activations, own or plan.decode.activations, plan.prefill.activations)
+    return Extent(
+        chunk=count_chunk_tokens(plan),
+        step_tokens=plan.decode.step_tokens,
+        context=plan.kv.context,
+        sequences=plan.decode.batch,
+        kv=plan.kv.type,
+        threads=threads,
+        planes=Planes(*(PLANES[kind] for kind in kinds)),
+        predicts=True,
+        outside=True,
+        scratch_bytes=4 * DENSE_FLOATS,
     )
 
 
-def _count_exchanged(model: Model) -> int:
-    """Bytes of a token that the program and neurons share, beyond what programs have that compute
-    neurons."""
-    shape, moe = model.shape, model.moe
-    floats = 2 * model.stored_neuron_width
-    latent = moe is not None and moe.latent is not None
-    # Of four vectors of other programs, three are not there: what mixers and FFNs read, their sum.
-    floats += (_keeps_input(model) + latent + model.norm.outputs - 3) * shape.stored_hidden
-    floats += 0 if moe is None else model.expert_count
-    return 4 * floats + 8 * ALIGNMENT
-
-
-def _keeps_input(model: Model) -> bool:
-    """Whether FFNs or routers read the layer's input."""
-    moe = model.moe
-    return model.residual == "parallel" or (moe is not None and moe.router_input == "layer")
+def count_stored(model: Model, extent: Extent, lanes: int = MOST_LANES) -> ProgramSize:
+    """Size of the program that stops at FFNs, and of what it shares with neurons."""
+    if (extent, lanes) not in model.derived:
+        stored, tensors = describe_stored(model), {own.name: own for own in model.dense_tensors}
+        found = count_program(stored, StoreWeights(stored, tensors), extent, lanes)
+        model.derived[extent, lanes] = found
+    known: ProgramSize = model.derived[extent, lanes]
+    return known
 
 
 def _count_neurons(resolved: ResolvedPlan, stated: int | None, threads: int) -> int:
@@ -140,14 +124,7 @@ def _count_neurons(resolved: ResolvedPlan, stated: int | None, threads: int) -> 
 def count_chunk_bytes(resolved: ResolvedPlan) -> int:
     """Bytes of a chunk's content of the program's areas, and of its neurons' input and sum."""
     plan, model = resolved.plan, resolved.model
-    hidden, width = model.shape.stored_hidden, model.stored_neuron_width
-    streams = 1 if model.altup is None else 2 * model.altup.streams
-    if model.hyper is not None:
-        streams = 2 * (model.hyper.streams + 1)
-    own = 4 * hidden * (streams + 1 + _keeps_input(model))
-    if model.layer_embedding is not None:
-        layers = (model.shape.layers + 1) * model.layer_embedding.width
-        own += 4 * fill_groups(layers)
+    width, own = model.stored_neuron_width, count_stored(model, describe_extent(plan, 1)).kept
     own += width * (8 + _count_planes(plan)) + width // GROUP * _count_group_bytes(plan)
     own += 4 * model.ffn.sub_norm + 4 * (len(model.cut_layers) > 0)
     if model.moe is not None:

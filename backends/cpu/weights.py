@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
-from pi2.arrays import U8
 from pi2.backends.blocks.instructions import Weight
 from pi2.formats import find_packing
 from pi2.model.blocks import Attention
-from pi2.model.tensor import name_layer_tensor, name_mixer_norm, name_state_tensor
+from pi2.model.tensor import DenseTensor, name_layer_tensor, name_mixer_norm, name_state_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Tensor
+
+if TYPE_CHECKING:
+    from pi2.arrays import F32, U8
 
 _SAME = frozenset(
     {
@@ -50,8 +50,8 @@ def describe_stored(model: Model) -> Model:
 class StoreWeights:
     """Finds tensors as `pi2.backends.blocks.instructions.FindWeight` does."""
 
-    def __init__(self, model: Model, tensors: Mapping[str, Tensor]) -> None:
-        """``model``: as `describe_stored` has it."""
+    def __init__(self, model: Model, tensors: Mapping[str, Tensor | DenseTensor]) -> None:
+        """``model``: as `describe_stored` has it; tensors with or without their bytes."""
         self._model, self._tensors = model, tensors
         self._whole: dict[str, Weight] = {}
         """Tensors by their names in stores."""
@@ -120,12 +120,11 @@ def _list_projected(own: Attention) -> dict[str, tuple[int, int]]:
 
 def _slice(weight: Weight, first: int, count: int, is_vector: bool) -> Weight:
     """Return some rows of a matrix, or elements of a vector."""
-    assert weight.data is not None
+    size, scales, data = 4 if is_vector else weight.row_bytes, weight.row_scales, weight.data
+    if data is not None:
+        data = data[first * size : (first + count) * size]
     if is_vector:
-        data = weight.data[4 * first : 4 * (first + count)]
         return replace(weight, rows=1, length=count, data=data)
-    size, scales = weight.row_bytes, weight.row_scales
-    data = weight.data[first * size : (first + count) * size]
     scales = None if scales is None else scales[first : first + count]
     return _join_scales(replace(weight, rows=count, data=data, row_scales=scales))
 
@@ -133,25 +132,35 @@ def _slice(weight: Weight, first: int, count: int, is_vector: bool) -> Weight:
 def _join_scales(weight: Weight) -> Weight:
     """Return a matrix with one scale, if all rows have the same."""
     scales = weight.row_scales
-    if scales is None or not len(scales) or (scales != scales[0]).any():
+    is_unknown = weight.data is None
+    if scales is None or is_unknown or not len(scales) or (scales != scales[0]).any():
         return weight
     return replace(weight, scales=(float(scales[0]),), row_scales=None)
 
 
-def make_weight(tensor: Tensor) -> Weight:
+def make_weight(tensor: Tensor | DenseTensor) -> Weight:
     """Return a tensor as a program's weight; its data are copied unless they are blocks already."""
-    packing = find_packing(tensor.precision or "fp32")
-    data: U8 = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
-    if tensor.format is None:
-        data = packing.join_blocks(data, tensor.scales, tensor.length)
-    scales = None
-    if packing.scaled == "vectors" and tensor.scales is not None:
-        scales = packing.take_scales(tensor.scales).reshape(-1)
+    data: U8 | None = None
+    scales: F32 | None = None
+    if isinstance(tensor, DenseTensor):
+        packing = tensor.packing
+        if packing.scaled == "vectors":
+            scales = cast("F32", range(tensor.rows))  # no two are known to be the same
+    else:
+        import numpy as np
+
+        packing = find_packing(tensor.precision or "fp32")
+        data = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
+        if tensor.format is None:
+            data = packing.join_blocks(data, tensor.scales, tensor.length)
+        data = data.reshape(-1)
+        if packing.scaled == "vectors" and tensor.scales is not None:
+            scales = packing.take_scales(tensor.scales).reshape(-1)
     return Weight(
         format=packing.joined,
         rows=tensor.rows,
         length=tensor.length,
-        data=data.reshape(-1),
+        data=data,
         row_scales=scales,
         name=tensor.name,
     )

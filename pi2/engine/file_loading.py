@@ -17,6 +17,7 @@ from pi2.arrays import U8
 from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.instructions import Planes
 from pi2.backends.blocks.model import BlockModel
+from pi2.backends.blocks.operands import Extent
 from pi2.backends.faults.guard import find_guard
 from pi2.backends.protocol import ProgramRequest
 from pi2.caches import open_regular
@@ -292,16 +293,18 @@ def _make_program(
     return BlockModel(
         resolved.model,
         find,  # type: ignore[arg-type]
-        threads=threads,
-        context=plan.kv.context,
-        sequences=plan.decode.batch,
-        step_tokens=plan.decode.step_tokens,
-        chunk=plan.prefill.chunk,
+        Extent(
+            threads=threads,
+            context=plan.kv.context,
+            sequences=plan.decode.batch,
+            step_tokens=plan.decode.step_tokens,
+            chunk=plan.prefill.chunk,
+            predicts=predicts,
+            kv=plan.kv.type,
+            planes=Planes(one, one, PLANES[plan.prefill.activations]),
+        ),
         allocate=budget.allocate,
         interpret=partial(backend.interpret, request),
-        predicts=predicts,
-        kv=plan.kv.type,
-        planes=Planes(one, one, PLANES[plan.prefill.activations]),
     )
 
 

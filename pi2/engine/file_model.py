@@ -280,19 +280,9 @@ class FileModel:
 
 
 def _find_weight(weights: GgufWeights, key: str, layer: int, mixer: int = 0) -> Weight | None:
-    tensor = None if key in weights.vectors else weights.find(key, layer, mixer)
-    if tensor is not None and tensor.rows > 1:
-        return Weight(
-            format=tensor.format,
-            rows=tensor.rows // tensor.experts,
-            length=tensor.length,
-            experts=tensor.experts,
-            scales=tensor.scales,
-            neighbours=tensor.has_neighbours,
-            name=tensor.name,
-            order=tensor.order,
-            columns=tensor.columns,
-        )
+    matrix = weights.describe(key, layer, mixer)
+    if matrix is not None:
+        return matrix
     vector = weights.read_vector(key, layer, mixer)
     if vector is None:
         return None

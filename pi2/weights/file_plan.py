@@ -322,29 +322,33 @@ def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:
 
 def count_needs(weights: GgufWeights, parts: Parts) -> FileNeeds:
     from pi2.backends.blocks.contract import PLANES
-    from pi2.backends.blocks.sizes import (
-        count_kv_bytes,
-        count_sequence_states,
-        count_workspace_bytes,
-    )
+    from pi2.backends.blocks.instructions import Planes
+    from pi2.backends.blocks.operands import Extent
 
     model, context = weights.model, _read_count(parts.kv["context"])
     sequences = _read_count(parts.decode.get("batch", 1))
     matrices = weights.count_bytes()
     chunk = _read_count(parts.prefill["chunk"])
-    planes = max(PLANES.get(part["activations"], 1) for part in (parts.prefill, parts.decode))
+    one, many = (PLANES.get(own["activations"], 1) for own in (parts.decode, parts.prefill))
     step_tokens = max(sequences, 1 + _read_drafts(parts.decode))
-    workspace = count_workspace_bytes(
-        model, chunk, step_tokens, planes, context=context, threads=parts.threads
+    # Routers choose early if experts are not all resident.
+    extent = Extent(
+        chunk=chunk,
+        step_tokens=step_tokens,
+        sequences=sequences,
+        kv=parts.kv.get("type", "fp16"),
+        context=context,
+        threads=parts.threads,
+        planes=Planes(one, one, many),
+        predicts=model.moe is not None,
     )
+    arrays = weights.count_arrays(extent)
     experts = weights.list_experts()
     return FileNeeds(
-        vectors=weights.count_vector_bytes(),
-        kv=count_kv_bytes(
-            model, context, sequences, parts.kv.get("type", "fp16"), max(chunk, step_tokens)
-        ),
-        state=count_sequence_states(model, sequences),
-        workspace=workspace,
+        vectors=arrays["attention"],
+        kv=arrays["kv"],
+        state=arrays["state"],
+        workspace=arrays["workspace"],
         runtime=round_up(
             count_file_runtime(model, has_table=weights.checkpoint.may_have_table), _MIB
         ),

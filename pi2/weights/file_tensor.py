@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from pi2.arrays import I64, U8
+from pi2.backends.blocks.instructions import Weight
 from pi2.caches import open_regular, open_stream
 from pi2.plan.documents.model import Model
 from pi2.reads import read_at, refuse_cut, refuse_weights
@@ -82,10 +83,32 @@ class TensorFiles(ABC):
         self._maps: dict[int, U8] = {}
         self._descriptors: dict[int, int] = {}
 
+    @property
+    @abstractmethod
+    def vectors(self) -> frozenset[str]:
+        """Keys of ``model.tensors`` that name vectors, or small tensors of any shape."""
+
     @abstractmethod
     def find(self, key: str, layer: int = 0, mixer: int = 0) -> FileTensor | None:
         """The matrix that key ``key`` of ``model.tensors`` names; None if the file has none, or has
         it in an order that must be undone first."""
+
+    def describe(self, key: str, layer: int = 0, mixer: int = 0) -> Weight | None:
+        """A program's matrix without its bytes; None of a vector."""
+        tensor = None if key in self.vectors else self.find(key, layer, mixer)
+        if tensor is None or tensor.rows == 1:
+            return None
+        return Weight(
+            format=tensor.format,
+            rows=tensor.rows // tensor.experts,
+            length=tensor.length,
+            experts=tensor.experts,
+            scales=tensor.scales,
+            neighbours=tensor.has_neighbours,
+            name=tensor.name,
+            order=tensor.order,
+            columns=tensor.columns,
+        )
 
     def list_looked_up(self) -> dict[str, int]:
         """Bytes of the own matrices of which a token reads a row, by name: a tied head reads the

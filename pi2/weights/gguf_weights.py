@@ -9,11 +9,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2 import pause_collection
 from pi2.arrays import F32
+from pi2.backends.blocks.counting import count_program
+from pi2.backends.blocks.instructions import Weight
+from pi2.backends.blocks.operands import Extent
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import use_tokenizer
@@ -31,6 +35,9 @@ from pi2.reads import read_weights
 from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import EXPERTS, PIECE_BYTES, FileTensor, TensorFiles
 
+if TYPE_CHECKING:
+    from pi2.importing.safetensors_file import SourceTensor
+
 HEADS = ("latent_keys", "latent_values")
 """Keys of the parts of ``latent_out`` that files have apart: matrices of each head."""
 
@@ -43,6 +50,7 @@ class GgufWeights(TensorFiles):
         super().__init__(checkpoint.files, model)
         self.checkpoint = checkpoint
         self._found: dict[tuple[str, int, int], FileTensor | None] = {}
+        self._counted: dict[Extent, Mapping[str, int]] = {}
 
     @classmethod
     @pause_collection()
@@ -170,26 +178,47 @@ class GgufWeights(TensorFiles):
         keys in the order of the file's rows. None if there is none.
 
         Raises `UserError` P532 or P535 as `SourceTensor.read`."""
-        if (layer, mixer) in self._vectors:
-            own = self._vectors[layer, mixer].get(name_state_tensor(layer, mixer, key))
-            if own is not None:
-                from pi2.importing.dense_rows import read_state_vector
+        own = self._find_state_vector(key, layer, mixer)
+        if own is not None:
+            from pi2.importing.dense_rows import read_state_vector
 
-                return read_state_vector(self.checkpoint.tensors, self.model, own)[0].reshape(-1)
-        pattern = getattr(self.model.tensors, key, key)
-        if pattern is None:
-            return None
-        count = self.model.expert_count if "{expert}" in pattern else 1
-        found = [
-            self.checkpoint.tensors.get(fill_name(pattern, layer, expert, mixer=mixer))
-            for expert in range(count)
-        ]
+            return read_state_vector(self.checkpoint.tensors, self.model, own)[0].reshape(-1)
+        found = self._list_parts(key, layer, mixer)
         if key in ("query_bias", "key_bias"):
             found = [
                 replace(own, order=None) if isinstance(own, GgufTensor) else own for own in found
             ]
-        read = [tensor.read().reshape(-1) for tensor in found if tensor is not None]
+        read = [tensor.read().reshape(-1) for tensor in found]
         return np.concatenate(read).astype(np.float32) if read else None
+
+    def _find_state_vector(self, key: str, layer: int, mixer: int) -> DenseTensor | None:
+        own = self._vectors.get((layer, mixer), {})
+        return own.get(name_state_tensor(layer, mixer, key))
+
+    def _list_parts(self, key: str, layer: int, mixer: int) -> list[SourceTensor]:
+        """A small tensor, of experts each."""
+        pattern = getattr(self.model.tensors, key, key)
+        if pattern is None:
+            return []
+        count = self.model.expert_count if "{expert}" in pattern else 1
+        names = (fill_name(pattern, layer, expert, mixer=mixer) for expert in range(count))
+        return [own for name in names if (own := self.checkpoint.tensors.get(name)) is not None]
+
+    def _describe(self, key: str, layer: int, mixer: int = 0) -> Weight | None:
+        """A matrix or a vector without its bytes."""
+        matrix = self.describe(key, layer, mixer)
+        if matrix is not None:
+            return matrix
+        own = self._find_state_vector(key, layer, mixer)
+        size = sum(math.prod(part.shape) for part in self._list_parts(key, layer, mixer))
+        size = size if own is None else own.rows * own.length
+        return Weight(format="f32", rows=1, length=size) if size else None
+
+    def count_arrays(self, extent: Extent) -> Mapping[str, int]:
+        """Bytes of a program's arrays by segment (`pi2.backends.blocks.counting`)."""
+        if extent not in self._counted:
+            self._counted[extent] = count_program(self.model, self._describe, extent).segments
+        return self._counted[extent]
 
     def check_once(self, progress: Progress = ignore_progress) -> None:
         """Check every scale, and every number that stands for itself, unless that was done before.
@@ -286,24 +315,6 @@ class GgufWeights(TensorFiles):
 
     def count_bytes(self) -> int:
         return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())
-
-    def count_vector_bytes(self) -> int:
-        """Bytes as float32 of norms, biases and other small tensors of the blocks."""
-        matrices = {tensor.name for _, _, tensor in self.list_matrices()} | self.shared.keys()
-        blocks = {_name_block(name) for name in matrices}
-        return sum(
-            4 * math.prod(tensor.shape)
-            for tensor in self.checkpoint.tensors.values()
-            if isinstance(tensor, GgufTensor | RateLogarithms)
-            and tensor.name not in matrices
-            and _name_block(tensor.name) in blocks
-        )
-
-
-def _name_block(name: str) -> str:
-    """The part of a tensor's name that is the same for all of a layer; empty outside of layers."""
-    kind, _, rest = name.partition(".")
-    return rest.partition(".")[0] if kind == "blk" else ""
 
 
 class FileTexts:

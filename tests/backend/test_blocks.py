@@ -1,16 +1,17 @@
 """Programs of random models: workspace, chunks, planes, threads; test_peers has their logits."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pi2.backends.blocks.counting import count_program
 from pi2.backends.blocks.instructions import FindWeight, Planes, Weight
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.blocks.model import BlockModel
-from pi2.backends.blocks.sizes import count_kv_bytes, count_workspace_bytes
+from pi2.backends.blocks.operands import Extent
 from pi2.backends.protocol import ProgramRequest, Ring
 from pi2.machine.cpu import detect_cpu
 from pi2.memory.budget import Budget
@@ -83,10 +84,10 @@ def open_model(model: Model, weights: FindWeight, **changes: Any) -> BlockModel:
         "sequences": 2,
         "step_tokens": 2,
         "chunk": 32,
-        "allocate": allocate_segment,
-        "interpret": partial(CompiledInterpreter, request),
-    }
-    return BlockModel(model, weights, **(values | changes))
+    } | changes
+    allocate = values.pop("allocate", allocate_segment)
+    interpret = partial(CompiledInterpreter, request)
+    return BlockModel(model, weights, Extent(**values), allocate=allocate, interpret=interpret)
 
 
 def measure_divergence(found: np.ndarray, expected: np.ndarray) -> float:
@@ -121,23 +122,21 @@ def test_two_equal_experts_with_a_norm_of_activations_are_one_ffn() -> None:
 def test_the_workspace_is_known_before(name: str, planes: int) -> None:
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, ("q4_k", "q6_k", "q8_0"))
-    expected = count_workspace_bytes(model, 100, 9, planes, context=1000, threads=2)
-    kv = count_kv_bytes(model, 1000, 2, tokens=100)
-    # More than is planned would be refused.
-    budget = Budget({"workspace": expected, "kv": kv, "attention": 1 << 20})
-    own = open_model(
-        model,
-        weights,
-        planes=Planes(1, 1, planes),
-        chunk=100,
-        context=1000,
-        step_tokens=9,
-        allocate=budget.allocate,
+    extent = Extent(
+        chunk=100, step_tokens=9, context=1000, sequences=2, threads=2, planes=Planes(1, 1, planes)
     )
+
+    def find(*place: Any) -> Weight | None:
+        weight = weights(*place)
+        return weight and replace(weight, data=None)
+
+    sizes = count_program(model, find, extent).segments
+    # More than is planned would be refused.
+    budget = Budget(sizes)
+    own = open_model(model, weights, **asdict(extent), allocate=budget.allocate)
     own.close()
-    used = budget.used_bytes
-    assert expected < 2 * used["workspace"]
-    assert used["kv"] == kv, "tokens that are verified together have no KV cache of their own"
+    found = count_program(model, find, extent, lanes=own.interpreter.lanes)
+    assert found.segments == own.memory.sizes, "and exactly, for the processor's registers"
 
 
 def test_tensors_may_lie_elsewhere_and_instructions_are_observed() -> None:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +13,12 @@ import numpy.typing as npt
 
 import pi2
 from pi2.arrays import F32
+from pi2.backends.blocks.model import BlockModel
+from pi2.backends.cpu.executor import CpuExecutor
+from pi2.backends.cpu.needs import count_stored, describe_extent
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
 
@@ -121,6 +125,8 @@ def run_golden(
 ) -> tuple[F32, list[int]]:
     """Logits of the prompt, and the greedy tokens after it, with ``settings`` of the plan."""
     with pi2.load(plan, set=dict(settings)) as model:
+        if isinstance(model._parts.executor, CpuExecutor):
+            check_arrays(model.plan, model._parts.executor.program)
         logits = model.logits(golden.prompt)
         generation = model.generate(
             golden.prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True
@@ -128,6 +134,16 @@ def run_golden(
         for _ in generation:
             pass
         return logits, list(generation.result.token_ids)
+
+
+def check_arrays(plan: ResolvedPlan, program: BlockModel) -> None:
+    """A program has taken, by segment, what the plan counts, but for wider registers and what the
+    run does not need to name early."""
+    extent = program.extent
+    counted = describe_extent(plan.plan, extent.threads)
+    assert replace(counted, predicts=extent.predicts) == extent
+    size = count_stored(plan.model, extent, program.interpreter.lanes)
+    assert size.segments == program.memory.sizes
 
 
 def measure_error(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:

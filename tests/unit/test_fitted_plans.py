@@ -156,8 +156,8 @@ def test_what_gave_way_and_items_of_arrays_are_kept_too(tmp_path: Path) -> None:
     plan = tmp_path / "plan.plan.toml"
     plan.write_text(
         'schema_version = 3\nextends = ["demo"]\ndecode.predictor = "low-rank"\n'
-        'decode.look_ahead = "layer"\nmemory.segments.hot = "768 KiB"\n'
-        'memory.segments.cold = "768 KiB"\n[[layers.overrides]]\nselect = "0-3"\nhot = 0.25\n'
+        'decode.look_ahead = "layer"\nmemory.segments.hot = "3 MiB"\n'
+        'memory.segments.cold = "768 KiB"\n[[layers.overrides]]\nselect = "0-3"\nhot = 0.9\n'
     )
     file = tmp_path / "fitted.plan.toml"
     with pytest.raises(UserError, match="P611") as caught:
@@ -167,7 +167,7 @@ def test_what_gave_way_and_items_of_arrays_are_kept_too(tmp_path: Path) -> None:
     assert run(["fit", str(plan), *given, "-o", str(file)]) == 0
     kept, wanted = load_plan(file).plan, read(plan, least, decode__predictor="gate")
     assert kept.decode.look_ahead == "none" and kept.layers == wanted.resolved.plan.layers
-    assert kept.layers.overrides[0].hot != 0.25
+    assert kept.layers.overrides[0].hot != 0.9
 
 
 def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -> None:

@@ -25,8 +25,7 @@ class GgufWeights(TensorFiles):
     def __init__(self, folder: Path, table: Mapping[str, Any], model: Model) -> None:
         super().__init__([folder / name for name in table["files"]], model)
         self.folder = folder
-        self.vectors = frozenset(table["keys_of_vectors"])
-        """Keys of ``model.tensors`` that name vectors, or small tensors of any shape."""
+        self._keys = frozenset[str](table["keys_of_vectors"])
         self._tensors: dict[Key, FileTensor] = {
             (key, layer, mixer): _read_tensor(values)
             for key, layer, mixer, values in table["tensors"]
@@ -36,6 +35,10 @@ class GgufWeights(TensorFiles):
             for key, layer, mixer, first, last in table["vectors"]
         }
         self._numbers: F32 = np.fromfile(folder / table["numbers"], "<f4")
+
+    @property
+    def vectors(self) -> frozenset[str]:
+        return self._keys
 
     def find(self, key: str, layer: int = 0, mixer: int = 0) -> FileTensor | None:
         return self._tensors.get((key, layer, mixer))

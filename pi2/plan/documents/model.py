@@ -131,13 +131,18 @@ class Model(ModelKeys):
         return make_blocks(self)
 
     @cached_property
+    def derived(self) -> dict[object, Any]:
+        """What others have made of it, by their keys."""
+        return {}
+
+    @cached_property
     def dense_tensors(self) -> tuple[DenseTensor, ...]:
         """Its dense tensors, predictors excepted, in the order of stores."""
         return tuple(list_tensors(self))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copied = super().model_copy(update=update)  # values are frozen: deep ones are shared, too
-        for derived in ("blocks", "dense_tensors"):
+        for derived in ("blocks", "dense_tensors", "derived"):
             copied.__dict__.pop(derived, None)
         return copied
 

@@ -1,0 +1,51 @@
+"""Bytes of a program's arrays, by building it without allocating any: plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pi2.backends.blocks.instructions import FindWeight
+from pi2.backends.blocks.layers import start_layers
+from pi2.backends.blocks.operands import Extent
+from pi2.backends.blocks.room import Memory
+from pi2.plan.documents.model import Model
+from pi2.records import dataclass
+
+MOST_LANES = 16
+"""Lanes of the widest registers."""
+
+
+class _Uncompiled:
+    """Stands for an interpreter of a program that never runs."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+
+    def find(self, kernel: str, own: str | None = None) -> int:
+        return 0
+
+    def run(self, program: int, begin: int, end: int, most: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSize:
+    """What the program of a model takes, without its weights."""
+
+    segments: Mapping[str, int]
+    """Bytes by segment."""
+    kept: int
+    """Bytes of a token that are kept while its neurons are computed elsewhere."""
+
+
+def count_program(
+    model: Model, find: FindWeight, extent: Extent, lanes: int = MOST_LANES
+) -> ProgramSize:
+    """Return the size of a program; ``find`` may give tensors without their bytes."""
+    memory = Memory()
+    layers = start_layers(model, find, _Uncompiled(lanes), memory, extent)
+    layers.add_model()
+    return ProgramSize(memory.sizes, 4 * sum(area.stride for area in layers.list_kept()))
