@@ -26,8 +26,6 @@ from pi2.backends.blocks.unpacking.columns import Columns
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
-_NEAR_BYTES = 1 << 17
-"""Bytes of a panel whose weights are asked for while those of the one before are unpacked."""
 _EXTRA = STAGE_BYTES // 2
 """Room in which a panel's weights are unpacked."""
 
@@ -86,19 +84,12 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                 store(find_sum(plane, token), v.constant(0.0, "float32", lanes))
             with T.serial((blocks + most - 1) // most) as stretch:
                 first = v.let(stretch * most)
-                count, end_of_stretch = v.let(T.min(blocks - first, T.int64(most))), first + most
-                # Rows are many streams of few bytes; asked for is the next panel, in the order of
-                # its bytes, or the next stretch of each row.
-                is_near = v.let(lanes * row_bytes <= T.int64(_NEAR_BYTES))
-                is_last = T.bitwise_or(is_near, end_of_stretch >= blocks)
-                rest = v.let(T.Select(is_last, lanes * blocks, end_of_stretch))
+                count = v.let(T.min(blocks - first, T.int64(most)))
                 with T.serial(count) as number:
-                    at = v.let(number * lanes)
-                    of_row = at // most * row_bytes + at % most * unpacking.size
-                    own = v.let((first + number) * (lanes * unpacking.size))
-                    skip = T.Select(is_near, own, of_row)
-                    asked = v.let(begins[0] + rest * unpacking.size + skip)
-                    place = v.let((first + number) * unpacking.size)
+                    # Rows are many streams of few bytes; asked for is the next panel, in the order
+                    # of its bytes.
+                    asked = begins[0] + (blocks + first + number) * (lanes * unpacking.size)
+                    asked, place = v.let(asked), v.let((first + number) * unpacking.size)
                     if panel.takes_rows:
                         sources = [
                             Source(machine, weights, v.let(own + place), grid) for own in begins

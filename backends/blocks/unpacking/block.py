@@ -107,6 +107,8 @@ class Groups:
     offset: int = 0
     mins: int | None = None
     """First byte of minima."""
+    pieces: int = 1
+    """Scales of a group."""
 
     def bundle(self, sources: Sequence[Source]) -> Bundle:
         """Unpack nibbles of as many groups as a register has 16 bytes."""
@@ -131,11 +133,6 @@ class Groups:
     @property
     def has_mins(self) -> bool:
         return self.mins is not None
-
-    @property
-    def pieces(self) -> int:
-        """Scales of a group."""
-        return 1
 
     def unpack(self, columns: Columns, put: Callable[[int, v.Expr], None]) -> list[v.Expr]:
         """See `Turned.unpack`."""

@@ -66,8 +66,7 @@ class Turned:
     """How blocks of rows are unpacked at once."""
 
     unpack: Callable[[Columns, Put], list[v.Expr]]
-    """Puts weights, and returns what a panel has of them: scales of pieces, pairs of minima, and
-    their scale."""
+    """Puts weights, and returns scales of pieces, pairs of minima, and their scale."""
     pieces: int = 8
     has_mins: bool = False
     is_signed: bool = False
