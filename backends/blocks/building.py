@@ -454,7 +454,7 @@ class Builder(Products):
         scores = self.take_area("index scores", self._context, tokens=rows)
         self._scratch_size = max(self._scratch_size, size * self._interpreter.lanes)
         more = scores.put("scores") | self.put_lists(index) | {"parts": PARTS} | SCRATCH
-        self.add(kernel, {**values, **more}, each=each, orders=(PARTS, PARTS, 1))
+        self.add(kernel, {**values, **more}, each=each, orders=(PARTS, 1))
 
     def put_lists(self, index: Index | None) -> dict[str, int]:
         """Return the arguments of a choice of keys."""
@@ -537,7 +537,7 @@ class Builder(Products):
                     values=dict(arguments),
                     ways=ways,
                     apart=other,
-                    orders=(PARTS, PARTS, 1),
+                    orders=(PARTS, 1),
                     layer=self.layer,
                     is_little=kernel == "join" and shape.heads * heads.value <= _LITTLE_JOIN,
                     label=kernel,

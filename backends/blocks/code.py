@@ -158,7 +158,7 @@ class _Part:
             self._code[:, _KERNEL], self._code[:, _GRAIN] = kernels, grains
             self._code[:, _ALONE] = self._little if way == 0 else 0
             for place, orders in self._orders:
-                place[0] = orders[min(way, 2)]
+                place[0] = orders[int(is_many)]
             self._way = way
         own = items + each * -(-count // tokens)
         self._code[:, _ITEMS] = np.where(self._made < self._planes, own, 0)

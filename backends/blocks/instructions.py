@@ -102,8 +102,8 @@ class Instruction:
     """For a token, for several, and for `MANY`."""
     apart: Way | None = None
     """For `MANY` tokens of different sequences, if the last way takes only tokens of a chunk."""
-    orders: tuple[int, int, int] | None = None
-    """Argument ``order``, ``together`` or ``parts`` of each way."""
+    orders: tuple[int, int] | None = None
+    """Argument ``order``, ``together`` or ``parts`` below `MANY` tokens, and from there on."""
     plane: int = 0
     """Plane of activations that it makes; it does nothing in calls that have no such plane."""
     pairs: int = 1

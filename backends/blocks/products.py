@@ -203,7 +203,7 @@ class Products:
         each: int = 0,
         grain: int = 1,
         waits: bool = True,
-        orders: tuple[int, int, int] | None = None,
+        orders: tuple[int, int] | None = None,
         plane: int = 0,
         label: str = "",
     ) -> int:
@@ -420,7 +420,7 @@ class Products:
             name, one, many = "order", self._find_order(weight.format), self._find_order("")
         else:
             name, one, many = "together", self._describe_order(weight.format), 1
-        orders = one, many if self._shares_panels(product) else one, many
+        orders = one, many
         rest = self.take_area("rest", length, each) if self._planes > 1 else None
         for number in range(self._planes):
             is_last = number == self._planes - 1
@@ -452,7 +452,7 @@ class Products:
         if kind == "float":
             return kind
         find = self._list_offsets if kind == "q8_k" else self._describe_order
-        return kind, find(weight.format), self._shares_panels(product)
+        return kind, find(weight.format)
 
     def _list_offsets(self, name: str) -> tuple[int, ...]:
         return list_offsets(name, 4 * self._interpreter.lanes)
@@ -544,11 +544,6 @@ class Products:
             "has_routes": int(product.is_weighed),
         }
 
-    def _shares_panels(self, product: Product) -> bool:
-        """Whether a few tokens share panels, as many do: tokens of stores keep the bits that each
-        has alone, and experts rarely have several."""
-        return product.routed is None and not self.is_stored
-
     def _list_ways(self, product: Product) -> tuple[Way, Way, Way, Way]:
         """Return the ways of a token, of several, of a chunk, and of many sequences."""
         weight = product.weight
@@ -566,8 +561,7 @@ class Products:
         address = find("multiply_many", weight.format)
         many = Way(address=address, items=-(-weight.rows // rows), rows=rows)
         # Memory is the limit of a few tokens: neighbouring panels are a thread's.
-        apart = replace(many, grain=-(-grain // rows))
-        return one, apart if self._shares_panels(product) else few, many, apart
+        return one, few, many, replace(many, grain=-(-grain // rows))
 
     def need_scratch(self, size: int) -> None:
         """Let every thread have so many bytes that keep nothing from one instruction to the
