@@ -31,9 +31,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
-
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, I64, U8, Bits

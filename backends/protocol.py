@@ -9,6 +9,7 @@ nothing of files, caches or plans' texts) into an `Executor`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pi2.backends.executor import (
@@ -30,7 +31,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import BundleLayout, Tensor
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -59,7 +60,6 @@ from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.layout import BundleLayout, Precision
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.arrays import I32

@@ -5,13 +5,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Ticket
 from pi2.engine.loaded_model import LoadedModel
-from pi2.records import dataclass, field
 from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.chat_facts import read_chat_facts

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import list_backend_names
 from pi2.plan.documents.device import Unit
 from pi2.plan.reading.references import find_shipped_folder
-from pi2.records import dataclass
 from pi2.refit import read_plan
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,6 @@ from pi2.pulled_models import (
     find_models_folder,
     list_models,
 )
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint

@@ -10,13 +10,13 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
 from pi2.caches import RECORD as RECORD
 from pi2.caches import VARIABLE, Kept, find_cache_folder, find_home
 from pi2.diagnostics import UserError
-from pi2.records import asdict, dataclass
 
 PLAN = "default.plan.toml"
 FILE = "model.gguf"

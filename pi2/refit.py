@@ -3,6 +3,7 @@
 If not all neurons fit, the embedding and the unused part of the context make room for them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,6 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass, field, replace
 from pi2.sharing.references import LockedReferences
 from pi2.weights.file_reading import FileFiller, describe_bare
 

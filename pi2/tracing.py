@@ -1,10 +1,10 @@
 """Slices, arrows and counters of a run, and their form for Chrome's and Perfetto's viewers."""
 
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
 from pi2.diagnostics import UserError
-from pi2.records import dataclass, field
 
 
 def make_figure(width: float, height: float) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from pi2.backends.kernels.isa import Isa, choose_features, choose_isa
@@ -17,7 +18,6 @@ from pi2.model.options import find_unknown as find_undeclared
 from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Attention as AttentionOptions
-from pi2.records import asdict, dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType

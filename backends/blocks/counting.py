@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pi2.backends.blocks.instructions import FindWeight
 from pi2.backends.blocks.layers import start_layers
 from pi2.backends.blocks.operands import Extent
 from pi2.backends.blocks.room import Memory
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass
 
 MOST_LANES = 16
 """Lanes of the widest registers."""

@@ -11,6 +11,7 @@ together, and then the second ones; or every fourth or eighth code of them (`roo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
@@ -19,7 +20,6 @@ from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE, XIELU_
 from pi2.backends.blocks.machine import Table, pick
 from pi2.backends.compiler import vectors as v
 from pi2.formats import Activations
-from pi2.records import dataclass
 
 
 def emit_quantize(kind: Activations, table: Table) -> None:

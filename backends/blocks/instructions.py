@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pi2.backends.blocks.sizes import SINGLE
 from pi2.formats import Format, find_format
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I64, U8

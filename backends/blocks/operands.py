@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.instructions import Planes, Weight
@@ -10,7 +11,6 @@ from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.formats.packing import round_up
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.plan import KvType
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import I32
@@ -33,7 +33,7 @@ class Extent:
     threads: int
     sequences: int = 1
     kv: KvType = "fp16"
-    planes: Planes = Planes(1, 1, 1)
+    planes: Planes = Planes(1, 1, 1)  # noqa: RUF009
     """Planes of 8 bits of a quantised input: each is what those before it leave, quantised."""
     predicts: bool = False
     """Whether the router of the next layer chooses early (`RoutedLayer.prediction`), or neurons

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.operands import Area
 from pi2.backends.blocks.residual import Residual, Sum
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Moe
-from pi2.records import dataclass, field
 
 
 @dataclass(slots=True)

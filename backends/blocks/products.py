@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pi2.backends.blocks.contract import PIECE
@@ -30,7 +31,6 @@ from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Norm as NormOptions
-from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, I64, U8

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from pi2.backends.blocks.room import StateMemory
 from pi2.model.states import StateShape, list_state_tensors
 from pi2.model.tensor import DenseTensor, Place, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass
 
 STATE_MATRICES = (
     *(

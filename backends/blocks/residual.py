@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.backends.blocks.building import Builder
@@ -10,7 +11,6 @@ from pi2.backends.blocks.instructions import put_float
 from pi2.backends.blocks.operands import Area, Product
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import AltUp, Hyper
-from pi2.records import dataclass, replace
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ from pi2.model.states import describe_state
 from pi2.plan.arithmetic.units import count_state_bytes, find_index_type
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import F16, F32, U8, Raw

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from pi2.arrays import F32, I32
 from pi2.backends.blocks.code import Program
 from pi2.backends.blocks.instructions import MANY
 from pi2.backends.blocks.operands import Matrix, Routed
-from pi2.records import dataclass
 
 _TABLES = ("expert_of", "x_of", "y_of", "routes")
 _CHANGED = (*_TABLES, "starts", "pairs")

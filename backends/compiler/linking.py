@@ -6,9 +6,8 @@ library is loaded."""
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-from pi2.records import dataclass
 
 _HEADER, _PART, _HEAD = (struct.Struct(f"<{x}") for x in ("16s2HI3QI6H", "2I6Q", "2I4Q2I2Q"))
 _SYMBOL, _RELOCATION = struct.Struct("<I2BH2Q"), struct.Struct("<2Qq")

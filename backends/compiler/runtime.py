@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +19,6 @@ from pi2.arrays import U8
 from pi2.backends.compiler.functions import CompiledFunctions, refuse_library
 from pi2.backends.compiler.signature import Parameter, find_signatures, read_signatures
 from pi2.formats.packing import ALIGNMENT
-from pi2.records import dataclass
 
 T = TypeVar("T")
 

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-from pi2.records import dataclass
 
 Kind = Literal["bound", "given", "number"]
 """Arrays that stay the same from call to call, arrays that are given with each, and scalars."""

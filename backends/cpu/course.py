@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,6 @@ from pi2.backends.blocks.routed import view_floats
 from pi2.backends.cpu.needs import DENSE_FLOATS
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.protocol import BuildRequest, ProgramRequest
-from pi2.records import dataclass, field
 
 
 def count_planes(request: BuildRequest) -> Planes:

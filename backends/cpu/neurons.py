@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PAR
 from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_experts
-from pi2.records import dataclass
 
 
 def list_groups(experts: I32, routes: F32) -> Iterator[tuple[I32, I32]]:

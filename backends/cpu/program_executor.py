@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from pi2.backends.cpu.course import Course
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.units import DividedRows
-from pi2.records import dataclass
 
 _NONE: I32 = np.zeros(0, np.int32)
 PARTS = ("query", "key", "value", "query_gate")

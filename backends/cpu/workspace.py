@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from pi2.backends.kernels.isa import BLOCK_TOKENS, Isa, count_blocks_bytes
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.records import dataclass
 
 Views = dict[str, View]
 """Views of arrays by the names that parameters of kernels have."""

@@ -9,13 +9,13 @@ import platform
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.diagnostics import UserError
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass
 
 RANGES = 256
 """Mapped files at the same time; more are not guarded."""

@@ -1,6 +1,7 @@
 """The FFN of neurons on a device, resident ones and ones added to a job: inputs in, sums out."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from pi2.backends.gpu.sizes import (
 )
 from pi2.backends.protocol import Tensor
 from pi2.progress import Progress
-from pi2.records import dataclass, field
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from pi2.backends.gpu.sizes import (
 from pi2.backends.reference.neurons import join_layer_scales
 from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +18,6 @@ from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.records import dataclass
 
 
 def check_memory(launcher: Launcher, sizes: Sequence[int]) -> None:

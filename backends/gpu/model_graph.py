@@ -1,5 +1,7 @@
 """A model as a list of kernels that depends only on token counts: recorded once, replayed."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pi2.backends.gpu.kernels.specification import Number
@@ -11,7 +13,6 @@ from pi2.model.blocks import find_attention
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, POSITIONS
 from pi2.plan.arithmetic.units import count_qkv_rows
 from pi2.plan.documents.model_parts import Moe
-from pi2.records import dataclass
 
 
 def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pi2.backends.gpu.kernels.specification import (
@@ -37,7 +38,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import BundleLayout, fill_groups, round_up
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan

@@ -13,6 +13,7 @@ A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the l
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -28,7 +29,6 @@ from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up
 from pi2.progress import Progress
-from pi2.records import dataclass
 
 
 class DeviceArrays:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import DeviceFacts
@@ -10,7 +11,6 @@ from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up, scale_bytes, weight_bytes
-from pi2.records import dataclass
 
 TILE = 32
 """Rows of a tile."""

@@ -1,5 +1,6 @@
 """A dense unit on a Hexagon NPU: graphs that a worker process runs (`DenseUnit`)."""
 
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -35,7 +36,6 @@ from pi2.backends.reference.neurons import join_layer_scales
 from pi2.backends.units import NotedUnit, Padding, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)

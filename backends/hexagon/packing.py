@@ -1,5 +1,7 @@
 """Weights and inputs rearranged and rounded for the NPU, as `kernels.products` reads them."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Scales
@@ -15,7 +17,6 @@ from pi2.backends.hexagon.specification import (
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part, unpack_part
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
-from pi2.records import dataclass
 
 _TOP = np.float32(127)
 _INT8_BIAS = LAYOUTS["int8"].zero

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,6 @@ import numpy as np
 from pi2.arrays import U8
 from pi2.backends.units import UnitFailed, WorkerProcess, open_region
 from pi2.plan.documents.device import Unit
-from pi2.records import dataclass
 
 EMULATOR = "qemu-hexagon"
 _EMULATED_CPU = "v67"

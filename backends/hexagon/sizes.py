@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -26,7 +27,6 @@ from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
-from pi2.records import dataclass
 
 ALIGNMENT = 128
 """Bytes: every array begins at a multiple of it, a vector."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pi2.formats import find_packing
 from pi2.plan.documents.common import Table
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.records import dataclass
 
 PROGRAM = "pi2.backends.hexagon.kernels.program"
 """The module that makes the functions of a library."""

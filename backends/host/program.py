@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ from pi2.backends.host.ring import (
     emit_submit_reads,
 )
 from pi2.memory.host_loops import CHECKED_BYTES, FOUND, MASSES, CheckInstruction, HostSpec
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.backends.compiler.vectors import Parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from tvm.tirx.script import builder as T
@@ -19,7 +20,6 @@ from pi2.backends.kernels.operands import (
 )
 from pi2.backends.kernels.unpacking import Block, Chunk, Unpacking, find_unpacking
 from pi2.plan.weights.layout import GROUP
-from pi2.records import dataclass
 
 
 def emit_dots(

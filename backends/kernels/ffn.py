@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -23,7 +24,6 @@ from pi2.backends.kernels.panel import (
 )
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.kernels.unpacking import Block, find_unpacking
-from pi2.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

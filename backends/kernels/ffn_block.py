@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -32,7 +33,6 @@ from pi2.backends.kernels.selection import take_cutoffs, take_finding
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.kernels.unpacking import find_unpacking
-from pi2.records import dataclass
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:

@@ -8,6 +8,7 @@ equal input gives equal bits."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -30,7 +31,6 @@ from pi2.backends.kernels.neurons import (
 from pi2.backends.kernels.operands import LINE, Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, weight_bytes
-from pi2.records import dataclass
 
 TOGETHER = 4
 """Neurons that a thread computes at the same time.  A loop that only reads rows of 7 KB, spread

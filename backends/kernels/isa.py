@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pi2.plan.weights.layout import split_lanes
-from pi2.records import dataclass, replace
 
 DotKind = Literal["vnni", "sdot", "maddubs", "multiply"]
 """How int8 products are summed: ``vnni`` (vpdpbusd) and ``sdot`` add 4 products to an int32;

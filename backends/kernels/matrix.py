@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -31,7 +32,6 @@ from pi2.plan.weights.layout import (
     vector_bytes,
     weight_bytes,
 )
-from pi2.records import dataclass, replace
 
 LIMIT = {1: 127, 2: 127 * 256}
 """Largest code by number of planes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -19,7 +20,6 @@ from pi2.backends.kernels.unpacking import Block, find_unpacking
 from pi2.backends.kernels.unpacking.unpacking import WIDE
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, PartName, Precision, weight_bytes
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ unsigned weight bytes times signed activation bytes, summed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm.tirx.script import builder as T
@@ -11,7 +12,6 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.plan.weights.layout import GROUP, Precision, round_up, split_lanes, weight_bytes
-from pi2.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -24,7 +25,6 @@ from pi2.backends.kernels.operands import Activations, Chosen, Items, Vector
 from pi2.backends.kernels.spec import PANEL, KernelSpec
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import PartName
-from pi2.records import dataclass
 
 
 def emit_list(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -13,7 +14,6 @@ from pi2.backends.kernels.matrix import Matrix
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import GROUP, Precision, scale_bytes, weight_bytes
-from pi2.records import dataclass, replace
 
 
 def take_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
@@ -23,7 +24,6 @@ from pi2.backends.kernels.schedule import (
 )
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.formats import find_packing
-from pi2.records import dataclass
 
 
 class Lists(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
@@ -10,7 +12,6 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.neurons import add_squares, emit_count
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING
-from pi2.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pi2.backends.kernels.isa import Isa, choose_isa
@@ -13,7 +14,6 @@ from pi2.model.ffn import count_stored_cutoff_rows, find_cutoff_precision
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn
 from pi2.plan.weights.layout import BundleLayout, Precision, ScalesPlace, lay_out_bundle
-from pi2.records import dataclass
 
 PANEL = 256
 """Neurons whose activations are kept at once by the dense FFN."""

@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -22,7 +23,6 @@ from pi2.model.tensor import GATE_CUTOFF, name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.bundles import join_scales, unpack_part
-from pi2.records import dataclass, field, replace
 
 EXACT = Planes(*3 * (PLANES["fp32"],))
 

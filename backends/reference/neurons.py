@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from pi2.plan.weights.bundles import (
     unpack_part,
 )
 from pi2.plan.weights.layout import BundleLayout
-from pi2.records import dataclass, field, replace
 
 
 def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None) -> F32:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind, SourceFile, parse_source
 from pi2.plan.toml.text import KeyPath, format_path, write_key
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,6 @@ from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, round_size
 from pi2.plan.toml.text import KeyPath, write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
-from pi2.records import dataclass
 
 
 def write_overlay(

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -21,7 +22,6 @@ from pi2.plan.documents.plan import DERIVED, Plan
 from pi2.plan.reading.references import DOCUMENTS, WRITTEN
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, KeyPath, format_path, write_value
-from pi2.records import dataclass
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
 

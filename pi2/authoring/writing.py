@@ -1,6 +1,7 @@
 """Resolved documents as TOML, always the same text; the bytes that values of a plan cost."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +22,6 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.reading.block_entries import gather_blocks, list_entries
 from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, write_key, write_value
-from pi2.records import dataclass
 
 Comment = Callable[[KeyPath], str | None]
 

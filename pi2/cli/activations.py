@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
-from pi2.records import asdict, dataclass
 
 if TYPE_CHECKING:
     from pi2.measuring.activations import Statistics

@@ -1,6 +1,7 @@
 """Measure a plan's speed, and its model's perplexity."""
 
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +23,6 @@ from pi2.cli.options import (
     take_plan,
 )
 from pi2.diagnostics import UserError
-from pi2.records import asdict, dataclass
 
 if TYPE_CHECKING:
     from pi2.measuring.session import Outcome

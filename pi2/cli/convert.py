@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +27,6 @@ from pi2.formats import name_packings
 from pi2.model.tensors import MIXTURES
 from pi2.model_folders import BEST, choose_precision, choose_wish, is_computed_whole, write_notes
 from pi2.pulled_models import PLAN
-from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint

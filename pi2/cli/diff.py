@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ import click
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import add_json_option, measure_host, print_found, read_sound, suggest_plans
 from pi2.diagnostics import UserError
-from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from pi2.authoring.difference import Change, LayerChange, SegmentChange

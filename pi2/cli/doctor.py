@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ import click
 from pi2.cli.commands import is_verbose
 from pi2.cli.main import wants_colour
 from pi2.cli.options import add_json_option, print_found
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

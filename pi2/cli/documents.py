@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,6 @@ from pi2.cli.options import (
     write_checked,
 )
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 
 @click.command("migrate")

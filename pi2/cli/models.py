@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from pi2.diagnostics import UserError
 from pi2.formats import name_packings
 from pi2.model_folders import fetch_model
 from pi2.pulled_models import NAME
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.pulled_models import CachedThing

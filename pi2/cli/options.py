@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from pi2.diagnostics import UserError
-from pi2.records import MISSING, Field, dataclass, field, fields, replace
 
 if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
@@ -379,8 +379,8 @@ class PlanOptions:
     memory: str | None = MEMORY()
     settings: tuple[str, ...] = SET()
     locked: bool = LOCKED()
-    tokenizer: Path | None = TOKENIZER()  # a field
-    draft: Path | None = DRAFT()  # a field
+    tokenizer: Path | None = TOKENIZER()  # noqa: RUF009  # a field
+    draft: Path | None = DRAFT()  # noqa: RUF009  # a field
 
 
 @dataclass(frozen=True)

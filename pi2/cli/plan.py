@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +33,6 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
-from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

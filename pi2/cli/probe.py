@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +20,6 @@ from pi2.cli.options import (
     take_plan,
     write_checked,
 )
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.documents.device import Device

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from pi2.cli.options import JSON, ChosenPlan, SamplingOptions, option, take_opti
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import find_needs
 from pi2.logging import get_logger
-from pi2.records import asdict, dataclass
 
 if TYPE_CHECKING:
     from pi2.engine.generation import GenerationResult

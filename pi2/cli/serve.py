@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -31,7 +32,6 @@ from pi2.found_models import OLLAMA
 from pi2.model_folders import find_title
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.toml.source import parse_assignments
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     import uvicorn
@@ -211,7 +211,7 @@ class ServeOptions:
     """Serve the models of llama-server's presets (INI)."""
     settings: tuple[str, ...] = SET()
     tokenizer: Path | None = TOKENIZER()
-    draft: Path | None = DRAFT()  # a field
+    draft: Path | None = DRAFT()  # noqa: RUF009  # a field
     max_waiting: int = option(type=click.IntRange(min=0), default=256)
     """Sequences that may wait for a place in a model; others get 429."""
     max_seconds: float = option(type=click.FloatRange(min=0, min_open=True), default=600.0)

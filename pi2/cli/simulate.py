@@ -6,6 +6,7 @@ import fnmatch
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +31,6 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.costs.description import Description

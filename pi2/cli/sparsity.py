@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +25,6 @@ from pi2.cli.options import (
     take_plan,
 )
 from pi2.diagnostics import UserError
-from pi2.records import asdict, dataclass
 
 if TYPE_CHECKING:
     from pi2.measuring.calibration import Calibration, Goal, Trial

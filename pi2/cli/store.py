@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +15,6 @@ from pi2.caches import is_gguf
 from pi2.cli.commands import ProgressBar, Subcommands
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.store.manifest import Manifest

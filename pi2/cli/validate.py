@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,6 @@ from pi2.cli.options import (
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.diagnostics.texts import list_formats, render
-from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from pi2.authoring.explanation import Explanation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from math import log, log2
 from pathlib import Path
@@ -32,7 +33,6 @@ from pi2.costs.hotness import (
 )
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import Thresholds
-from pi2.records import dataclass, fields, replace
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
 LOOK_AHEAD_MODES: frozenset[PredictorMode] = frozenset(("low-rank", "router"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import pairwise
 from math import exp, log
@@ -17,7 +18,6 @@ from typing import Any, Literal
 
 from pi2.plan.documents.device import ReadFigure
 from pi2.plan.documents.quantities import approximate_number
-from pi2.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ figures that vary from token to token."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,6 @@ from pi2.plan.arithmetic.sizes import (
     count_chunk_tokens,
     count_staged_neurons,
 )
-from pi2.records import dataclass, replace
 
 
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:

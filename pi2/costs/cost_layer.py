@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from math import comb
 
 from pi2.costs.settings import Settings
 from pi2.costs.terms import LayerTerms, Work, find_chance
-from pi2.records import dataclass, fields, replace
 
 _MERGED = 0.95
 """Requests for each missing neuron below which neighbours are taken to share them."""

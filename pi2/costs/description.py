@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pi2.costs.activity import (
@@ -27,7 +28,6 @@ from pi2.costs.terms import LayerTerms, time_head, time_row
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_read_rows
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass, replace
 
 
 def list_dense_units(resolved: ResolvedPlan) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, get_args
 
@@ -11,7 +12,6 @@ import numpy as np
 from pi2.costs.constants import CERTAIN, Constants, Figure, Flash, Side, Spread
 from pi2.plan.documents.device import ComputeFigure, KernelFigure, KernelName, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
-from pi2.records import dataclass, field, replace
 
 USUAL_WIDTH = 4096
 """Width of the model that kernels were measured with, if a figure does not state it."""

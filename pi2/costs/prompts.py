@@ -4,6 +4,7 @@ kernels are taken to read whole layers ahead, as PowerInfer-2 does."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ from pi2.costs.settings import Sizes, Stream, find_stream, list_dense_graphs
 from pi2.fitting.sizes import count_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import pad_tokens
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.costs.description import Description, LayerKind

@@ -3,13 +3,13 @@ setting's time never depends on other settings, so a better figure never makes a
 worse."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import gcd, inf
 from typing import Literal
 
 from pi2.costs.activity import MergedReads
 from pi2.costs.constants import Flash, interpolate_logs
 from pi2.plan.documents.device import ReadFigure
-from pi2.records import dataclass, replace
 
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()

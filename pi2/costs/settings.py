@@ -1,5 +1,6 @@
 """A plan's choices that time depends on, and the bytes that a layer reads for a token."""
 
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -28,7 +29,6 @@ from pi2.plan.arithmetic.units import (
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, matrix_bytes, round_up, weight_bytes
-from pi2.records import dataclass
 from pi2.store.manifest import Order, read_manifest
 
 

@@ -1,5 +1,6 @@
 """Seconds of the steps of a layer, each by itself, for planner and simulator."""
 
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import expm1
 
@@ -13,7 +14,6 @@ from pi2.costs.settings import Settings, Sizes
 from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import scale_bytes
-from pi2.records import dataclass, replace
 
 _UPPER_SPEED = 2.0
 """Speed of products with one activation byte instead of two, from measured projections

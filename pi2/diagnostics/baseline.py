@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import tomli
 
 from pi2.diagnostics.diagnostic import Diagnostic, Span, UserError
 from pi2.diagnostics.reports import compute_fingerprints
-from pi2.records import dataclass, field
 
 FILE = "pyproject.toml"
 UNUSED, WRONG_SETTING = "P029", "P030"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
-
-from pi2.records import dataclass
 
 Severity = Literal["error", "warning", "note"]
 

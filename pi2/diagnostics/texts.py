@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from pi2.diagnostics.diagnostic import Diagnostic, Span, label_note
-from pi2.records import asdict, dataclass
 
 
 def list_formats() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypedDict
 
 import numpy as np
@@ -13,7 +14,6 @@ from pi2.arrays import F32, I32, I64
 from pi2.engine.sampling import Bias, Repeats, Sampler, SamplingOptions
 from pi2.engine.statistics import divide
 from pi2.engine.text import StopFilter, TokenDecoder
-from pi2.records import dataclass
 
 
 class GenerationOptions(TypedDict, total=False):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -37,7 +38,6 @@ from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.records import replace
 from pi2.store.file_read import BlockTensors, EmbeddingRows
 
 MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]

@@ -4,6 +4,7 @@ plan allows it, its neurons are cached and read like others."""
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from pi2.arrays import F32, U8
@@ -14,7 +15,6 @@ from pi2.engine.parts import ShareObserver
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.resolved import DenseShare
 from pi2.plan.arithmetic.units import DividedRows
-from pi2.records import dataclass
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,13 +8,13 @@ exactly."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Experts
-from pi2.records import dataclass
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -24,7 +25,6 @@ from pi2.engine.parts import Parts, StepBytes
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
-from pi2.records import dataclass
 
 _PATIENCE_S = 60.0
 """The thread looks by itself after this time whether there is something to do."""

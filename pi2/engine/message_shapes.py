@@ -3,10 +3,10 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import UserError
-from pi2.records import dataclass, replace
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -21,7 +22,6 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.sizes import MOST_PIECE_BYTES
-from pi2.records import dataclass
 
 PieceOrder = Literal["any", "stored", "spread"]
 """Order in which pieces are given: the best for cache and drive, the store's, or one that takes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,6 @@ from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_
 from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, replace
 from pi2.store.file_read import split_blocks
 from pi2.store.reader import NeuronStore
 from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library

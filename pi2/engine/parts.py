@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from pi2.model.tensor import EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.weights.bundles import join_scales, slice_experts
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.backends.units import SequenceModel

@@ -9,6 +9,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from pi2.logging import get_logger
 from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass, field, replace
 
 _MAGIC = b"pi2kept3"
 _HEAD = len(_MAGIC) + 32 + 8 + 1

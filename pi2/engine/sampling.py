@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 
 from pi2.arrays import F32, I64
 from pi2.diagnostics import UserError
-from pi2.records import dataclass, field
 
 Bias = NDArray[np.float32]
 """Added to logits [vocab]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,6 @@ from pi2.backends.executor import (
 )
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.backends.units import SequenceModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +16,6 @@ from pi2.engine.answer import Answer
 from pi2.engine.parts import Parts, StepBytes, Touched, find_step_bytes
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import SpeculationCounters
-from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.engine.feed_forward import FeedForward

@@ -5,12 +5,11 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
-
-from pi2.records import dataclass, field
 
 
 class Counters:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 from pi2.sandbox.child import MIB, ChildFailed, Limits, StayingChild, run_child
 from pi2.tokens import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 

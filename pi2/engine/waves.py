@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from pi2.memory.flash import FlashReader, NullReader, PendingRead
 from pi2.memory.policy import ABSENT
 from pi2.memory.read_sieve import ReadSieve
 from pi2.plan.documents.plan import Decode
-from pi2.records import dataclass, field
 
 
 class Foresight:

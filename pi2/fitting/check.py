@@ -10,6 +10,7 @@ at the entry of ``extends``, with the line to write in the author's own file."""
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from pi2.plan.reading.references import (
 from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.text import KeyPath, format_path, name_path
-from pi2.records import dataclass, field, replace
 
 FOLDER = Path(pi2.diagnostics.__path__[0]) / "pages"
 

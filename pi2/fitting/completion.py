@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -38,7 +39,6 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import ScalesPlace, round_up
-from pi2.records import dataclass, field, replace
 
 USUAL_CONTEXT = 4096
 LONG_CHUNK_SHARE = 1 / 128

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from pi2.plan.reading.schema_check import check_schema
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source
 from pi2.plan.toml.text import KeyPath, name_path
-from pi2.records import dataclass, field, replace
 
 FileKey = tuple[Kind, str, str, int, int, int]
 

@@ -7,9 +7,8 @@ the one with the least error is kept."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

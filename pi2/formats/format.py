@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
-
-from pi2.records import dataclass
 
 
 class _Late:

@@ -5,6 +5,7 @@ bit stands for -1 or 1 times the scale; two bits for -1, 0, 1 or 2 times."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.formats.fitting import (
@@ -18,7 +19,6 @@ from pi2.formats.fitting import (
 )
 from pi2.formats.format import Format, check_finite
 from pi2.formats.packing import keep_blocks
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

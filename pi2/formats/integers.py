@@ -9,11 +9,11 @@ A group whose scale is 0 has codes of 0."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.formats.format import MOST_FLOAT16, Format, check_finite
 from pi2.formats.packing import GROUP, Packing, explain_overflow
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

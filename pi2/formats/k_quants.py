@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pi2.formats.fitting import (
@@ -17,7 +18,6 @@ from pi2.formats.fitting import (
 )
 from pi2.formats.format import Format, check_finite
 from pi2.formats.packing import keep_blocks
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats.format import Format, check_finite
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,6 @@ from pi2.importing.safetensors_file import (
     list_streamed,
 )
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass, replace
 from pi2.sandbox.tokenizer import try_tokenizer
 
 _BLOBS, _SNAPSHOTS = "blobs", "snapshots"

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,6 @@ from pydantic import ValidationError
 
 from pi2.diagnostics import UserError
 from pi2.plan.documents.common import Sampling
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from pi2.importing.quantizers import Quantizer
 from pi2.model.tensor import DenseTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import ScalesPlace
-from pi2.records import dataclass
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
 from pi2.store.identity import describe_weights, identify_weights
 from pi2.store.manifest import Order

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from pi2.arrays import F32, I64, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.safetensors_file import SourceTensor, turn
-from pi2.records import dataclass
 
 _PIECE_WEIGHTS = 2**20
 """Weights that are decoded together."""

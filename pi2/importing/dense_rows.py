@@ -6,6 +6,7 @@ queries come first, gates come before ups."""
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
-from pi2.records import dataclass
 
 
 def find_dense_rows(

@@ -6,6 +6,7 @@ import math
 import re
 from collections import ChainMap
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.family import Architecture as Stated
 from pi2.plan.toml.expressions import is_expression
-from pi2.records import dataclass
 
 
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,6 @@ from pi2.importing.gguf_tokens import WHOLE, GgufTokens, read_chat_files, read_n
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
-from pi2.records import dataclass, replace
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.tokens.table_tokenizer import Coder
 

@@ -1,6 +1,7 @@
 """What GGUF files of decoders state, under configuration names."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from pi2.importing.config import NORMALISED_EXPERTS, ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded, refuse_shape
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.toml.expressions import evaluate, list_names, parse_expression
-from pi2.records import dataclass, replace
 
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 

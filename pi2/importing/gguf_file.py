@@ -8,6 +8,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,6 @@ from pi2.formats import Format, find_format, find_packing, list_formats
 from pi2.formats.packing import BlockPacking
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.reads import read_weights
-from pi2.records import dataclass, replace
 from pi2.tokens.texts import Texts
 
 _WHOLE = (("i8", 24, 1), ("i16", 25, 2), ("i32", 26, 4), ("i64", 27, 8), ("f64", 28, 8))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from pi2.importing.gguf_decoders import Metadata
 from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.toml.expressions import evaluate, parse_expression
-from pi2.records import dataclass
 
 _PATTERN = "attention.sliding_window_pattern"
 

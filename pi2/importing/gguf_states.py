@@ -7,6 +7,7 @@ Qwen3-Next's, have the first of every key head, then the second: keys can be rep
 the first files of Qwen3-Next, has queries, keys, values and gates of outputs."""
 
 from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -20,7 +21,6 @@ from pi2.importing.config import ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.decoded_tensor import DecodedTensor, PackedTensor, describe_decoded
 from pi2.importing.gguf_decoders import Metadata, join_heads, read_decoder
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.records import dataclass, replace
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import tomli
 
 from pi2.arrays import I64
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 from pi2.tokens.texts import Texts
 
 

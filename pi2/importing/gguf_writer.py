@@ -3,6 +3,7 @@
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from pi2.arrays import F32, U8
 from pi2.diagnostics import UserError
 from pi2.formats import Format, find_format
 from pi2.importing.safetensors_file import Shards
-from pi2.records import dataclass
 
 _ALIGNMENT = 32
 _TEXT, _LIST = 8, 9

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +19,6 @@ from pi2.importing.config import Config
 from pi2.importing.families import describe_family, unwrap_config
 from pi2.importing.safetensors_file import measure_header
 from pi2.progress import ByteProgress, Progress, ignore_progress
-from pi2.records import dataclass
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _REFERENCE = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w./-]{{1,200}}))?")

@@ -5,6 +5,7 @@ The reverse of `pi2.importing.gguf_checkpoint`, by the same documents of familie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isclose, prod
 from pathlib import Path
 
@@ -42,7 +43,6 @@ from pi2.model.tensor import Source
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_tensors import Tensors
-from pi2.records import dataclass, replace
 
 PIECES = {"attn_k_b": 0, "attn_v_b": 1}
 """Parts of the KV matrix of latent attention that files have apart."""

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_q
 from pi2.plan.reading.block_entries import gather_blocks, list_entries, write_entries
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
-from pi2.records import dataclass
 from pi2.sandbox.tokenizer import TokenizerRefused
 
 LEAST_CONTEXT = 512

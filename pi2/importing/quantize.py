@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -53,7 +54,6 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensors import MIXTURES, Mixture, choose_formats, fit_width, list_sources
 from pi2.plan.documents.model import Model
 from pi2.progress import ByteProgress, Progress, ignore_progress
-from pi2.records import dataclass, replace
 
 TEXTS = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),

@@ -9,6 +9,7 @@ import re
 import struct
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,6 @@ from pi2.formats import find_packing
 from pi2.formats.fitting import fit_scales, turn_groups
 from pi2.importing.gguf_file import read_gguf
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

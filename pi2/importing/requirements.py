@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,7 +19,6 @@ from pi2.model.tensor import Place, Source, fill_name
 from pi2.model.tensors import list_sources, list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
-from pi2.records import dataclass, replace
 
 _WIDE, _WIDEST = find_packing("int8"), find_packing("fp16")
 _EXACT = {"", "f64", "f32", "bf16", "f16", "q8_0", "q5_0", "q4_0", "iq4_nl"}

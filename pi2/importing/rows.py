@@ -5,6 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensor import Source
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
-from pi2.records import dataclass
 
 _KEPT_EXPERTS = 2 * (os.cpu_count() or 1) + 2
 """Experts that pieces which are packed at the same time may need."""

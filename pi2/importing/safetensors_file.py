@@ -15,6 +15,7 @@ import re
 import struct
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -25,7 +26,6 @@ from pi2.caches import check_regular, open_stream
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision
 from pi2.reads import read_weights
-from pi2.records import dataclass, fields, is_dataclass
 
 _STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,6 @@ from pi2.importing.decoded_tensor import (
 )
 from pi2.importing.safetensors_file import SourceTensor, turn
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.records import dataclass
 
 _STACKED = re.compile(r"(.*)\.([0-9]+)")
 """A matrix that `pi2.importing.checkpoint.divide_stacks` has named."""

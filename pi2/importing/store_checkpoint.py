@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_factors, slice_part, unpack_part
 from pi2.plan.weights.layout import Precision, Tensor
-from pi2.records import dataclass
 from pi2.store.manifest import MANIFEST
 from pi2.store.reader import NeuronStore, StoredLayer
 

@@ -3,6 +3,7 @@
 import re
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -13,7 +14,6 @@ from pi2.plan.documents.common import find_type, list_known_keys
 from pi2.plan.reading.references import WRITTEN, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind
 from pi2.plan.toml.text import KeyPath, write_text
-from pi2.records import dataclass, field
 
 Role = Literal["key", "header", "value", "none"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.machine.cpu import Cpu, CpuCores, bind_calling_thread, detect_cpu, list_allowed_cores
 from pi2.machine.memory import Memory, detect_memory, read_meminfo, read_text
 from pi2.machine.storage import Storage, inspect_storage
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.documents.device import IsaFeature

@@ -6,12 +6,12 @@ import ctypes
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
 from pi2.machine.memory import find_cpu_quota, read_int, read_text
-from pi2.records import dataclass
 from pi2.tile_permission import permit_tiles
 
 if TYPE_CHECKING:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import U8

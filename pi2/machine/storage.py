@@ -10,11 +10,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.machine.memory import read_int
 from pi2.reads import find_mount
-from pi2.records import dataclass
 
 EMULATORS = ("qemu-aarch64", "qemu-hexagon")
 """Programs that run kernels of other processors, for tests."""

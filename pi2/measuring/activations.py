@@ -19,6 +19,7 @@ import json
 import time
 import zipfile
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from pi2.measuring.texts import Passages
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
-from pi2.records import asdict, dataclass
 
 BATCHES = (1, 2, 3, 4)
 """Sizes of batches whose unions of active neurons are counted."""

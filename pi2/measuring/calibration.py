@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pi2.backends.protocol import BuildRequest, Executor
@@ -27,7 +28,6 @@ from pi2.plan.documents.plan_units import Sparsity, SparsityMethod
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, replace
 from pi2.refit import read_plan
 
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Self
@@ -26,7 +27,6 @@ from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.measuring.samples import Bandwidth, Description, Sample, TokenBytes, Workload
 from pi2.memory.bundle_files import ReadObserver, WatchedRun
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.memory.flash import PendingRead

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from pi2.measuring.texts import (
 from pi2.orchestrator import load
 from pi2.plan.documents.quantities import approximate_bytes, write_table
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, replace
 from pi2.refit import FittedPlan
 
 _FLOOR_TOKENS = 512

@@ -8,6 +8,7 @@ import io
 import json
 import time
 import zipfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from pi2.measuring.texts import Scores
 from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import LayerThresholds
 from pi2.plan.weights.bundles import slice_bias, unpack_part
-from pi2.records import dataclass, field
 from pi2.sharing.fetching import write_atomically
 
 _FINE_SHIFT = 17

@@ -1,5 +1,6 @@
 """What low-rank predictors say of a whole chunk of tokens, and how right they are."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from pi2.formats import find_packing
 from pi2.importing.conversion_job import read_counts
 from pi2.measuring.activations import ACTIVATIONS, Statistics
 from pi2.model.tensor import name_layer_tensor
-from pi2.records import dataclass
 from pi2.tracing import add_legend, make_figure, pick_colours, pick_styles, save_figure
 
 

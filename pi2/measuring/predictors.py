@@ -7,6 +7,7 @@ neurons (as PowerInfer's and TurboSparse's predictors do)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from pi2.formats import find_packing
 from pi2.measuring.texts import Window
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +14,6 @@ from pi2.measuring.contestant import Profile
 from pi2.measuring.samples import Row
 from pi2.measuring.session import Outcome
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.records import asdict, dataclass, replace
 
 UNKNOWN = "-"
 

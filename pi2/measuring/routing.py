@@ -6,6 +6,7 @@ which compute every token, are left out."""
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -24,7 +25,6 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import PolicyName
 from pi2.orchestrator import load
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass
 
 ROUTING = "routing.parquet"
 DISTANCES = (1, 4, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Literal
@@ -18,7 +19,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
-from pi2.records import dataclass, field
 
 Kind = Literal["pp", "tg"]
 """``pp``: a prompt is processed; ``tg``: tokens are generated one by one."""

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -40,7 +41,6 @@ from pi2.measuring.samples import (
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, field, replace
 from pi2.refit import FittedPlan
 from pi2.store.reader import NeuronStore
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,6 @@ from pi2.arrays import F32, F64, I64
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.plan.documents.model import Model
-from pi2.records import dataclass, replace
 from pi2.sandbox.tokenizer import encode_text
 from pi2.tokens.table_tokenizer import Coder
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -18,7 +19,6 @@ from pi2.measuring.samples import TokenSource
 from pi2.memory.bundle_files import ReadObserver, WatchedRun
 from pi2.memory.flash import PendingRead
 from pi2.memory.io_engine import ReadBatch
-from pi2.records import dataclass, field
 from pi2.tracing import Recorder
 
 DRIVER = "driver"

@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.weights.layout import GROUP, Precision, matrix_bytes, round_up
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, replace
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
 from pi2.store.writer import StoreWriter, TensorPieces

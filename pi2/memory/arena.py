@@ -1,6 +1,7 @@
 """The arena, the neuron cache over it, and context memory lent to it until tokens need it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from pi2.arrays import U8
@@ -12,7 +13,6 @@ from pi2.model.blocks import list_attention
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons
 from pi2.plan.arithmetic.units import need_kv
-from pi2.records import dataclass
 
 MEAN_TOKENS = 256
 """Tokens of context that a mean token is taken to have."""

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.quantities import compare_bytes
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan

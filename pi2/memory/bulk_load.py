@@ -8,11 +8,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from pi2.arrays import U8
 from pi2.memory.io_engine import make_readers
 from pi2.progress import ByteProgress, Progress
-from pi2.records import dataclass, field
 
 PIECE_BYTES = 1 << 20
 """About so many bytes are one read: fewer cost more processor time, more are not quicker."""

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ from pi2.arrays import I32, U8, U32, Bits
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
 from pi2.reads import describe_failure, read_at
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.flash import PendingRead

@@ -7,6 +7,7 @@ owned ones are needed only if the unit is lost. The slots behind them are the co
 all layers, one neuron a slot."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from pi2.arrays import F32, I32, U8
 from pi2.memory.host_loops import HostLoops, LayerPlace
 from pi2.memory.policy import ABSENT, LeastFrequentlyUsed, PolicyName, carry_over, make_policy
 from pi2.memory.read_sieve import ReadSieve
-from pi2.records import dataclass
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,6 @@ from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.io_engine import PENDING, EngineName, ReadBatch, make_readers
 from pi2.memory.policy import ABSENT, PolicyName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops

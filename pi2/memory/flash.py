@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,6 @@ from pi2.memory.io_engine import (
     make_rest,
 )
 from pi2.memory.uring import UringEngine, open_engine
-from pi2.records import dataclass
 
 _PAGE = 4096
 

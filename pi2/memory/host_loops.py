@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Set
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -12,7 +13,6 @@ import numpy as np
 
 from pi2.arrays import F32, F64, I32, I64, U8, U32, Bits, Raw
 from pi2.formats.packing import ALIGNMENT
-from pi2.records import asdict, dataclass, field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

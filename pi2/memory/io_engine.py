@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from pi2.arrays import I32, I64, Bits
-from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from threading import RLock
 from typing import NamedTuple
 
@@ -11,7 +12,6 @@ from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.memory.budget import drop_pages
 from pi2.memory.bulk_load import join_neighbours
-from pi2.records import dataclass
 
 
 class MatrixPlace(NamedTuple):

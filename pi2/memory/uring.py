@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +29,6 @@ from pi2.memory.io_engine import (
     ReadBatch,
     read_in_python,
 )
-from pi2.records import dataclass
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 """System calls: the same numbers on x86-64 and aarch64."""

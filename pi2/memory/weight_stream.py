@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +26,6 @@ from pi2.memory.uring import EngineSettings, open_engine
 from pi2.plan.weights.layout import round_up
 from pi2.progress import Progress, ignore_progress
 from pi2.reads import is_direct, read_at, refuse_cut, refuse_weights
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.memory.bundle_files import ReadObserver

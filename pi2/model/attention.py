@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats.packing import fill_groups
 from pi2.model.tensor import DenseTensor, Order, Place, Source, fill, list_head_rows
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.documents import model_mixing

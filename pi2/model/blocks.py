@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 from pi2.model.attention import Attention
 from pi2.model.ffn import Ffn, make_ffn
 from pi2.model.states import State, StateKind, shape_state
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import find_packing
 from pi2.formats.packing import fill_groups
 from pi2.model.tensor import GATE_CUTOFF, DenseTensor, Place, Source, fill
-from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model

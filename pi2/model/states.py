@@ -16,12 +16,12 @@ values come from ``gate_rank`` elements in the same way, and are no rows of ``st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats.packing import fill_groups
 from pi2.model.tensor import DenseTensor, Place, Source
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import Packing, find_packing, name_packings
 from pi2.formats.packing import align_bytes
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,6 @@ from pi2.model.tensor import (
     Source,
     name_mixer_norm,
 )
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import F32

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -44,7 +45,6 @@ from pi2.phone.runtime.probing import list_recipes
 from pi2.plan.arithmetic.resolved import FileFacts, ResolvedPlan
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress
-from pi2.records import dataclass, replace
 from pi2.store.files import hash_file
 from pi2.store.manifest import MANIFEST
 from pi2.store.reader import NeuronStore

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from pkgutil import iter_modules
 from typing import Literal, cast
@@ -11,7 +12,6 @@ import pi2.formats
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import IsaFeature
-from pi2.records import dataclass, replace
 
 ROOTS = ("pi2.phone.runtime.command", "pi2.orchestrator", "pi2.sandbox.template")
 """Modules that a run starts with or imports by name; backends and formats are added."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.records import asdict, dataclass, replace
 from pi2.store.files import hash_file
 
 FORMAT = "pi2-bundle"

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.costs.cost import Cost, cost_range, cost_resolved
@@ -35,7 +36,6 @@ from pi2.planning.refinement import (
 from pi2.planning.search import Goal, Problem, count_least, find_best, list_predictors, pose_problem
 from pi2.planning.wish import Wish, check_device_memory, list_split_units, reach_speed, write_values
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, replace
 
 _PROMPTS_WORTH = 0.03
 """Part of a token's time that prompts on another unit are worth."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
@@ -26,7 +27,6 @@ from pi2.plan.documents.quantities import approximate_bytes, approximate_number,
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.planning.search import Problem
 from pi2.planning.wish import Wish, make_plan_values
-from pi2.records import dataclass
 
 _CHUNK = 256
 

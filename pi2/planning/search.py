@@ -6,6 +6,7 @@ Shares of memory are tried in plain numbers. Plans with sizes are made of the be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from statistics import mean
@@ -29,7 +30,6 @@ from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.wish import LEAST_DENSE, Wish, divide_rest, make_plan_values
-from pi2.records import dataclass, field, replace
 
 Goal = Literal["time", "memory", "energy"]
 Place = Literal["resident", "flash"]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +18,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, write_table
 from pi2.progress import Progress
 from pi2.ray_cluster import import_ray, start_ray
-from pi2.records import asdict, dataclass, replace
 from pi2.sharing.fetching import write_atomically
 from pi2.tracing import add_legend, make_figure, pick_styles, save_figure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -32,7 +33,6 @@ from pi2.plan.reading.references import DOCUMENTS, UnknownName, locate_document
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.toml.source import detect_kind
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.records import dataclass, field, replace
 from pi2.sharing.references import LockedReferences
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -34,7 +35,6 @@ from pi2.plan.weights.layout import round_up
 from pi2.probing.probe import Measurements, UnitMeasurements
 from pi2.probing.steps import StepFacts, choose_times, round_digits, summarise
 from pi2.probing.storage import LEAST_BYTES, ReadSpec, StorageBench, open_sample
-from pi2.records import dataclass
 
 Measure = Literal["B/s", "s", "GOP/s", "share"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from pi2.plan.documents.device import KernelName
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing.steps import Key
 from pi2.progress import Progress
-from pi2.records import dataclass
 
 WIDTH = 4096
 ROWS = (256, 16384)

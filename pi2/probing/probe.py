@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,6 @@ from pi2.probing.steps import (
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
 from pi2.probing.tokens import SMALL
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass, field, fields, replace
 
 if TYPE_CHECKING:
     from pi2.probing.gpus import UnitStep

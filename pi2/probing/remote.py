@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, get_args
@@ -28,7 +29,6 @@ from pi2.probing import tokens as synthetic
 from pi2.probing.document import describe_step
 from pi2.probing.steps import Key, StepFacts, choose_times
 from pi2.progress import Progress
-from pi2.records import dataclass, replace
 
 ROUNDS = 5
 SHAPE = replace(

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,6 @@ from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens
 from pi2.probing import tokens as synthetic
 from pi2.probing.tokens import NAMED, TokenSample, TokenTimes, TokenWork
-from pi2.records import dataclass, replace
 
 Key = tuple[str, ...]
 """The measurement: a kind, then its settings as text."""

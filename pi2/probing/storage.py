@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,6 @@ from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.probing.steps import Key, collect_rounds
 from pi2.probing.tokens import allocate, fill
-from pi2.records import astuple, dataclass, replace
 
 MIB = 1 << 20
 FILE_BYTES = 1024 * MIB

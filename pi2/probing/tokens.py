@@ -6,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ from pi2.plan.documents.model_parts import Ffn, Precision, Predictor, Quantizati
 from pi2.plan.documents.plan import Decode
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.progress import Progress
-from pi2.records import dataclass
 
 CHUNK = 128
 _PATTERN_BYTES = 1 << 22

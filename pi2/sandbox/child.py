@@ -7,11 +7,10 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Timer
 from typing import IO, TYPE_CHECKING, Self
-
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     import subprocess

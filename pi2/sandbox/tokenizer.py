@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 from pi2.sandbox.child import MIB, ChildFailed, Limits, run_child
 
 if TYPE_CHECKING:

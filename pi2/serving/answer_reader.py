@@ -3,11 +3,11 @@
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, Protocol
 
-from pi2.records import dataclass
 from pi2.serving.call_patterns import CallForm, ToolCall, Tools
 from pi2.serving.literals import NoCall, NotWhole, dump_json_text
 

@@ -5,6 +5,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,7 +25,6 @@ from pi2.engine.statistics import read_peak_rss_bytes, split_time
 from pi2.logging import get_logger
 from pi2.plan.arithmetic.estimates import find_read_rate
 from pi2.rebudget import read_memory
-from pi2.records import asdict, dataclass, field
 from pi2.serving import ollama
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_user_error, find_form

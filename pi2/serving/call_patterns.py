@@ -9,10 +9,10 @@ JSON object is read as JSON, with its keys in any order."""
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pi2.records import dataclass
 from pi2.serving.literals import (
     Literals,
     NoCall,

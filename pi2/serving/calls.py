@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, FinishReason, Ticket, TokenScore
 from pi2.engine.generation import stream_pieces
-from pi2.records import dataclass, field
 from pi2.serving.answer_reader import AnswerReader, Fragment, Items, make_plain_reader
 from pi2.serving.call_grammars import make_constraint, write_call_grammar, write_json_grammar
 from pi2.serving.call_patterns import ToolCall

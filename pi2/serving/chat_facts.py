@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pi2.records import dataclass
 from pi2.serving.answer_reader import (
     GROWTH,
     LONG,

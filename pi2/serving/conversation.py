@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from pi2.diagnostics import UserError
-from pi2.records import dataclass, field
 from pi2.serving.answer_reader import describe_tools
 from pi2.serving.call_patterns import CallForm
 from pi2.serving.errors import ApiError

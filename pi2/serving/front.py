@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from starlette.requests import Request
@@ -15,7 +16,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
 from pi2.ray_cluster import import_ray, start_ray
-from pi2.records import dataclass, replace
 from pi2.serving.application import Settings, list_middleware, make_application, refuse
 from pi2.serving.errors import PING, ApiError, write_stream_error
 from pi2.serving.hosts import ServedPlan

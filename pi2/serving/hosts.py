@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
@@ -24,7 +25,6 @@ from pi2.memory.matrix_pool import MatrixPlace, MatrixPool
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.rebudget import change_budget
-from pi2.records import dataclass, field, replace
 from pi2.refit import read_plan
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.errors import ApiError, explain_user_error

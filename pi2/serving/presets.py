@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import configparser
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pi2.diagnostics import UserError
 from pi2.found_models import HUB, find_found
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.records import dataclass, field
 
 GLOBAL = "*"
 """The section whose keys count for all models."""

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -12,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pi2.records import dataclass, replace
 from pi2.serving.calls import Answers, Ask, Collected, Delta, Finished, Limits
 from pi2.serving.errors import (
     HEADERS,

@@ -4,9 +4,9 @@ has a limit: an answer ends."""
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pi2.records import dataclass
 from pi2.serving.literals import Schema
 from pi2.serving.schemas import list_alternatives, list_properties
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
@@ -13,7 +14,6 @@ from urllib.parse import unquote, urljoin, urlsplit
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
-from pi2.records import dataclass
 from pi2.sharing.git import Revision, RevisionKind, read_git_file, resolve_revision
 from pi2.sharing.references import Reference, locate_repository
 

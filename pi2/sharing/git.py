@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 from urllib.parse import unquote, urlsplit
@@ -17,7 +18,6 @@ from urllib.parse import unquote, urlsplit
 from pi2.caches import find_home
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
-from pi2.records import dataclass
 
 RevisionKind = Literal["tag", "branch", "commit"]
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +22,6 @@ from pi2.plan.documents.common import Table
 from pi2.plan.reading.references import LOCK, read_document
 from pi2.plan.toml.source import SourceFile, display_path
 from pi2.plan.toml.text import format_path, write_value
-from pi2.records import dataclass, replace
 from pi2.sharing.fetching import Cache, Settings, hash_bytes, write_atomically
 from pi2.sharing.references import Reference
 

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,6 @@ from pi2.plan.documents.device import Device
 from pi2.plan.documents.private import find_private, strip_private
 from pi2.plan.reading.references import has_scheme, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind, display_path, read_source
-from pi2.records import dataclass
 from pi2.sharing.fetching import (
     Cache,
     Fetched,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, cast, get_args
 from urllib.parse import unquote, urlsplit
@@ -22,7 +23,6 @@ from urllib.parse import unquote, urlsplit
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.reading.references import LOCK, Located, has_scheme
 from pi2.plan.toml.source import KINDS, Kind, detect_kind, display_path
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.sharing.fetching import Settings

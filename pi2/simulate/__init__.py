@@ -1,6 +1,7 @@
 """Simulation of a plan on a device that need not be at hand: numbers of neurons are drawn for each
 token and layer, and `pi2.costs` gives their times."""
 
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from pi2.costs.rates import list_missing_reads
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_number
-from pi2.records import astuple, dataclass, replace
 from pi2.simulate.decode import DecodeRun, Progress, simulate_decode
 from pi2.tracing import add_legend, make_figure, save_figure
 

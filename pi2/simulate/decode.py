@@ -1,6 +1,7 @@
 """Token generation: draws what every token asks of every layer, and adds up what that takes."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,7 +10,6 @@ from pi2.costs.cost_layer import Counts, LayerCost, cost_counts, count_read_byte
 from pi2.costs.description import Description, LayerKind
 from pi2.costs.hotness import TokenDraws, draw_experts, draw_shifts, draw_tokens
 from pi2.costs.terms import LayerTerms
-from pi2.records import dataclass, replace
 from pi2.tracing import Recorder
 
 Progress = Callable[[float], None]

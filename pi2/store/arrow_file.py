@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.model.tensor import DenseTensor

@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from pi2.formats import Packing, find_packing
 from pi2.model.tensor import EMBEDDING, takes_blocks
 from pi2.plan.weights.layout import GROUP, Tensor, round_up
 from pi2.reads import describe_failure, is_direct, read_at
-from pi2.records import dataclass
 from pi2.store.arrow_file import ALIGNMENT as ALIGNMENT_of_arrow_file
 from pi2.store.arrow_file import PAGE
 from pi2.store.identity import report_size

@@ -4,11 +4,10 @@ texts of tokens, and only pairs are merged here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Protocol, cast
-
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from struct import Struct
 from typing import Any, overload
@@ -11,7 +12,6 @@ from typing import Any, overload
 import numpy as np
 
 from pi2.arrays import I64, U8, U64
-from pi2.records import dataclass
 from pi2.tokens.table_tokenizer import Merge
 
 _FACTOR = 0x9E3779B97F4A7C15

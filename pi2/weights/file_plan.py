@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.diagnostics import UserError
@@ -24,7 +25,6 @@ from pi2.plan.documents.plan import Segments
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, read_percent, write_least
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
-from pi2.records import dataclass, replace
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import GgufWeights
 

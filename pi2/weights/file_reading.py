@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from pi2.caches import has_gguf_suffix, is_gguf, read_regular, show_path
 from pi2.diagnostics import UserError
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.progress import Progress, ignore_progress
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report

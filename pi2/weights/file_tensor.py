@@ -6,6 +6,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -16,7 +17,6 @@ from pi2.backends.blocks.instructions import Weight
 from pi2.caches import open_regular, open_stream
 from pi2.plan.documents.model import Model
 from pi2.reads import read_at, refuse_cut, refuse_weights
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.memory.expert_slots import ExpertMatrix

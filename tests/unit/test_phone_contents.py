@@ -50,7 +50,9 @@ for document in (found.plan, found.device, found.model):
 
 def test_modules_import_nothing_else_when_they_are_loaded() -> None:
     modules = find_modules(SPARSE_BACKENDS | DENSE_BACKENDS)
-    assert {"pi2.engine.layer_model", "pi2.memory.flash", "pi2.backends.cpu.executor"} <= set(modules)
+    assert {"pi2.engine.layer_model", "pi2.memory.flash", "pi2.backends.cpu.executor"} <= set(
+        modules
+    )
     for name, path in modules.items():
         for node in ast.parse(path.read_text()).body:
             imported = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tvm.tirx import Shuffle
@@ -11,7 +12,6 @@ from tvm.tirx.script import builder as T
 from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
 from pi2.backends.blocks.room import CHUNK
 from pi2.backends.compiler import vectors as v
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.backends.blocks.unpacking.columns import Columns, Turned

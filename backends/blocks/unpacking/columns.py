@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from pi2.backends.blocks.machine import join, pick, turn_square
 from pi2.backends.blocks.room import NIBBLES, SIXES, Order
 from pi2.backends.blocks.unpacking.block import Source, join_halves
 from pi2.backends.compiler import vectors as v
-from pi2.records import dataclass
 
 _LINES = 5
 """Cache lines that are asked for with every 16 bytes of the rows."""

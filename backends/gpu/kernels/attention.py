@@ -23,6 +23,7 @@ vectors of whole words: float32, two fp16 or four int8 in each.  ``spans`` is ho
 token's context is divided into, so that enough work groups run."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -35,7 +36,6 @@ from pi2.backends.gpu.kernels.latent import (
     pack_word,
 )
 from pi2.backends.gpu.kernels.specification import AttentionKernels, Axis
-from pi2.records import dataclass
 
 _PAIR_THREADS = 64
 _KEYS = 128

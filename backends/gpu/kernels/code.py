@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
@@ -28,7 +29,6 @@ from tvm.tirx.script import builder as T
 from pi2.backends.gpu.kernels.specification import ONCE, Axis, NumberType
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.records import dataclass, field
 
 Expr = Any
 Buffer = Any

@@ -19,6 +19,7 @@ value of one head that all queries share."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -27,7 +28,6 @@ from pi2.backends.gpu.kernels.code import narrow_half, widen_half
 from pi2.backends.gpu.kernels.specification import AttentionKernels, Axis
 from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.weights.layout import fill_groups
-from pi2.records import dataclass
 
 _LARGEST_CODE = 127.0
 

@@ -6,6 +6,7 @@ number of tokens that a work group computes with.  The rows are divided into ``b
 each of which is multiplied with its own inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -19,7 +20,6 @@ from pi2.backends.gpu.kernels.code import (
 )
 from pi2.backends.gpu.kernels.specification import Axis, ProductKernels
 from pi2.plan.weights.layout import GROUP
-from pi2.records import dataclass
 
 ROWS = 32
 """Rows of a tile, and threads of a work group along its first axis."""

@@ -8,6 +8,7 @@ import base64
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pi2.model.states import StateShape
@@ -16,7 +17,6 @@ from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn, Moe, Norm
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
-from pi2.records import dataclass
 
 Api = Literal["opencl", "webgpu", "cuda"]
 NumberType = Literal["int32", "float32"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from cuda.bindings import driver
 from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number
 from pi2.backends.gpu.launchers.interface import Buffer, DeviceFacts, Kernel, MemoryState
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
 
 if TYPE_CHECKING:
     from pi2.arrays import U8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import tvm
@@ -23,7 +24,6 @@ from pi2.backends.hexagon.specification import (
     ProductGraph,
     count_together,
 )
-from pi2.records import dataclass
 
 _READ, _WRITE, _EXIT, _CLOCK, _MAP = 63, 64, 94, 113, 222
 """Numbers of the system's calls."""

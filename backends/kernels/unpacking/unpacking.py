@@ -5,6 +5,7 @@ Fp16 and blocks of GGUF files, which are multiplied with values that are not rou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
@@ -18,7 +19,6 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import DotPrimitive, Vector, list_runs
 from pi2.formats import find_packing, list_packings
 from pi2.formats.packing import GROUP, BlockPacking, Packing
-from pi2.records import dataclass
 
 WIDE = 16
 """Elements that are unpacked together."""

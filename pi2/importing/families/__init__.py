@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from pi2.importing.families import functions
 from pi2.importing.families.interpreter import Description, Tables
 from pi2.plan.documents.family import Family, MtpHead
 from pi2.plan.reading.references import list_shipped
-from pi2.records import dataclass, field
 
 SUFFIX = ".family.toml"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -12,6 +12,7 @@ order; ``g_idx`` states their groups. AWQ packs 8 neighbours of the outputs into
 order 0, 2, 4, 6, 1, 3, 5, 7."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,7 +35,6 @@ from pi2.importing.scaled_tensor import (
     find_block,
     unpack,
 )
-from pi2.records import dataclass
 
 _FORMATS = (
     *("dense", "fakequant", "int-quantized", "float-quantized", "naive-quantized"),

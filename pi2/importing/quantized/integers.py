@@ -11,6 +11,7 @@ Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 
 (arXiv 2402.17764), section 2."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -39,7 +40,6 @@ from pi2.importing.scaled_tensor import (
     find_block,
     read_scales,
 )
-from pi2.records import dataclass
 
 
 def read_fp8(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:

@@ -4,6 +4,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pi2.phone.tokenizing.pieces import (
@@ -14,7 +15,6 @@ from pi2.phone.tokenizing.pieces import (
     map_bytes,
     read_pattern,
 )
-from pi2.records import dataclass
 from pi2.tokens.table_tokenizer import Merge, Pairs, encode_bytes, list_byte_tokens
 
 Decode = Callable[[list[str]], list[str]]

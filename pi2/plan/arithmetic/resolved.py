@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,6 @@ from pi2.plan.documents.plan_units import BatchSplit, list_layers
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
-from pi2.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.units import Needs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from pi2.formats import name_packings
@@ -20,7 +21,6 @@ from pi2.model.tensor import (
 )
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import Precision, align_bytes, round_up
-from pi2.records import dataclass, fields
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan

@@ -1,6 +1,7 @@
 """What rules work with: the facts of a plan, and the findings they make."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,6 @@ from pi2.plan.documents.plan_units import BatchSplit
 from pi2.plan.documents.private import PrivateKind, find_private, walk_texts
 from pi2.plan.toml.source import KINDS, Kind
 from pi2.plan.toml.text import KeyPath
-from pi2.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ rewritten relative to the extending file: the outcome is a plain document."""
 import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,6 @@ from pi2.plan.reading.references import (
 from pi2.plan.reading.schema_check import check_version
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind
 from pi2.plan.toml.text import KeyPath, format_path, write_value
-from pi2.records import dataclass, field, replace
 
 MAX_DEPTH = 8
 """Longest chain of documents that extend one another."""

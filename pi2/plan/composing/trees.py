@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,7 +22,6 @@ from pi2.plan.documents.common import COMPOSITION, find_type, list_known_keys, s
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.source import SET, Places, SourceFile
 from pi2.plan.toml.text import KeyPath, format_path, write_value
-from pi2.records import dataclass, field, replace
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -9,7 +10,6 @@ from pydantic import BaseModel
 
 from pi2.plan.documents.common import Origin
 from pi2.plan.toml.text import KeyPath
-from pi2.records import dataclass
 
 
 def walk_figures(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin]]:

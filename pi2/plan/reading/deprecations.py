@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -11,7 +12,6 @@ from pi2.diagnostics import Diagnostic
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind, SourceFile
 from pi2.plan.toml.text import KeyPath, format_path, write_value
-from pi2.records import dataclass, replace
 
 Step = Callable[[MutableMapping[str, Any], Kind], None]
 """Changes a document of one version into one of the next, but for ``schema_version``."""

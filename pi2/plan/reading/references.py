@@ -4,6 +4,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,6 @@ from pi2.plan.toml.source import (
     display_path,
     read_source,
 )
-from pi2.records import dataclass, replace
 
 
 def list_documents(paths: Iterable[str | Path]) -> list[Path]:

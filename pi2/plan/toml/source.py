@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -17,7 +18,6 @@ import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.toml.text import KeyPath
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from pi2.plan.toml.spans import SpanIndex

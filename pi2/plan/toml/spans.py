@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ import tomli
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.plan.toml.text import KeyPath, format_path
-from pi2.records import dataclass, field
 
 if TYPE_CHECKING:
     from tree_sitter import Node

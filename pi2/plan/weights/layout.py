@@ -21,6 +21,7 @@ with all scales in them have such a vector each."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import find_packing
@@ -30,7 +31,6 @@ from pi2.formats.packing import align_bytes as align_bytes
 from pi2.formats.packing import fill_groups as fill_groups
 from pi2.formats.packing import round_up as round_up
 from pi2.formats.packing import split_lanes as split_lanes
-from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from pi2.arrays import Raw, Scales

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from pi2.plan.toml.expressions import evaluate, parse_expression
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import GROUP, round_up
-from pi2.records import dataclass, replace
 
 
 def _list_unshared(model: Model) -> list[int]:
