@@ -301,7 +301,7 @@ ACTIVATIONS = (
 ``cut_silu`` cuts activations and ups; ``xielu`` has its numbers in limit, slope and up_offset;
 ``limit`` is the threshold of ``fatrelu``."""
 XIELU_END = -1e-6
-"""Where exponentials of ``xielu`` end: its definition cuts inputs there."""
+"""Largest exponent of ``xielu``: its definition cuts inputs there."""
 ROUTERS = ("softmax", "sigmoid", "mixer")
 """What makes weights of experts of scores, by number."""
 NORM_PLACES = ("none", "before", "after")

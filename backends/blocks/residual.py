@@ -208,7 +208,7 @@ class MixedStreams:
         self._factors, self.kept = (
             builder.take_area(name, side * side) for name in ("factors", "kept factors")
         )
-        """Factors of inputs, and those that add outputs to the streams."""
+        """Factors of inputs, and factors that add outputs to the streams."""
 
     def add_embedding(self) -> None:
         """Let all streams be the first one."""

@@ -56,8 +56,10 @@ class NullModel:
     computer, touched_bytes, waited_s = None, 0, 0.0
 
     def __init__(self, request: WholeRequest) -> None:
-        self._vocab = request.model.shape.vocab
-        self._tokens = 0
+        shape, moe = request.model.shape, request.model.moe
+        self._vocab, self._neurons = shape.vocab, shape.layers * shape.ffn
+        self._neurons *= 1 if moe is None else moe.active_experts
+        self._tokens = self._possible = 0
 
     def put(self, tensor: Tensor, first: int) -> None:
         """Forget the rows."""
@@ -72,15 +74,17 @@ class NullModel:
         self, tokens: I32, sequence: int, position: int, progress: Callable[[float], None]
     ) -> None:
         self._tokens = len(tokens)
+        self._possible += len(tokens) * self._neurons
 
     def logits(self, first: int) -> F32:
         return np.zeros((min(self._tokens - first, LOGIT_ROWS), self._vocab), np.float32)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
+        self._possible += len(tokens) * self._neurons
         return np.zeros((len(tokens), self._vocab), np.float32)
 
     def count_work(self) -> Mapping[str, float | None]:
-        return {"active_neurons": None}
+        return {"active_neurons": None, "possible_neurons": self._possible}
 
     def observe(self, observer: ExecutorObserver | None) -> None:
         """There is nothing to tell of."""

@@ -193,7 +193,7 @@ class LoadedModel:
 
     @property
     def pool(self) -> MatrixPool:
-        """Where models share resident weights."""
+        """Resident weights that models share."""
         return self._parts.pool
 
     def measure_segments(self) -> Mapping[str, SegmentUse]:

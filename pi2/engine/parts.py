@@ -166,7 +166,7 @@ class Parts:
     resident: Sequence[U8] = ()
     """Resident weights that steps read, in one array or several."""
     pool: MatrixPool = field(default_factory=MatrixPool)
-    """Where models share resident weights."""
+    """Resident weights that models share."""
     has_pooled_matrices: bool = False
     """Whether the pool gives segment ``hot`` back."""
     check: Callable[[], None] = lambda: None

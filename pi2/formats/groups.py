@@ -126,4 +126,6 @@ FORMATS = (
     _make("q8_0", 8, 34, 8, 0),
     Format(name="iq4_nl", number=20, block=_BLOCK, block_bytes=18, activations="q8_0", halves=(0,)),
 )
-PACKINGS = keep_blocks(own for own in FORMATS if own.name not in ("q4_0", "q8_0"))
+PACKINGS = keep_blocks(
+    own for own in FORMATS if own.name not in ("q4_0", "q8_0") and not isinstance(own, Bits)
+)

@@ -47,6 +47,7 @@ _OLDEST = {
     "side_ffn": ("width", "norms"),
     "layer_embedding": ("width", "vocab", "factor", "projection_factor"),
     "altup": ("streams", "laurel_rank", "scaled"),
+    "hyper": ("streams",),
     "multipliers": (),
     "quantization": ("ffn", "attention", "embedding", "head", "predictor"),
 }

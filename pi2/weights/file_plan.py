@@ -345,8 +345,8 @@ def count_needs(weights: GgufWeights, parts: Parts) -> FileNeeds:
     arrays = weights.count_arrays(extent)
     experts = weights.list_experts()
     return FileNeeds(
-        vectors=arrays["attention"],
-        kv=arrays["kv"],
+        vectors=arrays.get("attention", 0),
+        kv=arrays.get("kv", 0),
         state=arrays["state"],
         workspace=arrays["workspace"],
         runtime=round_up(

@@ -93,7 +93,9 @@ def test_neurons_in_rows_have_values_of_those_in_tiles(launcher: Launcher, ffn: 
         assert measure_error(found["values"], neurons.compute_values(inputs, routes)) < CLOSE
 
 
-@pytest.mark.parametrize("activation", [*get_args(Activation), "clamped silu"])
+@pytest.mark.parametrize(
+    "activation", [*(own for own in get_args(Activation) if own != "xielu"), "clamped silu"]
+)
 def test_every_activation(launcher: Launcher, activation: Any) -> None:
     if activation == "clamped silu":
         options = Ffn(activation="silu", slope=1.7, limit=1.5, up_offset=1.0)

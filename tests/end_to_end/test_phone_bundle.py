@@ -76,12 +76,12 @@ import os, sys
 sys.path.insert(0, os.path.join(os.environ["PYTHONPATH"], "pi2_phone/packages"))
 from dataclasses import replace
 from pi2.phone.runtime import probing
-from pi2.probing import steps, storage, timing
+from pi2.probing import steps, storage
 whole = probing.list_recipes
 probing.list_recipes = lambda plan: [replace(whole(plan)[1], varieties=(probing.USUAL,))]
 probing.write_probe.__kwdefaults__["rounds"] = 1
 probing.METER_BYTES = 4 << 20
-storage.ROUND_S = timing.ROUND_S = 0.002
+storage.ROUND_S = steps.ROUND_S = 0.002
 steps.SERIES_S = steps.CACHED_S = 0.02
 """
 """Times one kind of the smaller model's kernels, and not for long."""

@@ -16,6 +16,7 @@ from pi2.arrays import F32
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.cpu.executor import CpuExecutor
 from pi2.backends.cpu.needs import count_stored, describe_extent
+from pi2.engine.layer_model import LayerModel
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -125,8 +126,9 @@ def run_golden(
 ) -> tuple[F32, list[int]]:
     """Logits of the prompt, and the greedy tokens after it, with ``settings`` of the plan."""
     with pi2.load(plan, set=dict(settings)) as model:
-        if isinstance(model._parts.executor, CpuExecutor):
-            check_arrays(model.plan, model._parts.executor.program)
+        layers = model._parts.model
+        if isinstance(layers, LayerModel) and isinstance(layers.executor, CpuExecutor):
+            check_arrays(model.plan, layers.executor.program)
         logits = model.logits(golden.prompt)
         generation = model.generate(
             golden.prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True

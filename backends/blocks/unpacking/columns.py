@@ -18,7 +18,7 @@ Put = Callable[[int, v.Expr], None]
 
 
 class Columns:
-    """Blocks of several rows: a number of 32 bits of each row lies in a register."""
+    """Blocks of several rows: a register has a number of 32 bits of each row."""
 
     def __init__(self, rows: Sequence[Source], later: v.Expr, size: int) -> None:
         """``later``: first of ``size`` bytes that are needed later."""
