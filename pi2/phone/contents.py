@@ -44,7 +44,6 @@ LEFT_OUT = frozenset(
         "pi2.measuring.read_kernel",  # compiled by TVM: numpy does it, too
         "pi2.probing.gpus",
         "pi2.refit",
-        "pi2.sharing.resolver",
     }
 )
 """What only a plan that is read from its text needs, or needs TVM."""

@@ -71,9 +71,6 @@ PLAIN = {"activation": "relu", "gated": False, "bias": True}
     "changes",
     [
         {"ffn": {"activation": "silu"}, "predictor": None},
-        {"ffn": PLAIN, "norm": {"kind": "layernorm", "bias": True}, "positions": {"offset": 2}},
-        {"ffn": PLAIN, "predictor": None, "attention": {"qkv_bias": True, "output_bias": True}},
-        {"attention": {"head_norm": True}},
         {"tied_head": True},
         {"attention": {"qkv_bias": True, "sliding_window": 32}},
         {"rope": {"kind": "llama3", "factor": 8.0}},
@@ -92,6 +89,22 @@ def test_other_models_become_sound_stores_that_make_text(
         assert opened.manifest.synthetic and opened.manifest.order == "hotness"
     measured = measure_store(store, model, tokens=96)
     assert all(layer.active == pytest.approx(0.1, rel=0.25) for layer in measured.layers)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ffn": PLAIN, "norm": {"kind": "layernorm", "bias": True}, "positions": {"offset": 2}},
+        {"ffn": PLAIN, "predictor": None, "attention": {"qkv_bias": True, "output_bias": True}},
+        {"attention": {"head_norm": True}},
+    ],
+    ids=["plain, layernorm, learned positions", "plain, biases", "norms of heads"],
+)
+def test_other_families_have_the_statistics_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+    recipe = Recipe(active=0.1, skew=0.3)
+    layer = average_layers(measure(tmp_path, make(**changes), recipe).layers)
+    assert layer["active"] == pytest.approx(0.1, abs=0.01)
+    assert layer["skew"] == pytest.approx(0.3, abs=0.03)
 
 
 def test_a_mixture_beside_a_dense_ffn_becomes_a_sound_store(tmp_path: Path) -> None:
