@@ -271,11 +271,13 @@ def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> 
 def start_compiler(
     module: str, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str]
 ) -> subprocess.Popen[str]:
-    """Start ``python -m module arguments``, whose messages are lines of its ``stdout``."""
+    """Start ``python -m module arguments``, whose messages are lines of its ``stdout``.
+
+    It takes no code of the working folder, which may have another version of pi2."""
     import subprocess
 
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-P", "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,

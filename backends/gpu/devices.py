@@ -94,7 +94,7 @@ def survey_devices(apis: Sequence[Api] = APIS) -> tuple[Survey, ...]:
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pi2.backends.gpu.devices", *apis],
+            [sys.executable, "-P", "-m", "pi2.backends.gpu.devices", *apis],
             capture_output=True,
             text=True,
             check=False,

@@ -83,6 +83,17 @@ def test_a_damaged_entry_is_built_again(spec: KernelSpec, damage: str) -> None:
     assert set(path.parent.iterdir()) == {rebuilt, find_signatures(rebuilt)}
 
 
+@pytest.mark.usefixtures("_new_compilers")
+def test_a_folder_with_another_pi2_compiles_nothing(
+    spec: KernelSpec, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    (tmp_path / "pi2").mkdir()
+    (tmp_path / "pi2/__init__.py").write_text("raise SystemExit('another version')")
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert cache.load_or_compile(spec, ignore_progress).exists()
+
+
 @pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_an_entry_with_damaged_signatures_is_built_again(spec: KernelSpec, damage: str) -> None:
     signatures = find_signatures(cache.load_or_compile(spec, forbid_compiling))
