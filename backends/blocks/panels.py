@@ -331,10 +331,6 @@ class _Product:
         machine, panel, width = self._machine, self._panel, self._machine.width
         kind = "int8" if panel.flips or machine.is_arm else "uint8"
         several = panel.fitting if machine.adds_pairs else 1
-        # Sums of few tokens wait for the ones before: two of each take turns.
-        zero = v.constant(0, "int32", width // 4)
-        is_split = several == 1 and len(sums) <= FEW < machine.together
-        other = [v.Cell(zero) for _ in sums] if is_split else sums
         for begin in range(0, count, several):
             pairs: list[v.Expr | None] = [None] * len(sums)
             for register in range(begin, min(begin + several, count)):
@@ -347,7 +343,6 @@ class _Product:
                     if sizes is not None:
                         codes, own = v.let(machine.flip(weights, codes, width)), sizes
                     if several == 1:
-                        cell = other[token] if register % 2 else cell
                         cell.set(machine.add_bytes(cell.get(), own, codes, width))
                         continue
                     products, before = machine.add_pairs(own, codes, width), pairs[token]
@@ -356,8 +351,6 @@ class _Product:
             for total, cell in zip(pairs, sums, strict=True):
                 if total is not None:
                     cell.set(machine.add_words(cell.get(), total, ones, width // 4))
-        for more, cell in zip(other if is_split else (), sums, strict=is_split):
-            cell.set(cell.get() + more.get())
 
     def _emit_wide(self, block: v.Expr, number: v.Expr, totals: Sequence[v.Cell]) -> None:
         panel, lanes, length = self._panel, self._lanes, self._length

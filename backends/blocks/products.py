@@ -287,10 +287,10 @@ class Products:
         inputs: dict[object, _Codes] = {}
         x, length = self._fill_up(x, length, products[0], each)
         for product in products:
-            self._quantize(x, length, product, inputs, each)
+            self._quantize(x, length, product.weight, inputs, each)
         made = [self._leave_scales(place, product) for place, product in enumerate(products)]
         for place, product in enumerate(made):
-            codes = inputs[self._name_form(product)]
+            codes = inputs[self._name_form(product.weight)]
             number = self._multiply(product, codes, waits=place == len(products) - 1)
             self.matrices.append(Matrix(product.key, self.layer, product.weight, (number,)))
         for own, product in zip(made, products, strict=True):
@@ -348,8 +348,8 @@ class Products:
         each = weight.rows // heads
         rows = each - first if rows is None else rows
         x, length = self._fill_up(x, length, product, heads)
-        self._quantize(x, length, product, inputs, heads)
-        codes, numbers = inputs[self._name_form(product)], []
+        self._quantize(x, length, weight, inputs, heads)
+        codes, numbers = inputs[self._name_form(weight)], []
         for head in range(heads):
             skip = (head * each + first) * weight.row_bytes
             data = None if weight.data is None else weight.data[skip:]
@@ -397,13 +397,12 @@ class Products:
         self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
 
     def _quantize(
-        self, x: Area, length: int, product: Product, inputs: dict[object, _Codes], each: int
+        self, x: Area, length: int, weight: Weight, inputs: dict[object, _Codes], each: int
     ) -> None:
         """Bring vectors into the form that a format is multiplied with, unless they are."""
-        weight = product.weight
         assert weight.length == length, f"a matrix has {weight.length} columns, not {length}"
         kind = weight.kind.activations
-        form = self._name_form(product)
+        form = self._name_form(weight)
         if form in inputs:
             return
         if kind == "float":
@@ -417,10 +416,9 @@ class Products:
         target = self._codes[key]
         inputs[form] = _Codes(target, stride, self._planes, plane)
         if kind == "q8_k":
-            name, one, many = "order", self._find_order(weight.format), self._find_order("")
+            name, orders = "order", (self._find_order(weight.format), self._find_order(""))
         else:
-            name, one, many = "together", self._describe_order(weight.format), 1
-        orders = one, many
+            name, orders = "together", (self._describe_order(weight.format), 1)
         rest = self.take_area("rest", length, each) if self._planes > 1 else None
         for number in range(self._planes):
             is_last = number == self._planes - 1
@@ -446,8 +444,7 @@ class Products:
                 label="quantize",
             )
 
-    def _name_form(self, product: Product) -> object:
-        weight = product.weight
+    def _name_form(self, weight: Weight) -> object:
         kind = weight.kind.activations
         if kind == "float":
             return kind

@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn, TextIO
 
 import click
@@ -23,7 +22,6 @@ from pi2.cli.commands import (
 from pi2.diagnostics import Diagnostic, UserError
 
 _LIBRARIES = ("apache-tvm", "apache-tvm-ffi", "click", "numpy", "pyarrow", "pydantic", "tomli")
-_PLUGINS = "pydantic.plugin._loader"
 
 
 def report_crash(error: BaseException, command: str) -> None:
@@ -101,8 +99,6 @@ group.params.append(make_verbose_option())
 
 
 def main() -> NoReturn:
-    # pydantic looks for plugins among all installed packages: 0.03 s
-    vars(sys.modules.setdefault(_PLUGINS, ModuleType(_PLUGINS))).setdefault("get_plugins", tuple)
     open_streams()
     code = run(sys.argv[1:])
     try:
