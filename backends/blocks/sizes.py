@@ -106,7 +106,7 @@ _LEAST_CALL = 64
 
 
 def count_positions(own: Attention, context: int, tokens: int | None) -> int:
-    """Return the positions of a sequence that a layer keeps: those of its window and of a call of
+    """Return the positions of a sequence that a layer keeps: its window's and a call's of
     ``tokens``, in whole blocks; the whole context without a window, and for None."""
     if own.window is None or own.index is not None or tokens is None:
         return context

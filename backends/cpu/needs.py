@@ -73,7 +73,7 @@ def describe_extent(plan: Plan, threads: int) -> Extent:
 
 
 def count_stored(model: Model, extent: Extent, lanes: int = MOST_LANES) -> ProgramSize:
-    """Size of the program that stops at FFNs, and of what it shares with neurons."""
+    """Size of the program that stops at FFNs, with all that it shares with neurons."""
     if (extent, lanes) not in model.derived:
         stored, tensors = describe_stored(model), {own.name: own for own in model.dense_tensors}
         found = count_program(stored, StoreWeights(stored, tensors), extent, lanes)
