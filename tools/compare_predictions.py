@@ -173,7 +173,7 @@ def compare_cell(cell: Cell, tokens: int = TOKENS) -> Outcome | None:
     found = simulate(description, prompt_tokens=cell.prompt, tokens=tokens)
     later = cell.prompt + (tokens - 1) / 2 - description.settings.position
     # Both at the same place of the context.
-    moved = [description.find_terms(kind).position_s * kind.count for kind in description.kinds]
+    moved = [kind.position_s * kind.count for kind in description.kinds]
     token_s = cost.token_s + later * sum(moved)
     return Outcome(cell=cell, predicted=cell.batch / token_s, simulated=found.tokens_s)
 

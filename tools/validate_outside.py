@@ -202,7 +202,7 @@ def cost_row(resolved: ResolvedPlan, settings: Mapping[str, Any], rates: Rates) 
 def restate(description: Description, model: Model, settings: Mapping[str, Any]) -> Description:
     """The description with what pi2's plans cannot state: bits of a weight in the row's file, rows
     of neurons that rest, and the length of chunks."""
-    old, (neurons, attention, head) = description.sizes, settings["bits"]
+    old, (neurons, attention, head) = description.settings.sizes, settings["bits"]
     computed = (1.0 + 2.0 * settings.get("fires", 1.0)) / 3.0
     sizes = replace(
         old,
@@ -213,7 +213,10 @@ def restate(description: Description, model: Model, settings: Mapping[str, Any])
     )
     chunk = settings.get("chunk", description.prompts.chunk)
     prompts = replace(description.prompts, chunk=chunk, together=chunk)
-    return replace(description, sizes=sizes, prompts=prompts)
+    found = description.change_kinds(
+        lambda kind: replace(kind, settings=replace(kind.settings, sizes=sizes))
+    )
+    return replace(found, prompts=prompts)
 
 
 def make_plan(kind: str, device: str, model: str, settings: Mapping[str, Any]) -> ResolvedPlan:

@@ -18,18 +18,16 @@ figures that vary from token to token."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 from typing import Any
 
-from pi2.costs.activity import PredictorMode
 from pi2.costs.constants import Range
-from pi2.costs.cost_layer import LayerCost
-from pi2.costs.description import Activity, Description, describe_plan, read_plan_rates
+from pi2.costs.cost_layer import LayerCost, cost_layer
+from pi2.costs.description import Description, describe_plan, describe_range
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PROMPT, cost_prompt
-from pi2.costs.settings import POSITION
+from pi2.costs.settings import POSITION, Settings
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import count_libraries
 from pi2.fitting.sizes import find_needs
@@ -92,39 +90,31 @@ def _measure_tokenizer(resolved: ResolvedPlan) -> int | None:
 class Cost:
     """Predicted time, memory and energy of a plan."""
 
+    inputs: Description
     layers: tuple[LayerCost, ...]
-    head_s: float
     prefill_tokens_s: float | None
     """None where no arithmetic rate is known."""
-    position: int = POSITION
-    """Tokens of context before the token."""
     prompt: int = PROMPT
     """Tokens of the prompt."""
-    prompt_unit: str = "cpu"
-    """The unit that computes prompts."""
-    grain: int = 1
-    """Neurons that are read together, such as an expert's."""
     memory_bytes: int
     """Expected peak: everything that is resident once the caches are full."""
-    activity: str
-    """Source of the neurons' activity."""
-    sources: dict[str, str]
-    predictor: PredictorMode = "none"
-    batch: int = 1
-    power_w: float | None = None
-    """Power of the processor; None where the device does not state it."""
-    both_w: float | None = None
-    """Power of the whole device while the dense unit computes as well."""
-    assumptions: tuple[str, ...] = ()
-    """Differences from the engine, a sentence each."""
-    embedding_s: float = 0.0
-    """Reading a token's row of the embedding, if it does not stay in memory."""
-    whole_unit: str | None = None
-    """The GPU or NPU that has the whole model, if one has."""
-
     ends: tuple[Cost, Cost] | None = None
     """The same with all rates low, and high, as they are on devices of the kind; None if not asked
     for."""
+
+    @property
+    def settings(self) -> Settings:
+        return self.inputs.settings
+
+    @property
+    def embedding_s(self) -> float:
+        """Seconds to read the rows of the tokens' embeddings, if they do not stay in memory."""
+        return self.settings.batch * self.inputs.embedding_s
+
+    @property
+    def grain(self) -> int:
+        """Neurons that are read together, such as an expert's."""
+        return max(kind.activity.grain for kind in self.inputs.kinds)
 
     @property
     def range_tokens_s(self) -> Range:
@@ -145,21 +135,23 @@ class Cost:
 
     @property
     def token_s(self) -> float:
-        once_s = self.head_s + self.embedding_s
+        once_s = self.inputs.head_s + self.embedding_s
         return sum(layer.total_s for layer in self.layers) + once_s
 
     @property
     def tokens_s(self) -> float:
-        return self.batch / self.token_s
+        return self.settings.batch / self.token_s
 
     @property
     def token_j(self) -> float | None:
         """Joules per token; the processor always draws power, the other unit while it computes."""
-        if self.power_w is None:
+        rates, power_w = self.inputs.rates, self.inputs.rates.power_w
+        if power_w is None:
             return None
+        both_w = rates.both_w if self.inputs.uses_dense else None
         dense_s = sum(layer.dense_s for layer in self.layers)
-        added = ((self.both_w or self.power_w) - self.power_w) * min(dense_s, self.token_s)
-        return (self.power_w * self.token_s + added) / self.batch
+        added = ((both_w or power_w) - power_w) * min(dense_s, self.token_s)
+        return (power_w * self.token_s + added) / self.settings.batch
 
     @property
     def hit_rate(self) -> float:
@@ -187,53 +179,33 @@ def describe_speed(resolved: ResolvedPlan) -> str | None:
 
 
 def cost_resolved(
-    resolved: ResolvedPlan,
-    rates: Rates | None = None,
-    *,
-    store: Path | None = None,
-    activity: Activity | None = None,
-    position: int = POSITION,
-    prompt: int = PROMPT,
+    resolved: ResolvedPlan, rates: Rates | None = None, *, prompt: int = PROMPT, **known: Any
 ) -> Cost:
-    """Cost of a plan without a file; ``store`` and ``activity`` give measured statistics."""
-    description = describe_plan(resolved, rates, store=store, activity=activity, position=position)
-    return cost_description(description, prompt, memory_bytes=count_memory(resolved))
+    """Cost of a plan without a file; ``known`` as for `describe_plan`."""
+    described = describe_plan(resolved, rates, **known)
+    return cost_description(described, prompt, memory_bytes=count_memory(resolved))
 
 
 def cost_range(
     resolved: ResolvedPlan, rates: Rates | None = None, *, prompt: int = PROMPT, **known: Any
 ) -> Cost:
-    rates = read_plan_rates(resolved) if rates is None else rates
-    expected, low, high = (
-        cost_resolved(resolved, own, prompt=prompt, **known)
-        for own in (rates, rates.vary("low"), rates.vary("high"))
-    )
-    return replace(expected, ends=(low, high))
+    """The same with its ends."""
+    described = describe_range(resolved, rates, **known)
+    return cost_description(described, prompt, memory_bytes=count_memory(resolved))
 
 
 def cost_description(
     description: Description, prompt: int = PROMPT, *, memory_bytes: int = 0
 ) -> Cost:
-    rates, settings = description.rates, description.settings
     costs: dict[int, LayerCost] = {}
     for kind in description.kinds:
-        costs |= dict.fromkeys(kind.layers, description.cost_layer(kind))
+        costs |= dict.fromkeys(kind.layers, cost_layer(kind))
+    ends = description.ends
     return Cost(
+        inputs=description,
         layers=tuple(costs[number] for number in range(description.layers)),
-        head_s=description.head_s,
         prefill_tokens_s=cost_prompt(description, prompt),
-        position=settings.position,
         prompt=prompt,
-        prompt_unit=description.prompts.unit,
-        grain=max(kind.activity.grain for kind in description.kinds),
         memory_bytes=memory_bytes,
-        activity=description.activity_source,
-        sources=rates.sources,
-        predictor=settings.predictor,
-        batch=settings.batch,
-        power_w=rates.power_w,
-        both_w=rates.both_w if description.uses_dense else rates.power_w,
-        embedding_s=settings.batch * description.embedding_s,
-        whole_unit=rates.whole_unit,
-        assumptions=description.assumptions,
+        ends=ends and (cost_description(ends[0], prompt), cost_description(ends[1], prompt)),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from math import comb
 
 from pi2.costs.settings import Settings
-from pi2.costs.terms import LayerTerms, Work, find_chance
+from pi2.costs.terms import LayerKind, Work, find_chance
 
 _MERGED = 0.95
 """Requests for each missing neuron below which neighbours are taken to share them."""
@@ -60,7 +60,7 @@ class Counts:
     """What the processor's hot neurons cost, as neurons that are gathered."""
 
 
-def cost_layer(terms: LayerTerms) -> LayerCost:
+def cost_layer(terms: LayerKind) -> LayerCost:
     """Cost of a layer with expected numbers of neurons."""
     settings, activity = terms.settings, terms.activity
     counts = _count_neurons(terms)
@@ -95,7 +95,7 @@ def cost_layer(terms: LayerTerms) -> LayerCost:
     )
 
 
-def cost_counts(terms: LayerTerms, counts: Counts, chance: float) -> LayerCost:
+def cost_counts(terms: LayerKind, counts: Counts, chance: float) -> LayerCost:
     """Times of ``counts``, of which some miss with a ``chance``."""
     settings = terms.settings
     look_up_s = terms.time_look_up(counts.missing, counts.cached, chance)
@@ -147,7 +147,7 @@ def cost_counts(terms: LayerTerms, counts: Counts, chance: float) -> LayerCost:
         look_up_s=look_up_s,
         python_s=terms.rates.python_s,
         compute_s=compute_s,
-        dense_s=terms.launch_s + terms.dense.seconds if terms.dense.seconds else 0.0,
+        dense_s=terms.launch_s + terms.dense_work.seconds if terms.dense_work.seconds else 0.0,
         read_s=read_s,
         wait_s=wait_s,
         ffn_s=ffn_s,
@@ -157,7 +157,7 @@ def cost_counts(terms: LayerTerms, counts: Counts, chance: float) -> LayerCost:
     )
 
 
-def count_read_bytes(terms: LayerTerms, counts: Counts) -> float:
+def count_read_bytes(terms: LayerKind, counts: Counts) -> float:
     """Bytes from flash of a layer's token."""
     reads, stream = terms.settings.reads, terms.settings.stream
     if stream is not None:
@@ -170,7 +170,7 @@ def count_read_bytes(terms: LayerTerms, counts: Counts) -> float:
     return counts.missing * reads.read_bytes * (1.0 + terms.merged.unwanted)
 
 
-def _count_neurons(terms: LayerTerms) -> Counts:
+def _count_neurons(terms: LayerKind) -> Counts:
     settings, activity = terms.settings, terms.activity
     hot, cold, dense = terms.hot, terms.cold, terms.dense_share
     possible = activity.neurons * activity.chosen
@@ -205,9 +205,9 @@ def _count_neurons(terms: LayerTerms) -> Counts:
     )
 
 
-def run_beside(steps: Sequence[Work], terms: LayerTerms) -> float:
+def run_beside(steps: Sequence[Work], terms: LayerKind) -> float:
     """Seconds of ``steps`` next to the dense unit; both are slower if memory saturates."""
-    launch_s, dense = terms.launch_s, terms.dense
+    launch_s, dense = terms.launch_s, terms.dense_work
     if dense.seconds <= 0.0:
         return sum(step.seconds for step in steps)
     now, waits_s, left_s = 0.0, launch_s, dense.seconds
@@ -225,7 +225,7 @@ def run_beside(steps: Sequence[Work], terms: LayerTerms) -> float:
 
 
 def _find_hidden(
-    settings: Settings, terms: LayerTerms, compute_s: float, ready_s: float, last_s: float
+    settings: Settings, terms: LayerKind, compute_s: float, ready_s: float, last_s: float
 ) -> float:
     """Seconds of reading hidden by computing; look-ahead also hides it behind attention."""
     match settings.look_ahead:

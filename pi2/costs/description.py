@@ -7,11 +7,13 @@ the rate of that memory, and a fixed time for every kernel."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pi2.costs.activity import (
+    Described,
     LayerActivity,
     describe_activity,
     describe_cut_activity,
@@ -19,15 +21,14 @@ from pi2.costs.activity import (
     describe_target_activity,
 )
 from pi2.costs.constants import Constants, Figure
-from pi2.costs.cost_layer import LayerCost, cost_layer
+from pi2.costs.cost_layer import cost_layer
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
 from pi2.costs.rates import read_rates, read_whole_rates
-from pi2.costs.settings import POSITION, Settings, Sizes, measure_sizes, read_settings, share_cold
-from pi2.costs.terms import LayerTerms, time_head, time_row
+from pi2.costs.settings import POSITION, Settings, read_settings, share_cold
+from pi2.costs.terms import LayerKind, time_head, time_row
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_read_rows
-from pi2.plan.documents.model import Model
 
 
 def list_dense_units(resolved: ResolvedPlan) -> list[str]:
@@ -73,36 +74,6 @@ def _list_assumptions(resolved: ResolvedPlan, rates: Rates) -> tuple[str, ...]:
 _READING_WEIGHT = 3.0
 """A processor is slowest if a third of the time of reads and token is reads."""
 
-Activity = tuple[tuple[LayerActivity, ...], str]
-"""Activity of every layer, and its source."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKind:
-    """Layers that are alike."""
-
-    activity: LayerActivity
-    hot: float
-    """Share of the neurons that stays in memory."""
-    cold: float
-    """Share that the cache holds."""
-    dense: float
-    """Share that the dense unit computes."""
-    is_whole: bool = False
-    """Whether tokens compute all of their neurons."""
-    routing: LayerActivity | None = None
-    """How a router chooses experts, whose neurons are named or not; None without experts."""
-    layers: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.layers)
-
-    def count_touched(self, tokens: int) -> float:
-        """Neurons of the experts that any of ``tokens`` needs."""
-        neurons = self.activity.neurons
-        return float(neurons) if self.routing is None else self.routing.count_united(tokens)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
@@ -110,13 +81,8 @@ class Description:
 
     name: str
     digest: str
-    rates: Rates
-    sizes: Sizes
-    settings: Settings
-    prompts: PromptSettings
     kinds: tuple[LayerKind, ...]
-    whole: tuple[Sizes, Settings] | None = None
-    """Layers that compute all neurons, if others compute predicted ones."""
+    prompts: PromptSettings
     is_smooth: bool = False
     """Whether neurons that do little are never quite zero."""
     embedding_s: float = 0.0
@@ -130,50 +96,36 @@ class Description:
     """The same with all rates low, and high; None if not asked for."""
 
     @property
+    def rates(self) -> Rates:
+        return self.kinds[0].rates
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of layers whose neurons are predicted, if any are."""
+        return next((kind for kind in self.kinds if not kind.is_whole), self.kinds[0]).settings
+
+    @property
     def layers(self) -> int:
         return sum(kind.count for kind in self.kinds)
 
     @property
     def head_s(self) -> float:
-        return time_head(self.rates, self.sizes, self.settings)
+        return time_head(self.rates, self.settings)
 
     @property
     def uses_dense(self) -> bool:
         """Whether a unit computes neurons densely next to the processor."""
-        return self.rates.dense is not None and any(
-            self.find_dense(kind) > 0.0 for kind in self.kinds
-        )
+        return self.rates.dense is not None and any(kind.dense_share > 0.0 for kind in self.kinds)
 
-    def find_dense(self, kind: LayerKind) -> float:
-        """Share of a layer's resident neurons that the dense unit computes."""
-        return min(kind.dense, kind.hot)
-
-    def choose(self, kind: LayerKind) -> tuple[Sizes, Settings]:
-        if kind.is_whole and self.whole is not None:
-            return self.whole
-        return self.sizes, self.settings
-
-    def find_terms(self, kind: LayerKind) -> LayerTerms:
-        sizes, settings = self.choose(kind)
-        return LayerTerms(
-            rates=self.rates,
-            sizes=sizes,
-            settings=settings,
-            activity=kind.activity,
-            hot=kind.hot,
-            cold=kind.cold,
-            dense_share=self.find_dense(kind),
-        )
-
-    def cost_layer(self, kind: LayerKind) -> LayerCost:
-        return cost_layer(self.find_terms(kind))
+    def change_kinds(self, change: Callable[[LayerKind], LayerKind]) -> Description:
+        return replace(self, kinds=tuple(map(change, self.kinds)))
 
     def find_core_share(self) -> float:
         """Part of its speed that the processor keeps: the less, the longer a token reads."""
         most = 1.0 - self.rates.core_share
         if most <= 0.0 or all(kind.hot >= 1.0 for kind in self.kinds):
             return 1.0
-        costs = [(kind.count, self.cost_layer(kind)) for kind in self.kinds]
+        costs = [(kind.count, cost_layer(kind)) for kind in self.kinds]
         read_s = sum(count * cost.read_s for count, cost in costs)
         token_s = self.head_s + sum(count * cost.total_s for count, cost in costs)
         return 1.0 - most * min(1.0, _READING_WEIGHT * read_s / (read_s + token_s))
@@ -195,14 +147,13 @@ def describe_plan(
     rates: Rates | None = None,
     *,
     store: Path | None = None,
-    activity: Activity | None = None,
+    activity: Described | None = None,
     position: int = POSITION,
-    constants: Constants | None = None,
 ) -> Description:
     """Describe a plan in plain numbers; UserError P351 names missing figures of the device."""
     resolved = _see_experts(resolved)
     plan, model = resolved.plan, resolved.model
-    rates = read_plan_rates(resolved, constants) if rates is None else rates
+    rates = read_plan_rates(resolved) if rates is None else rates
     rates = rates.choose(plan.kv.type, plan.decode.activations)
     mode, batch = plan.decode.predictor, plan.decode.batch
     if activity is None and mode == "gate" and resolved.thresholds is not None:
@@ -226,25 +177,26 @@ def describe_plan(
     return replace(slow, figures=described.figures)
 
 
+def describe_range(resolved: ResolvedPlan, rates: Rates | None = None, **known: Any) -> Description:
+    """The description with its ends; ``known`` as for `describe_plan`."""
+    rates = read_plan_rates(resolved) if rates is None else rates
+    low, expected, high = (
+        describe_plan(resolved, own, **known)
+        for own in (rates.vary("low"), rates, rates.vary("high"))
+    )
+    return replace(expected, ends=(low, high))
+
+
 def _describe(
-    resolved: ResolvedPlan, rates: Rates, activity: Activity, store: Path | None, position: int
+    resolved: ResolvedPlan, rates: Rates, activity: Described, store: Path | None, position: int
 ) -> Description:
     plan, model, (uses, source) = resolved.plan, resolved.model, activity
-    mode = plan.decode.predictor
-    sizes = measure_sizes(model, mode, plan.kv.type, resolved.bundle)
-    whole = None
-    if resolved.named_layers and resolved.whole_layers:
-        every = measure_sizes(model, "none", plan.kv.type, resolved.bundle)
-        whole = every, read_settings(resolved, rates, every, position, store, named=False)
+    kinds = _group_layers(resolved, rates, uses, store, position)
     return Description(
         name=plan.name or resolved.path.name,
         digest=resolved.digest if resolved.path.name else "",
-        rates=rates,
-        sizes=sizes,
-        settings=read_settings(resolved, rates, sizes, position, store),
-        prompts=read_prompt_settings(resolved, rates, sizes),
-        kinds=_group_layers(resolved, uses, position, _describe_routes(model, store, rates)),
-        whole=whole,
+        kinds=kinds,
+        prompts=read_prompt_settings(resolved, rates, kinds[0].sizes),
         is_smooth=model.is_smooth,
         embedding_s=count_read_rows(plan, model) * time_row(rates, model),
         activity_source=source,
@@ -262,35 +214,36 @@ def _see_experts(resolved: ResolvedPlan) -> ResolvedPlan:
     return replace(resolved, plan=plan.model_copy(update={"layers": layers, "decode": decode}))
 
 
-def _describe_routes(
-    model: Model, store: Path | None, rates: Rates
-) -> tuple[LayerActivity | None, ...]:
-    if model.moe is None:
-        return (None,) * model.shape.layers
-    return describe_routing(model, store, rates.constants)[0]
-
-
 def _group_layers(
     resolved: ResolvedPlan,
+    rates: Rates,
     uses: tuple[LayerActivity, ...],
+    store: Path | None,
     position: int,
-    routes: tuple[LayerActivity | None, ...],
 ) -> tuple[LayerKind, ...]:
+    model, batch = resolved.model, resolved.plan.decode.batch
+    routes: tuple[LayerActivity | None, ...] = (None,) * model.shape.layers
+    if model.moe is not None:
+        routes = describe_routing(model, store, rates.constants)[0]
     colds = share_cold(resolved, position)
-    batch = resolved.plan.decode.batch
     kinds: dict[tuple[int, int, float, float, float], list[int]] = {}
     for number, layer in enumerate(resolved.layers):
         shares = (layer.hot, colds[number], layer.find_dense_share(batch))
         key = (id(uses[number]), id(routes[number]), *shares)
         kinds.setdefault(key, []).append(number)
     named = frozenset(resolved.named_layers)
+    settings = {
+        is_named: read_settings(resolved, rates, position, store, named=is_named)
+        for is_named in {numbers[0] in named for numbers in kinds.values()}
+    }
     return tuple(
         LayerKind(
+            rates=rates,
+            settings=settings[numbers[0] in named],
             activity=uses[numbers[0]],
             hot=hot,
             cold=cold,
             dense=dense,
-            is_whole=numbers[0] not in named,
             layers=tuple(numbers),
             routing=routes[numbers[0]],
         )

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash
 from pi2.costs.settings import Sizes, Stream, find_stream, list_dense_graphs
+from pi2.costs.terms import LayerKind
 from pi2.fitting.sizes import count_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import pad_tokens
 
 if TYPE_CHECKING:
-    from pi2.costs.description import Description, LayerKind
+    from pi2.costs.description import Description
 
 _LONG = 512 * 1024
 PROMPT = 128
@@ -32,8 +33,6 @@ class PromptSettings:
     chunk: int
     together: int
     """Tokens that go through a layer before the next layer begins."""
-    context: int
-    """Most tokens of a sequence."""
     ffn: tuple[float, float] | None
     """Seconds per weight for a pass, and for each token of it; None without an arithmetic rate."""
     project: tuple[float, float] | None
@@ -103,7 +102,6 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         unit=dense.name if computes and dense is not None else resolved.sparse_unit,
         chunk=chunk,
         together=chunk * count_chunks(resolved),
-        context=plan.kv.context,
         ffn=ffn,
         project=project,
         bytes_s=bytes_s,
@@ -167,7 +165,7 @@ def time_once(description: Description, tokens: int) -> float:
 
 
 def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]) -> PromptLayer:
-    prompts, rates, sizes = description.prompts, description.rates, description.sizes
+    prompts, rates, sizes = description.prompts, kind.rates, kind.sizes
     assert prompts.ffn is not None and prompts.project is not None
     activity, stream = kind.activity, prompts.stream
     tokens = sum(chunks)
@@ -204,7 +202,8 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     )
     if not rates.measured:
         # A pass reads its weights once from memory, whatever it computes with them.
-        least_s = sum(_time_pass(description, kind, count) for count in chunks)
+        touched_bytes = prompts.neuron_bytes * sum(map(kind.count_touched, chunks))
+        least_s = (len(chunks) * sizes.projections + touched_bytes) / prompts.bytes_s
         scale = max(1.0, least_s / ((project_s + ffn_s) * slow))
         project_s, ffn_s = project_s * scale, ffn_s * scale
     part = absent / activity.neurons
@@ -222,12 +221,6 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
         read_bytes=size,
         count=kind.count,
     )
-
-
-def _time_pass(description: Description, kind: LayerKind, tokens: int) -> float:
-    prompts = description.prompts
-    size = kind.count_touched(tokens) * prompts.neuron_bytes
-    return (description.sizes.projections + size) / prompts.bytes_s
 
 
 def _time_many(

@@ -217,8 +217,8 @@ POSITION = MEAN_TOKENS
 class Settings:
     """A plan's choices, as far as time depends on them."""
 
+    sizes: Sizes
     predictor: PredictorMode
-    kv: KvType
     threads: int
     look_ahead: LookAhead
     policy: Policy
@@ -249,17 +249,11 @@ class Settings:
 
 
 def read_settings(
-    resolved: ResolvedPlan,
-    rates: Rates,
-    sizes: Sizes,
-    position: int = POSITION,
-    store: Path | None = None,
-    *,
-    named: bool = True,
+    resolved: ResolvedPlan, rates: Rates, position: int, store: Path | None, *, named: bool
 ) -> Settings:
     """Settings of a plan with read times, of layers with ``named`` neurons or the others."""
     plan = resolved.plan
-    predictor = plan.decode.predictor if named else "none"
+    predictor: PredictorMode = plan.decode.predictor if named else "none"
     numbers = resolved.named_layers if named else resolved.whole_layers
     layers = [resolved.layers[number] for number in numbers] or resolved.layers
     whole = all(layer.hot >= 1.0 for layer in layers)
@@ -286,8 +280,8 @@ def read_settings(
     rows = plan.projections
     dense = None if rates.dense is None else rates.dense.name
     return Settings(
+        sizes=measure_sizes(resolved.model, predictor, plan.kv.type, resolved.bundle),
         predictor=predictor,
-        kv=plan.kv.type,
         threads=plan.threads.compute or rates.cores,
         # Where nothing is read there is nothing to look ahead for.
         look_ahead="none" if reads is None else plan.decode.look_ahead,

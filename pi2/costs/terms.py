@@ -38,19 +38,43 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerTerms:
-    """Steps of a layer, without the ones that depend on missing neurons."""
+class LayerKind:
+    """Layers that are alike, and their steps without the ones that depend on missing neurons."""
 
     rates: Rates
-    sizes: Sizes
     settings: Settings
     activity: LayerActivity
     hot: float
     """Share of the neurons that stays in memory."""
-    cold: float = 0.0
+    cold: float
     """Share that the cache holds."""
-    dense_share: float = 0.0
-    """Share that the dense unit computes."""
+    dense: float
+    """Share that the dense unit has; it computes resident ones."""
+    routing: LayerActivity | None = None
+    """How a router chooses experts, whose neurons are named or not; None without experts."""
+    layers: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.layers)
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.settings.sizes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether tokens compute all of their neurons."""
+        return not self.settings.is_predicted
+
+    @property
+    def dense_share(self) -> float:
+        return min(self.dense, self.hot)
+
+    def count_touched(self, tokens: int) -> float:
+        """Neurons of the experts that any of ``tokens`` needs."""
+        neurons = self.activity.neurons
+        return float(neurons) if self.routing is None else self.routing.count_united(tokens)
 
     @property
     def streamed(self) -> float:
@@ -69,7 +93,7 @@ class LayerTerms:
     @cached_property
     def norm_s(self) -> float:
         """What the FFN begins and ends with, and an MoE model's router."""
-        return time_norm(self.rates, self.sizes, self.settings)
+        return time_norm(self.rates, self.settings)
 
     @property
     def before_s(self) -> float:
@@ -161,7 +185,7 @@ class LayerTerms:
         return sizes.neuron * (1.0 + activity.opened + down * activity.fired) / (2.0 + down)
 
     @cached_property
-    def dense(self) -> Work:
+    def dense_work(self) -> Work:
         """What the dense unit computes, from its start on."""
         unit, sizes, settings = self.rates.dense, self.sizes, self.settings
         neurons = self.activity.neurons * self.activity.chosen * self.dense_share
@@ -177,7 +201,7 @@ class LayerTerms:
     @property
     def launch_s(self) -> float:
         unit = self.rates.dense
-        return unit.launch_s if unit is not None and self.dense.seconds > 0.0 else 0.0
+        return unit.launch_s if unit is not None and self.dense_work.seconds > 0.0 else 0.0
 
     @cached_property
     def hot_part(self) -> float:
@@ -234,9 +258,9 @@ def find_chance(missing: float) -> float:
     return -expm1(-missing)
 
 
-def time_norm(rates: Rates, sizes: Sizes, settings: Settings) -> float:
+def time_norm(rates: Rates, settings: Settings) -> float:
     """Seconds of norms and router; with look-ahead they run twice."""
-    seconds = rates.norm_s + (rates.route_s if sizes.experts else 0.0)
+    seconds = rates.norm_s + (rates.route_s if settings.sizes.experts else 0.0)
     return seconds if settings.look_ahead == "none" else 2.0 * seconds
 
 
@@ -263,12 +287,12 @@ def time_weight(rates: Rates, settings: Settings) -> float:
     return once_s + batch * token_s
 
 
-def time_head(rates: Rates, sizes: Sizes, settings: Settings) -> float:
+def time_head(rates: Rates, settings: Settings) -> float:
     seconds = divide_matrix(
         rates,
         rates.multiply,
-        sizes.head,
-        sizes.head_weights,
+        settings.sizes.head,
+        settings.sizes.head_weights,
         settings.head_share,
         rates.scale(settings.threads),
         # The head takes activations as they are, whatever a step rounds.

@@ -22,7 +22,8 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
     """The faster of an MoE model's plan and the same with the wish's thresholds, if they fit."""
     wish, cost = planned.wish, planned.cost
     usable = wish.thresholds is not None and wish.model.moe is not None
-    if not usable or cost.predictor != "router" or cost.whole_unit is not None:
+    is_whole = cost.inputs.rates.whole_unit is not None
+    if not usable or cost.settings.predictor != "router" or is_whole:
         return planned
     found = [(WITHOUT, planned)]
     for label, values in _list_candidates(planned):

@@ -125,7 +125,7 @@ def _plan_within(
         return whole
     if whole is None or score_plan(wish, divided) <= score_plan(wish, whole):
         return divided
-    others = ((f"{whole.cost.whole_unit} alone", whole), ("the CPU and another unit", divided))
+    others = ((f"{whole.resolved.sparse_unit} alone", whole), ("the CPU and another unit", divided))
     speeds = tuple((name, item.cost.tokens_s) for name, item in others)
     decision = Decision(key="layers.split", chosen=others[0][0], tokens_s=speeds)
     return replace(whole, decisions=(decision,))
@@ -208,7 +208,7 @@ def _choose_layout(
         stored=stored,
         store=f"stores/{wish.model.id}" if wish.store is None else str(wish.store),
         reads_experts=wish.model.moe is not None
-        and chosen.cost.predictor != "none"
+        and chosen.cost.settings.predictor != "none"
         and chosen.cost.hit_rate < 1.0,
     )
     return replace(chosen, layout=decision)

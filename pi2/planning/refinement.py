@@ -274,12 +274,12 @@ def _list_dimensions(
         yield _offer("threads.compute", counts)
     if cost.hit_rate >= 1.0 or all(layer.read_s == 0.0 for layer in cost.layers):
         return
-    if problem.look_aheads != ("none",) and cost.predictor in LOOK_AHEAD_MODES:
+    if problem.look_aheads != ("none",) and cost.settings.predictor in LOOK_AHEAD_MODES:
         yield _offer("decode.look_ahead", problem.look_aheads)
-    if cost.predictor == "low-rank" and _has_two_reads(problem, values):
+    if cost.settings.predictor == "low-rank" and _has_two_reads(problem, values):
         yield _offer("pipeline.phases", (1, 2))
     yield "io.engine", [_offer_io(io) for io in problem.ios]
-    if cost.predictor == "low-rank" and problem.by_expert:
+    if cost.settings.predictor == "low-rank" and problem.by_expert:
         yield _offer("io.merge_gap", MERGE_GAPS)
     yield _offer("pipeline.cluster", CLUSTERS)
 

@@ -14,11 +14,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pi2.costs.activity import LOOK_AHEAD_MODES, PredictorMode, average_chances, describe_activity
-from pi2.costs.description import Activity, Description, LayerKind, describe_plan
+from pi2.costs.activity import (
+    LOOK_AHEAD_MODES,
+    Described,
+    PredictorMode,
+    average_chances,
+    describe_activity,
+)
+from pi2.costs.cost_layer import cost_layer
+from pi2.costs.description import Description, describe_plan
 from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import LookAhead, count_run, find_range_bytes, read_stored
+from pi2.costs.terms import LayerKind
 from pi2.fitting.budget import MIB, SHARE_STEPS, Shortage, count_runtime, find_room, fit_plan
 from pi2.fitting.completion import choose_backends, resolve_values
 from pi2.fitting.sizes import find_needs
@@ -104,7 +112,7 @@ class Problem:
     predictors: tuple[PredictorMode, ...]
     ios: tuple[IoChoice, ...]
     look_aheads: tuple[LookAhead, ...]
-    activities: Mapping[PredictorMode, Activity]
+    activities: Mapping[PredictorMode, Described]
     by_expert: bool = False
     """Whether the store's order puts an expert's neurons together."""
     frames: dict[tuple[Choices, bool], Frame] = field(default_factory=dict)
@@ -341,7 +349,7 @@ def _list_dense(problem: Problem, choices: Choices, memory_bytes: int) -> list[f
             high = middle
             continue
         kind = max(layout.kinds, key=lambda item: item.count)
-        cost = layout.frame.description.cost_layer(kind)
+        cost = cost_layer(kind)
         busy_s = cost.predict_s + cost.look_up_s + cost.compute_s
         low, high = (middle, high) if cost.dense_s < busy_s else (low, middle)
     return [least, max(low / 2, least), low, high, max(most, least)]
@@ -424,7 +432,7 @@ def _score(problem: Problem, goal: Goal, memory_bytes: int, choices: Choices) ->
     if layout is None:
         return inf
     described = layout.frame.description
-    costs = [(kind.count, described.cost_layer(kind)) for kind in layout.kinds]
+    costs = [(kind.count, cost_layer(kind)) for kind in layout.kinds]
     token_s = described.head_s + problem.wish.batch * described.embedding_s
     token_s += sum(count * (cost.total_s + _READ_PART * cost.read_s) for count, cost in costs)
     token_s += _PROMPT_PART * _time_prompt_token(problem, choices)
@@ -441,7 +449,7 @@ def _time_prompt_token(problem: Problem, choices: Choices) -> float:
     wish, rates = problem.wish, problem.rates
     layers = wish.model.shape.layers
     rate = rates.gather.bytes_s if rates.flash is None else rates.flash.find_stream_rate()
-    weights = problem.find_frame(choices, whole=True).description.sizes.neuron_weights
+    weights = problem.find_frame(choices, whole=True).description.settings.sizes.neuron_weights
     once_s = 0.0 if rates.dense_many is None else rates.dense_many[0]
     touched = 1.0
     if wish.model.moe is not None:

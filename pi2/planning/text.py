@@ -123,10 +123,8 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     cost, resolved = planned.cost, planned.resolved
     plan, segments = resolved.plan, resolved.plan.memory.segments
     yield f"Planned by `pi2 plan` for {planned.wish.model.id} on {planned.wish.device.id}."
-    if cost.batch > 1:
-        yield (
-            f"For {cost.batch} sequences at a time: what any of them uses is read and kept for all."
-        )
+    if (batch := plan.decode.batch) > 1:
+        yield (f"For {batch} sequences at a time: what any of them uses is read and kept for all.")
     yield from describe_cost(cost)
     for name in sorted(_list_units(planned)):
         backend = resolved.name_backend(name)
@@ -269,26 +267,27 @@ def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
 def write_batches(plans: Sequence[PlannedPlan]) -> Iterator[str]:
     rows = []
     for item in plans:
-        cost, resolved = item.cost, item.resolved
+        cost, resolved, batch = item.cost, item.resolved, item.wish.batch
         layers, segments = resolved.layers, resolved.plan.memory.segments
         neurons = resolved.model.layer_neurons * len(layers)
         used = sum(layer.used for layer in cost.layers) / neurons
-        dense = sum(layer.find_dense_share(cost.batch) for layer in layers) / len(layers)
-        speeds = map(approximate_number, (cost.tokens_s, cost.tokens_s / cost.batch))
+        dense = sum(layer.find_dense_share(batch) for layer in layers) / len(layers)
+        speeds = map(approximate_number, (cost.tokens_s, cost.tokens_s / batch))
         sizes = map(approximate_bytes, (segments.hot, segments.cold))
         shares = f"{dense:.0%}", f"{cost.hit_rate:.1%}"
-        rows.append((cost.batch, *speeds, f"{used:.1%}", *sizes, *shares))
+        rows.append((batch, *speeds, f"{used:.1%}", *sizes, *shares))
     titles = "sequences | tokens/s | of each | used | hot | cold | dense | in memory"
     return write_table(titles, rows)
 
 
 def describe_cost(cost: Cost) -> Iterator[str]:
     waits = sum(layer.wait_s for layer in cost.layers)
-    together = "" if cost.batch == 1 else f" of {cost.batch} sequences together"
-    what = "a token" if cost.batch == 1 else "between two of each"
+    inputs, settings = cost.inputs, cost.settings
+    together = "" if settings.batch == 1 else f" of {settings.batch} sequences together"
+    what = "a token" if settings.batch == 1 else "between two of each"
     yield (
         f"Predicted: {cost.range_tokens_s.write()} tokens/s{together} after "
-        f"{cost.position} tokens of context; "
+        f"{settings.position} tokens of context; "
         f"{cost.token_s * 1e3:.1f} ms {what}, "
         f"{waits * 1e3:.1f} ms of it waiting for flash."
     )
@@ -296,17 +295,17 @@ def describe_cost(cost: Cost) -> Iterator[str]:
         energy = approximate_number(cost.token_j)
         yield f"Energy: {energy} J a token, from the device's power figures."
     prompts = f"Prompts of {cost.prompt} tokens"
-    unknown = f"{cost.prompt_unit} computes them, and the device states no units.{cost.prompt_unit}"
-    told = f"unknown: {unknown}.compute"
-    if cost.whole_unit is not None:
-        told = f"unknown: not measured: {cost.whole_unit}'s kernels"
+    unit = inputs.prompts.unit
+    told = f"unknown: {unit} computes them, and the device states no units.{unit}.compute"
+    if inputs.rates.whole_unit is not None:
+        told = f"unknown: not measured: {inputs.rates.whole_unit}'s kernels"
     if (found := cost.range_prefill_tokens_s) is not None:
         told = f"{found.write()} tokens/s"
     yield (
         f"{prompts}: {told}; {approximate_bytes(cost.memory_bytes)} of memory, "
         f"{cost.hit_rate:.1%} of the neurons used are in it."
     )
-    yield f"Activity of neurons: {cost.activity}."
+    yield f"Activity of neurons: {inputs.activity_source}."
 
 
 def _describe_predictor(mode: str) -> str:
@@ -347,13 +346,13 @@ def write_cost(cost: Cost) -> Iterator[str]:
     total = [sum(getattr(layer, name) for layer in cost.layers) * 1e3 for name in _TERMS.values()]
     shown = ", ".join(f"{name} {ms:.1f}" for name, ms in zip(_TERMS, total, strict=True))
     yield ""
-    shown += f", head {cost.head_s * 1e3:.1f}"
+    shown += f", head {cost.inputs.head_s * 1e3:.1f}"
     if cost.embedding_s:
         shown += f", embedding {cost.embedding_s * 1e3:.1f}"
     yield f"Milliseconds of a token: {shown}."
-    yield from (f"Assumed: {text}." for text in cost.assumptions)
+    yield from (f"Assumed: {text}." for text in cost.inputs.assumptions)
     yield "Sources of the rates:"
-    for name, source in sorted(cost.sources.items()):
+    for name, source in sorted(cost.inputs.rates.sources.items()):
         yield f"  {name}: {source}"
 
 

@@ -271,7 +271,8 @@ def check_speed(resolved: ResolvedPlan) -> tuple[Diagnostic, ...]:
     return UserError.of(
         "P354",
         f"speed = {approximate_number(wished, 9)} tok/s: {found.write()} tokens/s are predicted on "
-        f"{resolved.device.id}, after {cost.position} tokens of context, and the least is promised",
+        f"{resolved.device.id}, after {cost.settings.position} tokens of context, and the least is "
+        "promised",
         help=f"`pi2 plan {name}` finds a faster plan, or says what can be reached; or write "
         f'speed = "{_round_down(found.low)} tok/s"',
         notes=[name_limit(cost, "this plan")],
@@ -372,7 +373,7 @@ def name_limit(cost: Cost, plan: str = "the fastest plan") -> str:
         "finding active neurons": sum(x.predict_s + x.look_up_s for x in cost.layers),
         "computing neurons": sum(max(x.compute_s, x.dense_s) for x in cost.layers),
         "waiting for flash": sum(x.wait_s for x in cost.layers),
-        "the head": cost.head_s,
+        "the head": cost.inputs.head_s,
         "the embedding": cost.embedding_s,
     }
     shown = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())

@@ -8,7 +8,7 @@ import numpy as np
 
 from pi2.costs.constants import Constants, Range, describe_statuses
 from pi2.costs.cost import Cost, cost_description
-from pi2.costs.description import Description, describe_plan, list_dense_units, read_plan_rates
+from pi2.costs.description import Description, describe_range, list_dense_units, read_plan_rates
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import cost_prompt, list_prompt_layers
 from pi2.costs.rates import list_missing_reads
@@ -100,9 +100,7 @@ class SimulationResult:
     @property
     def expected(self) -> Cost:
         """Use expected numbers of neurons instead of drawn ones, as `pi2 plan` does."""
-        cost = cost_description(self.inputs)
-        ends = self.inputs.ends
-        return replace(cost, ends=ends and (cost_description(ends[0]), cost_description(ends[1])))
+        return cost_description(self.inputs)
 
     @property
     def range_tokens_s(self) -> Range:
@@ -152,7 +150,7 @@ class SimulationResult:
             "expected": {
                 "tokens_s": _round(self.expected.tokens_s),
                 "range": self.expected.range_tokens_s.describe(),
-                "context": self.expected.position,
+                "context": self.inputs.settings.position,
             },
             "energy": None
             if energy is None
@@ -191,8 +189,8 @@ class SimulationResult:
         )
         cost = self.expected
         lines.append(
-            f"expected  {cost.range_tokens_s.write()} tokens/s after {cost.position} tokens of "
-            "context, as `pi2 plan` and `pi2 explain --cost` say"
+            f"expected  {cost.range_tokens_s.write()} tokens/s after {cost.settings.position} "
+            "tokens of context, as `pi2 plan` and `pi2 explain --cost` say"
         )
         hits = f"cache hits {run['hit_rate']:.1%}"
         if self.inputs.settings.predictor == "none":
@@ -268,10 +266,7 @@ def read_inputs(
     findings = list(_check_units(resolved))
     try:
         rates = read_plan_rates(resolved, constants) if rates is None else rates
-        low, description, high = (
-            describe_plan(resolved, own, store=resolved.store_path)
-            for own in (rates.vary("low"), rates, rates.vary("high"))
-        )
+        description = describe_range(resolved, rates, store=resolved.store_path)
     except UserError as error:
         span = Span.of_file(str(resolved.path))
         found = dict.fromkeys(error.diagnostics)
@@ -281,7 +276,7 @@ def read_inputs(
         findings += [replace(item, code=MISSING_FIGURE, span=span) for item in found]
     if findings:
         raise UserError(tuple(findings), exit_code=2)
-    return replace(description, ends=(low, high))
+    return description
 
 
 def _check_units(resolved: ResolvedPlan) -> list[Diagnostic]:

@@ -7,9 +7,10 @@ import numpy as np
 
 from pi2.arrays import F64, I64
 from pi2.costs.cost_layer import Counts, LayerCost, cost_counts, count_read_bytes
-from pi2.costs.description import Description, LayerKind
+from pi2.costs.description import Description
 from pi2.costs.hotness import TokenDraws, draw_experts, draw_shifts, draw_tokens
-from pi2.costs.terms import LayerTerms
+from pi2.costs.settings import Settings
+from pi2.costs.terms import LayerKind
 from pi2.tracing import Recorder
 
 Progress = Callable[[float], None]
@@ -50,22 +51,21 @@ def simulate_decode(
     positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
     done = 0
     for kind in description.kinds:
-        layer = description.find_terms(kind)
-        before_s = kind.count * time_before(layer, positions)
+        before_s = kind.count * time_before(kind, positions)
         total["token_s"] += before_s
         total["cpu_s"] += before_s
         if description.settings.attention_share > 0.0:
             total["dense_s"] += before_s
-        _add_layers(total, layer, *list_counts(description, kind, layer, shifts, random))
+        _add_layers(total, kind, *list_counts(description, kind, shifts, random))
         done += kind.count
         if progress is not None:
             progress(done / description.layers)
     return DecodeRun(**total)
 
 
-def time_before(layer: LayerTerms, positions: F64) -> F64:
-    added = positions - layer.settings.position
-    return layer.before_s + added * layer.position_s
+def time_before(kind: LayerKind, positions: F64) -> F64:
+    added = positions - kind.settings.position
+    return kind.before_s + added * kind.position_s
 
 
 def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
@@ -86,17 +86,13 @@ def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
 
 
 def list_counts(
-    description: Description,
-    kind: LayerKind,
-    layer: LayerTerms,
-    shifts: F64,
-    random: np.random.Generator,
+    description: Description, kind: LayerKind, shifts: F64, random: np.random.Generator
 ) -> tuple[list[Counts], I64]:
     """Different counts of neurons, and the place among them of each token and layer."""
-    drawn = _draw_neurons(description, kind, layer, shifts, random)
+    drawn = _draw_neurons(description.settings, kind, shifts, random)
     hot, cached, missing = drawn.hot, drawn.cached, drawn.missing
     active = drawn.dense + hot + cached + missing
-    rows = np.stack([active, missing, hot + cached, cached, hot * layer.hot_part], axis=-1)
+    rows = np.stack([active, missing, hot + cached, cached, hot * kind.hot_part], axis=-1)
     unique, where = np.unique(rows.reshape(-1, rows.shape[-1]), axis=0, return_inverse=True)
     absent = kind.activity.neurons * kind.activity.chosen * (1.0 - kind.hot)
     counts = [
@@ -107,16 +103,11 @@ def list_counts(
 
 
 def _draw_neurons(
-    description: Description,
-    kind: LayerKind,
-    layer: LayerTerms,
-    shifts: F64,
-    random: np.random.Generator,
+    settings: Settings, kind: LayerKind, shifts: F64, random: np.random.Generator
 ) -> TokenDraws:
-    activity, settings = kind.activity, description.settings
-    dense_share = description.find_dense(kind)
+    activity, dense_share = kind.activity, kind.dense_share
     shape = (len(shifts), kind.count)
-    if layer.settings.predictor == "none":
+    if kind.is_whole:
         # What does not stay streams by, whatever the cache has room for.
         every = np.full(shape, activity.neurons * activity.chosen)
         own, kept = every * dense_share, every * kind.hot
@@ -140,24 +131,24 @@ def _draw_neurons(
         kind.hot,
         activity.neurons * activity.chosen,
         shape=shape,
-        variation=description.rates.constants.token_variation,
+        variation=kind.rates.constants.token_variation,
         random=random,
         shifts=shifts,
         read_chances=activity.find_read_chances(kind.hot, hits, settings.leave_out),
     )
 
 
-def _cost(layer: LayerTerms, counts: Counts) -> LayerCost:
-    return cost_counts(layer, counts, min(counts.missing, 1.0))
+def _cost(kind: LayerKind, counts: Counts) -> LayerCost:
+    return cost_counts(kind, counts, min(counts.missing, 1.0))
 
 
-def _add_layers(total: dict[str, F64], layer: LayerTerms, counts: list[Counts], where: I64) -> None:
+def _add_layers(total: dict[str, F64], kind: LayerKind, counts: list[Counts], where: I64) -> None:
     """Add the layers' times to their tokens, the places of whose counts are ``where``."""
     rows = []
     for own in counts:
-        cost = _cost(layer, own)
+        cost = _cost(kind, own)
         computed_s = cost.ffn_s - cost.wait_s
-        size = count_read_bytes(layer, own)
+        size = count_read_bytes(kind, own)
         times = cost.ffn_s, cost.read_s, cost.wait_s, computed_s, cost.dense_s
         rows.append((*times, size, own.used, own.missing))
     for name, values in zip(DecodeRun.__dataclass_fields__, np.array(rows).T, strict=True):
@@ -170,12 +161,11 @@ def trace_decode(
     random = np.random.default_rng(seed)
     shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
     recorder, settings = Recorder(), description.settings
-    works: dict[int, tuple[LayerTerms, list[Counts]]] = {}
+    works: dict[int, tuple[LayerKind, list[Counts]]] = {}
     for kind in description.kinds:
-        layer = description.find_terms(kind)
-        counts, where = list_counts(description, kind, layer, shifts, random)
+        counts, where = list_counts(description, kind, shifts, random)
         for place, number in enumerate(kind.layers):
-            works[number] = layer, [counts[at] for at in where[:, place].tolist()]
+            works[number] = kind, [counts[at] for at in where[:, place].tolist()]
     lanes = [f"{CPU_LANE} thread {number}" for number in range(settings.threads)]
     row_s = settings.batch * description.embedding_s
     for token in range(tokens):
@@ -183,13 +173,13 @@ def trace_decode(
         recorder.offset_s += row_s
         position = np.array([float(prompt_tokens + token)])
         for number in range(description.layers):
-            layer, drawn = works[number]
-            before_s = float(time_before(layer, position)[0])
+            kind, drawn = works[number]
+            before_s = float(time_before(kind, position)[0])
             for lane in [*lanes, DENSE_LANE] if settings.attention_share > 0.0 else lanes:
                 recorder.add_slice(lane, "attention", 0.0, before_s)
             recorder.offset_s += before_s
-            ahead_s = 0.0 if layer.settings.look_ahead == "none" else before_s
-            _trace_layer(recorder, lanes, _cost(layer, drawn[token]), drawn[token], ahead_s)
+            ahead_s = 0.0 if kind.settings.look_ahead == "none" else before_s
+            _trace_layer(recorder, lanes, _cost(kind, drawn[token]), drawn[token], ahead_s)
         for lane in [*lanes, DENSE_LANE] if settings.head_share > 0.0 else lanes:
             recorder.add_slice(lane, f"head, token {token}", 0.0, description.head_s)
         recorder.offset_s += description.head_s
@@ -227,9 +217,8 @@ def simulate_layers(description: Description) -> tuple[float, ...]:
     times: dict[int, float] = {}
     for kind in description.kinds:
         total = {name: np.zeros(tokens) for name in DecodeRun.__dataclass_fields__}
-        layer = description.find_terms(kind)
-        _add_layers(total, layer, *list_counts(description, kind, layer, shifts, random))
+        _add_layers(total, kind, *list_counts(description, kind, shifts, random))
         ffn_s = float(total["token_s"].mean()) / kind.count
-        before_s = float(time_before(layer, positions).mean())
+        before_s = float(time_before(kind, positions).mean())
         times |= dict.fromkeys(kind.layers, before_s + ffn_s)
     return tuple(times[number] for number in range(description.layers))

@@ -38,7 +38,7 @@ def test_rounded_steps_take_less_arithmetic_everywhere_but_in_the_head(batch: in
     usual, rounded = cost(batch=batch), cost(batch=batch, batch_activations="int8")
     for name in ("attention_s", "predict_s", "compute_s"):
         assert sum_layers(rounded, name) < sum_layers(usual, name), name
-    assert rounded.head_s == usual.head_s
+    assert rounded.inputs.head_s == usual.inputs.head_s
     both = cost(batch=batch, batch_activations="int8", activations="fp32")
     assert both.token_s == cost(batch=batch, activations="fp32").token_s, "nothing is rounded"
 

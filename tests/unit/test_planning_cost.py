@@ -119,5 +119,5 @@ def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said(ask: Ask) 
         values["memory"].pop("peak_bandwidth", None)  # of which programs reach a part
 
     assert "npu takes no time, the device has no rates of it" in (
-        change_device(resolved, forget).assumptions
+        change_device(resolved, forget).inputs.assumptions
     )

@@ -43,7 +43,7 @@ def test_later_tokens_take_longer_because_of_their_keys_and_values() -> None:
     inputs = read(WHOLE)
     token_s = simulate(inputs, tokens=1024).decode.token_s
     growth = token_s[-64:].mean() - token_s[:64].mean()
-    kept_bytes = 960 * inputs.sizes.kv_token * inputs.layers
+    kept_bytes = 960 * inputs.settings.sizes.kv_token * inputs.layers
     assert growth == pytest.approx(kept_bytes / inputs.rates.bandwidth_bytes_s, rel=0.2)
 
 

@@ -56,12 +56,13 @@ def read_scenario(scenario: Scenario, constants: Constants | None = None) -> Des
     """Describe a scenario; ``UserError`` names what the device lacks."""
     found = SYSTEMS[scenario.system](scenario, constants or Constants())
     if scenario.batch > 1:
-        kinds = tuple(
-            replace(kind, activity=unite_activity(kind.activity, scenario.batch))
-            for kind in found.kinds
+        found = found.change_kinds(
+            lambda kind: replace(
+                kind,
+                activity=unite_activity(kind.activity, scenario.batch),
+                settings=replace(kind.settings, batch=scenario.batch),
+            )
         )
-        settings = replace(found.settings, batch=scenario.batch)
-        found = replace(found, kinds=kinds, settings=settings)
     return replace(found, name=f"{scenario.system}: {found.name}")
 
 
@@ -96,10 +97,15 @@ def _activate(found: Description, named: Hotness) -> Description:
 
 
 def _use_cpu_only(found: Description) -> Description:
-    kinds = tuple(replace(kind, dense=0.0) for kind in found.kinds)
-    settings = replace(found.settings, attention_share=0.0, head_share=0.0)
     rates = replace(found.rates, dense=None)
-    return replace(found, rates=rates, settings=settings, kinds=kinds)
+    return found.change_kinds(
+        lambda kind: replace(
+            kind,
+            dense=0.0,
+            rates=rates,
+            settings=replace(kind.settings, attention_share=0.0, head_share=0.0),
+        )
+    )
 
 
 def _keep(found: Description, *, dense: float, hot: float, cold: float) -> Description:
@@ -138,7 +144,7 @@ def _find_budget(scenario: Scenario, found: Description) -> float | None:
         return None
     share = 0.25 if scenario.device == "oneplus-ace-2" else 0.5
     fixed = sum(PAPER_FIXED.values()) - PAPER_FIXED["scales"]
-    return fixed + share * _count_neurons(found) * found.sizes.bundle.neuron_bytes
+    return fixed + share * _count_neurons(found) * found.settings.sizes.bundle.neuron_bytes
 
 
 def _keep_share(found: Description, share: float) -> Description:
