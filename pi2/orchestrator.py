@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pi2 import pause_collection
 from pi2.backends.faults.shortage import STALL_S, MemoryWatch
 from pi2.diagnostics import UserError
+from pi2.engine.accounts import DryWholeAccount, WholeAccount
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_sequences
@@ -150,7 +151,7 @@ def build_whole_model(
     from pi2.engine.loading import begin_hashes, load_whole, open_store
 
     with ExitStack() as cleanup:
-        store, tokenizer = open_store(resolved, detect_machine(), cleanup)
+        store, texts = open_store(resolved, detect_machine(), cleanup)
         hashes = begin_hashes(resolved, store, cleanup)
         budget = make_budget(resolved)
         whole, reader = load_whole(resolved, store, budget, cleanup, progress)
@@ -167,8 +168,8 @@ def build_whole_model(
     return LoadedModel(
         Parts(
             resolved=resolved,
-            store=store,
-            tokenizer=tokenizer,
+            texts=texts,
+            account=DryWholeAccount(resolved) if store is None else WholeAccount(resolved),
             budget=budget,
             reader=reader,
             forward=make_sequences(whole, resolved),

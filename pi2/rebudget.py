@@ -74,7 +74,7 @@ def _change(model: LoadedModel, fitted: FittedPlan) -> None:
     from pi2.engine.file_loading import list_resident
     from pi2.orchestrator import load
 
-    before, coder, pool = model.plan.plan.memory.budget, model.give_coder(), model.pool
+    before, pool = model.plan.plan.memory.budget, model.pool
     kept = model.scheduler.take_contexts()
     with ExitStack() as staying:
         pool.share(list_resident(fitted.resolved), staying)
@@ -83,7 +83,7 @@ def _change(model: LoadedModel, fitted: FittedPlan) -> None:
         gc.collect()
         give_memory_back()
         try:
-            model.take_parts(load(fitted, pool=pool), coder)
+            model.take_parts(load(fitted, pool=pool))
         except BaseException:
             model.close()
             raise

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pi2.costs.kernel_times import Rates
+from pi2.diagnostics import UserError
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores
@@ -31,7 +32,6 @@ from pi2.plan.documents.device import Device, ReadFigure
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
 from pi2.progress import ignore_progress
-from pi2.store.reader import NeuronStore
 
 TEXT_CHARACTERS = 20_000
 """Encoding a long text takes memory that is not the plan's."""
@@ -106,9 +106,11 @@ def measure_rates(contestant: PlanContestant) -> dict[str, float]:
     parts = contestant._model._parts
     with Worker(partial(BandwidthMeter, os.cpu_count() or 1, METER_BYTES)) as meter:
         found = {"memory": max(meter.call("measure"))}
-    if not isinstance(parts.store, NeuronStore):
+    try:
+        layers = parts.texts.store.layers
+    except UserError:  # a GGUF file
         return found
-    path = max((layer.path for layer in parts.store.layers), key=lambda p: p.stat().st_size)
+    path = max((layer.path for layer in layers), key=lambda p: p.stat().st_size)
     size = path.stat().st_size // MIB * MIB
     if size < MIB:
         return found

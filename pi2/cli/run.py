@@ -282,7 +282,7 @@ def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
     from pi2.planning.comparison import LEAST_TOKENS, describe_promise, find_promise
 
     tokens, speed = len(result.token_ids), result.decode_tokens_s
-    if model.is_dry or tokens < LEAST_TOKENS or speed is None:
+    if not model.account.is_timed or tokens < LEAST_TOKENS or speed is None:
         return
     cost = find_promise(model.plan, result.prompt_tokens + tokens // 2)
     if cost is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from pi2.arrays import I32
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor
+from pi2.engine.accounts import Account, DryAccount
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import CutFeedForward, FeedForward
 from pi2.engine.layer_model import LayerModel
@@ -123,8 +124,8 @@ def build_parts(
     )
     return Parts(
         resolved=resolved,
-        store=store,
-        tokenizer=opened.tokenizer,
+        texts=opened.texts,
+        account=DryAccount(resolved) if store is None else Account(resolved),
         budget=budget,
         reader=reader,
         forward=make_sequences(

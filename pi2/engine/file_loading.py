@@ -22,7 +22,9 @@ from pi2.backends.faults.guard import find_guard
 from pi2.backends.protocol import ProgramRequest
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
+from pi2.engine.accounts import FileAccount
 from pi2.engine.file_model import Division, FileModel, divide_matrices
+from pi2.engine.model_texts import ModelTexts
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_sequences
 from pi2.fitting import find_program_backend
@@ -65,8 +67,8 @@ def load_file(
         # Of a file beyond memory every byte would come from the disk; `pi2 validate` checks it.
         if not resolved.file.missing_bytes:
             weights.check_once(progress)
-        store = FileTexts(weights, cleanup)
-        tokenizer = store.open_tokenizer()
+        folder = FileTexts(weights, cleanup)
+        tokenizer = folder.open_tokenizer()
         files = DirectFiles(weights.files)
         cleanup.callback(files.close)
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
@@ -91,7 +93,7 @@ def load_file(
             own = resolved.draft, make_budget(resolved.draft), progress, start, pool
             draft = load_file(*own, placed if resolved.draft.model.is_mtp else {})
             cleanup.enter_context(draft.release)
-            check_draft(resolved.draft, resolved, tokenizer, draft.tokenizer)
+            check_draft(resolved.draft, resolved, tokenizer, draft.texts.coder)
         looked_up = weights.list_looked_up()
         whole = [own for name, own in placed.items() if name not in looked_up]
         loops = None
@@ -151,11 +153,10 @@ def load_file(
         )
         return Parts(
             resolved=resolved,
-            store=store,
-            tokenizer=tokenizer,
+            texts=ModelTexts(resolved, tokenizer, folder, resolved.file.path),
+            account=FileAccount(resolved, facts, expected),
             budget=budget,
             reader=FileReads(files, model),
-            expected=expected,
             forward=make_sequences(model, resolved),
             step_bytes=facts.token_bytes,
             draft=draft,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -35,14 +35,7 @@ from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.speculation import make_speculation
 from pi2.engine.statistics import RunStatistics, UnitUse
-from pi2.engine.text import (
-    ChatTemplate,
-    Message,
-    TokenDecoder,
-    list_chat_tokens,
-    make_staying_child,
-    read_chat_template,
-)
+from pi2.engine.text import ChatTemplate, Message
 from pi2.fitting.sizes import count_chunks
 from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, SegmentUse, read_pressure
@@ -50,15 +43,15 @@ from pi2.memory.matrix_pool import MatrixPool
 from pi2.memory.weight_stream import Expected
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import choose_chat_sampling
-from pi2.sandbox.child import StayingChild
-from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
 from pi2.tokens.table_tokenizer import Coder, take_library
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from pi2.backends.faults.shortage import MemoryWatch
-    from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
+    from pi2.engine.accounts import Account
+    from pi2.engine.message_shapes import WriteCalls
+    from pi2.engine.model_texts import ModelTexts
     from pi2.store.reader import NeuronStore
 
 
@@ -83,20 +76,23 @@ class LoadedModel:
             parts.forward,
             context=plan.kv.context,
             piece_tokens=plan.prefill.chunk * count_chunks(parts.resolved),
-            make_decoder=lambda request: own._make_decoder(request),
+            make_decoder=lambda request: own.texts.make_decoder(request),
             speculation=make_speculation(parts, self._bytes_of_steps),
             count_reads=partial(count_reads, parts),
         )
         self._watch: MemoryWatch | None = None
         self._driver: Driver | None = None
-        self._template_child: StayingChild | None = None
-        self._shaped_templates: dict[str, ShapedTemplate] = {}
         self._starting = Lock()
 
     @property
     def plan(self) -> ResolvedPlan:
         """The resolved plan: ``plan.plan``, ``plan.device``, ``plan.model``, ``plan.digest``."""
         return self._parts.resolved
+
+    @property
+    def texts(self) -> ModelTexts:
+        """What makes tokens of texts, and texts of tokens."""
+        return self._parts.texts
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -108,33 +104,12 @@ class LoadedModel:
     @property
     def coder(self) -> Coder:
         """What makes tokens of texts; UserError P605 as ``tokenizer``."""
-        if self._parts.tokenizer is None:
-            raise UserError.of(
-                "P605",
-                "this run has no tokenizer: the null backend opens no neuron store",
-                help="use the cpu or the reference backend to work with text",
-            )
-        return self._parts.tokenizer
+        return self.texts.coder
 
     @property
     def store(self) -> NeuronStore:
         """The open neuron store; UserError P605 where the run needs none."""
-        from pi2.store.reader import NeuronStore  # a GGUF file needs none of it
-
-        if not isinstance(self._parts.store, NeuronStore):
-            raise UserError.of(
-                "P605",
-                "this run opens no neuron store: it runs a GGUF file as it is, or computes nothing",
-                help="`pi2 convert FILE -o STORE` makes a store; the cpu backend computes",
-            )
-        return self._parts.store
-
-    @property
-    def text_folder(self) -> Path:
-        """The folder of the tokenizer and of chat templates; UserError P605 as ``tokenizer``."""
-        if self._parts.store is None:
-            raise UserError.of("P605", "this run has no texts: the null backend opens no store")
-        return self._parts.store.path
+        return self.texts.store
 
     @property
     def load_s(self) -> float:
@@ -147,9 +122,14 @@ class LoadedModel:
         return self._parts.loaded_bytes
 
     @property
+    def account(self) -> Account:
+        """What reports say of the weights."""
+        return self._parts.account
+
+    @property
     def expected(self) -> Expected | None:
         """Measured rates of a model whose weights stream, and the speed to expect of its runs."""
-        return self._parts.expected
+        return self.account.expected
 
     @cached_property
     def memory_bytes_s(self) -> float | None:
@@ -237,21 +217,12 @@ class LoadedModel:
         """Counters since loading."""
         return count_run(self._parts, self._scheduler, self._bytes_of_steps)
 
-    @property
-    def is_dry(self) -> bool:
-        """Whether nothing is computed, and so no text is made (null backend)."""
-        return self._parts.store is None
-
     def encode(self, prompt: str, *, whole: bool = False) -> list[int]:
         """Token ids of ``prompt``, with the begin token where the model wants one; of a ``whole``
         text that nothing follows, such as one for an embedding, with the tokenizer's end token.
 
         A dry run has no tokenizer and takes a token for every four bytes."""
-        if self.is_dry:
-            ids = [0] * -(-len(prompt.encode("utf-8", "replace")) // 4)
-        else:
-            ids = encode_text(self.coder, prompt)
-            ids += list_endings(self.coder) if whole else []
+        ids = self.texts.encode_text(prompt) + (self.texts.list_endings() if whole else [])
         settings = self.plan.model.tokenizer
         if settings.add_bos and settings.bos is not None:
             ids = [settings.bos, *ids]
@@ -274,36 +245,18 @@ class LoadedModel:
         are what else the template reads; ``write_calls`` writes calls into the content, if the
         template would leave them out.  Raises UserError P608 if the template fails or refuses,
         P609 if the model has none.  A dry run has none either: the contents are joined."""
-        if self.is_dry:
-            return "\n".join(str(message.get("content", "")) for message in messages)
-        system = self.plan.plan.chat.system
-        if system is not None and all(message.get("role") != "system" for message in messages):
-            messages = [{"role": "system", "content": system}, *messages]
-        from pi2.engine.message_shapes import ShapedTemplate
-
-        found = self.read_chat_template(template)
-        shaped = self._shaped_templates.setdefault(found.source, ShapedTemplate(found.source))
-        return shaped.render(
+        return self.texts.render_chat(
             messages,
-            lambda given: found.render(
-                given,
-                add_generation_prompt=add_generation_prompt,
-                variables=variables,
-                child=self._template_child,
-            ),
-            write_calls,
+            add_generation_prompt=add_generation_prompt,
+            template=template,
+            variables=variables,
+            write_calls=write_calls,
         )
 
     def read_chat_template(self, name: str | None = None) -> ChatTemplate:
         """The model's chat template, or the one called ``name``; UserError P608 if a file is
         broken, P609 if there is none."""
-        file = None if self.plan.file is None else self.plan.file.path
-        settings = self.plan.model.tokenizer
-        stated = self.plan.plan.chat.template
-        if stated is not None and name is None:
-            tokens = list_chat_tokens(self.text_folder, self.coder, settings)
-            return ChatTemplate(self.plan.path, stated, tokens)
-        return read_chat_template(self.text_folder, self.coder, settings, name, file)
+        return self.texts.read_chat_template(name)
 
     def encode_chat(
         self,
@@ -325,7 +278,7 @@ class LoadedModel:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of ``text`` as it is: no begin token is added."""
-        return self.encode(text) if self.is_dry else encode_text(self.coder, text)
+        return self.texts.encode_text(text)
 
     def generate(
         self,
@@ -429,32 +382,11 @@ class LoadedModel:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ``ids``, without special tokens unless ``special``; a dry run has none."""
-        if self.is_dry:
-            return ""
-        return decode_ids(self.coder, ids, special=special)
-
-    @cached_property
-    def _decode(self) -> Callable[[Sequence[int]], str]:
-        """`decode` that knows the texts of the last single tokens: streams ask for each again."""
-        if self.is_dry:
-            return lambda ids: ""
-        decode = partial(decode_ids, self.coder)
-        keep = lru_cache(1024)(lambda token: decode([token]))
-        return lambda ids: keep(ids[0]) if len(ids) == 1 else decode(ids)
-
-    def _make_decoder(self, request: GenerationRequest) -> TokenDecoder:
-        if not request.shown_ids or self.is_dry:
-            return TokenDecoder(self._decode)
-        added = self.coder.get_added_tokens_decoder()
-        hidden = {token for token, what in added.items() if what.special} - request.shown_ids
-        return TokenDecoder(
-            lambda ids: self.decode([token for token in ids if token not in hidden], special=True)
-        )
+        return self.texts.decode(ids, special=special)
 
     def keep_template_process(self) -> None:
         """Keep a process that renders chat templates: its start takes longer than rendering."""
-        if self._template_child is None:
-            self._template_child = make_staying_child()
+        self.texts.keep_process()
 
     def keep_prefixes(self) -> None:
         """Let prompts go on from earlier ones that begin with the same tokens, as the plan's
@@ -462,10 +394,6 @@ class LoadedModel:
         found = make_kept_prefixes(self._parts)
         if found is not None:
             self._scheduler.prefixes = found
-
-    def give_coder(self) -> Coder | None:
-        """The tokenizer, which answers under way go on with."""
-        return self._parts.tokenizer
 
     def release_parts(self) -> None:
         """Give back what computes; `take_parts` follows at once."""
@@ -479,9 +407,10 @@ class LoadedModel:
                 # Resident matrices are the pool's, which others may use.
                 parts.budget.drop(but="hot" if parts.has_pooled_matrices else None)
 
-    def take_parts(self, other: LoadedModel, coder: Coder | None) -> None:
+    def take_parts(self, other: LoadedModel) -> None:
         """Go on with the parts of ``other``, a model that does nothing yet."""
-        self._parts = replace(other._parts, tokenizer=coder)
+        other.texts.go_on_with(self.texts)
+        self._parts = other._parts
         self.__dict__.pop("memory_bytes_s", None)
         self._bytes_of_steps, self._watch = other._bytes_of_steps, other._watch
         self.origin, self._pressure = other.origin, other._pressure
@@ -590,8 +519,7 @@ class LoadedModel:
         self._scheduler.close()
         if self._driver is not None:
             self._driver.end()
-        if self._template_child is not None:
-            self._template_child.close()
+        self.texts.close()
         if self._watch is not None:
             self._watch.close()
         with self._parts.release:

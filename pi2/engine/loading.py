@@ -16,6 +16,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.units import WholeModel, WholeRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
+from pi2.engine.model_texts import DryTexts, ModelTexts, StoreTexts
 from pi2.fitting import find_backend, find_whole_backend
 from pi2.fitting.misfits import check_fit, locate_findings
 from pi2.formats import find_packing
@@ -290,16 +291,16 @@ def load_gates(
 
 def open_store(
     resolved: ResolvedPlan, machine: Machine, cleanup: ExitStack
-) -> tuple[NeuronStore | None, Tokenizer | None]:
-    """Open the plan's neuron store, to be closed by ``cleanup``, and read its tokenizer; neither if
-    nothing is computed."""
+) -> tuple[NeuronStore | None, ModelTexts]:
+    """Open the plan's neuron store, to be closed by ``cleanup``, and its texts; no store if nothing
+    is computed."""
     if not find_backend(resolved.name_backend(resolved.sparse_unit)).COMPUTES:
-        return None, None
+        return None, DryTexts()
     check_fit(resolved, machine)
     store = NeuronStore.open(resolved.store_path, model=resolved.model)
     cleanup.callback(store.close)
     check_bundles(resolved, store)
-    return store, read_tokenizer(store.tokenizer_path)
+    return store, StoreTexts(resolved, read_tokenizer(store.tokenizer_path), store)
 
 
 def begin_hashes(

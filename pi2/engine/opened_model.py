@@ -31,7 +31,7 @@ from pi2.store.reader import NeuronStore
 from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from pi2.engine.model_texts import ModelTexts
 
 
 def make_request(
@@ -231,7 +231,7 @@ class OpenedModel:
     """Whether the executor computes everything, including the plan's shares of other units."""
     store: NeuronStore | None
     """None where nothing is computed, as are tokenizer and loops."""
-    tokenizer: Tokenizer | None
+    texts: ModelTexts
     loops: HostLoops | None
     draft: OpenedModel | None
     """The model that drafts tokens, if there is one."""
@@ -249,7 +249,7 @@ def open_model(
     if resolved.plan.decode.predictor == "router" and not alone:
         raise _refuse_mixture(resolved)
     machine = detect_machine()
-    store, tokenizer = open_store(resolved, machine, cleanup)
+    store, texts = open_store(resolved, machine, cleanup)
     request = make_request(resolved, machine, {} if store is None else store.tensors)
     request = replace(request, progress=progress, rows=None if alone else request.rows)
     check_backends(resolved, request)
@@ -259,14 +259,15 @@ def open_model(
     draft = None
     if resolved.draft is not None:
         draft = open_model(resolved.draft, progress, cleanup)
-        check_draft(resolved.draft, resolved, tokenizer, draft.tokenizer)
+        if store is not None:
+            check_draft(resolved.draft, resolved, texts.coder, draft.texts.coder)
     return OpenedModel(
         resolved=resolved,
         request=request,
         build=build,
         alone=alone,
         store=store,
-        tokenizer=tokenizer,
+        texts=texts,
         loops=loops,
         draft=draft,
     )
@@ -298,11 +299,9 @@ def check_backends(resolved: ResolvedPlan, request: BuildRequest) -> None:
 
 
 def check_draft(
-    draft: ResolvedPlan, resolved: ResolvedPlan, tokenizer: Coder | None, guessing: Coder | None
+    draft: ResolvedPlan, resolved: ResolvedPlan, tokenizer: Coder, guessing: Coder
 ) -> None:
     """UserError P618 if the draft model has other tokens."""
-    if tokenizer is None or guessing is None:
-        return
     if isinstance(tokenizer, TableTokenizer) and isinstance(guessing, TableTokenizer):
         is_same = tokenizer.has_tokens_of(guessing)
     else:

@@ -25,17 +25,16 @@ from pi2.plan.weights.bundles import join_scales, slice_experts
 
 if TYPE_CHECKING:
     from pi2.backends.units import SequenceModel
+    from pi2.engine.accounts import Account
     from pi2.engine.dense_shares import BesideUnit
     from pi2.engine.feed_forward import FeedForward
+    from pi2.engine.model_texts import ModelTexts
     from pi2.engine.sequences import Sequences
     from pi2.memory.budget import Budget
     from pi2.memory.cache import NeuronCache
     from pi2.memory.flash import FlashReader, NullReader
-    from pi2.memory.weight_stream import Expected, FileReads
+    from pi2.memory.weight_stream import FileReads
     from pi2.plan.arithmetic.resolved import ResolvedPlan
-    from pi2.store.reader import NeuronStore
-    from pi2.tokens.table_tokenizer import Coder
-    from pi2.weights.gguf_weights import FileTexts
 
 
 class ShareObserver:
@@ -146,9 +145,7 @@ class Parts:
     """The parts that the orchestrator has built for a plan."""
 
     resolved: ResolvedPlan
-    store: NeuronStore | FileTexts | None
-    """None where the backend computes nothing."""
-    tokenizer: Coder | None
+    texts: ModelTexts
     budget: Budget
     reader: FlashReader | NullReader | FileReads
     forward: Sequences
@@ -160,8 +157,7 @@ class Parts:
     """Units next to the executor."""
     loaded_bytes: int = 0
     """Read in bulk."""
-    expected: Expected | None = None
-    """None where nothing streams."""
+    account: Account
     compute_threads: int
     resident: Sequence[U8] = ()
     """Resident weights that steps read, in one array or several."""

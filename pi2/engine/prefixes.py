@@ -415,7 +415,8 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     with the whole model does not give its KV cache out."""
     resolved = parts.resolved
     plan = resolved.plan
-    if parts.store is None or plan.serve.prefixes == "none":
+    weights = parts.texts.identity
+    if weights is None or plan.serve.prefixes == "none":
         return None
     executor = parts.forward.computer
     if not isinstance(executor, ContextKeeper):
@@ -429,7 +430,7 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
         states = executor
         size *= count_chunks(resolved)
     identity = hashlib.sha256(resolved.digest.encode())
-    identity.update(parts.store.identity)
+    identity.update(weights)
     files = None
     if plan.serve.prefix_cache is not None:
         folder = find_cache_folder("prefixes") / identity.hexdigest()[:32]

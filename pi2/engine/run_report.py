@@ -5,19 +5,12 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
+from pi2.engine.accounts import name_unit
 from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import BatchResult, GenerationResult
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.statistics import (
-    Cause,
-    RunStatistics,
-    SpeculationCounters,
-    divide,
-    read_peak_rss_bytes,
-    split_time,
-)
+from pi2.engine.statistics import RunStatistics, SpeculationCounters, divide, read_peak_rss_bytes
 from pi2.machine import detect_cpu
-from pi2.plan.arithmetic.estimates import find_read_rate
 from pi2.plan.documents.plan import Decode
 from pi2.plan.documents.quantities import approximate_bytes
 
@@ -71,10 +64,6 @@ def summarise_units(units: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, unit in units.items():
         if unit["lost"] is not None:
             yield f"note: the unit {name} was lost, the run went on without it: {unit['lost']}"
-
-
-def name_unit(name: str, *, emulated: bool) -> str:
-    return f"{name} (emulated)" if emulated else name
 
 
 def describe_speculation(
@@ -150,18 +139,10 @@ def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
 
 def _describe_bound(model: LoadedModel, statistics: RunStatistics, tokens: int) -> dict[str, Any]:
     """What a run of so many tokens read, and what took its time."""
-    bound, shares = None, dict[Cause, float]()
-    if model.plan.has_whole_unit:
-        bound = model.plan.sparse_unit
-    elif not model.is_dry:
-        disk_bytes_s = find_read_rate(model.plan.device)
-        if model.expected is not None:
-            disk_bytes_s = model.expected.disk_bytes_s
-        shares = split_time(statistics, model.memory_bytes_s, disk_bytes_s)
-        bound = max(shares, key=lambda cause: shares[cause], default=None)
+    shares = model.account.split_time(statistics, lambda: model.memory_bytes_s)
     return {
         "read_bytes_per_token": round(divide(statistics.flash_read_bytes, tokens) or 0.0),
-        "bound_by": None if model.is_dry else bound,
+        "bound_by": model.account.name_bound(shares),
         "time_shares": {cause: round(share, 4) for cause, share in shares.items()},
         "memory_bytes_s": model.memory_bytes_s and round(model.memory_bytes_s) if shares else None,
     }
@@ -188,9 +169,7 @@ def list_deviations(model: LoadedModel, statistics: RunStatistics) -> list[str]:
     ):
         if share:
             found.append(f"{share:.1%} {what}")
-    rounded = "int8" in (plan.prefill.activations, plan.decode.activations)
-    if model.plan.file is not None and rounded:
-        found.append("activations have 8 bits, as in llama.cpp")
+    found += model.account.list_deviations()
     if plan.kv.type == "int8":
         found.append("the KV cache is int8")
     return found
@@ -213,16 +192,13 @@ def _describe_model(model: LoadedModel, statistics: RunStatistics, tokens: int) 
     """What the model did in a run of so many tokens."""
     pressure = model.pressure
     return {
-        "dry_run": model.is_dry,
+        "dry_run": not model.account.is_timed,
         "load_s": round(model.load_s, 4),
         "loaded_bytes": model.loaded_bytes,
         "expected_tokens_s": model.expected and _rounded(model.expected.tokens_s),
         "active_share": _rounded(statistics.active_share),
         "predicted_share": _rounded(statistics.predicted_share),
-        # Where every neuron is computed, what is not hot streams by, and no cache is asked.
-        "cache_hit_rate": None
-        if model.plan.plan.decode.predictor == "none" and model.plan.file is None
-        else _rounded(statistics.hit_rate),
+        "cache_hit_rate": _rounded(model.account.find_hit_rate(statistics)),
         "expert_weight_replaced": _rounded(statistics.replaced_share),
         "expert_weight_left_out": _rounded(statistics.left_out_share),
         "score_mass_left_out": _rounded(statistics.left_out_mass_share),
@@ -326,22 +302,18 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
     peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
     verdict = "within" if peak <= budget else "ABOVE"
     lines = [
+        *model.account.remarks,
         f"speed: {first}",
         f"memory: peak memory {approximate_bytes(peak)}, {verdict} the budget of "
         f"{approximate_bytes(budget)}",
-        *_list_reads(model, run),
+        *model.account.list_reads(run),
         "exact: " + ("yes" if run["exact"] else f"no, {'; '.join(run['deviations'])}"),
     ]
-    if (bound := run["bound_by"]) is not None:
-        lines.append(f"bound by: {_describe_shares(model, run, bound)}")
+    if run["bound_by"] is not None:
+        lines.append(f"bound by: {model.account.describe_bound(run)}")
     if whole:
         lines.append(f"segments: {_describe_segments(run['segments'])}")
-    if whole or (model.plan.file is not None and model.plan.file.missing_bytes):
-        lines.append(
-            f"neurons: {_describe_neurons(model, run)}"
-            if model.plan.file is None
-            else _describe_weights(model)
-        )
+    lines += model.account.list_weights(run, whole=whole)
     if whole:
         lines.append(f"plan: digest {model.plan.digest[:12]}")
         lines.append(f"processor: {' '.join(run['cpu_features']) or 'no features that count'}")
@@ -361,10 +333,7 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
     if run["speculation"] is not None and (whole or run["speculation"]["draft_tokens"]):
         lines.append(summarise_speculation(run["speculation"]))
     lines += summarise_units(run["units"])
-    if model.is_dry:
-        lines.insert(0, "dry run: nothing was computed or read; the times are pi2's own overhead")
-    elif run["io_verify"] == "never":
-        lines.append('note: the data read was not verified: the plan says io.verify = "never"')
+    lines += model.account.list_notes()
     lines += summarise_pressure(run)
     if run["memory_lock_refused"]:
         lines.append(f"note: memory is not locked: {run['memory_lock_refused']}")
@@ -380,58 +349,6 @@ def _describe_segments(segments: Mapping[str, Mapping[str, Any]]) -> str:
         shown = "unknown" if taken is None else approximate_bytes(taken)
         parts.append(f"{name} {shown} of {approximate_bytes(use['stated_bytes'])}")
     return " · ".join(parts)
-
-
-def _describe_shares(model: LoadedModel, run: dict[str, Any], bound: str) -> str:
-    if model.plan.has_whole_unit:
-        return f"{_name_whole_unit(model)} (it has all of the model)"
-    shares = sorted(run["time_shares"].items(), key=lambda item: -item[1])
-    parts = [f"{share:.0%} {cause}" for cause, share in shares if share >= 0.005]
-    rate = run["memory_bytes_s"]
-    measured = "" if rate is None else f"; memory gives {rate / 1e9:.1f} GB/s"
-    return f"{bound} ({', '.join(parts)} of the time{measured})"
-
-
-def _describe_weights(model: LoadedModel) -> str:
-    facts = model.plan.file
-    assert facts is not None
-    whole = approximate_bytes(facts.matrix_bytes)
-    if not facts.missing_bytes:
-        return f"weights: {whole}, all in memory ({model.plan.plan.memory.weights})"
-    share = 1 - facts.missing_bytes / facts.matrix_bytes
-    return (
-        f"weights: {share:.0%} of {whole} in memory, {facts.describe_missing()}; the text is the "
-        "same as with all in memory"
-    )
-
-
-def _list_reads(model: LoadedModel, run: dict[str, Any]) -> list[str]:
-    if model.plan.has_whole_unit:
-        return []
-    hits = run["cache_hit_rate"]
-    kind = "neurons" if model.plan.file is None else "experts"
-    return [
-        f"reads: {approximate_bytes(run['flash_read_bytes'])} from flash since loading, "
-        f"{approximate_bytes(run['read_bytes_per_token'])} a token"
-        + ("" if hits is None else f" · cache hits {_percent(hits)} of the {kind} needed")
-    ]
-
-
-def _name_whole_unit(model: LoadedModel) -> str:
-    unit = model.plan.sparse_unit
-    return name_unit(unit, emulated=bool(model.plan.device.units[unit].emulated))
-
-
-def _describe_neurons(model: LoadedModel, run: dict[str, Any]) -> str:
-    computed = f"{_percent(run['predicted_share'])} computed"
-    if model.plan.has_whole_unit:
-        return f"{computed}, all of the model on {_name_whole_unit(model)}"
-    if model.plan.plan.decode.predictor != "none":
-        return f"{computed}, {_percent(run['active_share'])} active"
-    count = model.plan.model.layer_neurons * len(model.plan.layers)
-    hot = sum(layer.hot_neurons for layer in model.plan.layers) / count
-    again = "" if hot >= 1 else "; the others are read again for each token"
-    return f"{computed}, {hot:.0%} stay in memory{again}"
 
 
 def _describe_left_out(decode: Decode, share: float) -> str:

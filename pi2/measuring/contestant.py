@@ -22,9 +22,10 @@ import numpy as np
 
 from pi2.backends.executor import ExecutorObserver
 from pi2.diagnostics import UserError
+from pi2.engine.accounts import TokenBytes
 from pi2.engine.parts import Parts, ShareObserver
 from pi2.engine.statistics import read_peak_rss_bytes
-from pi2.measuring.samples import Bandwidth, Description, Sample, TokenBytes, Workload
+from pi2.measuring.samples import Bandwidth, Description, Sample, Workload
 from pi2.memory.bundle_files import ReadObserver, WatchedRun
 from pi2.progress import Progress, ignore_progress
 

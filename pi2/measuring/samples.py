@@ -12,13 +12,8 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import I32
+from pi2.engine.accounts import TokenBytes
 from pi2.engine.statistics import RunStatistics, divide
-from pi2.model.tensor import EMBEDDING, HEAD, DenseTensor
-from pi2.model.tensors import list_tensors
-from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.units import count_kv_token_bytes
-from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType
 
 Kind = Literal["pp", "tg"]
 """``pp``: a prompt is processed; ``tg``: tokens are generated one by one."""
@@ -157,25 +152,6 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBytes:
-    """Bytes that one token must read from memory, by purpose."""
-
-    attention: float
-    """Projections and norms of all layers, and a row of the embedding."""
-    head: float
-    predictor: float
-    """Bytes of low-rank predictors, or of all gate rows."""
-    neurons: float
-    """Bundles of the active neurons, padding left out."""
-    kv: float
-    """Bytes of the KV cache of the context."""
-
-    @property
-    def total(self) -> float:
-        return self.attention + self.head + self.predictor + self.neurons + self.kv
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
     """Read bandwidth of the memory, measured between repetitions."""
 
@@ -260,65 +236,3 @@ class Row:
         if counters is None:
             return None
         return counters.flash_read_bytes / sum(sample.tokens for sample in self.samples)
-
-
-def count_token_bytes(
-    resolved: ResolvedPlan,
-    *,
-    ranks: Sequence[int] | None,
-    active: float | None,
-    position: float,
-    shared: float = 1.0,
-    sequences: int | None = None,
-) -> TokenBytes | None:
-    """Bytes per token at ``position``; None in sparse decoding without an ``active`` share.
-    ``shared``: different neurons of a step over all that its tokens name; several ``sequences``
-    share reads."""
-    plan, model = resolved.plan, resolved.model
-    dense = plan.decode.predictor in ("none", "router")
-    if active is None and not dense:
-        return None
-    shape, bundle = model.shape, resolved.bundle
-    sizes = {tensor.name: size_tensor(tensor) for tensor in list_tensors(model, ranks)}
-    embedding = sizes.pop(EMBEDDING)
-    row = embedding / shape.vocab
-    head = embedding if model.tied_head else sizes.pop(HEAD)
-    predictors = {name: sizes.pop(name) for name in list(sizes) if ".predictor_" in name}
-    neurons = model.token_neurons
-    match plan.decode.predictor:
-        case "none" | "router":
-            predictor, computed = 0.0, float(neurons * bundle.neuron_bytes)
-        case "gate":
-            assert active is not None
-            # Of layers without a cutoff, beside some that have one, every neuron is computed.
-            whole = sum(model.blocks[layer].ffn.neurons for layer in resolved.whole_layers)
-            predictor = float((neurons - whole) * bundle.gate_bytes)
-            part = bundle.gate_bytes + bundle.down_bytes
-            computed = (neurons * active - whole) * part + whole * bundle.neuron_bytes
-        case _:
-            assert active is not None
-            predictor, computed = (
-                # Those of experts that rest are not asked.
-                sum(predictors.values()) * neurons / (shape.layers * model.layer_neurons),
-                (neurons * active * bundle.neuron_bytes),
-            )
-    batch = sequences or plan.decode.batch
-    return TokenBytes(
-        attention=sum(sizes.values()) / batch + row,
-        head=head / batch,
-        # Experts have predictors of their own, which are asked for one token after the other.
-        predictor=predictor / (batch if model.moe is None else 1),
-        neurons=computed * shared,
-        kv=count_kv(model, position, plan.kv.type),
-    )
-
-
-def count_kv(model: Model, position: float, kind: KvType) -> float:
-    """Bytes of the context that a token after ``position`` others reads."""
-    shape, window = model.shape, model.attention.sliding_window
-    seen = position if window is None else min(position, window)
-    return shape.layers * seen * count_kv_token_bytes(model, kind)
-
-
-def size_tensor(tensor: DenseTensor) -> int:
-    return tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from pi2.diagnostics import UserError
+from pi2.engine.accounts import TokenBytes
 from pi2.engine.loaded_model import LoadedModel
 from pi2.machine import detect_memory
 from pi2.measuring.contestant import (
@@ -32,17 +33,13 @@ from pi2.measuring.samples import (
     Description,
     Row,
     Sample,
-    TokenBytes,
     TokenSource,
     Workload,
     add_counters,
-    count_token_bytes,
 )
 from pi2.orchestrator import load
-from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
-from pi2.store.reader import NeuronStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +76,17 @@ class PlanContestant:
             self._tokens = TokenSource(np.array(ids, np.int32))
 
     def describe(self) -> Description:
-        resolved, store = self._model.plan, self._model._parts.store
+        resolved, texts = self._model.plan, self._model.texts
         notes = []
         if self._model.fallback is not None:
             notes.append(f"reads go through the page cache: {self._model.fallback}")
-        if store is None:
-            notes.append("dry run: nothing is computed or read")
+        notes += [remark.split(";")[0] for remark in self._model.account.remarks]
         return Description(
             engine=f"pi2 {version('pi2')}",
             model=resolved.model.id,
             backend=resolved.name_backend(resolved.sparse_unit),
             threads=self._model.compute_threads,
-            synthetic=store is not None and store.is_synthetic,
+            synthetic=texts.is_synthetic,
             predictor=resolved.plan.decode.predictor,
             batch=resolved.plan.decode.batch,
             plan=str(self._path),
@@ -123,28 +119,12 @@ class PlanContestant:
         return watch.report(workload.tokens * self._count_sequences(workload), seconds)
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
-        store, file = self._model._parts.store, self._model.plan.file
-        if workload.kind == "pp" or store is None:
+        if workload.kind == "pp":
             return None
-        if file is not None:
-            model = self._model.plan.model
-            kept = model.shape.layers * count_kv_token_bytes(model, "fp16")
-            return TokenBytes(
-                attention=file.token_bytes / self._count_sequences(workload),
-                head=0.0,
-                predictor=0.0,
-                neurons=0.0,
-                kv=kept * workload.mean_position,
-            )
-        assert isinstance(store, NeuronStore)
-        predictor, sequences = store.manifest.predictor, self._count_sequences(workload)
-        return count_token_bytes(
-            self._model.plan,
-            ranks=None if predictor is None else predictor.rank,
-            active=active,
-            position=workload.mean_position,
-            shared=self._find_shared_share(sequences),
-            sequences=sequences,
+        sequences = self._count_sequences(workload)
+        shared = self._find_shared_share(sequences)
+        return self._model.account.count_token_bytes(
+            workload.mean_position, sequences, active, shared
         )
 
     def _find_shared_share(self, sequences: int) -> float:

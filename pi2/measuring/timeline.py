@@ -293,8 +293,7 @@ def record_run(
 
 def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
     """What names the next token, given logits [vocabulary]: the likeliest but for some."""
-    store = model._parts.store
-    if store is None or not store.is_synthetic:
+    if not model.texts.is_synthetic:
         return lambda logits, rank: int(np.argsort(-logits, kind="stable")[rank])
     document = model.plan.model
     source = TokenSource.walk_vocabulary(document.shape.vocab, document.tokenizer.eos)

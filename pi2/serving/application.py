@@ -21,9 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.statistics import read_peak_rss_bytes, split_time
+from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.logging import get_logger
-from pi2.plan.arithmetic.estimates import find_read_rate
 from pi2.rebudget import read_memory
 from pi2.serving import ollama
 from pi2.serving.calls import Limits
@@ -96,13 +95,8 @@ def _describe(host: Host) -> dict[str, Any]:
 
 def find_bound(model: LoadedModel) -> str | None:
     """What takes most of the time of its steps; None before there were any."""
-    if model.plan.has_whole_unit or model.is_dry:
-        return None
-    disk = find_read_rate(model.plan.device)
-    if model.expected is not None:
-        disk = model.expected.disk_bytes_s
     # The memory's rate is measured when nothing runs.
-    shares = split_time(model.stats, model.__dict__.get("memory_bytes_s"), disk)
+    shares = model.account.split_time(model.stats, lambda: model.__dict__.get("memory_bytes_s"))
     return max(shares, key=lambda cause: shares[cause], default=None)
 
 

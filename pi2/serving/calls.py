@@ -140,8 +140,11 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
             facts, conversation.json_schema, prompt=prompt, may_reason=conversation.may_reason
         )
     constraint = None
-    if grammar is not None and not model.is_dry:
-        constraint = make_constraint(host.find_vocabulary(), grammar, model.plan.model.shape.vocab)
+    if grammar is not None:
+        vocab = model.plan.model.shape.vocab
+        constraint = model.texts.constrain(
+            lambda: make_constraint(host.find_vocabulary(), grammar, vocab)
+        )
     return Ask(
         prompt_ids=ids,
         make_constraint=constraint,

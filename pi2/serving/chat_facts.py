@@ -226,11 +226,9 @@ def describe_family(
 
 def read_chat_facts(model: LoadedModel) -> ChatFacts:
     """What the chat template of a model says; UserError P608 or P609 if it has none that works."""
-    if model.is_dry:
-        return describe_family("", {}, frozenset(), frozenset())
     settings = model.plan.model.tokenizer
     template = model.read_chat_template().source
-    added = model.coder.get_added_tokens_decoder()
+    added = model.texts.list_added_tokens()
     ends = {*settings.eos, *([] if settings.bos is None else [settings.bos])}
     ends |= {number for number, token in added.items() if token.content in _FILLERS}
     return describe_family(

@@ -194,9 +194,7 @@ def fill_gap(host: Host, before: Any, after: str) -> list[int]:
 
 
 def _find_tokens(host: Host, names: Sequence[str]) -> list[int] | None:
-    if host.model.is_dry:
-        return None
-    found = [host.model.coder.token_to_id(name) for name in names]
+    found = [host.model.texts.find_token(name) for name in names]
     return [token for token in found if token is not None] if None not in found else None
 
 

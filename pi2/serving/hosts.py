@@ -253,8 +253,6 @@ class Host:
 
     def read_template(self) -> str:
         """The chat template of the loaded model; UserError P608 or P609 if there is none."""
-        if self.model.is_dry:
-            return ""
         return self.model.read_chat_template().source
 
     def find_vocabulary(self) -> LLTokenizer:

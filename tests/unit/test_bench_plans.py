@@ -60,7 +60,7 @@ def test_a_context_is_filled_once_for_all_repetitions(
 
 def test_a_dry_run_says_so_and_claims_no_bytes(plan: Path) -> None:
     contestant = load_contestant(plan, backends={"cpu": "null"})
-    assert contestant.describe().notes == ("dry run: nothing is computed or read",)
+    assert contestant.describe().notes == ("dry run: nothing was computed or read",)
     assert contestant.count_bytes(Workload("tg", 4, 0), 0.1) is None
     contestant.close()
 

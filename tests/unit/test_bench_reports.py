@@ -9,18 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi2.engine.accounts import TokenBytes
 from pi2.engine.statistics import RunStatistics
 from pi2.measuring.contestant import Profile
 from pi2.measuring.report import Conditions, write_csv, write_json, write_markdown
-from pi2.measuring.samples import (
-    Bandwidth,
-    Description,
-    Row,
-    Sample,
-    TokenBytes,
-    Workload,
-    summarise_speed,
-)
+from pi2.measuring.samples import Bandwidth, Description, Row, Sample, Workload, summarise_speed
 from pi2.measuring.session import Outcome
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from pi2.diagnostics import UserError
+from pi2.engine.accounts import TokenBytes
 from pi2.measuring.contestant import BandwidthLimit, Profile, RemoteContestant, Worker
-from pi2.measuring.samples import Bandwidth, Description, Sample, TokenBytes, Workload
+from pi2.measuring.samples import Bandwidth, Description, Sample, Workload
 from pi2.measuring.session import run_session
 from pi2.progress import Progress
 from tests.helpers.patience import PATIENCE_S

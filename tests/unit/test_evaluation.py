@@ -15,7 +15,6 @@ from pi2.measuring.evaluation import evaluate_plan, write_markdown
 from pi2.measuring.prediction import compute_scores
 from pi2.measuring.texts import Passages, cut_windows
 from pi2.refit import read_plan
-from pi2.store.reader import NeuronStore
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -99,11 +98,10 @@ def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
         ids = model.tokenizer.encode(TEXT, add_special_tokens=False).ids[:31]
         executor: Any = parts.executor
         executor.embed(np.array([256, *ids][:-1], np.int32))
-        assert isinstance(parts.store, NeuronStore)
         for layer in range(3):
             executor.attend(layer, 0)
             executor.begin_ffn(layer)
-            bundles = parts.store.layers[layer].bundles
+            bundles = parts.texts.store.layers[layer].bundles
             active = executor._activate(bundles, slice(None)) != 0
             named = compute_scores(executor._request, layer, executor.now.read) >= 0
             counts[layer] = active.mean(), named.mean(), (active & named).sum() / active.sum()

@@ -20,7 +20,6 @@ from pi2.measuring.texts import Passages
 from pi2.orchestrator import load
 from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.weights.bundles import unpack_part
-from pi2.store.reader import NeuronStore
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -114,11 +113,10 @@ def test_what_decodes_is_the_model_with_small_gates_cut(plan: Path, sparse: Path
         got = model.logits(tokens, mode="decode")
         assert np.allclose(model.logits(tokens), dense.logits(tokens), atol=1e-5)
         executor: Any = dense._parts.executor
-        assert isinstance(dense._parts.store, NeuronStore)
         rows = []
         for position, token in enumerate(tokens):
             executor.embed(np.array([token], np.int32))
-            for layer, stored in enumerate(dense._parts.store.layers):
+            for layer, stored in enumerate(dense._parts.texts.store.layers):
                 executor.attend(layer, position)
                 executor.begin_ffn(layer)
                 gate = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from limited.plans import is_routed
 from limited.rows import Row
-from pi2.measuring.samples import count_token_bytes
+from pi2.engine.accounts import count_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.store.manifest import read_manifest

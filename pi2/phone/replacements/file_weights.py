@@ -66,6 +66,8 @@ def _read_tensor(values: Mapping[str, Any]) -> FileTensor:
 class FileTexts:
     """The folder of the bundle that has the tokenizer."""
 
+    is_synthetic = False
+
     def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
         del cleanup
         self.path = weights.folder
