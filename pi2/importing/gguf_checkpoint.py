@@ -14,7 +14,7 @@ from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.formats import Format
 from pi2.importing.checkpoint import Checkpoint, check_weights, parse_json
-from pi2.importing.config import make_generation_config
+from pi2.importing.config import list_beginnings, make_generation_config, rename_tensors
 from pi2.importing.decoded_tensor import PackedTensor, refuse_shape
 from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import (
@@ -27,7 +27,7 @@ from pi2.importing.gguf_architectures import (
     make_config,
     name_in_file,
 )
-from pi2.importing.gguf_decoders import Metadata
+from pi2.importing.gguf_decoders import Metadata, join_heads
 from pi2.importing.gguf_file import GgufEntry, GgufFile, check_block, read_gguf, take_blocks
 from pi2.importing.gguf_statements import find_unread
 from pi2.importing.gguf_states import (
@@ -282,17 +282,20 @@ def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
     if embedding is None:
         raise UserError.of("P533", f"{path} has no tensor 'token_embd.weight'")
     sparse = any(file.is_powerinfer or "blk.0.fc1.weight" in file.entries for file in files)
+    join_heads(tensors)
     config = make_config(
         metadata,
         architecture,
+        tensors,
         vocab=embedding.shape[0],
         tied=names["output.weight"] not in tensors,
         sparse=sparse,
     )
-    if architecture.complete is not None:
-        architecture.complete(config, tensors)
-    _describe_biases(config, tensors)
-    scale_positions(config, metadata, architecture.scale, partial(_read_vector, files))
+    scale_positions(config, metadata, partial(_read_vector, files))
+    beginnings = list_beginnings(config)
+    if beginnings:  # blocks of a file are fewer layers
+        whole = {name.replace(".mamba.", ".mixer."): own for name, own in tensors.items()}
+        tensors = rename_tensors(whole, beginnings)
     _fold_norms(tensors)
     return GgufCheckpoint(
         folder=path,
@@ -438,7 +441,8 @@ def _place_tensor(
         factors=scale if scale is not None and len(scale) == 1 else None,
     )
     if place.kind.startswith("ssm_") and ".linear_attn." not in place.pattern:
-        return {place.pattern: restore_plain(place.pattern, tensor)}
+        is_negated = not architecture.stated.positive_rates
+        return {place.pattern: restore_plain(place.pattern, tensor, is_negated=is_negated)}
     heads = read_delta_heads(metadata, architecture.stated.tiles_values)
     if heads is not None and ".linear_attn." in place.pattern:
         restored = restore_state(place.pattern, tensor, heads)
@@ -508,32 +512,6 @@ def _restore_order(
         return None  # the shapes are wrong, which is said later
     # The file has pairs as neighbours; the original has the first of all pairs, then the second.
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
-
-
-def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
-    """State the biases that a family may have or not, but for what its own reader has stated."""
-
-    def has(end: str) -> bool:
-        # Not every layer has attention, or a state.
-        return any(name.endswith(end) for name in tensors)
-
-    keys = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
-    found = dict.fromkeys(keys, has(".self_attn.q_proj.bias")) | {
-        "attention_out_bias": has(".self_attn.o_proj.bias"),
-        "lm_head_bias": "lm_head.bias" in tensors,
-        "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in tensors,
-        "bias": "transformer.h.0.self_attention.query_key_value.bias" in tensors,
-        "new_decoder_architecture": "transformer.h.0.ln_mlp.weight" in tensors,
-        "mamba_conv_bias": has(".conv1d.bias"),
-        "mamba_proj_bias": has(".in_proj.bias"),
-        "mlp_bias": has(".mlp.up_proj.bias"),
-        "gguf_dense_ffn": has(".mlp.up_proj.weight"),
-        "gguf_norm_bias": has(".input_layernorm.bias"),
-        "gguf_state_norm": has(".mamba.norm.weight"),
-        "gguf_choice_bias": has(".e_score_correction_bias"),
-    }
-    for key, value in found.items():
-        config.setdefault(key, value)
 
 
 def _read_vector(files: list[GgufFile], name: str) -> F32 | None:

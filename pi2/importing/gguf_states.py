@@ -6,7 +6,7 @@ Qwen3-Next's, have the first of every key head, then the second: keys can be rep
 ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and step sizes. ``ssm_in``, of
 the first files of Qwen3-Next, has queries, keys, values and gates of outputs."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -19,7 +19,7 @@ from pi2.arrays import F32, I64, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.config import ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.decoded_tensor import DecodedTensor, PackedTensor, describe_decoded
-from pi2.importing.gguf_decoders import Metadata, join_heads, read_decoder
+from pi2.importing.gguf_decoders import Metadata
 from pi2.importing.safetensors_file import SourceTensor
 
 _FREQUENCIES = "rope_freqs.weight"
@@ -30,17 +30,13 @@ POSITIONS = (_FREQUENCIES, _LONG, _SHORT)
 """Tensors that `scale_positions` reads."""
 
 
-Scale = Callable[[dict[str, Any], F32], bool]
-"""States in a configuration what divisors of frequencies [pairs] say; whether that is known."""
-
-
 def scale_positions(
-    config: dict[str, Any], metadata: Metadata, scale: Scale, read: Callable[[str], F32 | None]
+    config: dict[str, Any], metadata: Metadata, read: Callable[[str], F32 | None]
 ) -> None:
     """State the scaling in ``config``; ``read`` gives a tensor [pairs] or None. P544, P532."""
     divisors = read(_FREQUENCIES)
     stated = config.get("rope_scaling")
-    if divisors is not None and not scale(config, divisors):
+    if divisors is not None and not _scale(config, divisors):
         raise _refuse(metadata.file, _FREQUENCIES)
     if stated is not None and config["rope_scaling"] is not stated:
         raise _refuse_both(metadata, _FREQUENCIES)
@@ -69,6 +65,21 @@ def _refuse_both(metadata: Metadata, name: str) -> UserError:
     return metadata.refuse(
         f"{metadata.architecture}.rope.scaling scales positions, and so does tensor {name!r}"
     )
+
+
+_STILL = 1e20
+"""Divisors of frequencies from here on turn nothing."""
+
+
+def _scale(config: dict[str, Any], divisors: F32) -> bool:
+    """State in a configuration what divisors of frequencies [pairs] say; whether that is known."""
+    full = config.get("rope_parameters", {}).get("full_attention", {})
+    if full.get("rope_type") != "proportional":
+        return scale_llama3(config, divisors)
+    turning = int(np.count_nonzero(divisors == 1.0))
+    is_known = turning > 0 and bool((divisors[:turning] == 1.0).all())
+    full["partial_rotary_factor"] = turning / len(divisors)
+    return is_known and bool((divisors[turning:] >= _STILL).all())
 
 
 def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
@@ -168,59 +179,17 @@ def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
     """Heads of Qwen's layers with a state; None of a file that has none."""
     if not metadata.has("{arch}.ssm.group_count"):
         return None
-    sizes = _read_states(metadata)
+    count = metadata.read_count
+    values = count("{arch}.ssm.time_step_rank")
     heads = DeltaHeads(
-        keys=sizes["linear_num_key_heads"],
-        values=sizes["linear_num_value_heads"],
-        key_dim=sizes["linear_key_head_dim"],
-        value_dim=sizes["linear_value_head_dim"],
+        keys=count("{arch}.ssm.group_count"),
+        values=values,
+        key_dim=count("{arch}.ssm.state_size"),
+        value_dim=count("{arch}.ssm.inner_size") // values,
         is_tiled=is_tiled,
     )
     wide = max(heads.keys, heads.values) * max(heads.key_dim, heads.value_dim)
     return None if heads.values % heads.keys or wide > MOST_CHANNELS else heads
-
-
-def read_qwen_hybrid(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    found = read_decoder(metadata, config, activation)
-    return found | (_read_states(metadata) if metadata.has("{arch}.ssm.group_count") else {})
-
-
-def _read_states(metadata: Metadata) -> dict[str, Any]:
-    values = metadata.read_count("{arch}.ssm.time_step_rank")
-    return {
-        "linear_num_key_heads": metadata.read_count("{arch}.ssm.group_count"),
-        "linear_num_value_heads": values,
-        "linear_key_head_dim": metadata.read_count("{arch}.ssm.state_size"),
-        "linear_value_head_dim": metadata.read_part("{arch}.ssm.inner_size", values),
-        "linear_conv_kernel_dim": metadata.read_count("{arch}.ssm.conv_kernel"),
-    }
-
-
-def complete_kimi(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
-    """Join heads; state the kinds of layers and the heads of those with a state."""
-    join_heads(tensors)
-    ends = (".self_attn.A_log", ".attention.A_log")
-    names = [[f"model.layers.{n}{end}" for end in ends] for n in range(config["num_hidden_layers"])]
-    rates = [next((tensors[name] for name in own if name in tensors), None) for own in names]
-    kinds = ("full_attention", "linear_attention")
-    config["layer_types"] = [kinds[own is not None] for own in rates]
-    config["linear_num_heads"] = next((own.shape[0] for own in rates if own is not None), 1)
-
-
-def complete_ling(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
-    complete_kimi(config, tensors)
-    for name, own in tensors.items():
-        if isinstance(own, RateLogarithms):
-            tensors[name] = replace(own, is_negated=False)
-
-
-def complete_kinds(config: dict[str, Any], tensors: Container[str]) -> None:
-    config["layer_types"] = [
-        "full_attention"
-        if f"model.layers.{layer}.self_attn.k_proj.weight" in tensors
-        else "linear_attention"
-        for layer in range(config["num_hidden_layers"])
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,9 +229,9 @@ class OrderedColumns(DecodedTensor):
 _VECTORS = (".D", ".mamba.norm.weight", ".mixer.norm.weight")
 
 
-def restore_plain(name: str, tensor: PackedTensor) -> SourceTensor:
+def restore_plain(name: str, tensor: PackedTensor, *, is_negated: bool) -> SourceTensor:
     """A tensor of Mamba-2 or of Kimi's delta rule as the original, which calls it ``name``, has it:
-    files have other dimensions, and rates of decay."""
+    files have other dimensions, and rates of decay, perhaps with a minus sign."""
     if name.endswith("conv1d.weight"):
         return replace(tensor, shape=(prod(tensor.shape[:-1]), 1, tensor.shape[-1]))
     is_column = tensor.shape[-1:] == (1,) and name.endswith(".A_log")
@@ -270,7 +239,7 @@ def restore_plain(name: str, tensor: PackedTensor) -> SourceTensor:
         tensor = replace(tensor, shape=(prod(tensor.shape),))
     if name.endswith(".A_log"):
         described = describe_decoded(tensor.name, tensor.shape, tensor)
-        return RateLogarithms(**described, source=tensor)
+        return RateLogarithms(**described, source=tensor, is_negated=is_negated)
     return tensor
 
 

@@ -99,7 +99,7 @@ def find_names(source: Checkpoint, model: Model, own: Architecture) -> Model:
     config = Config(source.config_file, {**source.config, **own.stated.settings})
     tables = describe_family(config)["tensors"]
     names = Tensors.model_validate(tables)
-    if names.state_order == "grouped" and own.stated.read == "qwen_hybrid":
+    if names.state_order == "grouped" and "_states" in own.stated.read:
         apart = {
             "state_order": "separate",
             "state_in": Tensors().state_in,

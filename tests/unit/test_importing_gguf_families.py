@@ -10,24 +10,60 @@ import pytest
 from tokenizers import Tokenizer
 
 from pi2.diagnostics import UserError
-from pi2.importing.gguf_architectures import read_shares
+from pi2.importing.gguf_architectures import find_architecture
 from pi2.importing.gguf_checkpoint import open_gguf
-from pi2.importing.gguf_decoders import Metadata
+from pi2.importing.gguf_decoders import Metadata, Scope
 from pi2.importing.gguf_states import scale_llama3
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.rows import make_same
 from tests.helpers.gguf_files import make_sentence_piece
 from tests.helpers.peers import read_models, write_tiny
 
 MODELS = read_models()
 
 
-@pytest.mark.parametrize("value", [[0.5], ["a"] * 5, [float("nan")] * 5, [float("inf")] * 5, 1.0])
+@pytest.mark.parametrize("value", [[0.5], ["a"] * 5, [float("nan")] * 5, [float("inf")] * 5])
 def test_cutoffs_that_are_none_are_refused(value: Any) -> None:
+    family = find_architecture("gemma3n")
+    assert family is not None
     values = {"general.architecture": "gemma3n", "gemma3n.activation_sparsity_scale": value}
     metadata = Metadata(Path("tiny.gguf"), values)
-    with pytest.raises(UserError, match=r"P532.*activation_sparsity_scale"):
-        read_shares(metadata, 5)
+    scope = Scope(metadata, {"num_hidden_layers": 5}, {}, "")
+    key = "activation_sparsity_pattern"
+    with pytest.raises(UserError, match=r"P532"):
+        scope.state({key: family.stated.keys[key]})
+
+
+def test_what_tables_of_a_family_make_of_a_file() -> None:
+    values = {"general.architecture": "x", "x.wide": np.array([3, 3], np.int32), "x.name": "a"}
+    metadata = Metadata(Path("a.gguf"), values)
+    names = ("model.layers.1.up.weight", "model.layers.0.down.weight")
+    tensors = {name: make_same(7, 1.0) for name in names}
+    scope = Scope(metadata, {"num_hidden_layers": 2, "t": {}}, tensors, "model.layers.{layer}")
+    scope.state(
+        {
+            "t.width": ["wide"],
+            "absent.width": ["wide"],
+            "default": ["narrow", "= config.t.width + 1"],
+            "kinds": ["= each('up' if has('.up.weight', layer) else 'down')"],
+            "both": ["= [has('.up.weight'), has('.gate.weight'), rows('.down.weight')]"],
+            "listed": ["= first(none, listed('wide'))"],
+            "share": ["= [share_below(0.0), rounded(0.12345678), most(1, 2)]"],
+        }
+    )
+    assert scope.config == {
+        "num_hidden_layers": 2,
+        "t": {"width": 3},
+        "default": 4,
+        "kinds": ["down", "up"],
+        "both": [True, False, 7],
+        "listed": [3, 3],
+        "share": [0.5, 0.123457, 2],
+    }
+    for own in (["= count(0)"], ["= count(wide, 2)"], ["= unknown(1)"], ["missing"], ["name", 1]):
+        with pytest.raises(UserError, match="P532"):
+            scope.state({"one": own})
 
 
 def test_pairs_that_turn_in_another_way_are_refused(tmp_path: Path) -> None:

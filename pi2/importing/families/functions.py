@@ -433,7 +433,7 @@ def heads_of_gemma4(scope: Description) -> None:
         ]
     else:
         kv_heads = own["kv_heads"]
-        if shares_keys:
+        if shares_keys or config.has("gguf_other_heads"):
             kv_heads = config.read("num_global_key_value_heads", int, kv_heads)
         wide = {"kv_heads": kv_heads, "head_dim": config.read("global_head_dim", int, 512)}
         found = [wide if layer in full else own for layer in range(layers)]

@@ -91,15 +91,18 @@ class Architecture(Table):
     """Further keys of the configuration, each with the file's key after the architecture's name and
     its default; without one it is a whole number of 1 or more. A text that begins with ``=`` is an
     expression of the file's keys, and of the configuration's as ``config.KEY``; a key of a table
-    that the configuration has not is left out. `extends` adds its keys."""
+    that the configuration has not is left out. ``has(END, layer)`` tells whether there is a tensor
+    with a name that ends so, in a layer or in any, ``rows(END)`` its rows. `extends` adds its
+    keys."""
     settings: dict[str, Any] = Field(default={}, examples=[{"norm_topk_prob": True}])
     """Further keys of the configuration, which files do not state."""
-    read: str = Field(default="decoder", examples=["gemma3"])
-    """What reads the configuration: a function `read_NAME` of pi2.importing."""
-    complete: str = Field(default="", examples=["opt"])
-    """What adds to it what tensors tell: a function `complete_NAME`."""
-    scale: str = Field(default="llama3", examples=["gemma4"])
-    """What says how divisors of frequencies scale positions: a function `scale_NAME`."""
+    read: tuple[str, ...] = Field(default=("_usual",), examples=[["_usual", "_kinds"]])
+    """Tables whose settings and keys count before its own, weakest first, with what they read."""
+    test: str = Field(default="", max_length=300, examples=["expert_count"])
+    """Expression that says whether a table that others `read` counts; absent means that it
+    does."""
+    positive_rates: bool = False
+    """Whether files have rates of decay without a minus sign."""
 
 
 class MtpHead(Table):
