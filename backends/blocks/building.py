@@ -37,6 +37,7 @@ from pi2.backends.blocks.sizes import (
     count_lists,
     count_partial_bytes,
     count_score_rows,
+    count_seen_numbers,
     count_tile_tokens,
 )
 from pi2.model.blocks import Attention
@@ -196,6 +197,7 @@ class Builder(Products):
         moe = self._model.moe
         assert moe is not None
         choice = self.read_vector("choice_bias", layer) if moe.choice_bias else 0
+        table = self.read_vector("choice_table", layer) if layer in moe.listed_layers else 0
         scales = self.read_vector("expert_scale", layer) if moe.expert_scale else 0
         self.add(
             "route",
@@ -215,6 +217,8 @@ class Builder(Products):
                 "normalise": int(moe.normalise_weights),
                 "scaling": put_float(moe.scaling),
                 "tolerance": put_float(moe.tolerance),
+                "numbers": self.listed.ctypes.data,
+                **put_optional("table", table),
                 **SCRATCH,
             },
             each=1,
@@ -380,10 +384,13 @@ class Builder(Products):
             grain=4,
         )
 
-    def add_keep(self, keys: Area, values: Area | None, shape: Attention, layer: int) -> None:
-        """Append a token's vectors to the KV cache; latent ones have no values."""
+    def add_keep(
+        self, keys: Area, values: Area | None, shape: Attention, layer: int, rows: int = 0
+    ) -> None:
+        """Append a token's vectors to the KV cache; latent ones have no values.  They go to
+        ``rows``, by default the tokens' positions."""
         heads = describe_heads(shape)
-        places = self._place_cache(heads, layer)
+        places = self._place_cache(heads, layer) | ({"positions": rows} if rows else {})
         self.add(
             "keep",
             {
@@ -422,17 +429,19 @@ class Builder(Products):
         return found
 
     def add_part_turn(
-        self, x: Area, heads: int, width: int, own: Attention, norm: Norm, *, neighbours: bool
+        self, x: Area, heads: int, width: int, own: Attention, norm: Norm, **more: int
     ) -> None:
-        """Turn the first elements of heads of ``width``, as many as attention turns."""
+        """Turn the first elements of heads of ``width``, as many as attention turns; ``more``:
+        arguments that say how, and where they stand if they are no tokens."""
         tables = self.turns[own.turn]
         turn = {
             "cos": tables[0].ctypes.data,
             "sin": tables[1].ctypes.data,
             "table_stride": own.turned_width // 2,
             "rotated": own.rope.count_rotated(own.turned_width),
-            "neighbours": int(neighbours),
+            "neighbours": 0,
             "swapped": 0,
+            **more,
         }
         self._add_turn(x, heads, width, norm, turn, waits=True)
 
@@ -463,6 +472,12 @@ class Builder(Products):
         stride, lists = count_list_numbers(index), count_lists(index)
         area = self.take_area("chosen", stride * lists, is_tight=True)
         return {"reach": index.reach, "chosen": area.address, "lists": lists, "list_stride": stride}
+
+    def put_seen(self, own: Attention) -> dict[str, int]:
+        """Return the arguments of the lists of all places that attention to pooled vectors sees."""
+        stride = count_seen_numbers(own, self._context)
+        area = self.take_area(f"seen {own.block}", stride, is_tight=True)
+        return {"reach": -1, "chosen": area.address, "lists": 1, "list_stride": stride}
 
     def _read_slopes(self, shape: Attention) -> int:
         """Return the address of slopes of heads, by which scores fall; 0 where they do not."""
@@ -498,9 +513,9 @@ class Builder(Products):
             "group": group,
             **self._place_cache(heads, source),
             "value_stride": heads.widths[-1],
-            "window": shape.window or 0,
+            "window": 0 if shape.block else shape.window or 0,
             "is_chunked": int(attention.window_kind == "chunked"),
-            **self.put_lists(shape.index),
+            **(self.put_seen(shape) if shape.block else self.put_lists(shape.index)),
             "scale": put_float(attention.scale or 1 / math.sqrt(width)),
             "cap": put_float(attention.softcap or 0.0),
             **put_optional("sinks", sinks),
@@ -522,12 +537,12 @@ class Builder(Products):
             many = Way(address=address, each=groups, tokens=tokens)
         join = Way(address=self._interpreter.find("join"), each=shape.heads)
         chosen = []
-        if shape.index is not None:
+        if shape.index is not None or shape.block:
             address = self._interpreter.find("attend_chosen")
             few, each = replace(one, address=address), replace(apart, address=address)
             chosen.append(("attend_chosen", (few, few, each), each))
         for kernel, ways, other in (
-            ("attend", (one, one, many), apart),
+            *([] if shape.block else [("attend", (one, one, many), apart)]),
             *chosen,
             ("join", (join, join, replace(join, each=0)), replace(join, each=0)),
         ):

@@ -85,7 +85,7 @@ LATENT_GROUP = 16
 
 def describe_heads(own: Attention) -> Heads:
     latent = own.latent
-    if latent is None:
+    if latent is None and own.pooled is None:
         width = own.options.value_width or own.head_dim
         return Heads(
             key_heads=own.kv_heads,
@@ -95,9 +95,8 @@ def describe_heads(own: Attention) -> Heads:
             value=width,
         )
     group = max(n for n in range(1, LATENT_GROUP + 1) if own.heads % n == 0)
-    return Heads(
-        key_heads=1, widths=(latent.kept,), group=group, key=latent.kept, value=latent.rank
-    )
+    key, value = (own.head_dim,) * 2 if latent is None else (latent.kept, latent.rank)
+    return Heads(key_heads=1, widths=(key,), group=group, key=key, value=value)
 
 
 KV_TYPES: Mapping[KvType, str] = {"fp16": "float16", "fp32": "float32", "int8": "int8"}
@@ -122,7 +121,8 @@ def list_libraries(model: Model, kind: KvType) -> list[str]:
     counts |= {group % TOGETHER[0] for group in groups} - {0}
     attention = name_attention(kind, counts)
     more = {ROUTING: model.moe is not None, STATES: _needs_states(model)}
-    more[name_attention(kind, counts, INDEX)] = model.attention.index is not None
+    is_chosen = model.attention.index is not None or model.attention.pooled is not None
+    more[name_attention(kind, counts, INDEX)] = is_chosen
     return [STEPS, COMMON, attention, *(name for name, is_needed in more.items() if is_needed)]
 
 
@@ -140,7 +140,7 @@ COMPUTED = read_options("""
     attention: sinks sink_layers scale softcap clip growth growth_interval growth_offset
     attention: growth_layers sliding_window window_kind=chunked window_layers kv_shared_layers alibi
     attention: output_gate output_gate_of=head output_gate_function=softplus
-    attention: latent index
+    attention: latent index pooled pooled.overlapping
     attention.latent: query_rank bias
     attention.index: kind=tokens kind=blocks block local pairs=neighbours layers shared_layers
     recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
@@ -153,14 +153,15 @@ COMPUTED = read_options("""
     ffn: activation=gelu activation=gelu_tanh activation=xielu threshold gated bias
     ffn: absent_layers sub_norm gate_sparsity slope limit limits other_limits
     ffn: limit_of=activation curves up_offset
-    moe: . router=sigmoid router=mixer router=none router_input=layer router_input=stream
+    moe: . router=sigmoid router=mixer router=none router=root_softplus listed_layers
+    moe: router_input=layer router_input=stream
     moe: input_scale weighs=input expert_scale normalise_weights shared_experts shared_gate
     moe: shared_factor shared_ffn router_bias choice_bias choice_bias_of=score groups
     moe: active_groups group_score=best scaling tolerance dense_layers dense_ffn latent
     side_ffn: . norms
     layer_embedding: . vocab factor projection_factor
     altup: . scaled
-    hyper: . rounds epsilon
+    hyper: . rounds epsilon head
     multipliers: embedding residual logits
     rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
     rope: pairs=swapped pairs=neighbours
@@ -168,9 +169,12 @@ COMPUTED = read_options("""
 """)
 """Options of models that there are kernels for."""
 OF_STORES = COMPUTED - read_options(
-    "ffn: activation=xielu curves limits other_limits limit_of=activation"
+    "ffn: activation=xielu curves limits other_limits limit_of=activation\n"
+    "attention: pooled\n"
+    "moe: listed_layers"
 )
-"""Options of models in stores: their neurons have one activation in all layers."""
+"""Options of models in stores: their neurons have one activation in all layers, and their tables
+no tokens."""
 APART = (("attention.clip", "attention.output_gate"), ("attention.alibi", "attention.index"))
 """Options that do not go together."""
 
@@ -253,10 +257,15 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         # Parts of contexts of tokens; tokens.
         "rank": _INDEX,
         "choose": _INDEX,
+        # Tokens.
+        "record": "x x_stride length memory sequence_stride ring sequences positions",
+        "pool": "memory sequence_stride ring width block overlaps bias y y_stride starts rows base"
+        " spare sequences positions",
+        "see": "window block base chosen list_stride positions",
         # Tokens; one item; tokens.
         "route": "scores scores_stride experts active chosen weights choice_bias has_choice_bias"
         " expert_scale has_expert_scale kind bias_of_score groups active_groups best_two"
-        " normalise scaling tolerance scratch scratch_stride",
+        " normalise scaling tolerance numbers table has_table scratch scratch_stride",
         "group": "chosen active tokens experts starts pairs",
         "weigh": "x x_stride length scores scores_stride",
         # Tokens.
@@ -302,7 +311,7 @@ ACTIVATIONS = (
 ``limit`` is the threshold of ``fatrelu``."""
 XIELU_END = -1e-6
 """Largest exponent of ``xielu``: its definition cuts inputs there."""
-ROUTERS = ("softmax", "sigmoid", "mixer")
+ROUTERS = ("softmax", "sigmoid", "mixer", "root_softplus")
 """What makes weights of experts of scores, by number."""
 NORM_PLACES = ("none", "before", "after")
 """Whether heads have a norm, and when, by number."""

@@ -429,7 +429,8 @@ def emit_turn(table: Table) -> None:
     table_stride, rotated = table.take("table_stride"), table.take("rotated")
     neighbours, zero = table.take("neighbours"), T.int64(0)
     pairs, swapped = v.let(rotated // 2), table.take("swapped")
-    low = v.let(T.Select(swapped != zero, pairs, zero))
+    odd = v.let(T.Select(swapped != zero, T.int64(1), zero))
+    low = v.let(odd * pairs)
     high = v.let(pairs - low)
     with T.serial(table.first, table.end) as item:
         token = v.let(item // heads)
@@ -464,10 +465,10 @@ def emit_turn(table: Table) -> None:
             with T.Then():
                 with T.serial(pairs) as pair:
                     cos, sin = v.let(cosines[turns + pair]), v.let(sines[turns + pair])
-                    place = v.let(base + pair * 2)
-                    first, second = v.let(x[place]), v.let(x[place + 1])
+                    place, other = v.let(base + pair * 2 + odd), v.let(base + pair * 2 + (1 - odd))
+                    first, second = v.let(x[place]), v.let(x[other])
                     T.buffer_store(x, first * cos - second * sin, [place])
-                    T.buffer_store(x, second * cos + first * sin, [place + 1])
+                    T.buffer_store(x, second * cos + first * sin, [other])
             with T.Else():
                 walk(zero, pairs, turn)
         normalize("after")

@@ -58,7 +58,7 @@ class Indexing:
             offset = self._model.norm.weight_offset
             names = ("index_query_norm", "index_key_norm")
             norms = [Norm(builder.read_vector(name, layer, offset), "before") for name in names]
-        neighbours = index.pairs == "neighbours"
+        neighbours = int(index.pairs == "neighbours")
         for x, heads, norm in ((queries, index.heads, norms[0]), (keys, 1, norms[1])):
             builder.add_part_turn(x, heads, index.width, own, norm, neighbours=neighbours)
         places = builder.place_index(layer, index.width)

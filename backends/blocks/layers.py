@@ -12,6 +12,7 @@ from pi2.backends.blocks.indexed import Indexing
 from pi2.backends.blocks.latent import LatentAttention
 from pi2.backends.blocks.operands import Area, Extent, Gates, Product
 from pi2.backends.blocks.outside import OutsideFeedForward
+from pi2.backends.blocks.pooling import PooledAttention
 from pi2.backends.blocks.residual import Residual
 from pi2.backends.blocks.room import KvCache, Memory, StateMemory
 from pi2.model.blocks import Attention
@@ -31,8 +32,12 @@ class Layers:
         self._model, self._builder, self.builder, self.memory = model, builder, builder, memory
         self._hidden = model.shape.hidden
         self._residual = Residual(model, builder)
-        latent = model.attention.latent
-        self._latent = None if latent is None else LatentAttention(model, builder, latent)
+        latent, pooled = model.attention.latent, model.attention.pooled
+        self._latent: LatentAttention | PooledAttention | None = None
+        if latent is not None:
+            self._latent = LatentAttention(model, builder, latent)
+        elif pooled is not None:
+            self._latent = PooledAttention(model, builder, pooled)
         index = model.attention.index
         self._index = None if index is None else Indexing(model, builder, index)
         if model.states:
@@ -171,7 +176,7 @@ class Layers:
                 other = self._residual.normalize("ffn_norm", builder.take_area("v", self._hidden))
             if isinstance(mixer, Attention) and self._latent is not None:
                 values = self._latent.add(layer, mixer, read)
-                self._add_mixed(layer, mixer, values, mixer.query)
+                self._add_mixed(layer, mixer, values, mixer.given)
             elif isinstance(mixer, Attention):
                 self._add_attention(layer, mixer, read)
             elif mixer.shape is not None:

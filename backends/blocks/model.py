@@ -180,7 +180,7 @@ class BlockModel:
     ) -> None:
         count = self._count = len(tokens)
         builder = self._builder
-        builder.numbers[:count] = tokens
+        builder.numbers[:count] = builder.listed[:count] = tokens
         builder.sequences[:count] = sequences
         builder.positions[:count] = positions
         model = self._model
@@ -321,7 +321,7 @@ def list_matrix_keys(model: Model) -> list[str]:
     keys += ["layer_input_gate", "layer_input_output", "query_gate", "latent", "latent_query"]
     keys += ["latent_query_out", "latent_keys", "latent_values", "latent_out"]
     keys += ["index_query", "index_key", "index_weights"]
-    keys += ["hyper_attention", "hyper_ffn"]
+    keys += ["hyper_attention", "hyper_ffn", "pool_values", "pool_gates", "output_group"]
     keys += ["laurel_in", "laurel_out", "altup_router", "altup_predict", "altup_correct"]
     return [*keys, *STATE_MATRICES, *_list_whole(model)]
 
@@ -329,7 +329,7 @@ def list_matrix_keys(model: Model) -> list[str]:
 def _list_whole(model: Model) -> list[str]:
     """Return keys of matrices that belong to no layer."""
     whole = ["embedding", "head", "positions", "layer_embedding", "layer_projection"]
-    whole += ["stream_in", "stream_out"]
+    whole += ["stream_in", "stream_out", "hyper_head"]
     return [*whole, *(own["in"] for name, own in model.operators.items() if name == "mtp")]
 
 

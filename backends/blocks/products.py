@@ -99,6 +99,8 @@ class Products:
         """The norm of heads, routers and latent vectors."""
         self.numbers: I32 = self.take("int32", tokens)
         """Tokens of a call."""
+        self.listed: I32 = self.take("int32", tokens)
+        """The same; rows that come with a call change only the first."""
         self.sequences: I32 = self.take("int32", tokens)
         self.positions: I32 = self.take("int32", tokens)
         self.places: I32 = self.take("int32", tokens)
@@ -171,8 +173,9 @@ class Products:
             self._areas[key] = Area(array.ctypes.data, stride)
         return self._areas[key]
 
-    def read_vector(self, key: str, layer: int | None, offset: float = 0.0) -> int:
-        """Return the address of a vector as float32; 0 where the model has none."""
+    def read_vector(self, key: str, layer: int | None, offset: float = 0.0, least: int = 0) -> int:
+        """Return the address of a vector as float32, filled up with zeros to ``least`` elements; 0
+        where the model has none."""
         pattern = getattr(self._model.tensors, key, None)
         # Two keys may name one tensor.
         place = pattern or key, layer, self.mixer, offset
@@ -181,11 +184,12 @@ class Products:
             if weight is None:
                 return 0
             is_there = weight.format == "f32" and not (offset or weight.added)
-            if not (is_there and self.is_stored):
-                count = weight.rows * weight.experts * weight.length
-                self._vectors[place] = self.keep(
-                    count, lambda: weight.read() + offset, segment="attention"
-                )
+            count = weight.rows * weight.experts * weight.length
+            if not (is_there and self.is_stored and count >= least):
+                kept = self.take("float32", max(count, least), segment="attention")
+                self._vectors[place] = kept
+                if self.is_real:
+                    kept[:count] = weight.read() + offset
             elif not self.is_real:
                 return 1
             else:

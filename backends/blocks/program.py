@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from pi2.backends.blocks import (
     kept,
     numbers,
     panels,
+    pooled,
     rows,
     states,
     stream_kernels,
@@ -58,6 +59,13 @@ def emit_route(table: Table) -> None:
         own.scale(token)
 
 
+_SHARES: Mapping[str, Callable[[v.Expr, int], v.Expr]] = {
+    "sigmoid": v.take_sigmoid,
+    "root_softplus": lambda value, lanes: T.sqrt(v.take_softplus(value, lanes)),
+}
+"""Shares of scores that no other score changes."""
+
+
 class _Routing:
     """Arguments of a router, and a thread's scratch: shares, what experts are chosen by, and worths
     of groups."""
@@ -82,20 +90,22 @@ class _Routing:
             table.take_float("scaling"),
             table.take_float("tolerance"),
         )
+        self._numbers, self._table = take_array("numbers", "int32"), take_array("table", "float32")
+        self._has_table = take("has_table")
         self._scratch = take_array("scratch", "float32")
         self._shares = v.let(table.thread * (take("scratch_stride") // 4))
         self._wanted = v.let(self._shares + self._experts)
         self._worths = v.let(self._wanted + self._experts)
 
     def choose(self, token: v.Expr) -> None:
-        """Choose by shares of all experts, which are the weights."""
+        """Choose by shares of all experts, or as a table says; shares are the weights."""
         zero, scratch, experts = T.int64(0), self._scratch, self._experts
         source, target = v.let(token * self._stride), v.let(token * self._active)
-        with T.If(self.kind == T.int64(ROUTERS.index("sigmoid"))):
-            with T.Then():
-                self._take_sigmoids(source)
-            with T.Else():
-                self._take_softmax(source)
+        for name, take in _SHARES.items():
+            with T.If(self.kind == T.int64(ROUTERS.index(name))), T.Then():
+                self._take_each(source, take)
+        with T.If(self.kind == T.int64(ROUTERS.index("softmax"))), T.Then():
+            self._take_softmax(source)
         with T.serial(experts) as expert:
             worth = v.Cell(scratch[self._shares + expert])
             with T.If(self._of_score != zero), T.Then():
@@ -107,7 +117,14 @@ class _Routing:
             self._leave_groups()
         total = v.Cell(T.float32(0.0))
         with T.serial(self._active) as place:
-            best = _find_best(scratch, self._wanted, experts)
+            own = v.Cell(T.int64(0))
+            with T.If(self._has_table != zero):
+                with T.Then():
+                    row = v.let(v.wide(self._numbers[token]) * self._active)
+                    own.set(T.cast(self._table[row + place], "int64"))
+                with T.Else():
+                    own.set(_find_best(scratch, self._wanted, experts))
+            best = v.let(own.get())
             T.buffer_store(scratch, T.float32(_LEAST), [self._wanted + best])
             share = v.let(scratch[self._shares + best])
             T.buffer_store(self._chosen, T.cast(best, "int32"), [target + place])
@@ -152,12 +169,12 @@ class _Routing:
                 weight.set(weight.get() * self._scales[own])
             T.buffer_store(self._weights, weight.get(), [target + place])
 
-    def _take_sigmoids(self, source: v.Expr) -> None:
-        def take(place: v.Expr, lanes: int) -> None:
-            value = v.take_sigmoid(v.load(self._scores, source + place, lanes), lanes)
+    def _take_each(self, source: v.Expr, take: Callable[[v.Expr, int], v.Expr]) -> None:
+        def put(place: v.Expr, lanes: int) -> None:
+            value = take(v.load(self._scores, source + place, lanes), lanes)
             v.store(self._scratch, self._shares + place, value, lanes)
 
-        walk(T.int64(0), self._experts, take)
+        walk(T.int64(0), self._experts, put)
 
     def _take_softmax(self, source: v.Expr) -> None:
         scores, shares, zero = self._scores, self._shares, T.int64(0)
@@ -355,6 +372,9 @@ class Program:
                 "keep_index": partial(kept.emit_keep, find_index_type(kind)),
                 "rank": partial(index.emit_rank, isa, kind),
                 "choose": partial(index.emit_choose, isa, kind),
+                "record": pooled.emit_record,
+                "pool": pooled.emit_pool,
+                "see": pooled.emit_see,
             }
         if library.startswith(ATTENTION):
             kind, counts = read_attention(library)

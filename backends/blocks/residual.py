@@ -219,6 +219,10 @@ class MixedStreams:
 
     def begin(self, layer: int, key: str) -> None:
         """Make the input of an operator, by the tensors that ``key`` names."""
+        self._make_factors(key, layer)
+        self._multiply(self._factors)
+
+    def _make_factors(self, key: str, layer: int) -> None:
         builder, own = self._builder, self._hyper
         flat = builder.take_area("streams read", self._width)
         made = builder.take_area("stream factors", own.factors)
@@ -229,8 +233,8 @@ class MixedStreams:
             {
                 **made.put("x"),
                 "count": own.streams,
-                "scales": builder.read_vector(f"{key}_scale", layer),
-                "bias": builder.read_vector(f"{key}_bias", layer),
+                "scales": builder.read_vector(f"{key}_scale", layer, least=3),
+                "bias": builder.read_vector(f"{key}_bias", layer, least=own.factors),
                 "epsilon": put_float(own.epsilon),
                 "rounds": own.rounds,
                 **self._factors.put("read"),
@@ -238,7 +242,6 @@ class MixedStreams:
             },
             each=1,
         )
-        self._multiply(self._factors)
 
     def end(self) -> None:
         """Mix the streams with the output of the operator."""
@@ -252,8 +255,13 @@ class MixedStreams:
         self._builder.add("predict", values, each=1)
 
     def join(self) -> None:
-        """Let the first stream be the mean of all."""
+        """Let the first stream be the mean of all, or a sum by a projection's coefficients."""
         count = self._hyper.streams
+        if self._hyper.head:
+            self._make_factors("hyper_head", 0)
+            self._multiply(self._factors)
+            self._builder.add_cap(self.read, self._hidden, 0.0, 1.0, self.x)
+            return
         for number in range(1, count):
             self._builder.add_term(self.x.skip(number * self._hidden), self.x, self._hidden)
         self._builder.add_cap(self.x, self._hidden, 0.0, 1 / count)

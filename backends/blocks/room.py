@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi2.backends.blocks.contract import KV_TYPES, describe_heads
-from pi2.backends.blocks.sizes import count_positions
+from pi2.backends.blocks.sizes import count_pool_positions, count_pooled_rows, count_positions
 from pi2.backends.executor import Ring
 from pi2.formats import find_format
 from pi2.formats.packing import align_bytes
@@ -19,7 +19,8 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 
 if TYPE_CHECKING:
-    from pi2.arrays import F16, F32, U8, Raw
+    from pi2.arrays import F16, F32, I64, U8, Raw
+    from pi2.model.blocks import Attention
 
 GRIDS: Mapping[str, int] = {
     "iq1_s": 2048 * 8,
@@ -252,11 +253,23 @@ class KvCache:
                 kept = count_positions(block.attention, context, tokens)
             if block.attention.window is not None and kept < context:
                 self.ring = Ring(block.attention.window, kept)
+            kept += count_pooled_rows(block.attention, context)
             for width in own.widths:
                 shape = sequences, own.key_heads, kept
                 elements = memory.take(KV_TYPES[kind], *shape, width, segment="kv")
                 scales = memory.take("float16", *shape, segment="kv") if kind == "int8" else None
                 self._layers.setdefault(layer, []).append(Cached(elements, scales))
+        self._context = context
+        self._pools: dict[int, tuple[Attention, F32]] = {}
+        for layer, block in enumerate(model.blocks):
+            attention = block.attention
+            if attention is None or not attention.block:
+                continue
+            ring = count_pool_positions(attention, context, tokens)
+            self.ring = ring if ring.positions < context else self.ring
+            shape = sequences, 1, ring.positions
+            width = 2 * attention.pool_width
+            self._pools[layer] = attention, memory.take("float32", *shape, width, segment="kv")
         self._indexes: dict[int, Raw] = {}
         index, own_kind = model.attention.index, find_index_type(kind)
         for layer, block in enumerate(model.blocks):
@@ -273,36 +286,44 @@ class KvCache:
         """Return the keys of a layer's index [sequences, 1, context, width]."""
         return self._indexes[layer]
 
-    def _list_arrays(self) -> list[Raw]:
-        return [*self._indexes.values()] + [
-            array
-            for vectors in self._layers.values()
-            for own in vectors
-            for array in (own.elements, own.scales)
-            if array is not None
-        ]
+    def find_pool(self, layer: int) -> F32:
+        """Return values and gates for a layer's pooled vectors [sequences, 1, positions, .]."""
+        return self._pools[layer][1]
+
+    def _list_rows(self, first: int, end: int) -> Iterator[tuple[Raw, I64]]:
+        """Yield every array, and its rows of the tokens from ``first`` to ``end``: of pooled
+        vectors, those of blocks that end there."""
+        import numpy as np
+
+        positions = np.arange(first, end)
+        for array in [*self._indexes.values(), *(pool for _, pool in self._pools.values())]:
+            yield array, positions % array.shape[2]
+        for layer, vectors in self._layers.items():
+            rows, own = positions, self._pools.get(layer)
+            if own is not None:
+                ends = np.arange(first // own[0].block, end // own[0].block)
+                rows = np.concatenate([positions, ends + self._context])
+            for kept in (kept for kind in vectors for kept in (kind.elements, kind.scales)):
+                if kept is not None:
+                    yield kept, rows % kept.shape[2]
 
     def read(self, sequence: int, first: int, end: int) -> U8:
         """Return a copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``; rings
         give what they have in the places of those."""
         import numpy as np
 
-        positions = np.arange(first, end)
         parts = [
-            np.ascontiguousarray(found).view(np.uint8).reshape(-1)
-            for array in self._list_arrays()
-            for found in (array[sequence][:, positions % array.shape[2]],)
+            np.ascontiguousarray(array[sequence][:, rows]).view(np.uint8).reshape(-1)
+            for array, rows in self._list_rows(first, end)
         ]
         return np.concatenate([np.zeros(0, np.uint8), *parts])
 
     def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `read` gave for these tokens."""
-        import numpy as np
-
-        done, positions = 0, np.arange(first, end)
-        for array in self._list_arrays():
-            shape = array.shape[1], end - first, *array.shape[3:]
+        done = 0
+        for array, rows in self._list_rows(first, end):
+            shape = array.shape[1], len(rows), *array.shape[3:]
             size = prod(shape) * array.itemsize
             part: Raw = kept[done : done + size].view(array.dtype).reshape(shape)
-            array[sequence][:, positions % array.shape[2]] = part
+            array[sequence][:, rows] = part
             done += size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pi2.backends.executor import CONTEXT_BLOCK
+from pi2.backends.executor import CONTEXT_BLOCK, Ring
 from pi2.formats import Activations
 from pi2.formats.packing import round_up
 from pi2.model.attention import Attention
@@ -63,6 +63,18 @@ def count_list_numbers(index: Index) -> int:
     return -(-(LIST_HEAD + index.reach + LIST_TAIL) // 16) * 16
 
 
+def count_seen_numbers(own: Attention, context: int) -> int:
+    """Return the numbers that a list of a token's window and of all pooled vectors has room for."""
+    seen = min(own.window or context, context) + context // own.block
+    return round_up(LIST_HEAD + seen + LIST_TAIL, 16)
+
+
+def count_pooled_rows(own: Attention, context: int) -> int:
+    """Return the rows of pooled vectors in a KV cache: one of each block, and a last one where
+    tokens write that end none."""
+    return context // own.block + 1 if own.block else 0
+
+
 def count_lists(index: Index) -> int:
     """Return the lists that an index makes of each token."""
     return 1 if index.kind == "tokens" else index.heads
@@ -107,7 +119,20 @@ _LEAST_CALL = 64
 
 def count_positions(own: Attention, context: int, tokens: int | None) -> int:
     """Return the positions of a sequence that a layer keeps: its window's and a call's of
-    ``tokens``, in whole blocks; the whole context without a window, and for None."""
-    if own.window is None or own.index is not None or tokens is None:
+    ``tokens``, in whole blocks; the whole context without a window, with pooled vectors, and for
+    None."""
+    if own.window is None or own.index is not None or own.block:
         return context
-    return min(context, round_up(own.window + max(tokens, _LEAST_CALL), CONTEXT_BLOCK) + 16)
+    return _count_ring(own.window, context, tokens)
+
+
+def count_pool_positions(own: Attention, context: int, tokens: int | None) -> Ring:
+    """Return the positions of which a layer keeps values and gates for pooled vectors."""
+    window = max(own.window or 0, own.pool_reach)
+    return Ring(window, _count_ring(window, context, tokens))
+
+
+def _count_ring(window: int, context: int, tokens: int | None) -> int:
+    if tokens is None:
+        return context
+    return min(context, round_up(window + max(tokens, _LEAST_CALL), CONTEXT_BLOCK) + 16)

@@ -56,6 +56,8 @@ _LAST = 3
 _UNSCALED = ("token_embd",)
 """Matrices that may be two things, of which llama.cpp multiplies neither."""
 _PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8"}
+_WHOLE_NUMBERS = ".ffn_gate_tid2eid.weight"
+"""Ends the names of tables of numbers of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class GgufTensor(PackedTensor):
 
     def check_type(self) -> str:
         storage = _PLAIN.get(self.block.name)
+        if self.block.name == "i32" and self.name.endswith(_WHOLE_NUMBERS):
+            return "<i4"
         if storage is None and (self.block.is_plain or len(self.shape) < 2):
             return SourceTensor.check_type(self)
         if storage is None:
@@ -76,7 +80,7 @@ class GgufTensor(PackedTensor):
         storage = self.check_type()
         columns = self.shape[0] if self.is_turned else self.shape[-1]
         width = columns if len(self.shape) > 1 else 1
-        if self.block.name not in _PLAIN:
+        if storage == "|u1":
             width = self.block.count_bytes(width)
         size = np.dtype(storage).itemsize
         flat = self.read_flat(self.offset + start * width * size, (stop - start) * width, storage)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pi2.tokens.table_tokenizer import Coder
 
 
-_GATING = {"softmax": 1, "sigmoid": 2}
+_GATING = {"softmax": 1, "sigmoid": 2, "root_softplus": 4}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",

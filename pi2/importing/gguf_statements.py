@@ -52,7 +52,7 @@ def _states_no_window(metadata: Metadata) -> bool:
 
 _OTHERS = ("adapter.", "xielu.")
 """Prefixes of keys, outside of the architecture's, that belong to its computation."""
-_GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}
+_GATING = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "root_softplus"}
 """Functions of routers by their numbers; the third takes the softmax of chosen experts, which
 equals the softmax of all with weights that add up to 1."""
 

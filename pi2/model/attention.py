@@ -44,10 +44,28 @@ class Attention:
     chooses: Literal["all", "index", "shared"] = "all"
     """Its keys: all, the choice of its index, or the choice of the last layer before it with an
     index."""
+    block: int = 0
+    """Tokens of a pooled vector; 0 without such vectors."""
+    overlaps: bool = False
+    """Whether pooled vectors add the block before."""
 
     @property
     def latent(self) -> model_mixing.Latent | None:
         return self.options.latent
+
+    @property
+    def pooled(self) -> model_mixing.Pooled | None:
+        return self.options.pooled
+
+    @property
+    def pool_width(self) -> int:
+        """Values that a token gives to pooled vectors, and as many gates."""
+        return self.head_dim * (1 + self.overlaps) if self.block else 0
+
+    @property
+    def pool_reach(self) -> int:
+        """Tokens that a pooled vector is made of."""
+        return self.block * (1 + self.overlaps)
 
     @property
     def index(self) -> model_mixing.Index | None:
@@ -68,6 +86,12 @@ class Attention:
         return self.kv_heads * self.head_dim
 
     @property
+    def given(self) -> int:
+        """Elements that the output projection reads: of all heads, or of groups of them."""
+        own = self.pooled
+        return self.query if own is None else own.groups * own.output_rank
+
+    @property
     def stored_query(self) -> int:
         """Length of the output of all heads in stores and backends: zeros fill it up."""
         return fill_groups(self.query)
@@ -75,7 +99,8 @@ class Attention:
     @property
     def turned_width(self) -> int:
         """Width of the part of a head that RoPE sees."""
-        return self.head_dim if self.latent is None else self.latent.rotated
+        own = self.latent or self.pooled
+        return self.head_dim if own is None else own.rotated
 
     @property
     def turn(self) -> tuple[model_mixing.Rope, int]:
@@ -93,7 +118,9 @@ class Attention:
     def projected(self) -> int:
         """Rows of the projection ``qkv``: queries, keys, values, gates of the output; with latent
         attention the vectors that these are made of."""
-        latent = self.latent
+        latent, pooled = self.latent, self.pooled
+        if pooled is not None:
+            return pooled.query_rank + self.head_dim + 2 * self.pool_width
         if latent is not None:
             return (latent.query_rank or self.heads * latent.key) + self.gates + latent.kept
         return self.query + self.gates + (2 * self.keys if self.has_keys else 0)
@@ -115,6 +142,8 @@ class Attention:
             return 0, self.kv_heads, self.head_dim
         if self.latent is not None:
             return 1, 1, self.latent.kept
+        if self.pooled is not None:
+            return 1, 1, self.head_dim
         return 2, self.kv_heads, self.head_dim
 
     @property
@@ -139,6 +168,9 @@ def list_attention_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
     """``qkv`` [projected, hidden]: rows of queries, keys, values, then gates of the output;
     ``query_norm`` and ``key_norm`` of a head or of all; ``attention_sub_norm`` [1, query];
     ``sinks`` [1, heads]; `list_latent_tensors`; ``output`` [hidden, query]; biases."""
+    if own.pooled is not None:
+        yield from list_pooled_tensors(at, own, own.pooled)
+        return
     options, shape = own.options, at.model.shape
     is_latent, order = own.latent is not None, own.head_order
     rows: Order | None
@@ -277,6 +309,34 @@ def list_latent_tensors(
     values = partial(list_head_rows, heads, size, range(latent.plain, size))
     source = at.take("latent_out", *whole, rows=values)
     yield at.matrix("latent_value", own.query, fill_groups(latent.rank), source)
+
+
+def list_pooled_tensors(
+    at: Place, own: Attention, pooled: model_mixing.Pooled
+) -> Iterator[DenseTensor]:
+    """``latent_query`` [query_rank, hidden] and ``latent`` [head_dim, hidden] with norms,
+    ``latent_query_out`` [heads head_dim, query_rank], ``sinks``; ``pool_values`` and ``pool_gates``
+    [pool_width, hidden], ``pool_bias`` [block, pool_width] and ``pool_norm``; ``output_group``
+    [groups output_rank, heads head_dim / groups] and ``output`` [hidden, groups output_rank]."""
+    hidden, rank, width = at.model.shape.hidden, pooled.query_rank, own.pool_width
+    sizes = {
+        "latent_query": (rank, hidden),
+        "latent_query_out": (own.query, rank),
+        "latent": (own.head_dim, hidden),
+        "output_group": (own.given, own.query // pooled.groups),
+        "output": (hidden, own.given),
+    }
+    vectors = {"latent_query_norm": rank, "latent_norm": own.head_dim}
+    vectors |= {"sinks": own.heads} if own.sinks else {}
+    if own.block:
+        sizes |= {"pool_values": (width, hidden), "pool_gates": (width, hidden)}
+        vectors |= {"pool_norm": own.head_dim}
+        bias = at.take("pool_bias", own.block, width)
+        yield at.vector("pool_bias", width, bias, rows=own.block)
+    for key, (rows, length) in sizes.items():
+        yield at.matrix(key, rows, length, at.take(key, rows, length))
+    for key, length in vectors.items():
+        yield at.vector(key, length, at.take(key, length))
 
 
 def list_index_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:

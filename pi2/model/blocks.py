@@ -13,7 +13,7 @@ from pi2.model.states import State, StateKind, shape_state
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_mixing import Index, Rope
+    from pi2.plan.documents.model_mixing import Index, Pooled, Rope
 
 __all__ = ["Attention", "Block", "Ffn", "Mixer", "State", "make_blocks"]
 
@@ -124,7 +124,13 @@ def _make_attention(model: Model, layer: int, is_single: bool, before: list[Bloc
         keys_are_values=heads is not None and heads.keys_are_values,
         key_layer=key_layer,
         chooses=_find_choice(options.index, layer),
+        block=_find_block(options.pooled, layer),
+        overlaps=options.pooled is not None and layer in options.pooled.overlapping,
     )
+
+
+def _find_block(pooled: Pooled | None, layer: int) -> int:
+    return pooled.blocks[layer] if pooled is not None and layer < len(pooled.blocks) else 0
 
 
 def _find_choice(index: Index | None, layer: int) -> Literal["all", "index", "shared"]:

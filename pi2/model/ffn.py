@@ -240,8 +240,12 @@ def list_router_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:
     if own.has_router:
         scores = at.take("router", moe.experts, shape.hidden)
         yield at.vector("router", shape.stored_hidden, scores, rows=moe.experts)
+        is_listed, active = at.layer in moe.listed_layers, moe.active_experts
+        if is_listed:
+            table = at.take("choice_table", shape.vocab, active)
+            yield at.vector("choice_table", active, table, rows=shape.vocab)
         for key in ("router_bias", "choice_bias"):
-            if getattr(moe, key):
+            if getattr(moe, key) and not (is_listed and key == "choice_bias"):
                 yield at.vector(key, moe.experts, at.take(key, moe.experts))
         if moe.shared_gate:
             source = at.take("shared_router", 1, shape.hidden)

@@ -113,8 +113,14 @@ OPERATORS = (MtpHead(),)
 
 def list_head_tensors(at: Place) -> Iterator[DenseTensor]:
     """``final_norm`` and its bias [1, hidden]; ``head`` [vocab, hidden], unless the embedding is
-    it; ``head_bias`` [1, vocab]."""
-    model, vocab = at.model, at.model.shape.vocab
+    it; ``head_bias`` [1, vocab]; float32 ``hyper_head`` [streams, streams hidden]."""
+    model, vocab, hyper = at.model, at.model.shape.vocab, at.model.hyper
+    if hyper is not None and hyper.head:
+        count, width = hyper.streams, hyper.streams * model.shape.hidden
+        source = at.take("hyper_head", count, width)
+        yield at.vector("hyper_head", width, source, rows=count)
+        for end, length in (("bias", count), ("scale", 1)):
+            yield at.vector(f"hyper_head_{end}", length, at.take(f"hyper_head_{end}", length))
     yield at.norm(FINAL_NORM, is_there=model.norm.weights)
     if model.norm.bias:
         yield at.norm(FINAL_NORM_BIAS)

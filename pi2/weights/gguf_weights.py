@@ -114,6 +114,8 @@ class GgufWeights(TensorFiles):
             tensor = tensor.keys if key == HEADS[0] else tensor.values
         elif key in HEADS:
             return None
+        elif key == "output_group" and self.model.attention.pooled is not None:
+            heads = self.model.attention.pooled.groups
         columns = tensor.columns if isinstance(tensor, OrderedColumns) else None
         tensor = tensor.source if isinstance(tensor, OrderedColumns) else tensor
         if not isinstance(tensor, GgufTensor):
@@ -286,7 +288,7 @@ class GgufWeights(TensorFiles):
         states = (tensor for own in self._vectors.values() for tensor in own.values())
         found = {source.key for tensor in states for source in tensor.sources}
         keys = {own.key for own in list_sources(self.model)}
-        return frozenset(found | {key for key in keys if key.endswith("_bias")})
+        return frozenset(found | {key for key in keys if key.endswith("_bias")} | {"choice_table"})
 
     def list_places(self) -> list[tuple[str, int, int]]:
         """Key of ``model.tensors``, layer and mixer of every tensor that the model may have."""

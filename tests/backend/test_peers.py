@@ -25,7 +25,7 @@ ALONE = {
     "phimoe": "llama.cpp has RMSNorm where the model has LayerNorm, and another choice of experts",
 }
 """What llama.cpp does not compute, with the reasons; transformers' logits are expected."""
-FILES_ONLY = ("apertus", "step35")
+FILES_ONLY = ("apertus", "deepseek4", "step35")
 """Architectures whose layers have activations of their own, which no store computes."""
 ROUNDED = {"prefill.activations": "int8", "decode.activations": "int8"}
 

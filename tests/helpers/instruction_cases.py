@@ -171,7 +171,7 @@ def list_turns(draw: Draw) -> Iterator[Case]:
     heads, width = 3, 46
     for place, rotated, neighbours, swapped in (
         *((place, 46, 0, 0) for place in NORM_PLACES),
-        *(("before", 34, 1, 0), ("none", 34, 0, 1), ("after", 0, 0, 0)),
+        *(("before", 34, 1, 0), ("none", 34, 0, 1), ("none", 34, 1, 1), ("after", 0, 0, 0)),
     ):
         x = draw.floats(TOKENS, heads * width, gap=2)
         values = put("x", x) | {"weights": draw.floats(width), "positions": POSITIONS}
@@ -339,6 +339,25 @@ def make_attention(
     )  # fmt: skip
 
 
+def list_pooled(kind: Any, draw: Draw) -> Iterator[Case]:
+    sequences, positions = np.array([0, 1, 1], np.int32), np.array([3, 9, 11], np.int32)
+    here = {"sequences": sequences, "positions": positions}
+    for overlaps, block in ((0, 10), (1, 4), (1, 2)):
+        width, ring = 37, 20
+        length = 2 * width * (1 + overlaps)
+        memory = {"memory": draw.floats(2, ring, length), "sequence_stride": ring * length}
+        memory |= {"ring": ring, **here}
+        values = memory | put("x", draw.floats(3, length, gap=1)) | {"length": length}
+        yield Case(kernel="record", items=3, kv=kind, values=values)
+        values = memory | put("y", empty(3, width + 1)) | {"width": width, "block": block}
+        values |= {"overlaps": overlaps, "bias": draw.floats(block, length // 2)}
+        values |= {name: np.full(3, -1, np.int32) for name in ("starts", "rows")}
+        yield Case(kernel="pool", items=3, kv=kind, values=values | {"base": 16, "spare": 24})
+        values = {"window": 5, "block": block, "base": 16, "positions": positions}
+        values |= {"chosen": allocate("int32", 3, 48), "list_stride": 48}
+        yield Case(kernel="see", items=3, kv=kind, values=values)
+
+
 def list_index(kind: Any, draw: Draw) -> Iterator[Case]:
     own_kind = find_index_type(kind)
     for case in list_kept(own_kind, draw):
@@ -365,6 +384,7 @@ def list_index(kind: Any, draw: Draw) -> Iterator[Case]:
             unread = frozenset({"scratch"} | ({"scores"} if kernel == "choose" else set()))
             items = 3 * (PARTS if kernel == "rank" else 1)
             yield Case(kernel=kernel, items=items, values=values, kv=kind, unread=unread)
+    yield from list_pooled(kind, draw)
     own = {"window": 0, "is_chunked": 0, "has_sinks": 1, "cap": 2.0, "reach": 300}
     for group, is_latent, lists in ((3, False, 2), (4, True, 1)):
         for parts in (PARTS, 1):
@@ -386,19 +406,22 @@ def list_index(kind: Any, draw: Draw) -> Iterator[Case]:
 def list_routing(draw: Draw) -> Iterator[Case]:
     experts, active = 24, 5
     plain = {"bias_of_score": 0, "groups": 1, "active_groups": 1, "best_two": 0}
-    plain |= {"has_choice_bias": 0, "has_expert_scale": 0, "normalise": 0}
+    plain |= {"has_choice_bias": 0, "has_expert_scale": 0, "normalise": 0, "has_table": 0}
     for kind, own in (
         *((kind, plain) for kind in ROUTERS),
         ("softmax", plain | {"normalise": 1, "has_expert_scale": 1}),
         ("sigmoid", plain | {"has_choice_bias": 1, "groups": 4, "active_groups": 2}),
         ("sigmoid", plain | {"groups": 6, "active_groups": 2, "best_two": 1, "normalise": 1}),
         ("softmax", plain | {"has_choice_bias": 1, "bias_of_score": 1}),
+        ("root_softplus", plain | {"normalise": 1, "has_table": 1}),
     ):
         values = put("scores", draw.floats(TOKENS, experts, gap=1)) | own
         values |= {"chosen": np.full((TOKENS, active), -1, np.int32)}
         values |= {"weights": empty(TOKENS, active), "experts": experts, "active": active}
         values |= {name: draw.floats(experts) for name in ("choice_bias", "expert_scale")}
         values |= {"scaling": 2.5, "tolerance": 0.4, "kind": ROUTERS.index(kind)}
+        table = np.argsort(draw.floats(7, experts))[:, :active].astype(np.float32)
+        values |= {"numbers": np.arange(TOKENS, dtype=np.int32) % 7, "table": table}
         values |= put("scratch", allocate("uint8", 1, 4 * (2 * experts + own["groups"])))
         yield Case(kernel="route", items=TOKENS, values=values)
     chosen = draw.choices(9, 33)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from pi2.arrays import F32, U8
+from pi2.arrays import F32, I32, U8
 from pi2.formats import Format, find_format
 from pi2.formats.groups import Bits
 from tests.helpers.gguf_tensors import write_all
@@ -23,7 +23,7 @@ VOCAB = 96
 TOKENS = [(17 * n * n + 5 * n + 3) % (VOCAB - 3) + 3 for n in range(16)]
 PROMPT = 12
 """Tokens that come together; the others come one by one."""
-_PLAIN = ("norm", "gate_inp", "conv", "rope_", "altup", "scale")
+_PLAIN = ("norm", "tid2eid", "gate_inp", "conv", "rope_", "altup", "scale")
 """Parts of names of matrices that no file has quantised."""
 
 
@@ -38,7 +38,7 @@ class Tiny:
     kind: str = "F32"
     """Type of matrices whose rows are whole blocks of it."""
 
-    def list_tensors(self) -> Iterator[tuple[str, F32]]:
+    def list_tensors(self) -> Iterator[tuple[str, F32 | I32]]:
         draw = np.random.SFC64(0)
         for pattern, (shape, *numbers) in self.tensors.items():
             count = int(np.prod(shape))
@@ -49,6 +49,7 @@ class Tiny:
                     values = values[0] + (values[1] - values[0]) * (bits / np.float32(1 << 24))
                     # Stores of 16 bits have them, too.
                     values = values.astype(np.float16).astype(np.float32)
+                values = values.astype(np.int32) if "tid2eid" in name else values
                 yield name, values.reshape(shape)
 
     def _name(self, pattern: str) -> list[str]:
@@ -98,7 +99,7 @@ def write_tiny(file: Path, model: Tiny, *, decoded: bool = False) -> Path:
             if is_plain or any(part in name for part in _PLAIN):
                 writer.add_tensor(name, values)
                 continue
-            packed = _encode(own, values)
+            packed = _encode(own, values.astype(np.float32))
             if decoded:
                 writer.add_tensor(name, own.decode(packed))
             else:

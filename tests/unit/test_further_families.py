@@ -147,7 +147,7 @@ def test_logits_are_divided_in_granite_and_multiplied_in_hyperclovax() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "problem"),
     [
-        ("deepseek_v4", {}, "hyper-connections"),
+        ("deepseek_v4", {}, "chooses pooled keys"),
         ("qwen4_exp", {}, "rows of a table of n-grams"),
         ("internlm3", {"hidden_factor": 2.0}, "hidden_factor"),
         ("laguna", {"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping"),

@@ -170,7 +170,7 @@ SPOILT: dict[str, tuple[Callable[[Job], object], str, tuple[str, ...]]] = {
     "no number": (put(GATE, lambda gate: np.full_like(gate, np.nan)), "P539", (GATE, "tiny.gguf")),
     "a signalling NaN": (put(GATE, lambda gate: np.full_like(gate, SIGNALLING)), "P539", (GATE,)),
     "an unknown family": (configure("model_type", "qwen9"), "P544", ("'qwen9'", "qwen2", "qwen3")),
-    "no operator": (configure("model_type", "deepseek4"), "P544", ("deepseek4", "hyper-conn")),
+    "no operator": (configure("model_type", "minimax-01"), "P544", ("minimax-01", "lightning")),
     "2^31 layers": (configure("num_hidden_layers", 2**31), "P544", ("2147483648", "1024")),
     "metadata that is missing": (forget_layers, "P532", ("llama.block_count", "tiny.gguf")),
     "metadata of another type": (

@@ -160,7 +160,8 @@ def _attend(own: Arguments, is_chosen: bool) -> None:
         parts = _cut_context(own, int(position), chosen)
         if number >= len(parts) or is_chosen != (chosen is not None):
             continue
-        heads = _Heads(own, int(sequence), head, int(position) + 1)
+        end = int(position if chosen is None else chosen.max()) + 1
+        heads = _Heads(own, int(sequence), head, end)
         tokens, has_sinks = slice(token, token + 1), bool(own.has_sinks) and number == 0
         place = slice(*parts[number])
         positions = place if chosen is None else chosen[place]

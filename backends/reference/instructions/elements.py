@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -136,7 +137,7 @@ def turn(own: Arguments) -> None:
         low, high = slice(0, pairs), slice(pairs, 2 * pairs)
         if own.neighbours:
             low, high = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-        elif own.swapped:
+        if own.swapped:
             low, high = high, low
         first, second = x[:, low].copy(), x[:, high].copy()
         x[:, low], x[:, high] = first * cos - second * sin, second * cos + first * sin
@@ -199,8 +200,13 @@ def route(own: Arguments) -> None:
     if name == "mixer":
         chosen, weights = _mix(scores, own.active, own.real("tolerance"))
     else:
-        shares = take_sigmoid(scores) if name == "sigmoid" else _take_softmax(scores)
-        chosen = _find_best(_find_wanted(own, scores, shares), own.active)
+        shares = _SHARES[name](scores)
+        if own.has_table:
+            tokens = own.numbers("numbers", own.last)[own.first :]
+            table = own.view("table", (int(tokens.max(initial=-1)) + 1, own.active))
+            chosen = table[tokens].astype(np.int64)
+        else:
+            chosen = _find_best(_find_wanted(own, scores, shares), own.active)
         weights = np.take_along_axis(shares, chosen, -1)
         if own.normalise:
             weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-20)
@@ -215,6 +221,13 @@ def route(own: Arguments) -> None:
 def _take_softmax(scores: F64) -> F64:
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     return np.asarray(shares / shares.sum(-1, keepdims=True))
+
+
+_SHARES: Mapping[str, Callable[[F64], F64]] = {
+    "softmax": _take_softmax,
+    "sigmoid": take_sigmoid,
+    "root_softplus": lambda scores: np.asarray(np.sqrt(np.logaddexp(0, scores))),
+}
 
 
 def _find_wanted(own: Arguments, scores: F64, shares: F64) -> F64:

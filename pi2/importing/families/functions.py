@@ -339,6 +339,17 @@ def turn_gemma4(scope: Description) -> None:
     _turn(scope, local, wide, share=1.0)
 
 
+def turn_pooled(scope: Description) -> None:
+    """DeepSeek V4: what scales positions is of layers with pooled vectors, and multiplies no sines
+    and cosines."""
+    _, full, local = _read_both(scope.config)
+    blocks = scope.find("attention.pooled.blocks")
+    scope.windowed = [layer for layer, block in enumerate(blocks) if not block]
+    _turn(scope, full.set_default("attention_factor", 1.0), local, share=1.0)
+    for key in ["rope", "other_rope"][: 1 + ("other_rope.layers" in scope.tables)]:
+        scope.put(f"{key}.pairs", "neighbours")
+
+
 def _list_full(scope: Description) -> list[int]:
     return [layer for layer in range(scope.layers) if layer not in scope.windowed]
 

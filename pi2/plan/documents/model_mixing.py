@@ -162,6 +162,31 @@ class Index(Table):
         return self.chosen * self.block
 
 
+class Pooled(Table):
+    """Attention of query heads to one vector of each token, key and value at once, and to pooled
+    vectors of blocks of tokens (DeepSeek V4).
+
+    Queries have a norm without weights, vectors one of ``tensors.latent_norm``.  The last elements
+    turn; mixes of heads turn back.  Groups of heads have an output projection each, and all of them
+    one more.  A pooled vector is a sum over the tokens of a whole block.  Each token has values
+    and gates; the softmax of an element's gates over the block, with a bias for each place, weighs
+    its values.  The sum has a norm, and turns as the block's first token does.  Queries see pooled
+    vectors of every block that ends before them, also behind their window."""
+
+    query_rank: Annotated[int, Field(ge=1, le=2**16, examples=[1024])]
+    """Width of the vector that queries are made of."""
+    rotated: Annotated[int, Field(ge=2, le=2**14, multiple_of=2, examples=[64])]
+    """Elements of a head that turn, the last ones."""
+    groups: Annotated[int, Field(ge=1, le=2**14, examples=[8])]
+    """Groups of heads with an output projection each."""
+    output_rank: Annotated[int, Field(ge=1, le=2**16, examples=[1024])]
+    """Elements that each of them gives."""
+    blocks: tuple[Annotated[int, Field(ge=0, le=2**16)], ...] = Field(examples=[[0, 4, 128]])
+    """Tokens of a block in every layer; 0 in those without pooled vectors."""
+    overlapping: tuple[LayerNumber, ...] = Field(default=(), examples=[[1]])
+    """Layers whose pooled vectors add the block before, by values and gates of its own."""
+
+
 class Attention(Table):
     """Attention beyond its sizes."""
 
@@ -218,6 +243,8 @@ class Attention(Table):
     """Latent attention, if the model has it."""
     index: Index | None = None
     """Index that chooses keys, if the model has one."""
+    pooled: Pooled | None = None
+    """Attention to pooled vectors, if the model has it."""
     scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
     """Factor of attention scores; default: 1 / sqrt(head_dim)."""
     softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
@@ -397,7 +424,8 @@ class Hyper(Table):
     b.  They read the sum of p x, with p = sigmoid(s m + b) + ``epsilon``.  With o, which they give,
     stream j becomes q[j] o and the sum of C[i, j] x[i]; q is 2 sigmoid(s m + b).  C is softmax(s m
     + b) of every row, + ``epsilon``.  Its columns and rows are divided by their sums in turns,
-    columns ``rounds`` times.  After the last layer, streams are averaged."""
+    columns ``rounds`` times.  After the last layer, streams are averaged.  With ``head``, one more
+    projection makes coefficients p of a sum instead."""
 
     streams: Annotated[int, Field(ge=2, le=8, examples=[4])]
     """Vectors of a token."""
@@ -405,6 +433,8 @@ class Hyper(Table):
     """How often columns are divided by their sums."""
     epsilon: Annotated[float, Field(ge=0.0, le=1.0)] = 1e-6
     """Number that coefficients and sums have added."""
+    head: bool = False
+    """Whether the head reads a sum by coefficients of a projection (DeepSeek V4)."""
 
     @property
     def factors(self) -> int:

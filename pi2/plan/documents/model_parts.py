@@ -90,11 +90,11 @@ class Moe(Table):
     """FFNs of a layer, each of ``shape.ffn`` neurons."""
     active_experts: Count
     """Number of experts that compute each token."""
-    router: Literal["softmax", "sigmoid", "mixer", "none"] = "softmax"
+    router: Literal["softmax", "sigmoid", "mixer", "root_softplus", "none"] = "softmax"
     """Function that turns router scores into weights; ``mixer``: a softmax for each active expert
-    of the scores that are not far below its own (Phi-3.5-MoE); ``none``: no router: the experts are
-    equal parts of one FFN and compute every token; layers may have FFNs of different widths (Gemma
-    4 E2B)."""
+    of the scores that are not far below its own (Phi-3.5-MoE); ``root_softplus``: the root of their
+    softplus (DeepSeek V4); ``none``: no router: the experts are equal parts of one FFN and compute
+    every token; layers may have FFNs of different widths (Gemma 4 E2B)."""
     router_input: Literal["ffn", "layer", "stream"] = "ffn"
     """Input of the router: the normalised input of the FFN, the layer's unchanged input, or the
     FFN's unnormalised input through an RMSNorm of the router's own (Gemma 4)."""
@@ -122,6 +122,9 @@ class Moe(Table):
     weights (DeepSeek V3)."""
     choice_bias_of: Literal["weight", "score"] = "weight"
     """What that bias is added to: weights, or the scores that they are made of (Kolibri)."""
+    listed_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[0, 1, 2]])
+    """Layers whose experts a table lists for each token of the vocabulary; scores only weigh them
+    (DeepSeek V4)."""
     groups: Annotated[int, Field(ge=1, le=4096)] = 1
     """Groups of neighbouring experts, of which the best ones are chosen first."""
     active_groups: Annotated[int, Field(ge=1, le=4096)] = 1

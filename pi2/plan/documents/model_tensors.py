@@ -119,6 +119,18 @@ class Tensors(Table):
     """Projection to the coefficients that correct them [streams, streams]."""
     altup_scale: str = "model.layers.{layer}.altup.correct_output_scale"
     """Factors of what gates a layer's own embedding [hidden], with ``altup.scaled``."""
+    pool_values: str = "model.layers.{layer}.self_attn.compressor.wkv.weight"
+    """Projection to the values of pooled vectors [head_dim, hidden]; in ``overlapping`` layers
+    twice as many rows, first those for the block behind."""
+    pool_gates: str = "model.layers.{layer}.self_attn.compressor.wgate.weight"
+    """Projection to the gates of those elements, of the same shape."""
+    pool_bias: str = "model.layers.{layer}.self_attn.compressor.ape"
+    """Bias of gates by the place in a block [block, rows of ``pool_gates``]."""
+    pool_norm: str = "model.layers.{layer}.self_attn.compressor.norm.weight"
+    """Norm of pooled vectors [head_dim]."""
+    output_group: str = "model.layers.{layer}.self_attn.o_a_proj.weight"
+    """Output projections of groups of heads, one after the other [groups x output_rank, heads x
+    head_dim / groups], before ``output``."""
     hyper_attention: str = "model.layers.{layer}.attn_hc.fn"
     """Projection to what mixes residual streams at attention [streams (streams + 2), streams x
     hidden]: coefficients of inputs, of outputs, and of each stream for each."""
@@ -132,6 +144,13 @@ class Tensors(Table):
     """The same of the FFN."""
     hyper_ffn_scale: str = "model.layers.{layer}.ffn_hc.scale"
     """The same of the FFN."""
+    hyper_head: str = "model.hc_head.fn"
+    """Projection to coefficients of the head's input [streams, streams x hidden], with
+    ``hyper.head``."""
+    hyper_head_bias: str = "model.hc_head.base"
+    """Its biases [streams]."""
+    hyper_head_scale: str = "model.hc_head.scale"
+    """Its scale [1]."""
     laurel_in: str = "model.layers.{layer}.laurel.linear_left.weight"
     """First projection of LAuReL [laurel_rank, hidden]."""
     laurel_out: str = "model.layers.{layer}.laurel.linear_right.weight"
@@ -216,6 +235,9 @@ class Tensors(Table):
     """Norm of its output [hidden]."""
     choice_bias: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
     """Bias of the experts' weights, only for the choice [experts]."""
+    choice_table: str = "model.layers.{layer}.mlp.gate.tid2eid"
+    """Experts of every token of the vocabulary [vocab, active_experts], in
+    ``moe.listed_layers``."""
     shared_gate: str = "model.layers.{layer}.mlp.shared_expert.gate_proj.weight"
     """Gate projection of the shared experts [shared experts x ffn, hidden]."""
     shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj.weight"

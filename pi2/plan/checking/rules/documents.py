@@ -193,6 +193,7 @@ _ONCE = frozenset(
         *("embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"),
         *("layer_embedding", "layer_projection", "layer_projection_norm"),
         *("stream_in", "stream_out", "embedding_norm", "embedding_norm_bias"),
+        *("hyper_head", "hyper_head_bias", "hyper_head_scale"),
     }
 )
 _BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
