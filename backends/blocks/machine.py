@@ -156,16 +156,20 @@ class Machine:
         if self.dot == "vnni":
             name = f"llvm.x86.avx512.vpdpwssd.{32 * lanes}"
             return T.call_llvm_pure_intrin(f"int32x{lanes}", name, total, first, second)
+        return total + self.multiply_words(first, second, lanes)
+
+    def multiply_words(self, first: v.Expr, second: v.Expr, lanes: int) -> v.Expr:
+        """Return sums int32 [lanes] of two products each of int16."""
         if self.pairs:
             name = {
                 16: "llvm.x86.avx512.pmaddw.d.512",
                 8: "llvm.x86.avx2.pmadd.wd",
                 4: "llvm.x86.sse2.pmadd.wd",
             }[lanes]
-            return total + T.call_llvm_pure_intrin(f"int32x{lanes}", name, first, second)
+            return T.call_llvm_pure_intrin(f"int32x{lanes}", name, first, second)
         wide = v.let(v.cast(first, "int32", 2 * lanes) * v.cast(second, "int32", 2 * lanes))
         even = pick(wide, 2 * lanes, range(0, 2 * lanes, 2))
-        return total + even + pick(wide, 2 * lanes, range(1, 2 * lanes, 2))
+        return even + pick(wide, 2 * lanes, range(1, 2 * lanes, 2))
 
     def add_scaled(self, total: v.Expr, weights: v.Expr, codes: v.Expr, scales: v.Expr) -> v.Expr:
         """``total`` int32 [lanes] plus scaled products of ``width`` bytes; x86 weights are

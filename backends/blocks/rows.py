@@ -65,11 +65,13 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
 
 
 def emit_multiply_few(isa: Isa, unpacking: Unpacking, table: Table) -> None:
-    """The same without experts; `FEW` tokens share the unpacking of a row."""
+    """The same without experts; `FEW` tokens share the unpacking of a row, or the last two."""
     rows = _Rows(isa, unpacking, table)
     tokens = table.take("tokens")
-    with T.serial((tokens + FEW - 1) // FEW) as tile:
-        numbers = [v.let(T.min(tile * FEW + k, tokens - 1)) for k in range(FEW)]
+
+    def multiply(first: v.Expr, together: int) -> None:
+        numbers = [v.let(T.min(first + k, tokens - 1)) for k in range(together)]
+        targets = [rows.results.find(number) for number in numbers]
         with T.serial(table.first, table.end) as row:
             totals = [v.Cell(T.float32(0.0)) for _ in numbers]
             with T.serial(table.take("planes")) as plane:
@@ -78,10 +80,18 @@ def emit_multiply_few(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                 ]
                 for cell, own in zip(totals, rows.sum(rows.start(row), taken), strict=True):
                     cell.set(cell.get() + own)
-            for place, (number, total) in enumerate(zip(numbers, totals, strict=True)):
+            for place, (target, total) in enumerate(zip(targets, totals, strict=True)):
                 # The last tokens of a tile may be the last one again.
-                with T.If(tile * FEW + place < tokens), T.Then():
-                    rows.results.put(number, T.int64(0), row, total.get())
+                with T.If(first + place < tokens), T.Then():
+                    rows.results.put_at(*target, T.int64(0), row, total.get())
+
+    with T.serial((tokens + FEW - 1) // FEW) as tile:
+        first = v.let(tile * FEW)
+        with T.If(tokens - first > T.int64(2)):
+            with T.Then():
+                multiply(first, FEW)
+            with T.Else():
+                multiply(first, 2)
 
 
 class _Rows:
@@ -140,17 +150,22 @@ class Results:
         self._routes = table.take_array("routes", "float32")
         self._has_routes = table.take("has_routes")
 
-    def _find(self, pair: v.Expr) -> tuple[v.Expr, v.Expr]:
+    def find(self, pair: v.Expr) -> tuple[v.Expr, v.Expr]:
+        """Return the place of a pair's first sum, and the factor of all."""
         factor = v.Cell(self._factor)
         with T.If(self._has_routes != T.int64(0)), T.Then():
             factor.set(self._factor * self._routes[pair])
         return v.let(v.wide(self._y_of[pair]) * self._stride), v.let(factor.get())
 
     def put(self, pair: v.Expr, expert: v.Expr, row: v.Expr, total: v.Expr) -> None:
+        self.put_at(*self.find(pair), expert, row, total)
+
+    def put_at(
+        self, start: v.Expr, factor: v.Expr, expert: v.Expr, row: v.Expr, total: v.Expr
+    ) -> None:
         cell = v.Cell(total * self._scales[expert])
         with T.If(self._has_bias != T.int64(0)), T.Then():
             cell.set(cell.get() + self._bias[expert * self._rows + row])
-        start, factor = self._find(pair)
         place = v.let(start + row)
         value = v.let(cell.get() * factor)
         with T.If(self._added != T.int64(0)):
@@ -171,7 +186,7 @@ class Results:
                 with T.If(self._has_bias != T.int64(0)), T.Then():
                     at = expert * self._rows + first
                     cell.set(cell.get() + v.load(self._bias, at, lanes))
-                start, factor = self._find(pair)
+                start, factor = self.find(pair)
                 target = v.let(start + first)
                 cell.set(cell.get() * v.splat(factor, lanes))
                 with T.If(self._added != T.int64(0)), T.Then():
@@ -198,7 +213,14 @@ def _emit_floats(
         row = v.let(read(weights, start + element * unpacking.size, 1))
         for token, (_, rest) in zip(tokens, cells, strict=True):
             rest.set(rest.get() + row * token.load_as(element * 4, "float32"))
-    return [v.add_lanes(wide.get(), "float32", lanes) + rest.get() for wide, rest in cells]
+    sums = v.add_all_lanes([wide.get() for wide, _ in cells], lanes)
+    return [total + rest.get() for total, (_, rest) in zip(sums, cells, strict=True)]
+
+
+def _add_pairs(totals: Sequence[v.Cell], lanes: int, rest: Sequence[v.Expr]) -> list[v.Expr]:
+    """Return sums of the ``lanes`` of each token, and of what else it has."""
+    sums = v.add_all_lanes([total.get() for total in totals], lanes)
+    return [total + own for total, own in zip(sums, rest, strict=True)]
 
 
 def _emit_super_blocks(
@@ -227,6 +249,8 @@ def _emit_super_blocks(
         sizes = None
         if block.is_signed and not machine.is_arm:
             sizes = [v.let(machine.measure(part.weights, machine.width)) for part in block.parts]
+        block_scale = v.let(v.splat(block.scale, lanes))
+        mins, min_scale = _find_mins(block)
         for index, token in enumerate(tokens):
             total = v.constant(0, "int32", lanes)
             for place, part in enumerate(block.parts):
@@ -240,19 +264,14 @@ def _emit_super_blocks(
                 else:
                     total = v.let(machine.add_scaled(total, own, codes, spread[place]))
             scale = v.let(token.load_as(length + number * 4, "float32"))
-            factor = v.splat(block.scale * scale, lanes)
             cell = totals[index]
+            factor = block_scale * v.splat(scale, lanes)
             cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
-            found = _add_mins(machine, block, token, number, length)
-            if found is not None:
-                mins, min_scale = found
-                low_cell = low_sums[index]
-                factor = v.splat(T.float32(0.0) - min_scale * scale, 4)
-                low_cell.set(T.fma(v.cast(mins, "float32", 4), factor, low_cell.get()))
-    return [
-        v.add_lanes(total.get(), "float32", lanes) + v.add_lanes(own.get(), "float32", 4)
-        for total, own in zip(totals, low_sums, strict=True)
-    ]
+            if mins is not None:
+                summed = _sum_mins(machine, mins, block.scale_count, token, number)
+                low_cell, factor = low_sums[index], min_scale * v.splat(scale, 4)
+                low_cell.set(T.fma(v.cast(summed, "float32", 4), factor, low_cell.get()))
+    return _add_pairs(totals, lanes, v.add_all_lanes([own.get() for own in low_sums], 4))
 
 
 def ask_ahead(weights: v.Buffer, place: v.Expr, size: int) -> None:
@@ -261,30 +280,29 @@ def ask_ahead(weights: v.Buffer, place: v.Expr, size: int) -> None:
         v.prefetch(weights, place + line)
 
 
-def _add_mins(
-    machine: Machine, block: Block, token: _Token, number: v.Expr, length: v.Expr
-) -> tuple[v.Expr, v.Expr] | None:
-    """Return sums int32 [4] of minima times sums of codes, and their scale; None without."""
-    mins, min_scale, count = block.mins, block.min_scale, block.scale_count
-    if mins is None:
-        if not block.offset:
-            return None
-        mins, min_scale = block.scales, block.scale * T.float32(float(block.offset))
-        if mins is None:
-            mins = v.constant(1, "int16", count)
-    assert min_scale is not None
-    sums = v.let(length + v.let(length // 64))
-    place = sums + number * 32 if count == 16 else sums + v.let(length // 8) + number * 16
+def _find_mins(block: Block) -> tuple[v.Expr | None, v.Expr]:
+    """Return the minima of a block, int16, and what they are taken off with: float32 [4]."""
+    mins, scale = block.mins, block.min_scale
+    if mins is None and block.offset:
+        scale = block.scale * T.float32(float(block.offset))
+        mins = v.constant(1, "int16", block.scale_count) if block.scales is None else block.scales
+    taken = T.float32(0.0) if scale is None else T.float32(0.0) - scale
+    return mins, v.let(v.splat(v.let(taken), 4))
+
+
+def _sum_mins(machine: Machine, mins: v.Expr, count: int, token: _Token, number: v.Expr) -> v.Expr:
+    """Return sums int32 [4] of ``count`` minima times sums of codes."""
+    sums = v.let(token.length + v.let(token.length // 64))
+    place = sums + number * 32 if count == 16 else sums + v.let(token.length // 8) + number * 16
     codes = token.load_as(place, "int16", count)
-    zero = v.constant(0, "int32", 4)
     if count == 8:
-        return v.let(machine.add_words(zero, mins, codes, 4)), min_scale
-    total = zero
-    for half in range(2):
-        places = range(8 * half, 8 * half + 8)
-        own, ours = v.let(pick(mins, 16, places)), v.let(pick(codes, 16, places))
-        total = v.let(machine.add_words(total, own, ours, 4))
-    return total, min_scale
+        return v.let(machine.multiply_words(mins, codes, 4))
+    halves = [
+        (v.let(pick(mins, 16, places)), v.let(pick(codes, 16, places)))
+        for places in (range(8), range(8, 16))
+    ]
+    first = v.let(machine.multiply_words(*halves[0], 4))
+    return v.let(machine.add_words(first, *halves[1], 4))
 
 
 def _emit_groups(
@@ -331,10 +349,7 @@ def _emit_groups(
                     summed = token.load_as(length + length // 8 + group * 4, "float32")
                     own_cell = low_sums[index]
                     own_cell.set(T.fma(block.min_scale, summed, own_cell.get()))
-    return [
-        v.add_lanes(total.get(), "float32", lanes) + own.get()
-        for total, own in zip(totals, low_sums, strict=True)
-    ]
+    return _add_pairs(totals, lanes, [own.get() for own in low_sums])
 
 
 def _emit_bundles(
@@ -397,11 +412,8 @@ def _emit_bundles(
                 low_cell = low_sums[index]
                 low_cell.set(T.fma(mins, least, low_cell.get()))
     least_factor = T.float32(float(-own.offset) if own.offset else 1.0)
-    return [
-        v.add_lanes(total.get(), "float32", lanes)
-        + v.add_lanes(least.get(), "float32", count) * least_factor
-        for total, least in zip(totals, low_sums, strict=True)
-    ]
+    least = v.add_all_lanes([own.get() for own in low_sums], count)
+    return _add_pairs(totals, lanes, [own * least_factor for own in least])
 
 
 def _sum_group(

@@ -122,6 +122,24 @@ def add_lanes(value: Expr, dtype: str, lanes: int) -> Expr:
     return value
 
 
+def add_all_lanes(values: Sequence[Expr], lanes: int) -> list[Expr]:
+    """Return `add_lanes` of each of 1, 2, or 4 vectors, whose halves share registers."""
+    now, size, each = [let(value) for value in values], lanes, lanes
+    while each > 1:
+        together = min(2, len(now))
+        starts = range(0, together * size, each)
+        low, high = (
+            [start + first + k for start in starts for k in range(each // 2)]
+            for first in (0, each // 2)
+        )
+        now = [
+            let(Shuffle(some, low) + Shuffle(some, high))
+            for some in (now[k : k + together] for k in range(0, len(now), together))
+        ]
+        size, each = together * size // 2, each // 2
+    return [take_lane(own, lane) if size > 1 else own for own in now for lane in range(size)]
+
+
 def count_trailing_zeros(mask: Expr) -> Expr:
     """Return the place of the lowest set bit of an int32 that is not 0."""
     return T.call_llvm_pure_intrin("int32", "llvm.cttz.i32", mask, T.IntImm("bool", 1))
