@@ -12,6 +12,8 @@ from pi2.backends.protocol import Executor
 from pi2.backends.reference import backend as reference
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, measure_error
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 def feed(
     executor: Executor, model: RandomModel, ids: list[int], position: int, mode: str = "none"

@@ -4,63 +4,90 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from pi2.arrays import F32
-from pi2.formats import find_format
+from pi2.arrays import F32, I32, U8
+from pi2.formats import Format, find_format
+from pi2.formats.groups import Bits
 from tests.helpers.blocks import make_blocks
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_metadata import add_config
-from tests.helpers.gguf_tensors import ARCHITECTURES, translate, write_all
+from tests.helpers.gguf_tensors import list_settings, translate
 from tests.helpers.models import draw_weights, make_model
+
+_PLAIN = ("norm", "tid2eid", "gate_inp", "conv", "rope_", "altup", "scale")
+"""Parts of names of matrices that no file has quantised."""
 
 
 def write_gguf(
-    file: Path, config: Mapping[str, Any], tensors: Mapping[str, F32], kind: str = "F32",
-    changes: Mapping[str, Any] | None = None, kinds: Mapping[str, str] | None = None,
+    file: Path, architecture: str, settings: Mapping[str, Any],
+    tensors: Mapping[str, F32 | I32],
+    kind: str = "F32", kinds: Mapping[str, str] | None = None, *, decoded: bool = False,
     **options: Any,
 ) -> Path:  # fmt: skip
-    """Write ``tensors`` (named as GGUF does), matrices in the type ``kind``, those whose names end
-    with a key of ``kinds`` in another, or in float32 where their rows are not a multiple of 32;
-    return ``file``."""
+    """Write ``tensors``, matrices in the type ``kind``, those whose names end with a key of
+    ``kinds`` in another, or in float32 where their rows are no whole blocks; return ``file``.
+
+    Keys of ``settings`` that begin with a dot follow the architecture.  ``decoded``: float32 of the
+    numbers that blocks stand for."""
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(
-        file, ARCHITECTURES.get(config["model_type"], config["model_type"]), **options
-    )
-    add_config(writer, config)
-    for key, value in (changes or {}).items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
+    writer = gguf.GGUFWriter(file, architecture, **options)
+    for key, value in settings.items():
+        name = f"{architecture}{key}" if key.startswith(".") else key
+        if isinstance(value, list | np.ndarray):
+            writer.add_array(name, np.asarray(value).tolist())
         elif type(value) is int:
-            writer.add_uint32(key, value)
+            writer.add_uint32(name, value)
         else:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    usual = kind
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     for name, values in tensors.items():
-        kind = next((own for end, own in (kinds or {}).items() if name.endswith(end)), usual)
-        number = gguf.GGMLQuantizationType[kind]
-        plain = values.ndim == 1 or "rope_freqs" in name or kind == "F32"
-        plain |= kind.startswith("Q") and values.shape[-1] % 32 != 0
-        if plain:
-            writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
-        elif kind == "F16":
-            writer.add_tensor(name, values.astype(np.float16))
-        else:
-            values = np.ascontiguousarray(values, np.float32)
-            if kind.startswith("IQ"):  # which nothing here writes: any bits are weights
-                own = find_format(kind.lower())
-                generator = np.random.default_rng(values.size)
-                blocks = make_blocks(own, values.size // own.block, generator)
-                packed = blocks.reshape(*values.shape[:-1], -1)
-            elif kind.endswith("_K"):  # which the package does not write
-                packed = find_format(kind.lower()).encode(values)
-            else:
-                packed = gguf.quants.quantize(values, number)
-            writer.add_tensor(name, packed, raw_dtype=number)
+        chosen = next((own for end, own in (kinds or {}).items() if name.endswith(end)), kind)
+        own = find_format(chosen.lower())
+        is_plain = own.name == "f32" or values.ndim == 1 or values.shape[-1] % own.block
+        if is_plain or any(part in name for part in _PLAIN):
+            plain = values if values.dtype == np.int32 else values.astype(np.float32)
+            writer.add_tensor(name, np.ascontiguousarray(plain))
+            continue
+        packed = _encode(own, np.ascontiguousarray(values, np.float32))
+        if decoded:
+            writer.add_tensor(name, own.decode(packed))
+            continue
+        with patch.dict(gguf.GGML_QUANT_SIZES, {own.number: (own.block, own.block_bytes)}):
+            writer.add_tensor(name, packed, raw_dtype=own.number)
     write_all(writer)
     return file
+
+
+def write_all(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _encode(own: Format, values: F32) -> U8:
+    """Encode as the package does, or as this project does if the package doesn't."""
+    import gguf
+
+    if isinstance(own, Bits):
+        raw = np.empty((*values.shape[:-1], values.shape[-1] // own.block, own.block_bytes), "u1")
+        blocks = values.reshape(*raw.shape[:-1], own.block)
+        scales = np.abs(blocks).mean(axis=-1, keepdims=True).astype("<f2")
+        raw[..., :2] = scales.view(np.uint8)
+        codes = np.rint(blocks / scales) + 1 if own.bits == 2 else blocks > 0
+        fields = np.clip(codes, 0, 3).astype(np.uint8).reshape(*raw.shape[:-1], -1, 8 // own.bits)
+        places = np.arange(0, 8, own.bits, dtype=np.uint8)
+        raw[..., 2:] = np.bitwise_or.reduce(fields << places, axis=-1)
+        return raw.reshape(*values.shape[:-1], -1)
+    if own.name.startswith("iq"):  # which nothing here writes: any bits are weights
+        made = make_blocks(own, values.size // own.block, np.random.default_rng(values.size))
+        return made.reshape(*values.shape[:-1], -1)
+    if own.name.endswith("_k"):
+        return own.encode(values)
+    packed: U8 = gguf.quants.quantize(values, gguf.GGMLQuantizationType(own.number))
+    return packed
 
 
 SPACE = "\u2581"
@@ -91,15 +118,6 @@ def make_sentence_piece() -> dict[str, Any]:
     }
 
 
-def make_tokens(count: int) -> dict[str, Any]:
-    metadata = make_sentence_piece()
-    names = [*metadata["tokenizer.ggml.tokens"], *(f"w{n}" for n in range(count))][:count]
-    kinds = [*metadata["tokenizer.ggml.token_type"].tolist(), *[1] * count][:count]
-    scores = [*metadata["tokenizer.ggml.scores"].tolist(), *[-1e3] * count][:count]
-    metadata |= {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
-    return metadata | {"tokenizer.ggml.scores": scores}
-
-
 def write_random_gguf(
     folder: Path, shape: Mapping[str, int], changes: Mapping[str, Any] | None = None,
     kind: str = "Q8_0", kinds: Mapping[str, str] | None = None, template: str | None = None,
@@ -119,11 +137,6 @@ def write_random_gguf(
         experts, active = model.moe.experts, model.moe.active_experts
         config |= {"num_local_experts": experts, "num_experts_per_tok": active}
         config |= {"model_type": "mixtral"}
-    further = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in metadata.items()
-    }
     (checkpoint / "config.json").write_text(json.dumps(config))
-    return write_gguf(
-        folder / "model.gguf", config, translate(weights, config), kind, further, kinds
-    )
+    settings, tensors = list_settings(model) | metadata, translate(model, weights)
+    return write_gguf(folder / "model.gguf", "llama", settings, tensors, kind, kinds)

@@ -27,11 +27,7 @@ UNSAID: dict[str, dict[str, Any]] = {
 """What GGUF files cannot say, as llama.cpp has it."""
 
 
-UNNAMED = {"deepseek-v2": ("kv_a_proj_with_mqa.bias", "o_proj.bias")}
-"""Ends of names of tensors that GGUF files of a family cannot have."""
-
-
-def convert(source: Path, store: Path, tokenizer: Path, changes: dict[str, Any]) -> Model:
+def convert(source: Path, store: Path, tokenizer: Path | None, changes: dict[str, Any]) -> Model:
     """Convert ``source`` with the document that is made from it, with other precisions."""
     model = describe_checkpoint(source, "golden").model
     chosen = model.quantization.model_dump() | changes

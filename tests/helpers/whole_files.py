@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 import pi2
 from pi2.arrays import F32
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.quantize import Wish, quantize_checkpoint
 from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.gguf_goldens import UNSAID, convert
-from tests.helpers.gguf_tensors import read_checkpoint, translate
+from tests.helpers.gguf_goldens import LONG, UNSAID, convert
+from tests.helpers.gguf_tensors import list_settings, read_weights, translate
 from tests.helpers.goldens import (
     EXACT,
     change_config,
@@ -31,9 +36,17 @@ NEAR = 5e-5
 """Of the largest logit: what sums in another order change."""
 FLIPPED = 0.1
 """Of what rounding the KV cache to fp16 changes: some elements may be rounded the other way."""
-OTHERS = ("bamboo", "opt", "phimoe")
-"""Golden models whose files llama.cpp does not compute; what no file says becomes its usual
-value."""
+_ENDS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "bamboo": {},
+    "opt": {".attention.layer_norm_epsilon": 1e-5},
+    "phimoe": {
+        ".rope.scaling.attn_factor": LONG["attention_factor"],
+        ".rope.scaling.original_context_length": LONG["original_max_position_embeddings"],
+    },
+}
+"""Golden models whose files llama.cpp does not compute, with what files state beside sizes; what no
+file says becomes its usual value."""
 INDEXED = ("deepseek-v32", "glm-moe-dsa", "minimax-m3-blocks")
 """Golden models whose index leaves keys out, next to transformers."""
 MODELS = read_models()
@@ -45,9 +58,22 @@ def write_file(name: str, folder: Path) -> Path:
     if name in MODELS:
         return write_tiny(file, MODELS[name])
     checkpoint = copy_checkpoint(name, folder / "checkpoint")
+    if name in INDEXED:
+        return make_file(checkpoint, file)
     change_config(checkpoint, **UNSAID.get(name, {}))
-    config, weights = read_checkpoint(checkpoint)
-    return write_gguf(file, config, translate(weights, config))
+    model = describe_checkpoint(checkpoint).model
+    tensors = translate(model, read_weights(checkpoint), is_permuted=name == "bamboo")
+    for length in ("long", "short") if name == "phimoe" else ():
+        factors = np.array(LONG[f"{length}_factor"], np.float32)
+        tensors[f"rope_factors_{length}.weight"] = factors
+    return write_gguf(file, name, list_settings(model) | OTHERS[name] | _ENDS, tensors)
+
+
+def make_file(checkpoint: Path, file: Path) -> Path:
+    """The file that pi2 makes of a checkpoint, with all of its bits."""
+    source = open_checkpoint(checkpoint)
+    quantize_checkpoint(source, describe_checkpoint(source).model, file, Wish(keeps=True))
+    return file
 
 
 class WholeFile:

@@ -38,7 +38,7 @@ def check(file: Path) -> list[str]:
 
 
 @settings(
-    max_examples=60,
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -57,7 +57,7 @@ def test_spoilt_headers_are_findings(whole: Path, tmp_path: Path, random: Random
 
 
 @settings(
-    max_examples=20,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

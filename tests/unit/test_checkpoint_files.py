@@ -25,7 +25,7 @@ from tests.helpers.goldens import (
     measure_error,
     read_golden,
 )
-from tests.helpers.whole_files import NEAR
+from tests.helpers.whole_files import NEAR, make_file
 
 GOLDEN_TOKENIZERS = Path(__file__).parents[1] / "golden/gguf_tokenizers.json"
 FAR = {"bitnet": 1e-3}
@@ -37,11 +37,8 @@ LAYOUTS = (
 """Checkpoints whose rows, experts or streams lie in other ways than a file's."""
 
 
-def make_file(name: str, folder: Path) -> Path:
-    source = open_checkpoint(copy_checkpoint(name, folder / "checkpoint"))
-    model = describe_checkpoint(source).model
-    quantize_checkpoint(source, model, folder / "made.gguf", Wish(keeps=True))
-    return folder / "made.gguf"
+def make(name: str, folder: Path) -> Path:
+    return make_file(copy_checkpoint(name, folder / "checkpoint"), folder / "made.gguf")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +50,7 @@ def make_file(name: str, folder: Path) -> Path:
 )
 def test_files_of_golden_checkpoints_give_their_logits(name: str, tmp_path: Path) -> None:
     golden = read_golden(name)
-    with pi2.load(make_file(name, tmp_path), set={**UNROUNDED, "kv.context": 64}) as model:
+    with pi2.load(make(name, tmp_path), set={**UNROUNDED, "kv.context": 64}) as model:
         found = model.logits(golden.prompt)
     assert measure_error(found, golden.logits) < FAR.get(name, NEAR)
 
@@ -67,7 +64,7 @@ SAME = {"arcee": "arcee", "llama": "llama", "mixtral": "llama", "gemma": "gemma"
 
 @pytest.mark.parametrize("name", SAME)
 def test_files_have_the_architecture_that_states_all_of_a_model(name: str, tmp_path: Path) -> None:
-    file = read_gguf(make_file(name, tmp_path))
+    file = read_gguf(make(name, tmp_path))
     assert file.metadata["general.architecture"] == SAME[name]
     assert "token_embd.weight" in file.entries and not list(tmp_path.glob(".*.part"))
 
@@ -75,17 +72,17 @@ def test_files_have_the_architecture_that_states_all_of_a_model(name: str, tmp_p
 @pytest.mark.parametrize("name", ["gpt-oss", "minimax-m3"])
 def test_a_model_that_no_architecture_states_keeps_its_document(name: str, tmp_path: Path) -> None:
     """Limits of their gates are not those of published models."""
-    assert read_gguf(make_file(name, tmp_path)).metadata["general.architecture"] == "pi2"
+    assert read_gguf(make(name, tmp_path)).metadata["general.architecture"] == "pi2"
 
 
 def test_rows_and_norms_of_a_file_are_in_llama_cpps_way(tmp_path: Path) -> None:
-    made = make_file("llama", tmp_path)
+    made = make("llama", tmp_path)
     stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
     config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     query = stored["model.layers.0.self_attn.q_proj.weight"].astype(np.float32)
     found = make_tensor(file := read_gguf(made), file.entries["blk.0.attn_q.weight"]).read()
     np.testing.assert_array_equal(found, permute(query, config["num_attention_heads"]))
-    gemma = make_file("gemma", tmp_path / "gemma")
+    gemma = make("gemma", tmp_path / "gemma")
     stored = load_file(tmp_path / "gemma" / "checkpoint" / "model.safetensors")
     found = make_tensor(file := read_gguf(gemma), file.entries["output_norm.weight"]).read()
     np.testing.assert_array_equal(found, stored["model.norm.weight"].astype(np.float32) + 1)
@@ -116,12 +113,12 @@ def test_a_tokenizer_becomes_lists_that_divide_texts_alike(tmp_path: Path) -> No
 
 
 def test_a_tokenizer_of_another_kind_is_kept_whole(tmp_path: Path) -> None:
-    made = open_checkpoint(make_file("llama", tmp_path))
+    made = open_checkpoint(make("llama", tmp_path))
     assert made.read_tokenizer() == (tmp_path / "checkpoint" / "tokenizer.json").read_bytes()
 
 
 def test_a_file_has_the_document_that_its_checkpoint_was_described_by(tmp_path: Path) -> None:
-    made = make_file("gpt-oss", tmp_path)
+    made = make("gpt-oss", tmp_path)
     model = describe_checkpoint(made).model
     before = describe_checkpoint(tmp_path / "checkpoint").model
     assert before.tensors.experts_turned and not model.tensors.experts_turned
@@ -158,5 +155,5 @@ def test_mxfp4_is_met_exactly() -> None:
 
 
 def test_files_say_which_format_most_matrices_have(tmp_path: Path) -> None:
-    metadata = read_gguf(make_file("llama", tmp_path)).metadata
+    metadata = read_gguf(make("llama", tmp_path)).metadata
     assert metadata["general.file_type"] == 1 and metadata["general.type"] == "model"

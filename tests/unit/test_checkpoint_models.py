@@ -26,7 +26,7 @@ from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.compiling import use_own_data
 from tests.helpers.gguf_files import make_sentence_piece, write_gguf
-from tests.helpers.gguf_tensors import translate
+from tests.helpers.gguf_tensors import list_settings, translate
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.programs import Ask
 from tests.helpers.slow import keep_quick
@@ -52,16 +52,15 @@ def write_model(
     size = len(metadata["tokenizer.ggml.tokens"])
     model = make_model({"shape": {"vocab": size}, "predictor": None})
     weights = draw_weights(model, seed)
-    checkpoint = write_checkpoint(folder / f"checkpoint-{name}-{seed}", model, weights)
-    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 64}
-    said: dict[str, Any] = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in metadata.items()
+    write_checkpoint(folder / f"checkpoint-{name}-{seed}", model, weights)
+    settings = {
+        **list_settings(model),
+        **metadata,
+        "general.sampling.temp": 0.25,
+        **(changes or {}),
     }
-    said |= {"general.sampling.temp": 0.25, **(changes or {})}
-    file = folder / f"{name}.gguf"
     return write_gguf(
-        file, config, translate(weights, config), kind=kind, changes=said,
+        folder / f"{name}.gguf", "llama", settings, translate(model, weights), kind,
         split_max_tensors=part_tensors,
     )  # fmt: skip
 

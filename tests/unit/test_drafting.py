@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,20 +30,21 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint, describe_mtp
 from pi2.plan.documents.model_parts import Quantization
 from pi2.pulled_models import PLAN
-from tests.helpers.gguf_files import make_tokens, write_gguf
-from tests.helpers.gguf_goldens import expect_same_weights
-from tests.helpers.gguf_tensors import ARCHITECTURES, read_checkpoint, translate
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,
     change_config,
     convert_golden,
     copy_checkpoint,
+    make_golden_plan,
     measure_error,
     read_golden,
     write_plan,
 )
+from tests.helpers.peers import Tiny, read_models, write_tiny
 from tests.helpers.slow import mark_slow
+
+MODELS = read_models()
 
 
 def propose(ids: Sequence[int], match: int = 2, most: int = 3) -> list[int]:
@@ -163,8 +165,12 @@ def write_plans(name: str, folder: Path, backend: str, *, is_blind: bool = False
     """Convert a golden model and its MTP head, with a plan for each; return the model's."""
     checkpoint = copy_checkpoint(name, folder / "checkpoint")
     add_head(name, checkpoint, is_blind=is_blind)
-    plan = write_plan(folder, convert_golden(checkpoint, folder, EXACT), {})
-    opened = open_checkpoint(checkpoint)
+    return convert_both(checkpoint, folder, backend)
+
+
+def convert_both(source: Path, folder: Path, backend: str) -> Path:
+    plan = write_plan(folder, convert_golden(source, folder, EXACT), {})
+    opened = open_checkpoint(source)
     head = describe_mtp(opened, describe_checkpoint(opened, "golden").model)
     exact = {"id": "golden", "quantization": Quantization.model_validate(dict(EXACT))}
     (folder / "mtp").mkdir()
@@ -173,22 +179,34 @@ def write_plans(name: str, folder: Path, backend: str, *, is_blind: bool = False
     return plan
 
 
-def write_file(name: str, checkpoint: Path, kind: str = "F32", left_out: str = "none") -> Path:
-    """Write a checkpoint with an MTP head as llama.cpp does, for every family with one layer more;
-    without tensors whose names a pattern has ``left_out``."""
-    config, weights = read_checkpoint(checkpoint)
-    layers, family = config["num_hidden_layers"], config["model_type"]
-    before, after = f"{HEADS[name][0]}.", f"model.layers.{layers}."
-    usual = (f"{after}{end}.weight" for end in USUAL[1])
-    own = dict(zip(name_own(name), usual, strict=True))
-    tensors = {own.get(key, key.replace(before, after)): v for key, v in weights.items()}
-    named = translate(tensors, config).items()
-    kept = {key: v for key, v in named if not re.search(left_out, key)}
-    start, has_head = ARCHITECTURES[family], any(key.startswith(f"blk.{layers}.") for key in kept)
-    counts = {f"{start}.block_count": layers + has_head, f"{start}.nextn_predict_layers": has_head}
-    changes = {key: int(own) for key, own in counts.items()} | make_tokens(config["vocab_size"])
-    file = checkpoint.with_name(f"{re.sub(r'[^a-z_]', '', left_out)}.gguf")
-    return write_gguf(file, config, kept, kind, changes)
+def write_file(model: Tiny, file: Path, *, left_out: str = "none", is_blind: bool = False) -> Path:
+    """Write a tiny model with an MTP head as llama.cpp has them, for every family with one layer
+    more (see `add_head`); without tensors whose names a pattern has ``left_out``."""
+    tensors, layers = dict(model.list_tensors()), model.settings[".block_count"]
+    hidden, own = model.settings[".embedding_length"], f"blk.{layers}."
+    # The second layer attends, and is a mixture.
+    second = {key: v for key, v in tensors.items() if key.startswith("blk.1.")}
+    tensors |= {key.replace("blk.1.", own): values for key, values in second.items()}
+    draw = np.random.default_rng(5)
+    weights: list[Any] = [draw.normal(0, 0.3, (hidden, 2 * hidden))]
+    weights += [1 + draw.normal(0, 0.2, hidden) for _ in range(3)]
+    if is_blind:
+        for key in tensors:
+            if re.search(r"attn_output|ssm_out|ffn_down", key):
+                tensors[key] = np.zeros_like(tensors[key])
+        weights = [
+            np.eye(hidden, 2 * hidden),
+            *[np.ones(hidden)] * 2,
+            tensors["output_norm.weight"],
+        ]
+    for part, values in zip(
+        ("eh_proj", "enorm", "hnorm", "shared_head_norm"), weights, strict=True
+    ):
+        tensors[f"{own}nextn.{part}.weight"] = values.astype(np.float32)
+    kept = {key: v for key, v in tensors.items() if not re.search(left_out, key)}
+    has_head = int(any(key.startswith(own) for key in kept))
+    counts = {".block_count": layers + has_head, ".nextn_predict_layers": has_head}
+    return write_tiny(file, replace(model, settings={**model.settings, **counts}), kept)
 
 
 def load_both(plan: Path, backend: str, **settings: Any) -> LoadedModel:
@@ -308,16 +326,15 @@ def test_a_conversion_names_the_command_that_converts_its_head(
     assert counters.accepted_tokens == counters.draft_tokens > 4
 
 
-def grow(checkpoint: Path, sizes: dict[int, int], times: int = 1, **config: int) -> None:
-    """Draw weights of other ``sizes``, by those before; sizes of no mention are so many ``times``
-    as large."""
+def widen_experts(checkpoint: Path) -> None:
+    """Draw weights of 32 neurons an expert instead of 20."""
     file, draw = checkpoint / "model.safetensors", np.random.default_rng(1)
     tensors: dict[str, F32] = {}
     for key, own in load_file(file).items():
-        shape = [sizes.get(size, times * size) for size in own.shape]
+        shape = [32 if size == 20 else size for size in own.shape]
         tensors[key] = draw.normal(own.ndim == 1, 0.1, shape).astype(np.float32)
     save_file(tensors, file)
-    change_config(checkpoint, **config)
+    change_config(checkpoint, moe_intermediate_size=32)
 
 
 MTP: dict[str, Any] = {"drafts": "mtp", "when": "always", "tokens": 3}
@@ -337,13 +354,13 @@ def test_the_head_in_a_file_drafts_and_the_text_stays(
     tmp_path: Path, name: str, is_blind: bool, is_made: bool
 ) -> None:
     """``is_made``: pi2 makes the file of a folder."""
-    checkpoint, prompt = copy_checkpoint(name, tmp_path / "checkpoint"), list(range(5, 22))
-    if name == "glm4-moe":
-        grow(checkpoint, {20: 32}, moe_intermediate_size=32)
-    add_head(name, checkpoint, is_blind=is_blind)
-    file, found = write_file(name, checkpoint), []
-    if is_made:
-        file = tmp_path / "made.gguf"
+    file, found, prompt = tmp_path / "tiny.gguf", [], list(range(5, 22))
+    if not is_made:
+        write_file(MODELS[name], file, is_blind=is_blind)
+    else:
+        checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+        widen_experts(checkpoint)
+        add_head(name, checkpoint, is_blind=is_blind)
         assert run(["convert", str(checkpoint), "-o", str(file), "--quantization", "q8_0"]) == 0
     for drafts in ({}, {"decode.speculation": MTP}):
         with pi2.load(file, set={"kv.context": 64, "decode.batch": 2, **drafts}) as model:
@@ -359,17 +376,13 @@ def test_the_head_in_a_file_drafts_and_the_text_stays(
 def test_a_second_file_drafts_if_it_is_a_head_or_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_head: bool
 ) -> None:
-    checkpoint, found = copy_checkpoint("glm4-moe", tmp_path / "checkpoint"), []
-    grow(checkpoint, {20: 32}, moe_intermediate_size=32)
-    add_head("glm4-moe", checkpoint, is_blind=True)
-    main = write_file("glm4-moe", checkpoint, left_out=r"^blk\.2\.")
-    main = main.rename(tmp_path / "main.gguf")
+    write = partial(write_file, MODELS["glm4-moe"], is_blind=True)
+    main, found = write(tmp_path / "main.gguf", left_out=r"^blk\.2\."), []
     other = main
     if is_head:
         (tmp_path / "other").mkdir()
-        other = write_file("glm4-moe", checkpoint, left_out=r"^(?!blk\.2)")
-        other = other.rename(tmp_path / "other" / "draft.gguf")
-    command = f"run {main} -p t7t9t7 -n 24 --temperature 0 --ignore-eos --json --set kv.context=64"
+        other = write(tmp_path / "other" / "draft.gguf", left_out=r"^(?!blk\.2)")
+    command = f"run {main} -p w7 -n 24 --temperature 0 --ignore-eos --json --set kv.context=64"
     always = "--set decode.speculation.when=always"
     for more in ("", f"--draft {other} {always}"):
         assert run([*command.split(), *more.split()]) == 0
@@ -383,9 +396,12 @@ def test_a_second_file_drafts_if_it_is_a_head_or_a_model(
             pi2.load(main, set={"decode.speculation": speculation})
 
 
-def test_the_head_in_a_file_computes_what_the_one_of_a_store_does(tmp_path: Path) -> None:
-    plan = write_plans("glm4-moe", tmp_path, "reference")
-    file, found = write_file("glm4-moe", tmp_path / "checkpoint"), []
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen3-next"])
+def test_the_head_in_a_file_computes_what_the_store_made_of_it_does(
+    tmp_path: Path, name: str
+) -> None:
+    file, found = write_file(MODELS[name], tmp_path / "tiny.gguf"), []
+    plan = convert_both(file, tmp_path, "reference")
     settings = {"kv.context": 64, "decode.speculation": MTP}
     for load in (partial(load_both, plan, "reference"), partial(pi2.load, file, set=settings)):
         with load() as model:
@@ -395,57 +411,52 @@ def test_the_head_in_a_file_computes_what_the_one_of_a_store_does(tmp_path: Path
 
 def test_a_file_that_streams_drafts_with_its_head_by_itself(tmp_path: Path) -> None:
     """The head's experts stream as well; with less memory, text that came before drafts."""
-    checkpoint, ids, sources = copy_checkpoint("glm4-moe", tmp_path / "checkpoint"), [], []
-    sizes = {"intermediate_size": 32768, "moe_intermediate_size": 2048, "hidden_size": 256}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "vocab_size": 768}
-    grow(checkpoint, {16: 16, 6: 6, 80: 32768, 20: 2048}, times=8, **sizes, **heads)
-    add_head("glm4-moe", checkpoint, is_blind=True)
-    file = write_file("glm4-moe", checkpoint, "Q8_0")
+    model, sizes = MODELS["glm4-moe"], {32: 256, 64: 512, 80: 32768, 20: 2048}
+    large = replace(
+        model,
+        kind="Q8_0",
+        settings={
+            **model.settings, ".embedding_length": 256, ".feed_forward_length": 32768,
+            ".expert_feed_forward_length": 2048, ".attention.head_count": 32,
+            ".attention.head_count_kv": 16,
+        },
+        tensors={
+            name: [[sizes.get(size, size) for size in shape], *bounds]
+            for name, (shape, *bounds) in model.tensors.items()
+        },
+    )  # fmt: skip
+    file, ids, sources = write_file(large, tmp_path / "large.gguf", is_blind=True), [], []
     settings = {"kv.context": 128, "prefill.chunk": 32}
     with pytest.raises(pi2.UserError, match="P026") as caught:
         pi2.load(file, memory="10 MiB", set=settings | {"decode.speculation.drafts": "mtp"})
     least = re.search(r"--memory (\d+)MiB", str(caught.value))
     assert least is not None
     for memory in (None, f"{int(least[1]) - 1} MiB", f"{least[1]} MiB"):
-        with pi2.load(file, memory=memory, set=settings) as model:
-            ids.append(model.generate(list(range(5, 45)), **GREEDY).result.token_ids)
-            speculation, draft = model.plan.plan.decode.speculation, model.plan.draft
+        with pi2.load(file, memory=memory, set=settings) as loaded:
+            ids.append(loaded.generate(list(range(5, 45)), **GREEDY).result.token_ids)
+            speculation, draft = loaded.plan.plan.decode.speculation, loaded.plan.draft
             sources.append(None if speculation is None else speculation.drafts)
-            counters = model.stats.speculation
+            counters = loaded.stats.speculation
     assert ids == ids[:1] * 3
     assert sources == [None, "prompt", "mtp"]
     assert draft is not None and draft.file is not None and draft.file.expert_bytes > 0
-    assert model.plan.file is not None and [*model.plan.file.shared] == ["output.weight"]
+    assert loaded.plan.file is not None and [*loaded.plan.file.shared] == ["output.weight"]
     assert counters.accepted_tokens == counters.draft_tokens > 4
 
 
 def test_a_head_that_lacks_a_tensor_is_left_out_unless_the_plan_names_it(tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint("glm4-moe", tmp_path / "checkpoint")
-    add_head("glm4-moe", checkpoint)
     settings: dict[str, Any] = {"kv.context": 64}
     wanted = {**settings, "decode.speculation": MTP}
-    file = write_file("glm4-moe", checkpoint, left_out="blk.2.attn_norm")
+    write, other = partial(write_file, MODELS["glm4-moe"]), tmp_path / "other.gguf"
+    file = write(tmp_path / "tiny.gguf", left_out="blk.2.attn_norm")
     with pi2.load(file, set=settings) as model:
         assert len(model.generate([5, 9], **GREEDY).result.token_ids) == 24
     with pytest.raises(pi2.UserError, match=r"P533.*blk\.2\.attn_norm"):
         pi2.load(file, set=wanted)
-    with pi2.load(write_file("glm4-moe", checkpoint, left_out="head_norm"), set=wanted) as model:
+    with pi2.load(write(other, left_out="head_norm"), set=wanted) as model:
         assert model.plan.draft is not None, "the model's last norm is the head's"
     with pytest.raises(pi2.UserError, match=r"P544.*no MTP head"):
-        pi2.load(write_file("glm4-moe", checkpoint, left_out="eh_proj"), set=wanted)
-    plan = write_plan(tmp_path, convert_golden(checkpoint, tmp_path, EXACT), {})
+        pi2.load(write(other, left_out="eh_proj"), set=wanted)
+    plan = make_golden_plan("llama", tmp_path)
     with pytest.raises(pi2.UserError, match=r"P284.*a neuron store, which has no MTP head"):
         pi2.load(plan, set={"decode.speculation": MTP})
-
-
-def test_a_store_is_made_of_the_head_in_a_file(tmp_path: Path) -> None:
-    name, made = "qwen3-next", []
-    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
-    add_head(name, checkpoint)
-    for source in (checkpoint, write_file(name, checkpoint)):
-        opened = open_checkpoint(source)
-        head = describe_mtp(opened, describe_checkpoint(opened).model)
-        exact = {"quantization": Quantization.model_validate(dict(EXACT))}
-        made.append(tmp_path / f"store-{source.suffix}")
-        convert_checkpoint(opened, head.model_copy(update=exact), made[-1])
-    expect_same_weights(*made)

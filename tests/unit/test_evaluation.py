@@ -20,7 +20,7 @@ from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 from tests.helpers.programs import Ask
 
-TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 3
+TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n"
 
 
 @pytest.fixture(scope="module")

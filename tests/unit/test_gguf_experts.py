@@ -73,7 +73,7 @@ def test_the_summary_says_what_experts_were_read(file: Path) -> None:
     assert rate is not None and 0 < rate < 1
     assert f"cache hits {rate:.1%} of the experts needed" in summary
     assert re.search(
-        r"weights: \d+% of 38.5 MiB in memory, 38.2 MiB are experts, of which memory has ", summary
+        r"weights: \d+% of 38.6 MiB in memory, 38.2 MiB are experts, of which memory has ", summary
     )
     assert re.search(r"reads: [\d.]+ MiB from flash since loading, [\d.]+ \w+ a token", summary)
     # Routers that choose among all experts make a guess of several tokens read more.

@@ -5,15 +5,11 @@ import weakref
 from pathlib import Path
 
 import pi2
-from tests.helpers.gguf_files import make_tokens, write_gguf
-from tests.helpers.gguf_tensors import read_checkpoint, translate
-from tests.helpers.goldens import copy_checkpoint
+from tests.helpers.peers import read_models, write_tiny
 
 
 def test_a_dropped_model_gives_its_memory_back_at_once(tmp_path: Path) -> None:
-    config, weights = read_checkpoint(copy_checkpoint("mixtral", tmp_path / "checkpoint"))
-    file = tmp_path / "tiny.gguf"
-    write_gguf(file, config, translate(weights, config), changes=make_tokens(config["vocab_size"]))
+    file = write_tiny(tmp_path / "tiny.gguf", read_models()["mixtral"])
     before = list_unnamed_libraries()
     gc.collect()
     gc.disable()  # what is part of a circle would stay

@@ -11,7 +11,7 @@ import pytest
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.quantizers import read_imatrix
-from tests.helpers.gguf_tensors import write_all
+from tests.helpers.gguf_files import write_all
 
 NAMES = ("blk.0.ffn_up.weight", "output.weight")
 

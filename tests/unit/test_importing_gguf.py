@@ -29,8 +29,8 @@ from tests.helpers import peers
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
-from tests.helpers.gguf_tensors import read_checkpoint, translate
-from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
+from tests.helpers.gguf_tensors import list_settings, translate
+from tests.helpers.goldens import EXACT, write_plan
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.slow import keep_quick
 
@@ -47,33 +47,14 @@ def expect_same_stores(tmp_path: Path, checkpoint: Path, *sources: Path) -> None
     expect_same_weights(*stores)
 
 
-def test_projections_of_a_state_may_be_in_one_matrix(tmp_path: Path) -> None:
-    """As the first files of Qwen3-Next have them, head by head."""
-    checkpoint = copy_checkpoint("qwen3-next", tmp_path / "checkpoint")
-    config, weights = read_checkpoint(checkpoint)
-    tensors = translate(weights, config)
-    newer = write_gguf(tmp_path / "newer.gguf", config, tensors)
-    for name, values in weights.items():
-        if name.endswith("in_proj_qkvz.weight"):
-            block = f"blk.{name.split('.')[2]}"
-            del tensors[f"{block}.attn_qkv.weight"], tensors[f"{block}.attn_gate.weight"]
-            tensors[f"{block}.ssm_in.weight"] = values
-    older = write_gguf(tmp_path / "older.gguf", config, tensors)
-    expect_same_stores(tmp_path, checkpoint, newer, older)
-
-
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_matrices_of_heads_that_do_not_belong_together(tmp_path: Path, part: str) -> None:
-    config, weights = read_checkpoint(copy_checkpoint("deepseek-v3", tmp_path / "checkpoint"))
-    tensors = translate(weights, config)
-    name = f"blk.1.attn_{part}_b.weight"
-    tensors[name] = tensors[name][:-1]
-    file = write_gguf(tmp_path / "tiny.gguf", config, tensors)
-    with pytest.raises(UserError, match=r"P534.*attn_[kv]_b\.weight.*shape"):
-        open_checkpoint(file)
-    tensors[name] = tensors[name][0]
-    with pytest.raises(UserError, match=r"P534.*attn_[kv]_b\.weight.*shape"):
-        open_checkpoint(write_gguf(tmp_path / "flat.gguf", config, tensors))
+    model = peers.read_models()["deepseek-v3"]
+    tensors, name = dict(model.list_tensors()), f"blk.1.attn_{part}_b.weight"
+    for wrong in (tensors[name][:-1], tensors[name][0]):
+        file = peers.write_tiny(tmp_path / "tiny.gguf", model, tensors | {name: wrong})
+        with pytest.raises(UserError, match=r"P534.*attn_[kv]_b\.weight.*shape"):
+            open_checkpoint(file)
 
 
 # Quantised files
@@ -86,8 +67,9 @@ def write_tiny(
     config = json.loads((checkpoint / "config.json").read_text())
     config |= {"max_position_embeddings": 64, "hidden_act": "silu"}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    tensors = translate(weights, config)
-    return write_gguf(tmp_path / f"{kind}.gguf", config, tensors, kind, kinds=kinds), checkpoint
+    settings, tensors = list_settings(model), translate(model, weights)
+    file = write_gguf(tmp_path / f"{kind}.gguf", "llama", settings, tensors, kind, kinds)
+    return file, checkpoint
 
 
 def read_file_values(file: Path) -> dict[str, F32]:
@@ -188,18 +170,17 @@ def test_codes_are_taken_over_beside_rows_that_fill_no_group(tmp_path: Path) -> 
 def test_a_quantised_file_computes_what_its_numbers_say(tmp_path: Path, kind: str) -> None:
     """In fp16, its store is that of a float32 file with the numbers that it stands for."""
     file, checkpoint = write_tiny(tmp_path, kind)
-    config = json.loads((checkpoint / "config.json").read_text())
-    plain = write_gguf(tmp_path / "plain.gguf", config, read_file_values(file))
+    settings = list_settings(describe_checkpoint(file).model)
+    plain = write_gguf(tmp_path / "plain.gguf", "llama", settings, read_file_values(file))
     expect_same_stores(tmp_path, checkpoint, file, plain)
 
 
 # Split files
 def test_any_file_of_a_split_stands_for_all(tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint("llama", tmp_path / "checkpoint")
-    config, weights = read_checkpoint(checkpoint)
-    tensors = translate(weights, config)
-    whole = write_gguf(tmp_path / "whole.gguf", config, tensors)
-    write_gguf(tmp_path / "split.gguf", config, tensors, split_max_tensors=8)
+    whole, checkpoint = write_tiny(tmp_path)
+    settings = list_settings(describe_checkpoint(whole).model)
+    values = read_file_values(whole)
+    write_gguf(tmp_path / "split.gguf", "llama", settings, values, split_max_tensors=10)
     (tmp_path / "parts").mkdir()
     parts = [path.rename(tmp_path / "parts" / path.name) for path in tmp_path.glob("split-*.gguf")]
     assert len(parts) == 3
@@ -216,12 +197,8 @@ def test_a_file_of_powerinfer_runs_with_its_predictors(tmp_path: Path) -> None:
     model = make_model({"ffn": {"activation": "relu"}})
     weights = draw_weights(model)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 257}
-    tensors = translate(
-        {name: values for name, values in weights.items() if not name.endswith("predictor.bias")},
-        config,
-    )
+    settings, tensors = list_settings(model), translate(model, weights)
+    ends = {"tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.eos_token_id": 257}
     for name in [name for name in tensors if name.endswith(".ffn_down.weight")]:
         tensors[name.replace("ffn_down", "ffn_down_t")] = np.ascontiguousarray(tensors.pop(name).T)
     # PowerInfer's predictors read what the norm reads: columns are those of the norm's output
@@ -229,7 +206,7 @@ def test_a_file_of_powerinfer_runs_with_its_predictors(tmp_path: Path) -> None:
     for layer in range(model.shape.layers):
         norm = weights[f"model.layers.{layer}.post_attention_layernorm.weight"]
         tensors[f"blk.{layer}.fc1.weight"] = tensors[f"blk.{layer}.fc1.weight"] * norm
-    file = write_gguf(tmp_path / "tiny.powerinfer.gguf", config, tensors)
+    file = write_gguf(tmp_path / "tiny.powerinfer.gguf", "llama", settings | ends, tensors)
     with file.open("r+b") as stream:
         stream.write(b"PWRI")
     tokenizer = checkpoint / "tokenizer.json"

@@ -25,6 +25,16 @@ CONFIG: dict[str, Any] = json.loads((FOLDER / "bitnet/config.json").read_text())
     "tie_word_embeddings": True,
 }
 """The smallest model that has rows of whole blocks in all types."""
+SETTINGS: dict[str, Any] = {
+    ".context_length": 128, ".block_count": 1, ".embedding_length": 256,
+    ".feed_forward_length": 256, ".attention.head_count": 2, ".attention.head_count_kv": 1,
+    ".attention.layer_norm_rms_epsilon": 1e-5, ".rope.freq_base": 1e4,
+    ".rope.dimension_count": 128, "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}  # fmt: skip
+STATED = {
+    ".hidden_activation": "relu2", ".rope.scaling.type": "linear", ".rope.scaling.factor": 1.0
+}  # fmt: skip
 SCALE = 127 * 2.0**-13
 """What a type's own scale holds exactly, with 127 steps too."""
 ROWS = {
@@ -77,15 +87,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_bitnet(
-    file: Path, kind: str, tensors: Tensors, changes: dict[str, Any] | None = None
-) -> Path:
-    stated: dict[str, Any] = {
-        "bitnet.hidden_activation": "relu2",
-        "bitnet.rope.scaling.type": "linear",
-        "bitnet.rope.scaling.factor": 1.0,
-    }
-    return write_gguf(file, CONFIG, tensors, kind, stated | (changes or {}))
+def write_bitnet(file: Path, kind: str, tensors: Tensors) -> Path:
+    return write_gguf(file, "bitnet", SETTINGS | STATED, tensors, kind)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "TQ1_0", "TQ2_0"])
@@ -137,5 +140,5 @@ def test_what_is_not_ternary_in_all_matrices_is_not_rounded_to_it(
 
 
 def test_a_file_that_states_no_activation_computes_what_llama_cpp_computes(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", CONFIG, draw_tensors()[1], "TQ2_0")
+    file = write_gguf(tmp_path / "tiny.gguf", "bitnet", SETTINGS, draw_tensors()[1], "TQ2_0")
     assert describe_checkpoint(file).model.ffn.activation == "silu"

@@ -1,9 +1,8 @@
 """Broken GGUF files: one diagnostic that names file and tensor, and no store left behind."""
 
-import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from pi2.importing.gguf_tokens import read_chat_files
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.gguf_tensors import translate
+from tests.helpers.gguf_tensors import list_settings, translate
 from tests.helpers.models import draw_weights, make_model
 
 GATE = "blk.1.ffn_gate.weight"
@@ -30,9 +29,9 @@ GATE = "blk.1.ffn_gate.weight"
 @dataclass
 class Job:
     folder: Path
-    config: dict[str, Any]
+    settings: dict[str, Any]
     tensors: dict[str, F32]
-    changes: dict[str, Any] = field(default_factory=dict)
+    architecture: str = "llama"
 
     @property
     def file(self) -> Path:
@@ -44,7 +43,7 @@ class Job:
 
     def save(self) -> None:
         self.file.unlink(missing_ok=True)
-        write_gguf(self.file, self.config, self.tensors, changes=self.changes)
+        write_gguf(self.file, self.architecture, self.settings, self.tensors)
 
     def convert(self) -> None:
         model = describe_checkpoint(self.file).model
@@ -65,9 +64,8 @@ class Job:
 def job(tmp_path: Path) -> Job:
     model = make_model({"predictor": None, "shape": {"layers": 2}})
     weights = draw_weights(model)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
-    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 64}
-    job = Job(tmp_path, config, translate(weights, config))
+    write_checkpoint(tmp_path / "checkpoint", model, weights)
+    job = Job(tmp_path, list_settings(model), translate(model, weights))
     job.save()
     return job
 
@@ -123,18 +121,16 @@ def save(change: Callable[[Job], object]) -> Callable[[Job], object]:
     return spoil
 
 
-def state(**keys: Any) -> Callable[[Job], object]:
-    """Keys of the file, with two lines for a dot."""
-    changes = {key.replace("__", "."): value for key, value in keys.items()}
-    return save(lambda job: job.changes.update(changes))
+def state(key: str, value: object) -> Callable[[Job], object]:
+    return save(lambda job: job.settings.update({key: value}))
 
 
 def put(name: str, change: Callable[[Any], F32]) -> Callable[[Job], object]:
     return save(lambda job: job.tensors.update({name: change(job.tensors.get(name))}))
 
 
-def configure(key: str, value: object) -> Callable[[Job], object]:
-    return save(lambda job: job.config.update({key: value}))
+def call(architecture: str) -> Callable[[Job], object]:
+    return save(lambda job: setattr(job, "architecture", architecture))
 
 
 def divide_frequencies(factor: float) -> Callable[[Job], object]:
@@ -169,23 +165,23 @@ SPOILT: dict[str, tuple[Callable[[Job], object], str, tuple[str, ...]]] = {
     ),
     "no number": (put(GATE, lambda gate: np.full_like(gate, np.nan)), "P539", (GATE, "tiny.gguf")),
     "a signalling NaN": (put(GATE, lambda gate: np.full_like(gate, SIGNALLING)), "P539", (GATE,)),
-    "an unknown family": (configure("model_type", "qwen9"), "P544", ("'qwen9'", "qwen2", "qwen3")),
-    "no operator": (configure("model_type", "minimax-01"), "P544", ("minimax-01", "lightning")),
-    "2^31 layers": (configure("num_hidden_layers", 2**31), "P544", ("2147483648", "1024")),
+    "an unknown family": (call("qwen9"), "P544", ("'qwen9'", "qwen2", "qwen3")),
+    "no operator": (call("minimax-01"), "P544", ("minimax-01", "lightning")),
+    "2^31 layers": (state(".block_count", 2**31), "P544", ("2147483648", "1024")),
     "metadata that is missing": (forget_layers, "P532", ("llama.block_count", "tiny.gguf")),
     "metadata of another type": (
-        state(llama__attention__sliding_window="wide"),
+        state(".attention.sliding_window", "wide"),
         *("P532", ("sliding_window", "'wide'")),
     ),
     "layers that differ": (
-        state(llama__expert_count=[0, 8]),
+        state(".expert_count", [0, 8]),
         *("P532", ("llama.expert_count differs between layers",)),
     ),
     "a part of a split under another name": (
-        state(split__count=3, split__no=1),
+        save(lambda job: job.settings.update({"split.count": 3, "split.no": 1})),
         *("P532", ("split.count is 3",)),
     ),
-    "a list where a number belongs": (state(split__count=[3, 4]), "P532", ("split.count",)),
+    "a list where a number belongs": (state("split.count", [3, 4]), "P532", ("split.count",)),
     "positions scaled in an unknown way": (
         put(FREQUENCIES, lambda _: np.linspace(1, 3, 8, dtype=np.float32)),
         *("P544", (FREQUENCIES,)),
@@ -256,16 +252,13 @@ def test_a_file_may_have_any_name(job: Job) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "llama.attention.key_length",
-        "llama.attention.head_count_kv",
-        "llama.attention.sliding_window",
-        "llama.rope.dimension_count",
+        *(".attention.key_length", ".attention.head_count_kv", ".attention.sliding_window"),
+        ".rope.dimension_count",
     ],
 )
 def test_a_size_of_nothing(job: Job, key: str) -> None:
-    job.changes = {key: 0}
-    job.save()
-    if key == "llama.attention.sliding_window":
+    state(key, 0)(job)
+    if key == ".attention.sliding_window":
         job.convert()
         return
     with pytest.raises(UserError) as caught:
@@ -274,7 +267,7 @@ def test_a_size_of_nothing(job: Job, key: str) -> None:
 
 
 def test_a_token_of_a_whole_book(job: Job) -> None:
-    job.changes = {
+    job.settings |= {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": ["<unk>", "a", "b" * 5000],
         "tokenizer.ggml.scores": [0.0, -1.0, -2.0],

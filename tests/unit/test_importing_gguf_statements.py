@@ -1,5 +1,6 @@
 """Statements of a GGUF file are computed or refused by name: nothing is dropped silently."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,25 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.requirements import describe_other_parts
 from pi2.plan.documents.model import Model
-from tests.helpers.gguf_files import write_gguf
-from tests.helpers.gguf_goldens import UNNAMED, convert, expect_same_weights
-from tests.helpers.gguf_tensors import ARCHITECTURES, read_checkpoint, translate
+from tests.helpers.gguf_goldens import convert, expect_same_weights
 from tests.helpers.goldens import EXACT, copy_checkpoint
+from tests.helpers.peers import VOCAB, read_models, write_tiny
 
 pytest.importorskip("gguf")
+
+MODELS = read_models()
 
 
 class Job:
     def __init__(self, folder: Path, name: str = "llama") -> None:
-        self.folder = folder
-        self.checkpoint = copy_checkpoint(name, folder / "checkpoint")
-        self.config, weights = read_checkpoint(self.checkpoint)
-        weights = {key: v for key, v in weights.items() if not key.endswith(UNNAMED.get(name, ()))}
-        self.tensors = translate(weights, self.config)
-        kind = self.config["model_type"]
-        self.architecture = ARCHITECTURES.get(kind, kind)
+        self.folder, self.model = folder, MODELS[name]
+        self.tensors, self.architecture = dict(self.model.list_tensors()), self.model.architecture
 
     def write(self, name: str = "tiny", **keys: Any) -> Path:
         """Write it; ``keys``: further ones of the architecture, with two lines for a dot."""
-        changes = {
-            f"{self.architecture}.{key.replace('__', '.')}": value for key, value in keys.items()
-        }
-        return write_gguf(self.folder / f"{name}.gguf", self.config, self.tensors, changes=changes)
+        stated = {f".{key.replace('__', '.')}": value for key, value in keys.items()}
+        model = replace(self.model, settings={**self.model.settings, **stated})
+        return write_tiny(self.folder / f"{name}.gguf", model, self.tensors)
 
     def describe(self, **keys: Any) -> Model:
         return describe_checkpoint(self.write(**keys)).model
@@ -62,7 +58,7 @@ def test_a_matrix_is_multiplied_by_its_scale(tmp_path: Path, golden: str, matrix
     job = Job(tmp_path, golden)
     name = f"{matrix}.weight"
     count = len(job.tensors[name]) if job.tensors[name].ndim == 3 else 1
-    scale = np.asarray([0.5, 2.0, 0.25, 4.0, 8.0, 0.125, 16.0, 1.0][:count], np.float32)
+    scale = np.resize(np.asarray([0.5, 2.0, 0.25, 4.0, 8.0, 0.125, 16.0], np.float32), count)
     plain = job.tensors[name]
     job.tensors[f"{matrix}.scale"] = scale
     scaled = job.write("scaled")
@@ -70,9 +66,8 @@ def test_a_matrix_is_multiplied_by_its_scale(tmp_path: Path, golden: str, matrix
     shape = (count, 1, 1) if plain.ndim == 3 else (1, 1)
     job.tensors[name] = plain * scale.reshape(shape)
     expected = job.write("expected")
-    tokenizer = job.checkpoint / "tokenizer.json"
-    convert(scaled, tmp_path / "a", tokenizer, EXACT)
-    convert(expected, tmp_path / "b", tokenizer, EXACT)
+    convert(scaled, tmp_path / "a", None, EXACT)
+    convert(expected, tmp_path / "b", None, EXACT)
     expect_same_weights(tmp_path / "a", tmp_path / "b")
 
 
@@ -108,26 +103,26 @@ def test_a_tensor_that_nothing_reads_is_named(tmp_path: Path, name: str) -> None
 def test_scales_of_numbers_that_are_not_rounded_change_nothing(tmp_path: Path, name: str) -> None:
     job = Job(tmp_path)
     job.tensors[name] = vector(1)
-    assert job.describe().shape.layers == 2
+    assert job.describe().shape.layers == 4
 
 
 def test_a_bias_of_the_head_is_that_of_qwen2(tmp_path: Path) -> None:
     job = Job(tmp_path, "qwen2")
-    job.tensors["output.bias"] = vector(job.config["vocab_size"])
+    job.tensors["output.bias"] = vector(VOCAB)
     assert job.describe().head_bias
 
 
 def test_a_bias_of_what_heads_give_is_that_of_llama(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    for layer in range(2):
-        job.tensors[f"blk.{layer}.attn_output.bias"] = vector(job.config["hidden_size"])
+    for layer in range(4):
+        job.tensors[f"blk.{layer}.attn_output.bias"] = vector(32)
     attention = job.describe().attention
     assert (attention.qkv_bias, attention.output_bias) == (False, True)
 
 
 def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> None:
     job = Job(tmp_path, "glm4-moe")
-    layers = job.config["num_hidden_layers"]
+    layers = job.model.settings[".block_count"]
     for name, values in list(job.tensors.items()):
         if name.startswith(f"blk.{layers - 1}."):
             job.tensors[name.replace(str(layers - 1), str(layers), 1)] = values
@@ -235,24 +230,23 @@ def test_weights_of_experts_add_up_to_1_where_a_file_of_deepseek_v2_says_so(tmp_
     [("general.type", "adapter"), ("general.type", "mmproj"), ("adapter.lora.alpha", 16.0)],
 )
 def test_what_is_no_model_is_refused(tmp_path: Path, key: str, value: object) -> None:
-    job = Job(tmp_path)
-    file = write_gguf(tmp_path / "a.gguf", job.config, job.tensors, changes={key: value})
+    model = replace(MODELS["llama"], settings={**MODELS["llama"].settings, key: value})
     with pytest.raises(UserError, match=rf"P544.*{key} = {value!r}"):
-        describe_checkpoint(file)
+        describe_checkpoint(write_tiny(tmp_path / "a.gguf", model))
 
 
 def test_an_adapter_in_a_folder_is_named(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    (job.checkpoint / "adapter_config.json").write_text("{}")
+    checkpoint = copy_checkpoint("llama", tmp_path / "checkpoint")
+    (checkpoint / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"P537.*adapter_config\.json"):
-        describe_checkpoint(job.checkpoint)
+        describe_checkpoint(checkpoint)
 
 
 def test_the_last_token_is_the_embedding_where_a_file_says_so(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.describe().pooling == "mean"
     assert job.describe(pooling_type=3).pooling == "last"
-    folder = job.checkpoint / "1_Pooling"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"pooling_mode_lasttoken": true}')
-    assert describe_checkpoint(job.checkpoint).model.pooling == "last"
+    checkpoint = copy_checkpoint("llama", tmp_path / "checkpoint")
+    (checkpoint / "1_Pooling").mkdir()
+    (checkpoint / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
+    assert describe_checkpoint(checkpoint).model.pooling == "last"

@@ -16,9 +16,8 @@ from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.gguf_tokens import CUTS, find_marks
 from pi2.importing.new_model import describe_checkpoint
 from pi2.sandbox.tokenizer import list_endings
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import SPACE, make_sentence_piece, write_gguf
-from tests.helpers.gguf_tensors import translate
+from tests.helpers.gguf_tensors import list_settings, translate
 from tests.helpers.models import draw_weights, make_model
 
 TEXTS = (
@@ -181,17 +180,11 @@ def test_tokenizer_and_chat_template_go_into_the_store(tmp_path: Path) -> None:
     metadata = make_sentence_piece()
     size = len(metadata["tokenizer.ggml.tokens"])
     model = make_model({"shape": {"vocab": size}, "predictor": None})
-    weights = draw_weights(model)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
-    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 64}
-    changes = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in metadata.items()
-    }
     template = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
-    changes["tokenizer.chat_template"] = template
-    changes["tokenizer.ggml.eot_token_id"] = 5
-    file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config), changes=changes)
+    more = {"tokenizer.chat_template": template, "tokenizer.ggml.eot_token_id": 5}
+    tensors = translate(model, draw_weights(model))
+    settings = list_settings(model) | metadata | more
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", settings, tensors)
     made = describe_checkpoint(file).model
     assert (made.tokenizer.bos, made.tokenizer.eos, made.tokenizer.add_bos) == (1, (2, 5), True)
     convert_checkpoint(file, made, tmp_path / "store")

@@ -9,13 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from pi2.arrays import F32
-from pi2.formats.micro_floats import find_codes
 from pi2.importing.convert import convert_checkpoint
+from pi2.importing.gguf_file import read_gguf
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model_parts import Quantization
 from pi2.store.reader import NeuronStore
-from tests.helpers.gguf_metadata import add_config
-from tests.helpers.gguf_tensors import read_checkpoint, translate, write_all
+from tests.helpers.gguf_goldens import expect_same_weights
 from tests.helpers.goldens import (
     EXACT,
     FOLDER,
@@ -29,6 +28,7 @@ from tests.helpers.goldens import (
 )
 from tests.helpers.programs import Ask
 from tests.helpers.quantized import Stored, decode_fp4, pack_pairs, write_tensors
+from tests.helpers.whole_files import make_file
 
 HIDDEN, FFN = 96, 64
 KEPT = EXACT | {"ffn": "mxfp4"}
@@ -156,34 +156,14 @@ def test_converting_keeps_the_type_without_being_asked(published: tuple[Path, Pa
 def test_a_gguf_file_in_mxfp4_gives_the_same_store(
     published: tuple[Path, Path], stores: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    import gguf
-
-    config, weights = read_checkpoint(published[1])
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "gpt-oss")
-    add_config(writer, config | {"swiglu_limit": 7.0})
-    for name, values in translate(weights, config).items():
-        if not name.endswith("exps.weight"):
-            writer.add_tensor(name, np.ascontiguousarray(values))
-            continue
-        groups = np.ascontiguousarray(values).reshape(*values.shape[:-1], -1, 32)
-        codes, exponents = find_codes(groups, axis=-1)
-        assert (exponents > 0).all()
-        # An exponent, as E8M0 has it, then two codes in a byte, 16 apart.
-        halves = codes[..., :16] | codes[..., 16:] << 4
-        blocks = np.concatenate([exponents[..., None] + 1, halves.view(np.uint8)], axis=-1)
-        packed = blocks.astype(np.uint8).reshape(*values.shape[:-1], -1)
-        writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
-    write_all(writer)
-    made = describe_checkpoint(tmp_path / "tiny.gguf", "golden").model
+    file = make_file(published[0], tmp_path / "made.gguf")
+    assert "mxfp4" in {entry.block.name for entry in read_gguf(file).entries.values()}
+    made = describe_checkpoint(file, "golden").model
     assert made.quantization.ffn == "mxfp4"
     model = made.model_copy(update={"quantization": Quantization.model_validate(KEPT)})
     tokenizer = published[0] / "tokenizer.json"
-    convert_checkpoint(tmp_path / "tiny.gguf", model, tmp_path / "store", tokenizer=tokenizer)
-    before = stores[0].parent / "store"
-    files = [path.relative_to(before) for path in before.rglob("*.arrow")]
-    assert len(files) > 3
-    for file in files:
-        assert (tmp_path / "store" / file).read_bytes() == (before / file).read_bytes(), file
+    convert_checkpoint(file, model, tmp_path / "store", tokenizer=tokenizer)
+    expect_same_weights(stores[0].parent / "store", tmp_path / "store")
 
 
 def test_neurons_that_share_scales_stay_together(stores: tuple[Path, Path], tmp_path: Path) -> None:

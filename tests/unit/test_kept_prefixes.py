@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,8 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.prefixes import Block, KeptPrefixes, PrefixFiles, name_blocks
 from tests.helpers import goldens
 from tests.helpers.compiling import share_kernels
-from tests.helpers.gguf_files import make_tokens, write_gguf
-from tests.helpers.gguf_goldens import UNSAID
-from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.models import make_tiny
+from tests.helpers.peers import read_models, write_tiny
 from tests.helpers.plans import write_plan
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "seed": 5}
@@ -263,11 +262,7 @@ def test_a_longer_prompt_does_not_go_on_from_keys_of_shorter_ones(
 
 
 def test_a_longer_prompt_of_a_file_does_not_go_on_from_keys_of_shorter_ones(tmp_path: Path) -> None:
-    checkpoint = goldens.copy_checkpoint("phi3-longrope", tmp_path / "checkpoint")
-    goldens.change_config(checkpoint, **UNSAID["phi3-longrope"])
-    config, weights = read_checkpoint(checkpoint)
-    tokens = make_tokens(config["vocab_size"])
-    file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config), changes=tokens)
+    file = write_tiny(tmp_path / "tiny.gguf", read_models()["phi3-longrope"])
     ids = np.random.default_rng(2).integers(3, 90, 112).tolist()
     settings: dict[str, Any] = {"kv.context": 124, "serve.prefixes": "prompts"}
     options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -284,11 +279,9 @@ def test_a_longer_prompt_of_a_file_does_not_go_on_from_keys_of_shorter_ones(tmp_
 def test_windows_go_on_from_what_they_have(tmp_path: Path) -> None:
     """They keep 96 tokens: a prompt that parts from an earlier one further back is read from its
     beginning, or from blocks of files that had their tokens."""
-    checkpoint = goldens.copy_checkpoint("gemma3", tmp_path / "checkpoint")
-    goldens.change_config(checkpoint, max_position_embeddings=512)
-    config, weights = read_checkpoint(checkpoint)
-    tokens = make_tokens(config["vocab_size"])
-    file = write_gguf(tmp_path / "tiny.gguf", config, translate(weights, config), changes=tokens)
+    tiny = read_models()["gemma3"]
+    longer = replace(tiny, settings={**tiny.settings, ".context_length": 512})
+    file = write_tiny(tmp_path / "tiny.gguf", longer)
     ids = np.random.default_rng(2).integers(3, 90, 300).tolist()
     prompts = [ids, [*ids[:290], 5, 6], [*ids[:150], 5, 6], ids[:100]]
     settings: dict[str, Any] = {"kv.context": 320, "prefill.chunk": 32, "decode.batch": 2}

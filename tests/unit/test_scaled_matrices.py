@@ -1,5 +1,6 @@
 """Files whose matrices have scales of their own (``attn_q.scale``) run as they are."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,24 +9,23 @@ import pytest
 import pi2
 from pi2.arrays import F32
 from pi2.weights.file_reading import FileFiller
-from tests.helpers.gguf_files import make_tokens, write_gguf
-from tests.helpers.gguf_tensors import read_checkpoint, translate
-from tests.helpers.goldens import copy_checkpoint, read_golden
+from tests.helpers.peers import TOKENS, read_models, write_tiny
 
 pytest.importorskip("gguf")
 
-SCALES = np.array([0.5, 2.0, 0.25, 4.0, 8.0, 0.125, 16.0, 1.0], np.float32)
+MODELS = read_models()
+SCALES = np.resize(np.array([0.5, 2.0, 0.25, 4.0, 8.0, 0.125, 16.0], np.float32), 12)
 """Powers of 2, by which numbers of every format are multiplied exactly."""
 
 
-def read_logits(file: Path, prompt: list[int]) -> F32:
+def read_logits(file: Path) -> F32:
     assert FileFiller().runs_as_it_is(file)
     with pi2.load(file, set={"kv.context": 64}) as model:
-        return np.array(model.logits(prompt))
+        return np.array(model.logits(TOKENS))
 
 
 @pytest.mark.parametrize(
-    ("golden", "kind", "matrices"),
+    ("name", "kind", "matrices"),
     [
         ("llama", "F32", ["blk.0.attn_q", "blk.1.ffn_down", "output"]),
         ("llama", "Q8_0", ["blk.0.attn_output", "blk.1.ffn_gate"]),
@@ -38,11 +38,11 @@ def read_logits(file: Path, prompt: list[int]) -> F32:
     ],
 )
 def test_logits_are_those_of_multiplied_matrices(
-    tmp_path: Path, golden: str, kind: str, matrices: list[str]
+    tmp_path: Path, name: str, kind: str, matrices: list[str]
 ) -> None:
     """One scale for a matrix, before its biases are added, or one for each expert."""
-    config, weights = read_checkpoint(copy_checkpoint(golden, tmp_path / "checkpoint"))
-    plain = translate(weights, config)
+    model = replace(MODELS[name], kind=kind)
+    plain = dict(model.list_tensors())
     scaled, multiplied = dict(plain), dict(plain)
     for matrix in matrices:
         values = plain[f"{matrix}.weight"]
@@ -52,10 +52,9 @@ def test_logits_are_those_of_multiplied_matrices(
         multiplied[f"{matrix}.weight"] = values * scales.reshape(-1, *[1] * (values.ndim - 1))
         # It says how a processor rounds inputs, which nothing here does.
         scaled[f"{matrix}.input_scale"] = np.full(1, 0.5, np.float32)
-    prompt, found = read_golden(golden).prompt, []
-    for name, tensors in (("scaled", scaled), ("multiplied", multiplied), ("plain", plain)):
-        changes = make_tokens(config["vocab_size"])
-        file = write_gguf(tmp_path / f"{name}.gguf", config, tensors, kind, changes)
-        found.append(read_logits(file, prompt))
+    found = [
+        read_logits(write_tiny(tmp_path / f"{number}.gguf", model, tensors))
+        for number, tensors in enumerate((scaled, multiplied, plain))
+    ]
     assert np.array_equal(found[0], found[1])
     assert not np.array_equal(found[0], found[2])

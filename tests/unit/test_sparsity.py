@@ -143,7 +143,7 @@ def test_the_file_states_the_perplexity_that_evaluate_measures(sparse: Path) -> 
 def test_a_loss_is_kept_by_the_largest_share_that_keeps_it(plan: Path) -> None:
     goal = Goal(method="cats-teal", max_increase=0.002)
     found = calibrate_thresholds(
-        plan, Passages([TEXT], context=32, held_out=1), goal=goal, max_error=9.0
+        plan, Passages([TEXT], context=32, count=2, held_out=1), goal=goal, max_error=9.0
     )
     targets = [trial.thresholds.target for trial in found.trials]
     assert targets[0] == 0.5 and len(targets) == 6
@@ -208,9 +208,9 @@ def test_more_tokens_make_the_error_smaller(plan: Path) -> None:
             goal=Goal(method="cats", target=0.5),
             max_error=9.0,
         ).chosen
-        for windows in (1, 16)
+        for windows in (1, 6)
     }
-    assert found[1].scored < found[16].scored and found[16].error < found[1].error
+    assert found[1].scored < found[6].scored and found[6].error < found[1].error
 
 
 def test_what_was_found_survives_an_interrupt(
@@ -245,7 +245,7 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
     def calibrate(text: str, partial: Path | None) -> list[float]:
         found = calibrate_thresholds(
             plan,
-            Passages([text], context=32),
+            Passages([text], context=32, count=2, held_out=1),
             goal=Goal(method="cats", target=0.5),
             max_error=9.0,
             partial=partial,
