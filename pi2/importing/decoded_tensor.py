@@ -2,8 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -205,7 +206,8 @@ class DecodedTensor(SourceTensor, ABC):
         return "<f4"
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        return self.decode(start, self.shape[0] if stop is None else stop)
+        rows = self.shape[0]
+        return self.decode(start, rows if stop is None else min(stop, rows))
 
     def widen(self, raw: Raw) -> F32:
         return raw.astype(np.float32, copy=False)
@@ -217,7 +219,7 @@ class DecodedTensor(SourceTensor, ABC):
 def describe_decoded(name: str, shape: tuple[int, ...], *parts: SourceTensor) -> dict[str, Any]:
     """What every `DecodedTensor` states of itself, made of ``parts``."""
     return {
-        "file": parts[0].file,
+        "file": parts[0].file if parts else Path(),
         "name": name,
         "dtype": "F32",
         "shape": shape,
@@ -225,3 +227,55 @@ def describe_decoded(name: str, shape: tuple[int, ...], *parts: SourceTensor) ->
         "size_bytes": sum(part.size_bytes for part in parts),
         "parts": parts,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedTensor(DecodedTensor):
+    """Rows that a function makes."""
+
+    compute: Callable[[int, int], F32]
+    """Gives rows from one on and before another, float32 [n, ...]."""
+    keeps: bool
+
+    @property
+    def is_stored(self) -> bool:
+        return self.keeps
+
+    def decode(self, start: int, stop: int) -> F32:
+        return self.compute(start, stop)
+
+
+def compute_tensor(
+    name: str,
+    shape: tuple[int, ...],
+    compute: Callable[[int, int], F32],
+    *parts: SourceTensor,
+    dtype: str | None = None,
+) -> ComputedTensor:
+    """A tensor that a function makes of ``parts``; ``dtype``: the type of numbers that stay what
+    they are."""
+    own = describe_decoded(name, shape, *parts) | {"dtype": dtype or "F32"}
+    return ComputedTensor(**own, compute=compute, keeps=dtype is not None)
+
+
+def multiply_columns(matrix: SourceTensor, factors: F32, *parts: SourceTensor) -> ComputedTensor:
+    """A matrix whose columns are multiplied by ``factors`` [columns]; ``parts`` belong to it."""
+    return compute_tensor(
+        matrix.name,
+        matrix.shape,
+        lambda start, stop: matrix.read(start, stop) * factors,
+        *(parts or (matrix,)),
+    )
+
+
+def unfold_norm(inner: SourceTensor, norm: SourceTensor | None, offset: float) -> SourceTensor:
+    """PowerInfer's predictor ``inner`` for the FFN's input.
+
+    It reads h; the FFN reads u = h / |h| * w with the norm's weights w. fc2 relu(fc1 h) has the
+    sign of fc2 relu(fc1 (u / w)): columns of fc1 are divided by w."""
+    if norm is None or len(inner.shape) != 2 or norm.shape != inner.shape[1:]:
+        return inner  # said later, with all that is missing or wrong
+    weights = norm.read() + np.float32(offset)
+    return multiply_columns(
+        inner, np.divide(1, weights, out=np.zeros_like(weights), where=weights != 0)
+    )

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F16, F32, F64, I64, U8, Raw
+from pi2.importing.decoded_tensor import compute_tensor
 from pi2.importing.gguf_states import RateLogarithms
 from pi2.importing.rows import Rows, find_rows
-from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.safetensors_file import SourceTensor, ViewTensor
 from pi2.model.attention import Attention, list_fused_heads
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
@@ -29,9 +30,13 @@ def find_dense_rows(
     found = [find_rows(tensors, model, source) for source in tensor.sources]
     first = found[0].tensor
     if tensor.transform == "stack":
-        return [
-            Rows(tensor=_Stack(**_describe(first, (tensor.rows, *first.shape)), parts=tuple(found)))
-        ]
+
+        def stack(start: int, stop: int) -> F32:
+            return np.stack([part.read() for part in found[start:stop]])
+
+        parts = (part.tensor for part in found)
+        shape = (tensor.rows, *first.shape)
+        return [Rows(tensor=compute_tensor(first.name, shape, stack, *parts))]
     if tensor.transform == "turned keys":
         return [Rows(tensor=_turn_keys(first, model))]
     if tensor.transform == "cutoff":
@@ -40,21 +45,13 @@ def find_dense_rows(
         deviations = model.blocks[layer].ffn.cutoff
         assert deviations is not None
         maker = CutoffMaker(found[0], deviations, tensor.packing.is_plain)
+
+        def cut(start: int, stop: int) -> F32:
+            return maker.make()[start:stop]
+
         shape = (tensor.rows, model.shape.hidden)
-        return [Rows(tensor=_CutoffTensor(**_describe(first, shape), maker=maker))]
+        return [Rows(tensor=compute_tensor(first.name, shape, cut, first))]
     return found
-
-
-def _describe(source: SourceTensor, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Fields of a float32 tensor that is made of ``source``."""
-    return {
-        "file": source.file,
-        "name": source.name,
-        "dtype": "F32",
-        "shape": shape,
-        "offset": 0,
-        "size_bytes": source.size_bytes,
-    }
 
 
 def read_state_vector(
@@ -179,60 +176,21 @@ def _list_blocks(count: int) -> list[tuple[int, int]]:
     return [(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CutoffTensor(SourceTensor):
-    maker: CutoffMaker
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        return self.maker.make()[start:stop]
-
-    def widen(self, raw: Raw) -> F32:
-        return raw.astype(np.float32, copy=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TurnedKeys(SourceTensor):
+def _turn_keys(whole: SourceTensor, model: Model) -> SourceTensor:
     """What turns the plain part of each head's query into a query of what keys are made of:
     [heads rank, plain], of [heads (plain + value), rank]."""
-
-    whole: SourceTensor
-    head_rows: int
-    """Rows of a head in ``whole``."""
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        rank, plain = self.whole.shape[1], self.shape[1]
-        rows = range(self.shape[0])[start:stop]
-        first, last = rows.start // rank, -(-rows.stop // rank)
-        found = []
-        for head in range(first, last):
-            origin = head * self.head_rows
-            raw = self.whole.read_raw(origin, origin + plain)
-            # Bytes must become numbers before they can be turned.
-            numbers = self.whole.widen(raw)
-            found.append(np.ascontiguousarray(numbers.T))
-        turned: Raw = np.concatenate(found)[rows.start - first * rank : rows.stop - first * rank]
-        return turned
-
-    def widen(self, raw: Raw) -> F32:
-        return raw.astype(np.float32, copy=False)
-
-
-def _turn_keys(whole: SourceTensor, model: Model) -> SourceTensor:
     shape, latent = model.shape, model.attention.latent
     assert latent is not None
-    size, rows = (shape.heads * latent.rank, latent.plain), latent.plain + shape.head_dim
-    return _TurnedKeys.made_of(whole, dtype="F32", shape=size, whole=whole, head_rows=rows)
+    rank, plain, head_rows = latent.rank, latent.plain, latent.plain + shape.head_dim
 
+    def turn(start: int, stop: int) -> F32:
+        first, found = start // rank, []
+        for head in range(first, -(-stop // rank)):
+            keys = whole.read(head * head_rows, head * head_rows + plain)
+            found.append(np.ascontiguousarray(keys.T))
+        return np.concatenate(found)[start - first * rank : stop - first * rank]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stack(SourceTensor):
-    parts: tuple[Rows, ...]
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        return np.stack([part.read() for part in self.parts])[start:stop]
-
-    def widen(self, raw: Raw) -> F32:
-        return raw.astype(np.float32, copy=False)
+    return compute_tensor(whole.name, (shape.heads * rank, plain), turn, whole)
 
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias")
@@ -282,37 +240,26 @@ def make_plain(model: Model) -> Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PickedTensor(SourceTensor):
-    """Rows of another tensor; ``offset`` means nothing here."""
+class PickedTensor(ViewTensor):
+    """Rows of another tensor."""
 
     rows: Rows
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         return self.rows.read_raw(start, stop)
 
-    def widen(self, raw: Raw) -> F32:
-        return self.rows.tensor.widen(raw)
-
     def read_turned(self) -> Raw:
         return self.rows.read_turned()
 
-    @property
-    def is_stored(self) -> bool:
-        return self.rows.tensor.is_stored
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.rows.tensor.is_mxfp4
-
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        return self.rows.tensor.take_codes(raw, precision)
+        return self.stored.take_codes(raw, precision)
 
 
 def pick_rows(rows: Rows) -> SourceTensor:
     if rows.index is None:
         return rows.tensor
-    shape, size = (rows.count, *rows.tensor.shape[1:]), rows.size_bytes
-    return PickedTensor.made_of(rows.tensor, shape=shape, size_bytes=size, rows=rows)
+    shape = (rows.count, *rows.tensor.shape[1:])
+    return PickedTensor.of(rows.tensor, shape=shape, size_bytes=rows.size_bytes, rows=rows)
 
 
 def find_plain(

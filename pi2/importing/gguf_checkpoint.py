@@ -15,7 +15,7 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.formats import Format
 from pi2.importing.checkpoint import Checkpoint, check_weights, parse_json
 from pi2.importing.config import list_beginnings, make_generation_config, rename_tensors
-from pi2.importing.decoded_tensor import PackedTensor, refuse_shape
+from pi2.importing.decoded_tensor import PackedTensor, refuse_shape, unfold_norm
 from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import (
     Architecture,
@@ -300,7 +300,9 @@ def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
     if beginnings:  # blocks of a file are fewer layers
         whole = {name.replace(".mamba.", ".mixer."): own for name, own in tensors.items()}
         tensors = rename_tensors(whole, beginnings)
-    _fold_norms(tensors)
+    for name in [name for name in tensors if name.endswith(".mlp.predictor.fc1.weight")]:
+        norm = tensors.get(name.replace("mlp.predictor.fc1", "post_attention_layernorm"))
+        tensors[name] = unfold_norm(tensors[name], norm, 0.0)
     return GgufCheckpoint(
         folder=path,
         config=config,
@@ -566,20 +568,3 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
             )
         scales[name] = numbers if count == experts else np.repeat(numbers, experts)
     return scales
-
-
-def _fold_norms(tensors: dict[str, SourceTensor]) -> None:
-    """Make predictors read the FFN's input.
-
-    PowerInfer's read h; the FFN reads u = h / |h| * w with the norm's weights w. fc2 relu(fc1 h)
-    has the sign of fc2 relu(fc1 (u / w)): columns of fc1 are divided by w."""
-    for name, tensor in tensors.items():
-        if not name.endswith(".mlp.predictor.fc1.weight"):
-            continue
-        norm = tensors.get(name.replace("mlp.predictor.fc1", "post_attention_layernorm"))
-        if norm is None or len(tensor.shape) != 2 or norm.shape != tensor.shape[1:]:
-            continue  # said later, with all that is missing or wrong
-        assert isinstance(tensor, GgufTensor)
-        weights = norm.read()
-        factors = np.divide(1, weights, out=np.zeros_like(weights), where=weights != 0)
-        tensors[name] = replace(tensor, factors=factors)

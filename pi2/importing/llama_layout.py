@@ -5,7 +5,7 @@ The reverse of `pi2.importing.gguf_checkpoint`, by the same documents of familie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isclose, prod
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import Config
-from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
+from pi2.importing.decoded_tensor import compute_tensor
 from pi2.importing.dense_rows import PARTS, Arrangement, Laid, find_plain, make_plain, pick_rows
 from pi2.importing.families import describe_family
 from pi2.importing.gguf_architectures import (
@@ -52,46 +52,24 @@ class Unsuited(Exception):
     """The architecture has no place for a tensor or a fact, which the text names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputedTensor(DecodedTensor):
-    """Rows that a function makes of rows of another tensor."""
+def _take_part(source: SourceTensor, heads: int, sizes: tuple[int, int], part: int) -> SourceTensor:
+    """Keys, turned, or values of the KV matrix of latent attention, one head after the other;
+    ``sizes``: rows of both in a head."""
+    count, rank = sizes[part], source.shape[1]
+    width = rank if part == 0 else count
 
-    source: SourceTensor
-    compute: Callable[[F32], F32]
-
-    @property
-    def is_stored(self) -> bool:
-        return self.source.is_stored
-
-    def decode(self, start: int, stop: int) -> F32:
-        return self.compute(self.source.read(start, stop))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadParts(DecodedTensor):
-    """Keys or values of the KV matrix of latent attention, one head after the other."""
-
-    source: SourceTensor
-    first: int
-    """Row of a head that the part begins with."""
-    count: int
-    each: int
-    """Rows of a head."""
-    turns: bool
-
-    @property
-    def is_stored(self) -> bool:
-        return self.source.is_stored
-
-    def decode(self, start: int, stop: int) -> F32:
-        width = self.source.shape[1] if self.turns else self.count
+    def take(start: int, stop: int) -> F32:
         found = []
         for head in range(start // width, -(-stop // width)):
-            place = head * self.each + self.first
-            rows = self.source.read(place, place + self.count)
-            found.append(np.ascontiguousarray(rows.T) if self.turns else rows)
+            place = head * sum(sizes) + part * sizes[0]
+            rows = source.read(place, place + count)
+            found.append(np.ascontiguousarray(rows.T) if part == 0 else rows)
         skipped = start // width * width
         return np.concatenate(found)[start - skipped : stop - skipped]
+
+    shape = (heads * rank, count) if part == 0 else (heads * count, rank)
+    dtype = source.dtype if source.is_stored else None
+    return compute_tensor(source.name, shape, take, source, dtype=dtype)
 
 
 def find_names(source: Checkpoint, model: Model, own: Architecture) -> Model:
@@ -200,19 +178,7 @@ def _change(
         sizes = latent.plain, tensor.shape[0] // shape.heads - latent.plain
         block = name.removesuffix("attn_kv_b.weight")
         for piece, number in PIECES.items():
-            count, rank = sizes[number], tensor.shape[1]
-            size = (shape.heads * rank, count) if number == 0 else (shape.heads * count, rank)
-            yield (
-                f"{block}{piece}.weight",
-                HeadParts(
-                    **{**describe_decoded(tensor.name, size, tensor), "dtype": tensor.dtype},
-                    source=tensor,
-                    first=0 if number == 0 else sizes[0],
-                    count=count,
-                    each=sum(sizes),
-                    turns=number == 0,
-                ),
-            )
+            yield f"{block}{piece}.weight", _take_part(tensor, shape.heads, sizes, number)
         return
     elif kind == "ssm_a":
         tensor = _compute(tensor, lambda rates: -np.exp(rates))
@@ -241,9 +207,14 @@ def _tile(part: str, tensor: SourceTensor, heads: DeltaHeads) -> SourceTensor:
     return pick_rows(Rows(tensor=tensor, index=stored))
 
 
-def _compute(tensor: SourceTensor, compute: Callable[[F32], F32]) -> ComputedTensor:
-    described = describe_decoded(tensor.name, tensor.shape, tensor) | {"dtype": tensor.dtype}
-    return ComputedTensor(**described, source=tensor, compute=compute)
+def _compute(tensor: SourceTensor, compute: Callable[[F32], F32]) -> SourceTensor:
+    return compute_tensor(
+        tensor.name,
+        tensor.shape,
+        lambda start, stop: compute(tensor.read(start, stop)),
+        tensor,
+        dtype=tensor.dtype if tensor.is_stored else None,
+    )
 
 
 def _shape(name: str, tensors: tuple[SourceTensor, ...], model: Model) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
+from pi2.importing.decoded_tensor import unfold_norm
 from pi2.importing.requirements import Requirement, describe_shape_problem, raise_findings
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors, list_torch_file
 from pi2.model.tensor import fill_name
@@ -18,18 +19,6 @@ from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.weights.layout import GROUP, round_up
 
 _NAME = re.compile(r"model_(\d+)\.pt")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldedTensor(SourceTensor):
-    """A matrix whose columns are multiplied by something; ``offset`` means nothing here."""
-
-    source: SourceTensor
-    factors: F32
-    """Factors of the columns, float32 [columns]."""
-
-    def read(self, start: int = 0, stop: int | None = None) -> F32:
-        return self.source.read(start, stop) * self.factors
 
 
 def list_predictor_files(place: Path) -> list[Path]:
@@ -71,19 +60,12 @@ def list_powerinfer_predictors(
         if "fc1.weight" in parts:
             norm = tensors.get(fill_name(names.ffn_norm, layer))
             inner = parts["fc1.weight"]
-            found[fill_name(names.predictor_in, layer)] = _fold_norm(inner, norm, model)
+            found[fill_name(names.predictor_in, layer)] = unfold_norm(
+                inner, norm, model.norm.weight_offset
+            )
         if "fc2.weight" in parts:
             found[fill_name(names.predictor_out, layer)] = parts["fc2.weight"]
     return found
-
-
-def _fold_norm(inner: SourceTensor, norm: SourceTensor | None, model: Model) -> SourceTensor:
-    """Let ``inner`` read u = h / |h| * w instead of h: fc1 (u / w) has the same signs."""
-    if norm is None or len(inner.shape) != 2 or norm.shape != inner.shape[1:]:
-        return inner  # said later, with all that is missing or wrong
-    weights = norm.read() + np.float32(model.norm.weight_offset)
-    factors = np.divide(1, weights, out=np.zeros_like(weights), where=weights != 0)
-    return FoldedTensor.made_of(inner, source=inner, factors=factors)
 
 
 def _match(file: Path) -> re.Match[str] | None:

@@ -6,15 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I32, I64, U8, Raw
-from pi2.importing.safetensors_file import SourceTensor
+from pi2.arrays import F32, I32, I64, Raw
+from pi2.importing.decoded_tensor import compute_tensor
+from pi2.importing.safetensors_file import SourceTensor, ViewTensor
 from pi2.model.tensor import Source
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import Precision
 
 _KEPT_EXPERTS = 2 * (os.cpu_count() or 1) + 2
 """Experts that pieces which are packed at the same time may need."""
@@ -53,88 +52,30 @@ def is_by_expert(order: I32, neurons: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertTensor(SourceTensor):
-    """One expert's part of a tensor of all experts, [experts, ...]; ``offset`` is unused."""
+class ExpertTensor(ViewTensor):
+    """One expert's part of a tensor of all experts, [experts, ...]."""
 
-    whole: SourceTensor
     expert: int
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        found: Raw = self.whole.read_raw(self.expert, self.expert + 1)[0]
+        found: Raw = self.stored.read_raw(self.expert, self.expert + 1)[0]
         return found[start:stop]
-
-    def widen(self, raw: Raw) -> F32:
-        return self.whole.widen(raw)
-
-    @property
-    def is_stored(self) -> bool:
-        return self.whole.is_stored
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.whole.is_mxfp4
 
 
 def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
-    size = whole.size_bytes // whole.shape[0]
-    own = {"name": f"{whole.name}[{expert}]", "shape": whole.shape[1:], "size_bytes": size}
-    return ExpertTensor.made_of(whole, **own, whole=whole, expert=expert)
+    size, name = whole.size_bytes // whole.shape[0], f"{whole.name}[{expert}]"
+    return ExpertTensor.of(whole, name=name, shape=whole.shape[1:], size_bytes=size, expert=expert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnedTensor(SourceTensor):
-    """A matrix that the file has turned; ``offset`` means nothing here."""
-
-    stored: SourceTensor
+class TurnedTensor(ViewTensor):
+    """A matrix that the file has turned."""
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         return self.stored.read_turned()[start:stop]
 
     def read_turned(self) -> Raw:
         return self.stored.read_raw()
-
-    def widen(self, raw: Raw) -> F32:
-        return self.stored.widen(raw)
-
-    @property
-    def is_stored(self) -> bool:
-        return self.stored.is_stored
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.stored.is_mxfp4
-
-
-def turn_tensor(stored: SourceTensor) -> SourceTensor:
-    """The transpose of a matrix."""
-    return TurnedTensor.made_of(stored, shape=stored.shape[::-1], stored=stored)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadsTensor(SourceTensor):
-    """Rows or columns of heads, each of which zeros follow; ``offset`` means nothing here."""
-
-    stored: SourceTensor
-    heads: int
-    by_columns: bool
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        axis = 1 if self.by_columns else 0
-        count, size = self.stored.shape[axis] // self.heads, self.shape[axis] // self.heads
-        if self.by_columns:
-            rows = self.stored.read(start, stop).reshape((-1, self.heads, count))
-            filled = np.zeros((len(rows), self.heads, size), np.float32)
-            filled[..., :count] = rows
-            return filled.reshape((len(rows), -1))
-        places = np.arange(self.shape[0])[start:stop]
-        found = np.zeros((len(places), *self.shape[1:]), np.float32)
-        is_there = places % size < count
-        if is_there.any():
-            wanted = places[is_there] // size * count + places[is_there] % size
-            first = int(wanted[0])
-            rows = self.stored.read(first, int(wanted[-1]) + 1)
-            found[is_there] = rows[wanted - first]
-        return found
 
 
 def fill_heads(
@@ -143,44 +84,34 @@ def fill_heads(
     """A tensor of ``heads``, of which each has as many rows, or columns, filled up with zeros to
     ``size`` of them."""
     shape = (stored.shape[0], heads * size) if by_columns else (heads * size, *stored.shape[1:])
-    own = {"dtype": "F32", "shape": shape, "heads": heads, "by_columns": by_columns}
-    return HeadsTensor.made_of(stored, stored=stored, **own)
+    count = stored.shape[by_columns] // heads
+
+    def fill_columns(start: int, stop: int) -> F32:
+        filled = np.zeros((stop - start, heads, size), np.float32)
+        filled[..., :count] = stored.read(start, stop).reshape((-1, heads, count))
+        return filled.reshape((stop - start, -1))
+
+    def fill_rows(start: int, stop: int) -> F32:
+        places = np.arange(start, stop)
+        found = np.zeros((len(places), *shape[1:]), np.float32)
+        is_there = places % size < count
+        if is_there.any():
+            wanted = places[is_there] // size * count + places[is_there] % size
+            first = int(wanted[0])
+            found[is_there] = stored.read(first, int(wanted[-1]) + 1)[wanted - first]
+        return found
+
+    fill = fill_columns if by_columns else fill_rows
+    return compute_tensor(stored.name, shape, fill, stored, dtype="F32")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroTensor(SourceTensor):
-    """Zeros, which no file has; ``offset`` means nothing here."""
+def make_same(*shape: int, number: float) -> SourceTensor:
+    """A tensor of one number, which no file has."""
 
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        return np.zeros((len(range(self.shape[0])[start:stop]), *self.shape[1:]), np.float16)
+    def fill(start: int, stop: int) -> F32:
+        return np.full((stop - start, *shape[1:]), number, np.float32)
 
-    def read_turned(self) -> Raw:
-        return np.zeros(self.shape[::-1], np.float16)
-
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SameTensor(SourceTensor):
-    """A vector of one number, which no file has; ``offset`` means nothing here."""
-
-    number: float
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        count = len(range(self.shape[0])[start:stop])
-        return np.full(count, self.number, np.float32)
-
-
-def make_same(length: int, number: float) -> SourceTensor:
-    file, shape = Path(), (length,)
-    return SameTensor(
-        file=file, name="same", dtype="F32", shape=shape, offset=0, size_bytes=0, number=number
-    )
-
-
-def make_zeros(*shape: int) -> SourceTensor:
-    return ZeroTensor(file=Path(), name="zeros", dtype="F16", shape=shape, offset=0, size_bytes=0)
+    return compute_tensor("same", shape, fill, dtype="F32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,16 +163,12 @@ class Rows:
 def find_rows(tensors: Mapping[str, SourceTensor], model: Model, source: Source) -> Rows:
     """What ``source`` takes of a checkpoint that was checked."""
     if not source.key:
-        is_zero = source.value == 0.0
-        constant = (
-            make_zeros(*source.shape) if is_zero else make_same(source.shape[0], source.value)
-        )
-        return Rows(tensor=constant)
+        return Rows(tensor=make_same(*source.shape, number=source.value))
     tensor = tensors[source.name(model.tensors)]
     if source.is_stacked:
         tensor = take_expert(tensor, source.expert)
     if source.is_turned:
-        tensor = turn_tensor(tensor)
+        tensor = TurnedTensor.of(tensor, shape=tensor.shape[::-1])
     if source.heads is not None:
         heads, size, by_columns = source.heads
         tensor = fill_heads(tensor, heads, size, by_columns=by_columns)

@@ -45,12 +45,6 @@ class SourceTensor:
     """Byte of the tensor's first element in the file."""
     size_bytes: int
 
-    @classmethod
-    def made_of(cls, other: SourceTensor, /, **own: Any) -> Self:
-        """A tensor with the values of ``other`` except ``own``."""
-        kept = ("file", "name", "dtype", "shape", "size_bytes")
-        return cls(**({"offset": 0} | {name: getattr(other, name) for name in kept} | own))
-
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; P535, P532."""
         storage = self.check_type()
@@ -115,6 +109,31 @@ class SourceTensor:
         """Packed weights and scales of rows that are quantised already just as the store does it;
         None for all others, which is what every plain number is."""
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewTensor(SourceTensor):
+    """Numbers of another tensor in another order; ``offset`` means nothing here."""
+
+    stored: SourceTensor
+
+    @classmethod
+    def of(cls, stored: SourceTensor, /, **own: Any) -> Self:
+        """A view with the values of ``stored`` except ``own``."""
+        kept = ("file", "name", "dtype", "shape", "size_bytes")
+        values = {"offset": 0} | {name: getattr(stored, name) for name in kept} | own
+        return cls(**values, stored=stored)
+
+    def widen(self, raw: Raw) -> F32:
+        return self.stored.widen(raw)
+
+    @property
+    def is_stored(self) -> bool:
+        return self.stored.is_stored
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.stored.is_mxfp4
 
 
 def turn(matrix: Raw) -> Raw:

@@ -275,16 +275,3 @@ def decode_four_bits(
         parts.append(whole)
     own = describe_decoded(name, (rows, columns), *parts)
     return FourBitTensor(**own, codes=codes, scales=scales, factor=factor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FactoredTensor(DecodedTensor):
-    """A matrix whose inputs are multiplied by factors, as columns that are."""
-
-    matrix: SourceTensor
-    factors: SourceTensor
-    """[columns]."""
-
-    def decode(self, start: int, stop: int) -> F32:
-        numbers = self.matrix.read(start, stop)
-        return np.asarray(numbers * read_scales(self.factors).reshape(1, -1), np.float32)

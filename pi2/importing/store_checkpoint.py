@@ -1,9 +1,9 @@
 """Opens a neuron store as the checkpoint that it was made from, with the numbers that it has."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.decoded_tensor import ComputedTensor
 from pi2.importing.dense_rows import make_plain
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import find_factors, find_neurons
@@ -108,57 +109,6 @@ class StoredNeurons(SourceTensor):
         return None if scales is None else (np.ascontiguousarray(weights), scales.view(np.float16))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MadeTensor(SourceTensor):
-    """Numbers that are made of several parts of a store, all at once."""
-
-    made: "_Maker | _Known | _Heads"
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        return self.made.values[start:stop]
-
-    @property
-    def is_stored(self) -> bool:
-        return self.dtype == "F16"
-
-
-class _Maker:
-    """Makes numbers when they are first asked for; several threads may ask."""
-
-    def __init__(self, store: "_Store", place: tuple[int, int, int]) -> None:
-        self._store, self._place = store, place
-
-    @property
-    def values(self) -> F32:
-        """Down vectors of an expert as columns [width, neurons]."""
-        with self._store.lock:
-            return self._store.read_downs(*self._place)
-
-
-class _Known:
-    def __init__(self, values: F32) -> None:
-        self.values = values
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """The KV matrix of latent attention, made when it is asked for."""
-
-    keys: Tensor
-    rows: Tensor
-    heads: int
-    sizes: tuple[int, int]
-    """Rows of a head's keys, and of all of it."""
-
-    @property
-    def values(self) -> F32:
-        plain, each = self.sizes
-        keys = _widen(self.keys).reshape(self.heads, -1, self.keys.length)[..., :plain]
-        rank = keys.shape[1]
-        values = _widen(self.rows).reshape(self.heads, each - plain, -1)[..., :rank]
-        return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, rank)
-
-
 def _widen(stored: Tensor, rows: I64 | slice = slice(None)) -> F32:
     """Numbers of rows of a dense tensor."""
     if stored.precision is None:
@@ -175,6 +125,12 @@ class _Store:
         self.store, self.model = store, model
         self.lock = threading.Lock()
         self.read_downs = lru_cache(_KEPT_EXPERTS)(self._read_downs)
+
+    def _take_downs(self, layer: int, first: int, count: int, start: int, stop: int) -> F32:
+        """Rows of the down vectors of an expert as columns [width, neurons]; several threads may
+        ask."""
+        with self.lock:
+            return self.read_downs(layer, first, count)[start:stop]
 
     def _read_downs(self, layer: int, first: int, count: int) -> F32:
         own = self.store.layers[layer]
@@ -232,14 +188,14 @@ class _Store:
                 continue
             name = self._name(source)
             if source.is_stacked:
-                yield name, self._make(source, _widen(stored)[:, : source.shape[1]])
+                yield name, self._give(source, _widen(stored)[:, : source.shape[1]])
                 continue
             if is_vector:
                 values = np.array(stored.weights, np.float32)
                 is_stack = tensor.transform == "stack"
                 row = values[source.expert] if is_stack else values[0, first:]
                 first += 0 if is_stack else count + source.missing
-                yield name, self._make(source, self._take_vector(source, row[:count]))
+                yield name, self._give(source, self._take_vector(source, row[:count]))
                 continue
             rows = np.arange(first, first + count)
             first += count + source.missing
@@ -251,10 +207,16 @@ class _Store:
         assert latent is not None
         each = source.shape[0] // heads
         value = self.store.tensors[tensor.name.replace("latent_key", "latent_value")]
-        made = _Heads(self.store.tensors[tensor.name], value, heads, (latent.plain, each))
-        plain = value.precision == "fp16"
-        described = self._describe(source, source.shape, "F16" if plain else "F32")
-        return MadeTensor(**described, made=made)
+        turned = self.store.tensors[tensor.name]
+
+        def join(start: int, stop: int) -> F32:
+            keys = _widen(turned).reshape(heads, -1, turned.length)[..., : latent.plain]
+            rank = keys.shape[1]
+            values = _widen(value).reshape(heads, each - latent.plain, -1)[..., :rank]
+            joined = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+            return joined.reshape(-1, rank)[start:stop]
+
+        return self._make(source, join, is_half=value.precision == "fp16")
 
     def _take_rows(self, source: Source, stored: Tensor, rows: I64) -> SourceTensor:
         name = self._name(source)
@@ -285,9 +247,18 @@ class _Store:
     def _known(self) -> dict[str, F32]:
         return {}
 
-    def _make(self, source: Source, values: F32) -> SourceTensor:
+    def _make(
+        self, source: Source, compute: Callable[[int, int], F32], *, is_half: bool = False
+    ) -> SourceTensor:
+        """Numbers that are made of several parts of a store."""
+        described = self._describe(source, source.shape, "F16" if is_half else "F32")
+        return ComputedTensor(**described, parts=(), compute=compute, keeps=is_half)
+
+    def _give(self, source: Source, values: F32) -> SourceTensor:
         described = self._describe(source, values.shape, "F32")
-        return MadeTensor(**described, made=_Known(values))
+        return ComputedTensor(
+            **described, parts=(), compute=lambda start, stop: values[start:stop], keeps=False
+        )
 
     def _list_state(
         self, tensor: DenseTensor, stored: Tensor
@@ -313,7 +284,7 @@ class _Store:
             name = self._name(source)
             whole = self._known.setdefault(name, np.zeros(source.shape, np.float32))
             whole.reshape(size, -1)[rows] = own.reshape(len(rows), -1)[:, : whole[0].size]
-            yield name, self._make(source, whole)
+            yield name, self._give(source, whole)
 
     def _list_neurons(self, layer: int) -> Iterator[tuple[str, SourceTensor]]:
         model, own = self.model, self.model.blocks[layer].ffn
@@ -340,21 +311,20 @@ class _Store:
                     values = slice_bias(bundles, layout.inline, number)
                     yield (
                         self._name(source),
-                        self._make(source, values[expert * ffn : (expert + 1) * ffn]),
+                        self._give(source, values[expert * ffn : (expert + 1) * ffn]),
                     )
         if layout.factor_offset is not None and bundles is not None and own.kind != "none":
             source = find_factors(at)
-            yield self._name(source), self._make(source, slice_factors(bundles, layout.inline))
+            yield self._name(source), self._give(source, slice_factors(bundles, layout.inline))
         for name, parts in rows.items():
             source, _, number = parts[0]
             if source.key.endswith("down"):
                 # Neurons of shared experts and of dense layers follow each other.
                 first = int(np.flatnonzero(places == parts[0][1][0])[0])
                 count = sum(len(own_places) for _, own_places, _ in parts)
-                maker = _Maker(self, (layer, first, count))
-                plain = layout.parts[number].precision == "fp16"
-                described = self._describe(source, source.shape, "F16" if plain else "F32")
-                yield name, MadeTensor(**described, made=maker)
+                is_half = layout.parts[number].precision == "fp16"
+                made = partial(self._take_downs, layer, first, count)
+                yield name, self._make(source, made, is_half=is_half)
                 continue
             if "fused" in source.key:
                 halves = {is_up: [p for s, p, n in parts if n == is_up] for is_up in (0, 1)}

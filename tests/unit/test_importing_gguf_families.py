@@ -39,7 +39,7 @@ def test_what_tables_of_a_family_make_of_a_file() -> None:
     values = {"general.architecture": "x", "x.wide": np.array([3, 3], np.int32), "x.name": "a"}
     metadata = Metadata(Path("a.gguf"), values)
     names = ("model.layers.1.up.weight", "model.layers.0.down.weight")
-    tensors = {name: make_same(7, 1.0) for name in names}
+    tensors = {name: make_same(7, number=1.0) for name in names}
     scope = Scope(metadata, {"num_hidden_layers": 2, "t": {}}, tensors, "model.layers.{layer}")
     scope.state(
         {

@@ -23,6 +23,7 @@ from pi2.importing.decoded_tensor import (
     MOST_EXPERTS,
     DecodedTensor,
     describe_decoded,
+    multiply_columns,
     read_array,
     refuse_shape,
     take_part,
@@ -32,7 +33,6 @@ from pi2.importing.scaled_tensor import (
     FLOATS,
     MX_GROUP,
     SCALE_TYPES,
-    FactoredTensor,
     FourBitTensor,
     ScaledTensor,
     decode_four_bits,
@@ -99,8 +99,8 @@ def read_modelopt(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict
         own = f"{name.removesuffix('weight')}pre_quant_scale"
         if own in tensors:
             factors = take_part(tensors, own, matrix.shape[1:], FLOATS)
-            stated = describe_decoded(name, matrix.shape, *matrix.parts, factors)
-            matrix = FactoredTensor(**stated, matrix=matrix, factors=factors)
+            numbers = read_scales(factors).reshape(1, -1)
+            matrix = multiply_columns(matrix, numbers, *matrix.parts, factors)
         decoded[name] = matrix
     return decoded
 

@@ -97,7 +97,8 @@ class Architecture(Table):
     settings: dict[str, Any] = Field(default={}, examples=[{"norm_topk_prob": True}])
     """Further keys of the configuration, which files do not state."""
     read: tuple[str, ...] = Field(default=("_usual",), examples=[["_usual", "_kinds"]])
-    """Tables whose settings and keys count before its own, weakest first, with what they read."""
+    """Tables whose settings and keys count before its own, weakest first, each after its own
+    `read`."""
     test: str = Field(default="", max_length=300, examples=["expert_count"])
     """Expression that says whether a table that others `read` counts; absent means that it
     does."""
