@@ -8,7 +8,7 @@ nothing of files, caches or plans' texts) into an `Executor`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -84,7 +84,7 @@ class BuildRequest:
     passes: Literal[1, 2] | None = None
     """Passes of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves
     it to the backend."""
-    gate_rows: Mapping[int, tuple[U8, Scales | None]] | None
+    gate_rows: Mapping[int, tuple[U8, Scales | None]] | None = None
     """By layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, in an MoE model expert by expert, resident; of the layers that ``predict_gate`` will be
     asked about."""
@@ -115,7 +115,7 @@ class BuildRequest:
     """Cores to bind compute threads to, one each; empty lets the system move them."""
     allocate: Callable[[str, int], U8]
     """``allocate(segment, size)`` gives zeroed bytes, 64-byte aligned, counted in the segment."""
-    progress: Progress
+    progress: Progress = ignore_progress
     """Called with a label and the share done while something takes its time."""
     has_little_memory: bool = False
     """Whether libraries are compiled one after another, which takes less of it."""
@@ -177,13 +177,17 @@ class Backend(Protocol):
 class ExecutorBackend(Backend, Protocol):
     """Members of a backend's module that computes whole models."""
 
-    def need_workspace(self, resolved: ResolvedPlan) -> Need:
-        """Bytes of its executor in the segment ``workspace``, without the engine's staging
-        buffers."""
-
-    def count_chunk_bytes(self, resolved: ResolvedPlan) -> int:
-        """Bytes in ``workspace`` of every chunk of a prompt beyond the first that goes through a
-        layer before the next layer begins."""
+    def count_workspace(
+        self,
+        resolved: ResolvedPlan,
+        *,
+        threads: int | None,
+        chunks: int,
+        architecture: str | None,
+        features: Collection[str] | None,
+    ) -> int:
+        """Bytes that its executor takes of ``workspace`` on such a processor, None: on any, where
+        so many ``chunks`` of a prompt go through a layer before the next layer begins."""
 
     def build(self, request: BuildRequest) -> Executor:
         """Compile or load kernels and make the executor."""

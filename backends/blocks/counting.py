@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pi2.backends.blocks.instructions import FindWeight
 from pi2.backends.blocks.layers import start_layers
-from pi2.backends.blocks.operands import Extent
+from pi2.backends.blocks.operands import Area, Extent
 from pi2.backends.blocks.room import Memory
 from pi2.plan.documents.model import Model
 
@@ -37,8 +37,10 @@ class ProgramSize:
 
     segments: Mapping[str, int]
     """Bytes by segment."""
-    kept: int
-    """Bytes of a token that are kept while its neurons are computed elsewhere."""
+    kept: Sequence[Area]
+    """What a call has in areas while its neurons are computed elsewhere."""
+    keeps_read: bool
+    """Whether what neurons read is among it."""
 
 
 def count_program(
@@ -48,4 +50,4 @@ def count_program(
     memory = Memory()
     layers = start_layers(model, find, _Uncompiled(lanes), memory, extent)
     layers.add_model()
-    return ProgramSize(memory.sizes, 4 * sum(area.stride for area in layers.list_kept()))
+    return ProgramSize(memory.sizes, layers.list_kept(), layers.keeps_read)

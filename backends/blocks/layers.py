@@ -79,6 +79,12 @@ class Layers:
             found += [area for area in shared if area is not None]
         return found
 
+    @property
+    def keeps_read(self) -> bool:
+        """Whether what neurons read is the last of those areas."""
+        own = None if self.outside is None else self.outside.exchange
+        return own is not None and own.read is own.normalized
+
     def add_embedding(self) -> None:
         builder, model, hidden = self._builder, self._model, self._hidden
         weight = builder.need("embedding", None)

@@ -126,6 +126,11 @@ class BlockModel:
         """See `Layers.list_kept`."""
         return self._layers.list_kept()
 
+    @property
+    def keeps_read(self) -> bool:
+        """See `Layers.keeps_read`."""
+        return self._layers.keeps_read
+
     def run_rows(self, number: int, first: int, end: int, address: int) -> None:
         """Compute rows ``first`` to ``end`` of a matrix, all of a part in several; row 0 would be
         at ``address``."""

@@ -3,59 +3,14 @@
 from collections.abc import Callable, Mapping
 
 from pi2.backends.blocks.contract import OF_STORES as FILES
-from pi2.backends.blocks.contract import BlockSpec, describe_libraries, list_libraries
-from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
-from pi2.backends.kernels.spec import KernelSpec, describe_kernels
+from pi2.backends.cpu.arrays import count_workspace
+from pi2.backends.cpu.request import list_programs, make_spec
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.formats import find_packing
 from pi2.model.options import describe_unknown
-from pi2.model.tensor import name_layer_tensor, takes_blocks
 from pi2.plan.arithmetic.units import UnitFacts, list_undivided
 from pi2.plan.documents.device import UnitKind
-from pi2.plan.documents.plan import ActivationType
 from pi2.tile_permission import permit_tiles
-
-PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
-"""Bytes of an activation."""
-
-
-def make_spec(request: BuildRequest) -> KernelSpec:
-    """Return the spec of the library of neurons."""
-    model, tensors, several = request.model, request.tensors, request.step_tokens > 1
-    predictors = (name_layer_tensor(n, "predictor_in") for n in range(model.shape.layers))
-    found = {tensors[name].rows // model.expert_count for name in predictors if name in tensors}
-    return describe_kernels(
-        model,
-        gates=request.gate_rows is not None,
-        ranks=tuple(sorted(found)),
-        stride=request.bundle.stride,
-        scales=request.bundle.scales,
-        threads=request.threads,
-        planes=PLANES[request.token_type],
-        chunk_planes=PLANES[request.chunk_type],
-        upper_steps=several and (request.token_type, request.step_type) == ("int16", "int8"),
-        sequences=several,
-        looks_ahead=request.looks_ahead and len(found) > 0,
-        # With gates that are known there is less to read in a row: measured in notes/kernels.md.
-        passes=request.passes or (1 if request.gate_rows is None else 2),
-        architecture=request.architecture,
-        features=tuple(sorted(request.features)),
-    )
-
-
-def list_specs(request: BuildRequest) -> list[KernelSpec | BlockSpec]:
-    """Return the specs of all libraries that an executor takes."""
-    return [make_spec(request), *list_programs(request)]
-
-
-def list_programs(request: BuildRequest) -> list[BlockSpec]:
-    """Return the libraries of instructions that everything but neurons is computed by."""
-    model = request.model
-    dense = (own for own in model.dense_tensors if takes_blocks(own.name))
-    formats = {own.packing.joined for own in dense}
-    names = [*list_libraries(model, request.kv_type), *sorted(formats)]
-    return describe_libraries(names, request.features, request.architecture)
-
 
 __all__ = [
     "COMPUTES",
@@ -63,10 +18,9 @@ __all__ = [
     "KINDS",
     "NATIVE",
     "build",
-    "count_chunk_bytes",
+    "count_workspace",
     "find_limits",
     "find_obstacles",
-    "need_workspace",
     "prepare",
 ]
 

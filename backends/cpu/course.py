@@ -9,37 +9,16 @@ from functools import partial
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.instructions import FindWeight, Planes
 from pi2.backends.blocks.interpreter import CompiledInterpreter, Interpret
 from pi2.backends.blocks.model import BlockModel
-from pi2.backends.blocks.operands import Area, Extent
+from pi2.backends.blocks.operands import Area
 from pi2.backends.blocks.outside import Exchange, Stations
 from pi2.backends.blocks.routed import view_floats
-from pi2.backends.cpu.needs import DENSE_FLOATS
+from pi2.backends.cpu.arrays import keep_areas
+from pi2.backends.cpu.request import count_tokens, describe_extent, describe_program
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
-from pi2.backends.protocol import BuildRequest, ProgramRequest
-
-
-def count_planes(request: BuildRequest) -> Planes:
-    """Return the planes of 8 bits that stand for activations of the request's types."""
-    one = PLANES[request.token_type]
-    several = one if request.step_type is None else PLANES[request.step_type]
-    return Planes(one, several, PLANES[request.chunk_type])
-
-
-def describe_program(request: BuildRequest) -> ProgramRequest:
-    return ProgramRequest(
-        architecture=request.architecture,
-        features=request.features,
-        threads=request.threads,
-        cores=request.cores,
-        progress=request.progress,
-    )
-
-
-def count_tokens(request: BuildRequest) -> int:
-    return max(request.chunk, request.step_tokens)
+from pi2.backends.protocol import BuildRequest
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,18 +56,7 @@ class Course:
         self.program = program = BlockModel(
             model,
             find or StoreWeights(model, request.tensors),
-            Extent(
-                threads=request.threads,
-                context=request.context,
-                sequences=request.sequences,
-                step_tokens=request.step_tokens,
-                chunk=tokens,
-                planes=planes or count_planes(request),
-                predicts=request.looks_ahead,
-                outside=True,
-                scratch_bytes=4 * DENSE_FLOATS,
-                kv=request.kv_type,
-            ),
+            describe_extent(request, planes),
             allocate=request.allocate,
             interpret=interpret or partial(CompiledInterpreter, describe_program(request)),
         )
@@ -107,12 +75,14 @@ class Course:
         self._shared = [view_floats(area.address, tokens, area.stride) for area in kept]
         """Areas that every chunk has its own content of."""
         self._places = [_Place(tokens=np.zeros(0, np.int32)) for _ in range(request.chunks)]
-        if request.chunks > 1:
-            for place in self._places:
-                place.kept = [
-                    request.allocate("workspace", area.nbytes).view(np.float32).reshape(area.shape)
-                    for area in self._shared
-                ]
+        for place, own in zip(
+            self._places, keep_areas(program.memory, kept, request), strict=False
+        ):
+            place.kept = own
+        self.kept_reads: list[F32] = []
+        """Of each of several chunks, what its neurons read, if it is kept."""
+        if program.keeps_read:
+            self.kept_reads = [place.kept[-1] for place in self._places if place.kept]
         self._place = self._places[0]
         self._sequence = 0
         self.look_up: Callable[[I32], None] | None = None

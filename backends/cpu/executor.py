@@ -12,11 +12,11 @@ from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.arithmetic import read_rows
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.course import count_tokens
+from pi2.backends.cpu.arrays import Arrays, NeuronArrays
 from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.program_executor import ProgramExecutor
-from pi2.backends.cpu.workspace import Arrays, Views, Workspace, make_arrays, measure_arrays
+from pi2.backends.cpu.views import TensorViews, Views, measure_arrays, wrap_all, wrap_table
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, add_one_by_one
@@ -64,40 +64,41 @@ class CpuExecutor(ProgramExecutor):
         assert isinstance(interpreter, CompiledInterpreter)
         launcher = interpreter.workers.find_launcher()
         library = Library(path, measure_arrays(request), launcher=launcher)
-        space = Workspace(request, library)
         self._spec, self._library = spec, library
         self._lanes = order_by_lanes(spec.hidden, spec.precision.ffn)
         self._shares_arrays = request.chunks == 1
         """Whether the program's arrays belong to the only chunk."""
-        arrays = [self._make_arrays(space) for _ in range(request.chunks)]
-        tiles = space.make_tiles("hidden", spec, spec.hidden)
-        for own in arrays:
-            own.views.update(tiles)
-        views = arrays[0].views
-        self._prediction = Prediction(request, space, spec, library, views)
+        memory = self.program.memory
+        arrays = NeuronArrays(spec, request, memory, keeps_read=self.program.keeps_read)
+        for chunk, read in zip(arrays.chunks, self.kept_reads, strict=False):
+            chunk["hidden_values"] = read
+        given = wrap_all(library, arrays.tiles)
+        given["given"] = library.wrap(self.view(self.exchange.given, spec.hidden))
+        given |= wrap_table(library, spec.precision.gates, "block_table")
+        each = [self._share_areas() | chunk for chunk in arrays.chunks]
+        chunks = [wrap_all(library, chunk) | given for chunk in each]
+        views, tensors = chunks[0], TensorViews(library, memory, request.tensors)
+        self._prediction = Prediction(request, arrays, spec, library, views, tensors)
         scratch = self.program.scratch
-        self._neurons = Neurons(request, space, spec, library, views, self._prediction, scratch)
+        self._neurons = Neurons(request, arrays, spec, library, views, self._prediction, scratch)
         deviations = [model.blocks[layer].ffn.cutoff for layer in layers]
         self._signs: list[tuple[float, ...]] = [
             () if own is None else (math.copysign(1.0, own),) for own in deviations
         ]
         """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
-        self._cutoffs: Views = {}
-        if spec.cutoff_rows:
-            parts = space.make("float32", count_tokens(request), spec.cutoff_rows)
-            self._cutoffs["cutoff_parts"] = space.wrap(parts)
+        self._cutoffs = wrap_all(library, arrays.cutoffs)
         self._layers = [
-            space.wrap_parts(0, 1, gate_cutoff=name_layer_tensor(layer, "gate_cutoff"))
+            tensors.wrap_parts(0, 1, gate_cutoff=name_layer_tensor(layer, "gate_cutoff"))
             for layer in layers
         ]
         self._chunks = [
             _Chunk(
                 own,
-                self._bind_begin("ffn", own.views),
-                library.bind("end_ffn", "tokens", own.views, name="end_ffn"),
-                [self._neurons.bind_chunk(layer, own.views) for layer in layers],
+                self._bind_begin("ffn", seen),
+                library.bind("end_ffn", "tokens", seen, name="end_ffn"),
+                [self._neurons.bind_chunk(layer, seen) for layer in layers],
             )
-            for own in arrays
+            for own, seen in zip(each, chunks, strict=True)
         ]
         self._now = self._chunks[0]
         self._step_begin = self._now.begin
@@ -106,7 +107,7 @@ class CpuExecutor(ProgramExecutor):
         if spec.foresees:
             ahead = self.exchange.ahead
             assert ahead is not None
-            later = space.wrap(self.view(ahead, spec.hidden)[: request.step_tokens])
+            later = library.wrap(self.view(ahead, spec.hidden)[: request.step_tokens])
             self._prediction.bind_foresight(library, later, views)
         self._down_biases: list[F32] = []
         """By layer of an MoE model whose FFNs have biases [experts, hidden]."""
@@ -118,17 +119,12 @@ class CpuExecutor(ProgramExecutor):
         self._has_cutoffs = False
         """Whether gates of the layer that is computed have a cutoff."""
 
-    def _make_arrays(self, space: Workspace) -> Arrays:
-        spec, routes = self._spec, np.zeros((0, 0), np.float32)
-        read, given = (
-            self.view(area, spec.hidden) for area in (self.exchange.read, self.exchange.given)
-        )
+    def _share_areas(self) -> Arrays:
+        """Return the program's arrays that neurons read."""
+        shared = {"hidden_values": self.view(self.exchange.read, self._spec.hidden)}
         if self.exchange.routes is not None:
-            routes = self.view(self.exchange.routes, spec.experts)
-        if not self._shares_arrays:
-            read = space.make("float32", *read.shape)
-            routes = space.make("float32", *routes.shape)
-        return make_arrays(space, spec, read, given, routes)
+            shared["routes"] = self.view(self.exchange.routes, self._spec.experts)
+        return shared
 
     def _bind_begin(self, what: str, views: Views) -> list[BoundCall]:
         """Return the calls that begin the neurons of each layer, in a chunk (``ffn``) or a step."""
@@ -164,10 +160,8 @@ class CpuExecutor(ProgramExecutor):
 
     def _take_arrays(self) -> None:
         """Copy what neurons read to the chunk's own arrays."""
-        arrays, exchange, count = self._now.arrays, self.exchange, self.tokens
-        arrays.read[:count] = self.view(exchange.read, self._spec.hidden)[:count]
-        if exchange.routes is not None:
-            arrays.routes[:count] = self.view(exchange.routes, self._spec.experts)[:count]
+        for name, area in self._share_areas().items():
+            self._now.arrays[name][: self.tokens] = area[: self.tokens]
 
     @property
     def foresees(self) -> bool:
@@ -225,13 +219,13 @@ class CpuExecutor(ProgramExecutor):
 
     def share_input(self) -> tuple[F32, F32 | None]:
         """Return what neurons read, before it was rounded to integers, and the routes."""
-        read = self._now.arrays.read[: self.tokens]
+        read: F32 = self._now.arrays["hidden_values"][: self.tokens]
         return read, None if self._model.moe is None else self.read_routes()
 
     def add_sum(self, values: F32) -> None:
         if self._lanes is not None:
             values = values.take(self._lanes, axis=1)
-        self._now.arrays.total[: len(values)] += values
+        self._now.arrays["y"][: len(values)] += values
 
     def end_ffn(self, layer: int) -> None:
         """Give the neurons' sum to the program."""
@@ -247,11 +241,14 @@ class CpuExecutor(ProgramExecutor):
 
     def read_routes(self) -> F32:
         """Return the weights of an MoE model's experts."""
-        return self._now.arrays.routes[: self.tokens]
+        routes: F32 = self._now.arrays["routes"][: self.tokens]
+        return routes
 
     def read_cutoffs(self) -> F32 | None:
-        arrays = self._now.arrays
-        return arrays.cutoffs[: self.tokens, None] if self._has_cutoffs else None
+        if not self._has_cutoffs:
+            return None
+        found: F32 = self._now.arrays["cutoffs"][: self.tokens, None]
+        return found
 
     def count_active(self) -> int:
         """Return the non-zero activations since the last call."""

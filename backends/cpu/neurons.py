@@ -1,6 +1,5 @@
 """The FFN's neurons: one token's, gathered from slots, or a row of neighbours."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +8,10 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.course import count_tokens
-from pi2.backends.cpu.needs import DENSE_FLOATS
+from pi2.backends.cpu.arrays import NeuronArrays
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PARTS, KernelSpec
+from pi2.backends.cpu.views import Views, wrap_all
+from pi2.backends.kernels.spec import DENSE_FLOATS, MOST_NAMING, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_experts
@@ -66,7 +64,7 @@ class Neurons:
     def __init__(
         self,
         request: BuildRequest,
-        space: Workspace,
+        arrays: NeuronArrays,
         spec: KernelSpec,
         library: Library,
         views: Views,
@@ -78,49 +76,21 @@ class Neurons:
         self._spec = spec
         self._library = library
         self._prediction = prediction
-        neurons, tokens = request.neurons, count_tokens(request)
-        self._slots = space.make("int32", neurons)
-        every = space.make("int32", neurons)
-        every[:] = np.arange(neurons)
-        self._every = {"slots": space.wrap(every)}
-        self._gates = space.make("float32", neurons)
+        self._slots, self._tokens = arrays.gathered["slots"], arrays.panel["tokens_of_expert"]
+        self._gates, self._counts = arrays.gathered["gates"], arrays.gathered["counts"]
+        self._rows = arrays.gathered.get("rows")
+        if "slots" in arrays.every:
+            arrays.every["slots"][:] = np.arange(request.neurons)
+        self._every = wrap_all(library, arrays.every)
         layers = request.model.shape.layers
         self._scales: list[Views] = [{} for _ in range(layers)]
         """Scales of each layer's neurons, if they are resident."""
         if request.scales is not None:
-            self._scales = [{"scales": space.wrap(item)} for item in request.scales]
-        self._counts = space.make("int32", spec.threads + 1)
-        # Neurons of a dense layer are not counted as predicted and active.
-        uncounted = space.make("int32", spec.threads + 1)
-        self._uncounted = {"counts": space.wrap(uncounted)}
-        # One token alone takes what many have room for.
-        shape = spec.threads, spec.hidden
-        values = space.make("float32", max(tokens * PANEL, math.prod(shape)))
-        self._room: Views = {
-            "slots": space.wrap(self._slots),
-            "gates": space.wrap(self._gates),
-            "values": space.wrap(space.make("float32", neurons)),
-            "firing": space.wrap(space.make("int32", neurons)),
-            "counts": space.wrap(self._counts),
-            "partial": space.wrap(values[: math.prod(shape)].reshape(shape)),
-        }
+            self._scales = [{"scales": library.wrap(item)} for item in request.scales]
+        self._room = wrap_all(library, arrays.gathered)
         """What gathered neurons are computed in."""
-        if spec.sub_norm:
-            self._room["own_squares"] = space.wrap(space.make("float32", spec.threads))
-        self._rows = None
-        if request.scales is not None:
-            self._rows = space.make("int32", neurons)
-            self._room["rows"] = space.wrap(self._rows)
-            self._room["firing_rows"] = space.wrap(space.make("int32", neurons))
-        self._tokens = space.make("int32", tokens if spec.experts else 1)
         unpacked = scratch[: 4 * spec.threads * DENSE_FLOATS].view(np.float32)
-        self._panel: Views = {
-            "slots": self._room["slots"],
-            "tokens_of_expert": space.wrap(self._tokens),
-            "values": space.wrap(values[: tokens * PANEL].reshape(tokens, PANEL)),
-            "masks": space.wrap(space.make("int32", tokens, PARTS)),
-            "unpacked": space.wrap(unpacked),
-        }
+        self._panel = wrap_all(library, arrays.panel | {"unpacked": unpacked})
         """What neurons are computed in for several tokens."""
         self._token: tuple[int, ...] = (0,) if spec.sequences else ()
         """The token that gathered neurons are computed for, if kernels ask."""
@@ -155,7 +125,7 @@ class Neurons:
         # No gate is kept while neurons are shared.
         self._named: I32 = self._gates.view(np.int32)
         if spec.shares_neurons:
-            room = self._make_block_room(request, space)
+            room = wrap_all(library, arrays.shared | {"named": self._named})
             given = "count tokens arena"
             self._shared = [
                 library.bind(
@@ -175,23 +145,6 @@ class Neurons:
         self._in_pairs = spec.isa.pairs and not find_packing(spec.precision.gates).meets_values
         self._arenas: dict[int, tuple[U8, Any]] = {}
 
-    def _make_block_room(self, request: BuildRequest, space: Workspace) -> Views:
-        threads, tokens = self._spec.threads, request.step_tokens
-        resident = ["block_firing_rows", "block_rows"] if self._rows is not None else []
-        kinds = {"block_gates": "float32", "block_values": "float32"}
-        kinds |= dict.fromkeys(("block_firing", "block_slots", *resident), "int32")
-        lists = ("block_slots", "block_rows")
-        room = {
-            name: space.wrap(
-                space.make(kind, threads, *((tokens, BLOCK_ROOM) if name in lists else (BLOCK,)))
-            )
-            for name, kind in kinds.items()
-        }
-        sums = space.make("float32", tokens, threads, self._spec.hidden)
-        if self._spec.sub_norm:
-            room["token_squares"] = space.wrap(space.make("float32", tokens, threads))
-        return room | {"partials": space.wrap(sums), "named": space.wrap(self._named)}
-
     def _name_token(self) -> str:
         return "token" if self._spec.sequences else ""
 
@@ -204,7 +157,6 @@ class Neurons:
     def bind_chunk(self, layer: int, views: Views) -> NeighbourCalls:
         """Return the calls for neighbours in a layer, of a chunk with ``views``."""
         spec, scales = self._spec, self._scales[layer]
-        one = (self._uncounted, self._room, views)
         given = f"count tokens {'' if self._rows is None else 'first'} bundles"
         has_step = spec.sequences and spec.has_other_chunks
         several = [
@@ -213,9 +165,10 @@ class Neurons:
             )
             for function in ("add_dense", *(["add_dense_step"] if has_step else []))
         ]
-        named = {} if spec.experts else self._every
         return NeighbourCalls(
-            one=self._bind_gather(layer, named, *one, is_plain=spec.has_plain_ffn),
+            one=self._bind_gather(
+                layer, self._every, self._room, views, is_plain=spec.has_plain_ffn
+            ),
             several=several[0],
             step=several[-1],
         )

@@ -6,11 +6,11 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.compiler.runtime import BoundCall, Library, View
-from pi2.backends.cpu.workspace import Views, Workspace, wrap_table
+from pi2.backends.cpu.arrays import NeuronArrays
+from pi2.backends.cpu.views import TensorViews, Views, wrap_all, wrap_table
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.model.tensor import name_layer_tensor
-from pi2.plan.weights.layout import round_up
 
 
 class Prediction:
@@ -19,30 +19,24 @@ class Prediction:
     def __init__(
         self,
         request: BuildRequest,
-        space: Workspace,
+        arrays: NeuronArrays,
         spec: KernelSpec,
         library: Library,
         views: Views,
+        tensors: TensorViews,
     ) -> None:
         """``views``: arrays of the first chunk, which predictions read."""
         neurons, layers = request.neurons, request.model.shape.layers
         self._neurons = neurons
         self._is_mixture = request.model.moe is not None
-        self.wanted: I32 = space.make("int32", neurons)
-        """Room for the stored indices of neurons."""
-        rows = request.step_tokens
-        # Of every token in whole lines.
-        self._indices = space.make("int32", rows, round_up(neurons, 16))
-        self._found = space.make("int32", rows)
-        self._scores = space.make("float32", rows, round_up(neurons, 16))
+        self.wanted: I32 = arrays.wanted
+        self._indices: I32 = arrays.lists["indices"]
+        self._found: I32 = arrays.lists["found"]
+        self._scores: F32 = arrays.lists["scores"]
+        self._named_scores: F32 = arrays.named_scores
         self._is_several = spec.sequences
         self._tokens = self._token = 0
-        self._named_scores = space.make("float32", neurons if spec.experts else 1)
-        lists = {
-            "scores": space.wrap(self._scores),
-            "indices": space.wrap(self._indices),
-            "found": space.wrap(self._found),
-        }
+        lists = wrap_all(library, arrays.lists)
         several = "first tokens" if spec.sequences else ""
         self.known_gates: list[Views] = []
         """By token, views of the gates that `find_open` computed, and of ``wanted``."""
@@ -51,8 +45,8 @@ class Prediction:
         self._gates: list[list[BoundCall]] = []
         """By layer and expert."""
         if spec.gates:
-            scores = [space.wrap(row) for row in self._scores]
-            wanted = space.wrap(self.wanted)
+            scores = [library.wrap(row) for row in self._scores]
+            wanted = library.wrap(self.wanted)
             self.known_gates = [{"scores": row, "indices": wanted} for row in scores]
             if spec.is_smooth:
                 self._limits = list(request.limits or [(0.0, 0.0)] * layers)
@@ -60,21 +54,18 @@ class Prediction:
             self._gates = [
                 [
                     library.bind("predict_gate", given, gates, lists, views, layer=layer)
-                    for gates in _wrap_gates(request, space, layer)
+                    for gates in _wrap_gates(request, library, tensors, layer)
                 ]
                 for layer in range(layers if request.gate_rows else 0)
             ]
         self._expert_neurons = [
             order.reshape(request.model.expert_count, -1) for order in request.expert_neurons or ()
         ]
-        middle = {
-            rank: space.make_activations("middle", rows, rank, spec.planes, upper=spec.upper_steps)
-            for rank in spec.ranks
-        }
+        middle = {rank: wrap_all(library, own) for rank, own in arrays.middle.items()}
         predictors = [
             [
                 (rank, (weights, middle[rank], lists))
-                for rank, weights in _wrap_predictors(request, space, layer)
+                for rank, weights in _wrap_predictors(request, tensors, layer)
             ]
             for layer in range(layers if spec.ranks else 0)
         ]
@@ -189,7 +180,9 @@ class Prediction:
         return self.wanted[:end]
 
 
-def _wrap_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Views]:
+def _wrap_gates(
+    request: BuildRequest, library: Library, tensors: TensorViews, layer: int
+) -> list[Views]:
     assert request.gate_rows is not None
     if layer not in request.gate_rows:
         return []
@@ -198,20 +191,20 @@ def _wrap_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Vie
     for expert in range(request.model.expert_count):
         size = request.model.shape.ffn
         part = slice(expert * size, (expert + 1) * size)
-        views = {"gate_weights": space.wrap(rows[part])}
+        views = {"gate_weights": library.wrap(rows[part])}
         # Rows without scales stand in for them, and are not read as such.
         views["gate_scales"] = views["gate_weights"]
-        views |= wrap_table(space, request.model.quantization.gates, "gate_scales")
+        views |= wrap_table(library, request.model.quantization.gates, "gate_scales")
         if scales is not None:
-            views["gate_scales"] = space.wrap(scales[part].view(np.uint8))
+            views["gate_scales"] = library.wrap(scales[part].view(np.uint8))
         if request.gate_biases is not None:
-            views["biases"] = space.wrap_floats(request.gate_biases[layer][part])
+            views["biases"] = tensors.wrap_floats(request.gate_biases[layer][part])
         wrapped.append(views)
     return wrapped
 
 
 def _wrap_predictors(
-    request: BuildRequest, space: Workspace, layer: int
+    request: BuildRequest, tensors: TensorViews, layer: int
 ) -> list[tuple[int, Views]]:
     parts = request.model.expert_count
     inner, outer, bias = (
@@ -219,6 +212,6 @@ def _wrap_predictors(
     )
     rank = request.tensors[inner].rows // parts
     return [
-        (rank, space.wrap_parts(expert, parts, inner=inner, outer=outer, bias=bias))
+        (rank, tensors.wrap_parts(expert, parts, inner=inner, outer=outer, bias=bias))
         for expert in range(parts)
     ]

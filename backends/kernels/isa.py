@@ -167,6 +167,11 @@ _ARM = (
 ARCHITECTURES = ("x86-64", "aarch64")
 
 
+def list_newest(architecture: str) -> list[Set[str]]:
+    """Features of the newest processors of ``architecture``: without tiles of AMX, and with."""
+    return [_X86[1][0], _X86[0][0]] if architecture == "x86-64" else [_ARM[0][0]]
+
+
 def choose_isa(features: Set[str], architecture: str) -> Isa:
     """Return the fastest schedule that ``features`` allow on ``architecture``."""
     return _choose(features, architecture)[1]

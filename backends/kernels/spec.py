@@ -22,6 +22,8 @@ UNPACKED = 32
 KEPT = 33
 """Tokens whose y a thread of the dense FFN keeps in its own room at a time, a multiple of the
 tokens that share the loads of weights."""
+DENSE_FLOATS = (UNPACKED + KEPT) * 128
+"""Numbers that a thread of the dense FFN has room for, in the program's scratch."""
 PARTS = PANEL // UNPACKED
 """Masks of a panel."""
 BLOCK = 240

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
+from pi2.backends.cpu.arrays import count_workspace
 from pi2.plan.arithmetic.units import Need, UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 
@@ -21,12 +21,11 @@ __all__ = [
     "NATIVE",
     "build",
     "build_unit",
-    "count_chunk_bytes",
+    "count_workspace",
     "find_limits",
     "find_obstacles",
     "find_unit_obstacles",
     "need_unit_memory",
-    "need_workspace",
 ]
 
 COMPUTES = False

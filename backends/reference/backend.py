@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.blocks import backend as blocks
 from pi2.backends.blocks.contract import OF_STORES
-from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
+from pi2.backends.cpu.arrays import count_workspace
 from pi2.formats import find_packing
 from pi2.model.options import find_unknown
 from pi2.plan.arithmetic.units import (
@@ -41,13 +41,12 @@ __all__ = [
     "ONLY_EMULATED",
     "build",
     "build_unit",
-    "count_chunk_bytes",
+    "count_workspace",
     "find_limits",
     "find_obstacles",
     "find_unit_obstacles",
     "interpret",
     "need_unit_memory",
-    "need_workspace",
 ]
 
 COMPUTES = True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pi2.arrays import U8
 from pi2.backends.host import HostLoops, load_host_loops
 from pi2.backends.protocol import BuildRequest, Executor, RowDivider, Tensor
+from pi2.backends.requests import describe_request
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
@@ -24,8 +25,7 @@ from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_stated_threads
 from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
-from pi2.plan.documents.plan_units import list_cores
-from pi2.progress import Progress, ignore_progress
+from pi2.progress import Progress
 from pi2.store.file_read import split_blocks
 from pi2.store.reader import NeuronStore
 from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library
@@ -47,45 +47,14 @@ def make_request(
             threads=threads,
             cores=machine.cores,
         )
-    return BuildRequest(
-        model=resolved.model,
-        tensors=tensors,
-        bundle=resolved.bundle,
-        neurons=resolved.model.layer_neurons,
-        chunk=resolved.plan.prefill.chunk,
-        chunks=count_chunks(resolved),
-        context=resolved.plan.kv.context,
-        sequences=resolved.plan.decode.batch,
-        step_tokens=resolved.plan.decode.step_tokens,
-        kv_type=resolved.plan.kv.type,
-        token_type=resolved.plan.decode.activations,
-        step_type=resolved.plan.decode.batch_activations,
-        chunk_type=resolved.plan.prefill.activations,
-        looks_ahead=resolved.plan.decode.look_ahead != "none",
-        passes=resolved.plan.decode.passes,
-        gate_rows={} if resolved.plan.decode.predictor == "gate" else None,
-        scales=None,
-        gate_biases=None,
-        limits=None if resolved.thresholds is None else resolved.thresholds.limits,
-        expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,
-        expert_neurons=None,
-        rows=resolved.divided_rows,
+    return describe_request(
+        resolved,
+        tensors,
         threads=threads,
-        features=frozenset(features),
+        chunks=count_chunks(resolved),
+        features=features,
         architecture=unit.architecture or machine.architecture,
-        allocate=_refuse_memory,
-        progress=ignore_progress,
-        has_little_memory=resolved.plan.memory.budget < _MUCH_MEMORY,
-        cores=tuple(list_cores(resolved.plan.threads.cores or "")),
     )
-
-
-_MUCH_MEMORY = 1 << 30
-"""Budget in which several compilers have room."""
-
-
-def _refuse_memory(segment: str, size: int) -> U8:
-    raise AssertionError(f"{size} bytes of {segment} without a budget")
 
 
 def build_shares(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -128,13 +127,40 @@ def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
     return backend
 
 
+def _count_arrays(
+    resolved: ResolvedPlan,
+    machine: Machine | None = None,
+    threads: int | None = None,
+    *,
+    chunks: int = 1,
+) -> int:
+    """Bytes that an executor takes of the workspace, on ``machine`` or on any that the device may
+    be; ``threads`` where none are stated."""
+    unit = resolved.device.units.get(resolved.sparse_unit)
+    architecture: str | None = None if unit is None else unit.architecture
+    features: Collection[str] | None = None if unit is None else unit.features
+    if machine is not None:
+        architecture = architecture or machine.architecture
+        features = machine.features if features is None else features
+    return _find_sparse_backend(resolved).count_workspace(
+        resolved,
+        threads=count_stated_threads(resolved) or threads,
+        chunks=chunks,
+        architecture=architecture,
+        features=features,
+    )
+
+
+def _count_staging(resolved: ResolvedPlan) -> int:
+    return STAGING_BUFFERS * count_staged_neurons(resolved) * resolved.bundle.stride
+
+
 def _need_workspace(resolved: ResolvedPlan) -> Need:
-    need = _find_sparse_backend(resolved).need_workspace(resolved)
-    neurons = count_staged_neurons(resolved)
-    staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
+    arrays, staging = _count_arrays(resolved), _count_staging(resolved)
     return Need(
-        need.bytes + staging,
-        f"{need.explanation}, staging of {STAGING_BUFFERS} x {neurons} neurons "
+        arrays + staging,
+        f"arrays of {count_chunk_tokens(resolved.plan)} tokens {approximate_bytes(arrays)}, "
+        f"staging of {STAGING_BUFFERS} x {count_staged_neurons(resolved)} neurons "
         f"{approximate_bytes(staging)}",
     )
 
@@ -144,10 +170,13 @@ def count_chunks(resolved: ResolvedPlan) -> int:
     plan = resolved.plan
     if plan.pipeline.prefill == "chunks-first" or resolved.has_whole_unit:
         return 1
-    backend = _find_sparse_backend(resolved)
-    own_bytes, chunk = backend.count_chunk_bytes(resolved), count_chunk_tokens(plan)
-    room = plan.memory.segments.workspace - _need_workspace(resolved).bytes
-    return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
+    room = plan.memory.segments.workspace - _count_staging(resolved)
+    most = ceil(TOKENS_TOGETHER / count_chunk_tokens(plan))
+
+    def fits(count: int) -> bool:
+        return _count_arrays(resolved, chunks=count) <= room
+
+    return next(filter(fits, range(most, 1, -1)), 1)
 
 
 def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
@@ -156,23 +185,11 @@ def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
     stated = count_stated_threads(resolved)
     if stated is not None:
         return stated
-    plan, name = resolved.plan, resolved.sparse_unit
-    unit = resolved.device.units[name]
-    features = machine.features if unit.features is None else unit.features
-    known = unit.model_copy(
-        update={
-            "features": tuple(features),
-            "architecture": unit.architecture or machine.architecture,
-        }
-    )
-    device = resolved.device.model_copy(update={"units": {**resolved.device.units, name: known}})
-    own_bytes = _find_sparse_backend(resolved).count_chunk_bytes(resolved)
-    room = plan.memory.segments.workspace - (count_chunks(resolved) - 1) * own_bytes
+    room = resolved.plan.memory.segments.workspace - _count_staging(resolved)
+    chunks = count_chunks(resolved)
 
     def fits(count: int) -> bool:
-        threads = plan.threads.model_copy(update={"compute": count})
-        asked = plan.model_copy(update={"threads": threads})
-        return _need_workspace(replace(resolved, plan=asked, device=device)).bytes <= room
+        return _count_arrays(resolved, machine, count, chunks=chunks) <= room
 
     return next(filter(fits, range(machine.cores, 1, -1)), 1)
 

@@ -17,18 +17,18 @@ from pi2.arrays import F32
 from pi2.backends.blocks.contract import BlockSpec, describe_libraries, list_libraries
 from pi2.backends.blocks.room import GRIDS, make_tables, place_tables
 from pi2.backends.compiler.cache import compile_ahead
-from pi2.backends.cpu.backend import list_specs as list_cpu_specs
+from pi2.backends.cpu.request import list_specs as list_cpu_specs
 from pi2.backends.hexagon.backend import describe_sizes
 from pi2.backends.hexagon.library import PROGRAM, describe_library, write_library
 from pi2.backends.hexagon.specification import HexagonSpec
 from pi2.backends.protocol import Tensor
+from pi2.backends.requests import describe_tensors
 from pi2.diagnostics import UserError
 from pi2.engine.opened_model import make_request
 from pi2.fitting.misfits import find_store_misfits
 from pi2.fitting.sizes import describe_unit
 from pi2.machine import detect_machine
 from pi2.memory.host_loops import CheckInstruction, HostSpec, choose_checks
-from pi2.model.tensors import list_tensors
 from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code
 from pi2.phone.documents import (
     NUMBERS,
@@ -43,7 +43,6 @@ from pi2.phone.replacements.libraries import INDEX as KERNELS
 from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.runtime.probing import list_recipes
 from pi2.plan.arithmetic.resolved import FileFacts, ResolvedPlan
-from pi2.plan.documents.model import Model
 from pi2.progress import Progress
 from pi2.store.files import hash_file
 from pi2.store.manifest import MANIFEST
@@ -259,7 +258,7 @@ def _fill(
     if aimed.file is not None:
         specs: list[Spec] = [*list_block_specs(aimed), *list_host_specs(aimed)]
     elif store_path is None:
-        specs = list_specs(aimed, _describe_tensors(aimed.model))
+        specs = list_specs(aimed, describe_tensors(aimed.model))
     else:
         with NeuronStore.open(store_path, model=aimed.model) as store:
             specs = list_specs(aimed, store.tensors)
@@ -308,20 +307,6 @@ def _write_version(room: Path) -> None:
     folder.mkdir(parents=True)
     lines = ("Metadata-Version: 2.1", "Name: pi2", f"Version: {version('pi2')}", "")
     (folder / "METADATA").write_text("\n".join(lines), encoding="utf-8")
-
-
-def _describe_tensors(model: Model) -> dict[str, Tensor]:
-    ranks = None if model.predictor is None else [model.predictor.rank] * model.shape.layers
-    return {
-        tensor.name: Tensor(
-            name=tensor.name,
-            rows=tensor.rows,
-            length=tensor.length,
-            precision=None,
-            weights=np.empty((0, tensor.length), np.float32),
-        )
-        for tensor in list_tensors(model, ranks)
-    }
 
 
 def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]:

@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import I32, U8
+from pi2.backends.blocks.room import Memory
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.compiler.signature import Parameter
-from pi2.backends.cpu.backend import make_spec
-from pi2.backends.cpu.needs import DENSE_FLOATS
+from pi2.backends.cpu.arrays import NeuronArrays
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.workspace import Workspace, make_arrays, measure_arrays
-from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.cpu.request import make_spec
+from pi2.backends.cpu.views import TensorViews, measure_arrays, wrap_all
+from pi2.backends.kernels.spec import DENSE_FLOATS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device, IsaFeature
@@ -138,15 +139,15 @@ class RemoteNeurons:
     """The kernels of a layer's neurons on the other machine."""
 
     def __init__(self, request: BuildRequest, spec: KernelSpec, calls: Library) -> None:
-        space, tokens = Workspace(request, calls), request.chunk
-        read = space.make("float32", tokens, spec.hidden)
+        memory = Memory(request.allocate)
+        arrays = NeuronArrays(spec, request, memory, keeps_read=False)
+        read, given = (memory.take("float32", request.chunk, spec.hidden) for _ in range(2))
         read[:] = 1
-        given, routes = space.make("float32", *read.shape), np.zeros((0, 0), np.float32)
-        arrays = make_arrays(space, spec, read, given, routes)
-        views = arrays.views | space.make_tiles("hidden", spec, spec.hidden)
-        self.prediction = Prediction(request, space, spec, calls, views)
-        scratch = space.make("uint8", 4 * spec.threads * DENSE_FLOATS)
-        self._neurons = Neurons(request, space, spec, calls, views, self.prediction, scratch)
+        own = arrays.chunks[0] | arrays.tiles | {"hidden_values": read, "given": given}
+        views, tensors = wrap_all(calls, own), TensorViews(calls, memory, request.tensors)
+        self.prediction = Prediction(request, arrays, spec, calls, views, tensors)
+        scratch = memory.take("uint8", 4 * spec.threads * DENSE_FLOATS)
+        self._neurons = Neurons(request, arrays, spec, calls, views, self.prediction, scratch)
         self._begin = calls.bind("begin_ffn", "tokens", views)
         self._end = calls.bind("end_ffn", "tokens", views)
         self._neighbours = self._neurons.bind_chunk(0, views)

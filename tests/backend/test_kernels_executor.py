@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pi2.backends.cpu import backend as cpu
-from pi2.backends.cpu.backend import make_spec
+from pi2.backends.cpu.request import make_spec
 from pi2.backends.protocol import Executor
 from pi2.backends.reference import backend as reference
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, measure_error

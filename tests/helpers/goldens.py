@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 import pi2
 from pi2.arrays import F32
-from pi2.backends.blocks.model import BlockModel
+from pi2.backends.cpu.arrays import count_arrays
 from pi2.backends.cpu.executor import CpuExecutor
-from pi2.backends.cpu.needs import count_stored, describe_extent
+from pi2.backends.requests import describe_request, describe_tensors
 from pi2.engine.layer_model import LayerModel
+from pi2.fitting.sizes import count_chunks
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
 
@@ -126,9 +127,7 @@ def run_golden(
 ) -> tuple[F32, list[int]]:
     """Logits of the prompt, and the greedy tokens after it, with ``settings`` of the plan."""
     with pi2.load(plan, set=dict(settings)) as model:
-        layers = model._parts.model
-        if isinstance(layers, LayerModel) and isinstance(layers.executor, CpuExecutor):
-            check_arrays(model.plan, layers.executor.program)
+        check_arrays(model)
         logits = model.logits(golden.prompt)
         generation = model.generate(
             golden.prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True
@@ -138,14 +137,24 @@ def run_golden(
         return logits, list(generation.result.token_ids)
 
 
-def check_arrays(plan: ResolvedPlan, program: BlockModel) -> None:
-    """A program has taken, by segment, what the plan counts, but for wider registers and what the
-    run does not need to name early."""
-    extent = program.extent
-    counted = describe_extent(plan.plan, extent.threads)
-    assert replace(counted, predicts=extent.predicts) == extent
-    size = count_stored(plan.model, extent, program.interpreter.lanes)
-    assert size.segments == program.memory.sizes
+def check_arrays(model: pi2.LoadedModel) -> None:
+    """The cpu backend has taken, by segment and to the byte, what the plan counts for this
+    processor's registers; copies of a store's vectors that lie badly are the predictor's."""
+    layers, plan = model._parts.model, model.plan
+    if not isinstance(layers, LayerModel) or not isinstance(layers.executor, CpuExecutor):
+        return
+    program, cpu = layers.executor.program, detect_cpu()
+    request = describe_request(
+        plan,
+        describe_tensors(plan.model),
+        threads=model._parts.compute_threads,
+        chunks=count_chunks(plan),
+        features=cpu.features,
+        architecture=cpu.architecture,
+    )
+    taken = {**program.memory.sizes}
+    taken.pop("predictor", None)
+    assert count_arrays(request, program.interpreter.lanes) == taken
 
 
 def measure_error(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
@@ -164,6 +173,7 @@ def check_sequences_together(plan: Path, changes: Mapping[str, Any]) -> None:
     found: list[list[F32]] = [[], []]
     with pi2.load(plan, set={**changes, "decode.batch": 2}) as model:
         forward = model._parts.forward
+        check_arrays(model)
         for place, prompt in enumerate(prompts):
             forward.prefill(np.array(prompt, np.int32), sequence=place)
         for step in range(4):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from pi2.backends.cpu import backend
-from pi2.backends.cpu.backend import make_spec
+from pi2.backends.cpu.request import make_spec
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.engine.assembly import complete_request

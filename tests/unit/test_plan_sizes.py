@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from pi2.backends.cpu.needs import UNKNOWN_THREADS
+from pi2.backends.cpu.arrays import UNKNOWN_THREADS
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
 from pi2.fitting.budget import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import count_threads, find_needs
 from pi2.machine import detect_machine
+from pi2.machine.cpu import list_features
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import IsaFeature
 from pi2.plan.documents.model import Model
@@ -21,7 +22,8 @@ from pi2.plan.weights.layout import GROUP
 
 DEMO = Path(__file__).parents[2] / "plans/demo.plan.toml"
 I8MM = ("neon", "dotprod", "i8mm")
-AMX: tuple[IsaFeature, ...] = ("avx512vnni", "amx-int8")
+AMX: tuple[IsaFeature, ...] = tuple(list_features("x86-64", "amx"))
+VNNI = tuple(list_features("x86-64", "avx512vnni"))
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +61,23 @@ def need_workspace(
 
 def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> None:
     need = partial(need_workspace, demo)
-    threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
+    threads = demo.plan.threads.compute or UNKNOWN_THREADS
     rows = threads * 256 // GROUP * PAIRED_GROUP_BYTES
     dotprod = ("neon", "dotprod")
-    for chunk, padding in ((128, 0), (127, 256 * 6 + 256 // GROUP * 8)):
+    for chunk, padding in ((128, 0), (127, 256 * 2 + 256 // GROUP * 4)):
         fewest = need(dotprod, "aarch64", chunk)
         assert need(I8MM, "aarch64", chunk) == fewest + rows + padding
         assert need(None, "aarch64", chunk) == fewest + rows + padding, "they may have it"
-        assert need(("avx512vnni",), "x86-64", chunk) == fewest
+        assert need(VNNI, "x86-64", chunk) == fewest
 
 
 def test_cores_with_amx_keep_tokens_and_rows_for_tiles(demo: ResolvedPlan) -> None:
-    need = partial(need_workspace, demo)
-    threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
+    threads = 3
+    need = partial(need_workspace, change_plan(demo, "threads", compute=threads))
     # 64 rows and the sums of a tile, for what neurons read, 256 long.
     rows = threads * (64 * 256 * (1 + 4 / GROUP) + 9 * 1024)
     for chunk, rounded in ((128, 128), (127, 128), (1, 16)):
-        fewest = need(("avx512vnni",), "x86-64", chunk)
+        fewest = need(VNNI, "x86-64", chunk)
         tokens = rounded * 256 * (2 + 4 / GROUP)
         for features in (AMX, None):
             assert need(features, "x86-64", chunk) == fewest + rows + tokens

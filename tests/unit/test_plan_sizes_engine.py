@@ -8,7 +8,7 @@ import pi2
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import EXACT as EXPLICIT
-from tests.helpers.goldens import UNROUNDED, make_golden_plan, read_golden
+from tests.helpers.goldens import UNROUNDED, check_arrays, make_golden_plan, read_golden
 
 EXACT = ("attention", "kv", "predictor", "hot")
 
@@ -21,6 +21,8 @@ def test_no_segment_takes_more_than_plan_counts(backend: str, predictor: str, pl
             model.logits([1, 2, 3], mode="decode")
         else:
             assert model.generate("abcd", max_tokens=3, ignore_eos=True).result.text
+        if backend == "cpu":
+            check_arrays(model)
         used = model._parts.budget.used_bytes
         for name, need in find_needs(model.plan).items():
             if name == "cold":  # the cache takes its whole segment
@@ -69,3 +71,4 @@ def test_layers_first_takes_as_many_chunks_as_workspace_has_room_for(more: int, 
         chunks = len(model._parts.executor._chunks)  # type: ignore[attr-defined]
         assert chunks == {0: 1, 24_000: 3, 1 << 20: 64}[more]
         assert model._parts.forward._piece == 8 * chunks
+        check_arrays(model)
