@@ -65,7 +65,7 @@ class ReferenceExecutor(ProgramExecutor):
 
     def __init__(self, request: BuildRequest, find: FindWeight | None = None) -> None:
         """Rounds nothing but int8 keys and values: fp16 would cost five times the other errors;
-        ``find``: see `pi2.backends.cpu.course.Course`."""
+        ``find``: see `pi2.backends.cpu.program_executor.ProgramExecutor`."""
         own = _widen_cache(request) if request.kv_type == "fp16" else request
         super().__init__(own, interpret=NumpyInterpreter, planes=EXACT, find=find)
         self._request, self._tensors = request, request.tensors
