@@ -11,8 +11,7 @@ from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.plan_units import BatchSplit
-from pi2.plan.documents.private import PrivateKind, find_private, walk_texts
-from pi2.plan.toml.source import KINDS, Kind
+from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import KeyPath
 
 
@@ -145,17 +144,3 @@ class Rule:
 def rule(code: str, severity: Literal["error", "warning"], *needs: Fact) -> Callable[[Check], Rule]:
     """Make a rule of a function; pi2/diagnostics/pages has the page of ``code``."""
     return lambda check: Rule(code=code, severity=severity, needs=needs, check=check)
-
-
-def report_private(facts: Facts, kind: PrivateKind, what: str) -> Iterator[Finding]:
-    """A finding for every text of the documents that holds something private of this kind."""
-    for document in KINDS:
-        for path, text in walk_texts(facts.known.get(document)):
-            found = [item for item in find_private(text) if item.kind == kind]
-            if found:
-                yield Finding(
-                    path,
-                    f"{what}: `{found[0].shortened}`",
-                    "leave it out: documents are shared",
-                    document=document,
-                )

@@ -1,13 +1,12 @@
 """Rules about devices, threads, memory and the sizes of bundles."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
 from pi2.plan.arithmetic.resolved import uses_main_memory
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.device import (
-    EXAMPLE_READS,
     ComputeFigure,
     CpuCluster,
     KernelFigure,
@@ -33,29 +32,6 @@ from pi2.plan.documents.quantities import (
     write_most,
 )
 from pi2.plan.toml.text import KeyPath
-
-
-@rule("P252", "error", "device")
-def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
-    seen: set[str] = set()
-    for name, unit in facts.device.units.items():
-        for key in ("features", "clusters"):
-            if unit.kind != "cpu" and getattr(unit, key):
-                yield Finding(
-                    ("units", name, key),
-                    f"`{key}` belongs to CPUs, the unit `{name}` is of kind {unit.kind}",
-                    f"move `{key}` to a unit of kind cpu",
-                    at="key",
-                )
-        for number, cluster in enumerate(unit.clusters):
-            if cluster.id in seen:
-                yield Finding(
-                    ("units", name, "clusters", number, "id"),
-                    f"two clusters are called `{cluster.id}`",
-                    "give every cluster its own id",
-                )
-            seen.add(cluster.id)
-
 
 _Bounds = tuple[float, float, Units | None]
 _LIMITS: tuple[tuple[type[BaseModel], str, _Bounds], ...] = (
@@ -94,95 +70,10 @@ def check_figures_are_possible(facts: Facts) -> Iterator[Finding]:
             )
 
 
-_CORE_BYTES_S = 64e9
-"""Most bandwidth of main memory for each core of a processor: Apple's Ultra chips have 42 GB/s."""
-_MOST_READS = {"ufs": 6e9, "nvme": 16e9, "sata": 0.6e9, "emmc": 0.6e9, "sd": 2e9}
-"""What interfaces pass at most: UFS 4.1, four lanes of PCI Express 5, SATA 3, HS400, SD Express."""
-
-
-@rule("P731", "warning", "device")
-def check_figures_are_plausible(facts: Facts) -> Iterator[Finding]:
-    device = facts.device
-    cores = sum(item.cores for unit in device.units.values() for item in unit.clusters)
-    peak = device.memory.peak_bandwidth or device.memory.read_bandwidth
-    if peak is not None and cores and peak.value > cores * _CORE_BYTES_S:
-        key = "read_bandwidth" if device.memory.peak_bandwidth is None else "peak_bandwidth"
-        most = format_quantity(cores * _CORE_BYTES_S, RATE_UNITS_OUT)
-        yield Finding(
-            ("memory", key, "value"),
-            f"{format_quantity(peak.value, RATE_UNITS_OUT)} of memory for {cores} cores: "
-            f"processors of so many have less than {most}",
-            'write the transfers and the width of the bus, such as value = "6400 MT/s x 128 bit"; '
-            "a card's memory is units.NAME.memory",
-        )
-    most_reads = _MOST_READS.get(device.storage.kind or "")
-    for number, item in enumerate(device.storage.reads):
-        if most_reads is not None and item.rate > most_reads:
-            yield Finding(
-                ("storage", "reads", number, "rate"),
-                f"{device.storage.kind} reads at most "
-                f"{format_quantity(most_reads, RATE_UNITS_OUT)}, this is "
-                f"{format_quantity(item.rate, RATE_UNITS_OUT)}",
-                "correct the number or its unit (Gbit/s / 8 = GB/s), or storage.kind",
-            )
-
-
-@rule("P730", "warning", "device")
-def check_claimed_arithmetic_is_a_peak(facts: Facts) -> Iterator[Finding]:
-    for name, unit in facts.device.units.items():
-        for number, item in enumerate(unit.compute):
-            if item.status == "vendor-claimed" and not item.peak:
-                yield Finding(
-                    ("units", name, "compute", number, "giga_ops"),
-                    "a vendor's arithmetic rate is taken whole, which programs do not reach",
-                    "write peak = true: predictions take half of it",
-                )
-
-
-@rule("P732", "warning", "device")
-def check_reads_of_both_patterns(facts: Facts) -> Iterator[Finding]:
-    stated = {item.pattern for item in facts.device.storage.reads}
-    for pattern in sorted({"random", "sequential"} - stated) if stated else ():
-        yield Finding(
-            ("storage", "reads"),
-            f"no {pattern} reads are stated: models beyond memory cannot be planned",
-            f"write the data sheet's: {EXAMPLE_READS[pattern]}",
-        )
-
-
 def _write(value: float, key: str, units: Units | None) -> str:
     if units is not None:
         return format_quantity(value, units)
     return approximate_number(value, 6) if key == "giga_ops" else format_bytes(int(value))
-
-
-@rule("P256", "error", "device")
-def check_figures_stated_once(facts: Facts) -> Iterator[Finding]:
-    device = facts.device
-    reads = [
-        (item.pattern, item.block, item.range, item.depth, item.threads, item.cluster, item.burst)
-        for item in device.storage.reads
-    ]
-    yield from _find_again(("storage", "reads"), reads, "the same reads")
-    for name, unit in device.units.items():
-        operands = [item.precision for item in unit.compute]
-        yield from _find_again(("units", name, "compute"), operands, "the same operands")
-        features = unit.features or ()
-        yield from _find_again(("units", name, "features"), features, "the same feature")
-
-
-def _find_again(path: KeyPath, items: Sequence[Hashable], what: str) -> Iterator[Finding]:
-    first: dict[Hashable, int] = {}
-    for number, item in enumerate(items):
-        if item in first:
-            origin = Origin("device", (*path, first[item]), "the first one")
-            yield Finding(
-                (*path, number),
-                f"{what} are stated twice",
-                "remove one of them, or state the difference",
-                origins=(origin,),
-            )
-        first.setdefault(item, number)
 
 
 MOST_CORES = 1024

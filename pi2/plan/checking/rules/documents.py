@@ -1,56 +1,20 @@
-"""Rules about single documents: origins of figures, private data, families; and about
-layers: their kinds, tensors and overrides."""
+"""Rules about families, names of tensors, claimed rates, and selectors of layers."""
 
 import re
 from collections.abc import Iterator
 
 from pi2.model.states import describe_state, list_state_tensors
 from pi2.model.tensor import Place as TensorPlace
-from pi2.plan.checking.findings import Facts, Finding, Origin, report_private, rule
+from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.common import Origin as Source
 from pi2.plan.documents.common import find_type, list_known_keys, suggest
 from pi2.plan.documents.family import Sections
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_tensors import TENSOR_OPTIONS
 from pi2.plan.documents.plan_units import parse_selector
-from pi2.plan.documents.private import walk_figures, walk_texts, walk_values
+from pi2.plan.documents.private import walk_values
 from pi2.plan.toml.expressions import is_expression, parse_expression
-from pi2.plan.toml.source import KINDS
 from pi2.plan.toml.text import KeyPath, format_path
-
-_CLAIM = re.compile(
-    r"\b(?:data ?sheet|spec(?:ification)?s?(?: sheet)?|product (?:page|brief)|press release"
-    r"|(?:vendor|manufacturer|maker)(?:'s)?|marketing|advertised|up to)\b",
-    re.IGNORECASE,
-)
-
-
-@rule("P402", "warning", "device")
-def check_claims_are_no_measurements(facts: Facts) -> Iterator[Finding]:
-    for path, figure in walk_figures(facts.device):
-        found = _CLAIM.search(figure.source) if figure.status == "measured" else None
-        if found is not None:
-            yield Finding(
-                (*path, "status"),
-                f"called measured, but its source is a claim: `{found[0]}`",
-                'write status = "vendor-claimed", or say how it was measured',
-            )
-
-
-_RANGE = re.compile(r"\d\s*(?:to|-|–|\.\.)\s*\d|±|\+/-")  # noqa: RUF001  # people write dashes
-
-
-@rule("P401", "warning", "device")
-def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
-    for path, figure in walk_figures(facts.device):
-        if figure.status != "measured" or figure.spread is not None:
-            continue
-        if figure.samples is None and _RANGE.search(figure.source) is None:
-            yield Finding(
-                (*path, "status"),
-                "a measured figure without `samples` and `spread`",
-                'write both, or status = "estimated" if they are not known',
-            )
 
 
 @rule("P403", "warning", "plan", "device")
@@ -92,38 +56,6 @@ def _list_rates(facts: Facts) -> Iterator[tuple[KeyPath, Source]]:
 def _list_overridden(facts: Facts) -> Iterator[str]:
     for override in facts.plan.layers.overrides:
         yield from override.split or ()
-
-
-@rule("P412", "warning")
-def check_no_account_names(facts: Facts) -> Iterator[Finding]:
-    yield from report_private(facts, "account", "an account, a mail address or a key")
-
-
-@rule("P413", "warning")
-def check_no_home_folders(facts: Facts) -> Iterator[Finding]:
-    yield from report_private(facts, "home", "a home folder")
-
-
-@rule("P411", "warning")
-def check_no_serial_numbers(facts: Facts) -> Iterator[Finding]:
-    yield from report_private(facts, "serial", "a serial number or hardware address")
-
-
-_PLACEHOLDER = re.compile(r"(?<![A-Za-z])(?:REPLACE|CHANGE)[ _-]?(?:ME|THIS)(?![A-Za-z])")
-
-
-@rule("P420", "error")
-def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
-    for document in KINDS:
-        for path, text in walk_texts(facts.known.get(document)):
-            found = _PLACEHOLDER.search(text)
-            if found is not None:
-                yield Finding(
-                    path,
-                    f"`{found[0]}` is left in",
-                    "write the value, or remove the key where it has a default",
-                    document=document,
-                )
 
 
 _PARTS = ("gate", "up", "down")
@@ -255,24 +187,6 @@ def _list_numbered(model: Model) -> frozenset[str]:
     return frozenset(found)
 
 
-@rule("P215", "error", "plan")
-def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
-    first: dict[str, int] = {}
-    for number, override in enumerate(facts.plan.layers.overrides):
-        name = override.id
-        if name is None:
-            continue
-        if name in first:
-            path = ("layers", "overrides", first[name], "id")
-            yield Finding(
-                ("layers", "overrides", number, "id"),
-                f"another override is called `{name}` too",
-                "give it another name, or none",
-                origins=(Origin("plan", path, "the first one"),),
-            )
-        first.setdefault(name, number)
-
-
 Range = tuple[int, int]
 
 
@@ -348,30 +262,3 @@ def _find_repetition(ranges: list[Range]) -> Range | None:
 def _name_layers(layers: Range) -> str:
     first, last = layers
     return f"layer {first}" if first == last else f"layers {first} to {last}"
-
-
-@rule("P212", "error", "plan", "model")
-def check_selectors_in_range(facts: Facts) -> Iterator[Finding]:
-    count = facts.model.shape.layers
-    tables = [
-        (("layers", "overrides", number, "select"), item.select)
-        for number, item in enumerate(facts.plan.layers.overrides)
-    ] + [
-        (("experts", "layers", number, "select"), item.select)
-        for number, item in enumerate(facts.plan.experts.layers)
-    ]
-    for path, selector in tables:
-        for first, last in parse_selector(selector):
-            if first > last:
-                yield Finding(
-                    path,
-                    f"the range {first}-{last} is reversed and selects nothing",
-                    f'write "{last}-{first}"',
-                )
-            elif last >= count:
-                yield Finding(
-                    path,
-                    f"there is no layer {last}: the model has the layers 0 to {count - 1}",
-                    f'write "{first}-{count - 1}"' if first < count - 1 else None,
-                    origins=(Origin("model", ("shape", "layers"), f"layers = {count}"),),
-                )

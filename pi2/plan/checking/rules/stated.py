@@ -1,8 +1,9 @@
-"""Rules that stated.toml states: conditions of one or two documents."""
+"""Rules that stated.toml states: conditions of documents."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +14,22 @@ from pi2.model.blocks import Attention, list_turns
 from pi2.plan.arithmetic.resolved import has_packable_shape
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_gate_read_bytes, find_block_bytes
 from pi2.plan.checking.findings import Fact, Facts, Finding, Origin, Rule
+from pi2.plan.documents.device import EXAMPLE_READS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Moe
-from pi2.plan.documents.plan_units import SparsityMethod
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes, write_most
+from pi2.plan.documents.plan_units import SparsityMethod, parse_selector
+from pi2.plan.documents.private import find_private, walk_figures, walk_texts
+from pi2.plan.documents.quantities import (
+    RATE_UNITS_OUT,
+    approximate_bytes,
+    format_bytes,
+    format_quantity,
+    write_most,
+)
 from pi2.plan.toml.expressions import evaluate, parse_expression
-from pi2.plan.toml.source import Kind
-from pi2.plan.toml.text import write_value
+from pi2.plan.toml.source import KINDS, Kind
+from pi2.plan.toml.text import KeyPath, write_value
 from pi2.plan.weights.layout import GROUP, round_up
 
 
@@ -156,14 +165,93 @@ def _fits_thresholds(facts: Facts) -> bool:
     return found is not None and found.fits(facts.resolved.model)
 
 
+_CLAIM = re.compile(
+    r"\b(?:data ?sheet|spec(?:ification)?s?(?: sheet)?|product (?:page|brief)|press release"
+    r"|(?:vendor|manufacturer|maker)(?:'s)?|marketing|advertised|up to)\b",
+    re.IGNORECASE,
+)
+_RANGE = re.compile(r"\d\s*(?:to|-|–|\.\.)\s*\d|±|\+/-")  # noqa: RUF001  # people write dashes
+_PLACEHOLDER = re.compile(r"(?<![A-Za-z])(?:REPLACE|CHANGE)[ _-]?(?:ME|THIS)(?![A-Za-z])")
+_MOST_READS = {"ufs": 6e9, "nvme": 16e9, "sata": 0.6e9, "emmc": 0.6e9, "sd": 2e9}
+"""What interfaces pass at most: UFS 4.1, four lanes of PCI Express 5, SATA 3, HS400, SD Express."""
+
+
+def _search(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.search(text)
+    return None if found is None else found[0]
+
+
+def _find_texts(facts: Facts, find: Callable[[str], str | None]) -> dict[KeyPath, str]:
+    """What ``find`` finds in texts of documents, by document and place."""
+    texts = ((k, *item) for k in KINDS for item in walk_texts(facts.known.get(k)))
+    return {(kind, *path): found for kind, path, text in texts if (found := find(text))}
+
+
+def _find_private(facts: Facts, kind: str) -> dict[KeyPath, str]:
+    def find(text: str) -> str | None:
+        return next((item.shortened for item in find_private(text) if item.kind == kind), None)
+
+    return _find_texts(facts, find)
+
+
+def _find_again(items: Sequence[Hashable] | Mapping[Any, Hashable]) -> dict[Any, Any]:
+    """Places of items that an earlier one equals, and the place of that."""
+    first: dict[Hashable, Any] = {}
+    places = items.items() if isinstance(items, Mapping) else enumerate(items)
+    pairs = [(place, first.setdefault(item, place)) for place, item in places if item is not None]
+    return {place: earlier for place, earlier in pairs if place != earlier}
+
+
+def _list_stated(facts: Facts) -> dict[KeyPath, Hashable]:
+    """What parts of a device may be stated once, by their places."""
+    keys = ("pattern", "block", "range", "depth", "threads", "cluster", "burst")
+    found: dict[KeyPath, Hashable] = {}
+    for number, item in enumerate(facts.device.storage.reads):
+        values = (getattr(item, key) for key in keys)
+        found["storage", "reads", number] = ("the same reads", *values)
+    for name, unit in facts.device.units.items():
+        for number, figure in enumerate(unit.compute):
+            found["units", name, "compute", number] = ("the same operands", name, figure.precision)
+        for number, feature in enumerate(unit.features or ()):
+            found["units", name, "features", number] = ("the same feature", name, feature)
+    return found
+
+
+def _list_clusters(facts: Facts) -> dict[KeyPath, str]:
+    return {
+        ("units", name, "clusters", number, "id"): cluster.id
+        for name, unit in facts.device.units.items()
+        for number, cluster in enumerate(unit.clusters)
+    }
+
+
+def _list_selectors(facts: Facts) -> list[tuple[KeyPath, int, int]]:
+    """Ranges of layers that a plan names, and their places."""
+    plan = facts.plan
+    texts: dict[KeyPath, str] = {
+        ("layers", "overrides", n, "select"): item.select
+        for n, item in enumerate(plan.layers.overrides)
+    }
+    texts |= {
+        ("experts", "layers", n, "select"): item.select
+        for n, item in enumerate(plan.experts.layers)
+    }
+    return [(path, *layers) for path, text in texts.items() for layers in parse_selector(text)]
+
+
 _OF_FACTS: Mapping[str, Callable[..., Any]] = {
     "beyond": lambda facts, own: [n for n in own or () if n >= facts.model.shape.layers],
     "bundle_bytes": _count_bundle,
     "device_block": lambda facts: find_block_bytes(facts.device),
     "block": lambda facts: find_block_bytes(facts.resolved.device),
+    "clusters": _list_clusters,
     "computes_nothing": _computes_nothing,
+    "cores": lambda facts: sum(
+        item.cores for unit in facts.device.units.values() for item in unit.clusters
+    ),
     "dial": _name_dial,
     "drafts_along": _drafts_along,
+    "figures": lambda facts: dict(walk_figures(facts.device)),
     "fits": _fits_thresholds,
     "free_bytes": _count_free,
     "gate_read_bytes": lambda facts: count_gate_read_bytes(facts.resolved),
@@ -173,9 +261,13 @@ _OF_FACTS: Mapping[str, Callable[..., Any]] = {
     "named_by_file": _name_by_file,
     "obstacle": lambda facts, method: explain_method(method, facts.model),
     "other_choice": lambda facts: find_other_choice(facts.model.moe),
+    "placeholders": lambda facts: _find_texts(facts, partial(_search, _PLACEHOLDER)),
+    "private": _find_private,
     "rotated": lambda facts: _count_rotated(facts.model),
+    "selectors": _list_selectors,
     "shared_bytes": _count_shared,
     "shares_index": lambda facts: _shares_index(facts.model),
+    "stated": _list_stated,
     "turns": _list_turns,
     "twice": lambda facts: _list_twice(facts.model),
     "unshared": lambda facts: _list_unshared(facts.model),
@@ -184,12 +276,19 @@ _OF_FACTS: Mapping[str, Callable[..., Any]] = {
 }
 _PLAIN: Mapping[str, Callable[..., Any]] = {
     "about": approximate_bytes,
+    "again": _find_again,
     "block_bytes": lambda: DEFAULT_BLOCK_BYTES,
+    "claim": partial(_search, _CLAIM),
     "count": len,
+    "example_read": EXAMPLE_READS.__getitem__,
     "group": lambda: GROUP,
     "has_scales": lambda name: find_packing(name).has_scales,
     "least": lambda *values: min(value for value in values if value is not None),
     "most": write_most,
+    "most_reads": _MOST_READS.get,
+    "pluck": lambda items, key: [getattr(item, key) for item in items],
+    "range": partial(_search, _RANGE),
+    "rate": lambda value: format_quantity(value, RATE_UNITS_OUT),
     "round_up": round_up,
     "most_of": max,
     "length_step": lambda name: find_packing(name).length_step,
@@ -207,8 +306,8 @@ class _Names:
     facts: Facts
     needs: tuple[Fact, ...]
     item: Any = None
-    """One of what `for` gives, and its number or name."""
-    n: int | str = 0
+    """One of what `for` gives, and its number, name or path."""
+    n: int | str | KeyPath = 0
     layers: int = 0
 
     @property
@@ -249,7 +348,9 @@ class _Names:
         """The parts of a path, which dots divide outside of expressions."""
         found: list[int | str] = []
         for part in _DOT.split(text):
-            found += [self.n] if part == "{n}" else self.write(part).split(".")
+            hole = _HOLE.fullmatch(part)
+            value = self.write(part) if hole is None else evaluate(parse_expression(hole[1]), self)
+            found += value if isinstance(value, tuple) else [value]
         return tuple(found)
 
     def trace(self, stated: str | Mapping[str, str]) -> Origin:
@@ -274,10 +375,12 @@ def _find(names: _Names, stated: Mapping[str, Any]) -> Iterator[Finding]:
         cases = [names.write(text) for text, test in wanted if names.holds(test)]
         for case in cases if wanted else [""]:
             at, says, help = (texts[key].replace("{case}", case) for key in ("at", "says", "help"))
+            path = names.write_path(at)
             yield Finding(
-                names.write_path(at),
+                path if names.needs else path[1:],
                 names.write(says),
                 names.write(help) or None,
+                document=None if names.needs else path[0],
                 at="key" if stated.get("key") else "value",
                 origins=tuple(map(names.trace, stated.get("origins", ()))),
             )
