@@ -14,11 +14,10 @@ from pi2.backends.hexagon.sizes import (
     FFN_OPERANDS,
     PRODUCT_OPERANDS,
     STAGING_BUFFERS,
+    Piece,
     Room,
-    Run,
     UnitSizes,
-    cut_neurons,
-    cut_tokens,
+    cut_pieces,
     describe_graphs,
     describe_shape,
     find_room,
@@ -53,7 +52,7 @@ class _Job:
     place: int
     width: int
     """Floats of the result for each token."""
-    runs: list[Run]
+    runs: list[Piece]
     results: list[tuple[int, int]] = field(default_factory=list)
     """First byte of each run's result, and its tokens."""
     has_routes: bool = False
@@ -162,7 +161,7 @@ class HexagonUnit(NotedUnit):
         place = self._places[job.place]
         job.has_routes = routes is not None
         for run, (results, _) in zip(job.runs, job.results, strict=True):
-            self._view_floats(results, run.tokens, job.width)[:] = 0
+            self._view_floats(results, run.size, job.width)[:] = 0
             if routes is not None:
                 experts = self._shape.experts
                 at = place + self._job_room.places["routes"] + 4 * run.first * experts
@@ -179,19 +178,19 @@ class HexagonUnit(NotedUnit):
         free = [place for place in range(len(self._places)) if place not in used]
         assert free, "more jobs than were asked for"
         number, self._next = self._next, self._next + 1
-        runs = cut_tokens(len(inputs), self._sizes.graph_tokens)
+        runs = cut_pieces(len(inputs), self._sizes.graph_tokens)
         job = _Job(layer, free[0], width, runs)
         self._jobs[number] = job
         place, room = self._places[job.place], self._job_room
         padded = 0
         for run in runs:
-            packed = pack_tokens(inputs[run.first :][: run.count], run.tokens, weights)
+            packed = pack_tokens(inputs[run.first :][: run.count], run.size, weights)
             at = self._place_run(job, padded, inputs.shape[1])
             self._copy(at["inputs"], packed.inputs)
             self._copy(at["offsets"], packed.offsets.reshape(-1).view(np.uint8))
             self._copy(at["scales"], packed.scales.view(np.uint8))
             job.results.append((place + room.places["results"] + 4 * padded * width, padded))
-            padded += run.tokens
+            padded += run.size
         return number, job
 
     def _place_run(self, job: _Job, padded: int, length: int) -> dict[str, int]:
@@ -210,7 +209,7 @@ class HexagonUnit(NotedUnit):
     def _compute(self, job: _Job, neurons: _Neurons, count: int, kind: str) -> None:
         """Let the worker compute the first ``count`` neurons of a room for a job."""
         name = f"layer {job.layer}: {count} {kind} neurons"
-        pieces = cut_neurons(count, self._sizes.graph_neurons)
+        pieces = cut_pieces(count, self._sizes.graph_neurons)
         for (run, (results, padded)), piece in product(
             zip(job.runs, job.results, strict=True), pieces
         ):
@@ -225,9 +224,9 @@ class HexagonUnit(NotedUnit):
                 "count": piece.count,
                 "scratch": self._scratch,
             }
-            graph = FfnGraph(tokens=run.tokens, neurons=piece.neurons)
+            graph = FfnGraph(tokens=run.size, neurons=piece.size)
             self._ask(graph, [operands[key] for key in FFN_OPERANDS], name)
-            self._note_work(run.tokens * piece.neurons, run.count * piece.count)
+            self._note_work(run.size * piece.size, run.count * piece.count)
 
     def _note_work(self, computed: int, wanted: int) -> None:
         self._computed += computed
@@ -252,10 +251,10 @@ class HexagonUnit(NotedUnit):
             operands = places | self._place_run(job, padded, length)
             operands |= {"results": results, "scratch": self._scratch}
             graph = ProductGraph(
-                tokens=run.tokens, rows=wide, length=round_up(length, 2 * LANES), weights=weights
+                tokens=run.size, rows=wide, length=round_up(length, 2 * LANES), weights=weights
             )
             self._ask(graph, [operands[part] for part in PRODUCT_OPERANDS], f"{name}: {rows} rows")
-            self._note_work(run.tokens * wide, run.count * rows)
+            self._note_work(run.size * wide, run.count * rows)
         return number
 
     def add(self, job: int, bundles: U8, first: int) -> None:
@@ -278,7 +277,7 @@ class HexagonUnit(NotedUnit):
         self._read_replies(self._session.asked)
         found = self._jobs.pop(job)
         pieces = [
-            self._view_floats(results, run.tokens, found.width)[: run.count]
+            self._view_floats(results, run.size, found.width)[: run.count]
             for run, (results, _) in zip(found.runs, found.results, strict=True)
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -107,36 +107,17 @@ def lay_out_job(tokens: int, length: int, groups: int, experts: int, width: int)
     )
 
 
+VECTORS = ("weights", "multipliers", "row_scales")
+"""Arrays of vectors of weights."""
+INPUTS = ("inputs", "offsets", "scales")
+"""Arrays of rounded inputs."""
 FFN_OPERANDS = (
-    "weights",
-    "multipliers",
-    "row_scales",
-    "biases",
-    "experts",
-    "plane",
-    "down",
-    "down_scales",
-    "stride",
-    "inputs",
-    "offsets",
-    "scales",
-    "routes",
-    "results",
-    "count",
-    "scratch",
+    *(*VECTORS, "biases", "experts", "plane", "down", "down_scales", "stride"),
+    *(*INPUTS, "routes", "results", "count", "scratch"),
 )
 """What a graph of neurons is given, in the order of a message's operands: places of arrays, and
 numbers (`NUMBERS`)."""
-PRODUCT_OPERANDS = (
-    "weights",
-    "multipliers",
-    "row_scales",
-    "inputs",
-    "offsets",
-    "scales",
-    "results",
-    "scratch",
-)
+PRODUCT_OPERANDS = (*VECTORS, *INPUTS, "results", "scratch")
 """What a graph of a matrix is given."""
 NUMBERS = ("plane", "stride", "count")
 """Operands that are no places: bytes from the scales of one vector of neurons to the next vector's,
@@ -175,26 +156,14 @@ MOST_SIZES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A part of a job that one graph computes."""
-
-    first: int
-    """Its first token."""
-    count: int
-    """Tokens that the job has of it."""
-    tokens: int
-    """Tokens of the graph."""
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """Neurons of a layer that one graph computes."""
+    """Tokens of a job, or neurons of a layer, that one graph computes."""
 
     first: int
     count: int
-    """Neurons that are asked for."""
-    neurons: int
-    """Neurons of the graph."""
+    """Those that are asked for."""
+    size: int
+    """Those of the graph."""
 
 
 def choose_tokens(most: int, allowed: Sequence[int] = TOKENS) -> tuple[int, ...]:
@@ -205,21 +174,16 @@ def choose_tokens(most: int, allowed: Sequence[int] = TOKENS) -> tuple[int, ...]
     return tuple(tokens for tokens in ordered if tokens <= enough)
 
 
-def cut_tokens(count: int, graphs: Sequence[int]) -> list[Run]:
-    """Divide a job of ``count`` tokens among graphs of ascending numbers of tokens: as many of the
-    largest as fit, then the smallest that holds the rest."""
-    runs, first = [], 0
+def cut_pieces(count: int, graphs: Sequence[int]) -> list[Piece]:
+    """Divide ``count`` tokens or neurons among graphs of ascending sizes: as many of the largest as
+    fit, then the smallest that holds the rest."""
+    pieces, first = [], 0
     while first < count:
         rest = count - first
-        tokens = next((item for item in graphs if item >= rest), graphs[-1])
-        runs.append(Run(first, min(rest, tokens), tokens))
-        first += tokens
-    return runs
-
-
-def find_most_padded(most: int, graphs: Sequence[int]) -> int:
-    """Largest ``pad_tokens`` of jobs of up to ``most`` tokens."""
-    return max(pad_tokens(count, graphs) for count in range(1, most + 1))
+        size = next((item for item in graphs if item >= rest), graphs[-1])
+        pieces.append(Piece(first, min(rest, size), size))
+        first += size
+    return pieces
 
 
 def choose_neurons(wanted: Iterable[int], most: int | None = None) -> tuple[int, ...]:
@@ -237,21 +201,9 @@ def choose_neurons(wanted: Iterable[int], most: int | None = None) -> tuple[int,
     return tuple(ordered)
 
 
-def cut_neurons(count: int, graphs: Sequence[int]) -> list[Piece]:
-    """Divide ``count`` neurons among graphs of ascending sizes: as many of the largest as fit, then
-    the smallest that holds the rest."""
-    pieces, first = [], 0
-    while first < count:
-        rest = count - first
-        size = next((item for item in graphs if item >= rest), graphs[-1])
-        pieces.append(Piece(first, min(rest, size), size))
-        first += size
-    return pieces
-
-
 def find_room(count: int, graphs: Sequence[int]) -> int:
     """Neurons that graphs compute for ``count``: there must be room for them."""
-    return sum(piece.neurons for piece in cut_neurons(count, graphs))
+    return sum(piece.size for piece in cut_pieces(count, graphs))
 
 
 def list_ffn_graphs(tokens: Sequence[int], neurons: Sequence[int]) -> tuple[FfnGraph, ...]:
@@ -360,7 +312,8 @@ class UnitSizes:
         )
 
     def lay_out_job(self) -> Room:
-        tokens = find_most_padded(self.chunk, self.graph_tokens)
+        graphs = self.graph_tokens
+        tokens = max(pad_tokens(count, graphs) for count in range(1, self.chunk + 1))
         lengths = [self.shape.length]
         lengths += [round_up(length, LENGTH_STEP) for _, length, _ in self.matrices.values()]
         widths = [

@@ -137,6 +137,9 @@ def read_docstrings(table: type[BaseModel]) -> Mapping[str, str]:
 
 
 def list_field_docs(table: type) -> Iterator[tuple[str, str]]:
+    if "TEXTS" in vars(table):
+        yield from ((key, _clean(text)) for key, text in vars(table)["TEXTS"].items())
+        return
     body = ast.parse(inspect.getsource(table)).body[0]
     assert isinstance(body, ast.ClassDef)
     for item, following in zip(body.body, body.body[1:], strict=False):

@@ -7,7 +7,9 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -171,61 +173,10 @@ class ProgressBar:
             print(f"{text}: `pi2 cache`", file=sys.stderr)
 
 
-OLD_SPELLINGS = {
-    "--replace": "--force",
-    "--output-format": "--format",
-    "--output-file": "--output",
-    "--warnings-as-errors": "--strict",
-    "bench --generate": "--max-tokens",
-    "trace --tokens": "--max-tokens",
-}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+OLD_SPELLINGS: Mapping[str, str] = _TABLE["spellings"]
 """Options that go on working with a warning, some of them of one command."""
-
-COMMANDS = {
-    "Run": {
-        "bench": ("bench", "Measure the speed of a plan against the limits of the machine"),
-        "chat": ("serve", "Talk to a model in the terminal"),
-        "doctor": ("doctor", "Check this machine, and which shipped plans can run on it"),
-        "list": ("models", "List models that were pulled or converted"),
-        "pull": ("models", "Fetch a model from the hub and convert it"),
-        "remove": ("models", "Delete a model that was pulled or converted"),
-        "run": ("run", "Generate text from a plan"),
-        "serve": ("serve", "Serve plans over HTTP, for OpenAI and Anthropic clients"),
-        "top": ("top", "Watch a server in the terminal"),
-    },
-    "Author": {
-        "explain": ("validate", "Explain a finding's code, or a key: meaning, origin and cost"),
-        "new": ("new", "Write a valid starter document: a device, model or plan"),
-        "show": ("documents", "Print a document with everything resolved"),
-        "validate": ("validate", "Check plans, devices and models"),
-    },
-    "Plan": {
-        "plan": ("plan", "Find the fastest plan for a memory limit, or one for a speed"),
-        "probe": ("probe", "Measure this machine and write a device file"),
-    },
-    "Convert": {"convert": ("convert", "Convert a checkpoint into a neuron store")},
-    "More commands": {
-        "activations": ("activations", "Record which neurons fire on a text"),
-        "build": ("probe", "Build a bundle that runs a plan without TVM"),
-        "cache": ("models", "List what pi2 keeps on this machine, and clear it"),
-        "completion": ("documents", "Print a shell completion script"),
-        "diff": ("diff", "Compare two plans, devices or models; their memory and speed"),
-        "evaluate": ("bench", "Measure the perplexity of a plan's model"),
-        "fit": ("documents", "Fit a plan to another memory budget, context or batch"),
-        "lsp": ("documents", "Start the language server for editors"),
-        "migrate": ("documents", "Upgrade documents to the current version of the plan language"),
-        "model": ("new", "Write the model document of a checkpoint"),
-        "predictor": ("sparsity", "Train a model's activation predictors"),
-        "profile": ("profile", "Fetch, lock, verify and publish device descriptions"),
-        "replay": ("activations", "Replay recorded routing through caches of experts"),
-        "schema": ("documents", "Write the JSON Schemas that editors use"),
-        "simulate": ("simulate", "Predict what a plan does on its device, without the device"),
-        "sparsity": ("sparsity", "Calibrate which neurons of a SiLU or GELU model can be skipped"),
-        "store": ("store", "Inspect, verify, reorder or repack a store"),
-        "sweep": ("simulate", "Plan and simulate many devices, models and memory limits"),
-        "trace": ("activations", "Record a timeline of a run, for Perfetto and Chrome"),
-    },
-}
+COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = _TABLE["sections"]
 """Modules and lines of help by the names of commands, in the sections of the help."""
 
 

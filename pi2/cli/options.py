@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import click
 from click.shell_completion import CompletionItem
@@ -88,8 +88,6 @@ def suggest_settings(
 
 
 def _list_settings() -> Iterator[str]:
-    from typing import Literal
-
     from pi2.authoring.explanation import list_keys
     from pi2.plan.documents.common import find_type
     from pi2.plan.documents.plan import Plan
@@ -152,22 +150,16 @@ def write_file(path: Path, data: bytes) -> None:
 
 def read_device(reference: str) -> Device:
     """A device by path, short name or reference; UserError with all findings."""
-    from pi2.plan.documents.device import Device
     from pi2.planning.wish import read_document
 
-    document = read_document(reference, "device").document
-    assert isinstance(document, Device)
-    return document
+    return cast("Device", read_document(reference, "device").document)
 
 
 def read_model(reference: str) -> Model:
     """A model by path, short name or reference; UserError with all findings."""
-    from pi2.plan.documents.model import Model
     from pi2.planning.wish import read_document
 
-    document = read_document(reference, "model").document
-    assert isinstance(document, Model)
-    return document
+    return cast("Model", read_document(reference, "model").document)
 
 
 def refer(reference: str, folder: Path) -> str:

@@ -24,6 +24,7 @@ from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.rules.stated import explain_method
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Memory
 from pi2.plan.documents.plan_units import Sparsity, SparsityMethod
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
@@ -84,23 +85,30 @@ def describe_changes(
             "sparsity": Sparsity.model_validate(sparsity),
         }
     )
-    needs = find_needs(replace(resolved, plan=plan, thresholds=thresholds))
-    segments = plan.memory.segments
+    memory = enlarge_memory(replace(resolved, plan=plan, thresholds=thresholds))
     changes: dict[str, object] = {
         "decode.predictor": "gate",
         "decode.look_ahead": "none",
         "sparsity": sparsity,
     }
-    total = segments.runtime
-    for name, need in needs.items():
-        room = getattr(segments, name)
-        size = max(room, -(-need.bytes // _KIB) * _KIB)
-        total += size
-        if size != room:
+    stated = dict(plan.memory.segments)
+    for name, size in memory.segments:
+        if size != stated[name]:
             changes[f"memory.segments.{name}"] = format_bytes(size)
-    if total > plan.memory.budget:
-        changes["memory.budget"] = format_bytes(total)
+    if memory.budget != plan.memory.budget:
+        changes["memory.budget"] = format_bytes(memory.budget)
     return changes
+
+
+def enlarge_memory(resolved: ResolvedPlan) -> Memory:
+    """The plan's memory with room for all that its segments need, in whole KiB."""
+    memory = resolved.plan.memory
+    stated = dict(memory.segments)
+    needs = find_needs(resolved).items()
+    sizes = {name: max(stated[name], -(-need.bytes // _KIB) * _KIB) for name, need in needs}
+    total = sum({**stated, **sizes}.values())
+    update = {"segments": memory.segments.model_copy(update=sizes)}
+    return memory.model_copy(update=update | {"budget": max(memory.budget, total)})
 
 
 FINEST = 0.005

@@ -148,29 +148,19 @@ def write_speeds(rows: Sequence[Row]) -> str:
 
 
 def write_ratios(rows: Sequence[Row]) -> list[str]:
-    """Ratios of medians measured in turns: pi2 to other engines, several sequences to one."""
+    """Ratios of medians that were measured in turns: several sequences to one."""
     lines = []
     for row in rows:
-        if row.description.digest is None:
-            continue
         alone = replace(row.workload, sequences=1)
         for other in rows:
             same = other.description == row.description and other.workload == alone
             if same and row.workload != alone:
                 ratio = row.speed.median / other.speed.median
                 lines.append(
-                    f"{row.workload.name}: {ratio:.2f} x the tokens of one sequence "
+                    f"- {row.workload.name}: {ratio:.2f} x the tokens of one sequence "
                     f"({row.speed.median:.2f} against {other.speed.median:.2f} t/s)"
                 )
-        for other in rows:
-            if other.description.digest is None and other.workload == row.workload:
-                ratio = row.speed.median / other.speed.median
-                lines.append(
-                    f"{row.workload.name}: {ratio:.2f} x {other.description.engine} "
-                    f"({row.speed.median:.2f} against {other.speed.median:.2f} t/s, medians of "
-                    f"{row.speed.repetitions} repetitions in turns)"
-                )
-    return ["\n".join(f"- {line}" for line in lines)] if lines else []
+    return ["\n".join(lines)] if lines else []
 
 
 def write_profiles(outcomes: Sequence[Outcome]) -> str:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import groupby
@@ -24,7 +23,6 @@ from pi2.measuring.contestant import (
     BandwidthLimit,
     Profile,
     Profiler,
-    Recipe,
     RemoteContestant,
     observe_parts,
 )
@@ -42,7 +40,7 @@ from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlanRecipe:
     """Loads a plan in the process that is to be timed."""
 
@@ -195,8 +193,15 @@ class Outcome:
     profile: Profile | None = None
 
 
-NoteLost = Callable[[UserError], None]
-"""Is told why a program that others are compared with has ended."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Workloads and settings of a measurement."""
+
+    workloads: Sequence[Workload]
+    repetitions: int
+    with_profile: bool = False
+    text: str | None = None
+    """Tokens are taken from it; without, from the vocabulary in order."""
 
 
 @dataclass(slots=True)
@@ -208,54 +213,31 @@ class _Turn:
 
 def run_session(
     contestants: Sequence[RemoteContestant],
-    workloads: Sequence[Workload],
-    *,
-    repetitions: int,
+    course: Course,
     limit: BandwidthLimit,
-    with_profile: bool = False,
     progress: Progress = ignore_progress,
-    note_lost: NoteLost = lambda error: None,
 ) -> Iterator[Outcome]:
-    """Measure workloads with all contestants in turns, after a warm-up, and the bandwidth in
-    between. A later contestant that raises `UserError` drops out, and ``note_lost`` is told."""
-    left = list(contestants)
-
-    def run(turn: _Turn) -> None:
-        """Run a turn, unless its contestant was lost."""
-        if turn.contestant not in left:
-            return
-        try:
-            turn.samples.append(turn.contestant.run(turn.workload))
-        except UserError as error:
-            if turn.contestant is contestants[0]:
-                raise
-            left.remove(turn.contestant)
-            note_lost(error)
-
-    for _, alike in groupby(workloads, lambda workload: replace(workload, sequences=None)):
-        turns = [_Turn(contestant, workload) for workload in alike for contestant in left]
-        label, steps = f"measuring {turns[0].workload.name}", repetitions + 1
+    """Measure a course with all contestants in turns, after a warm-up, and the bandwidth in
+    between."""
+    for _, alike in groupby(course.workloads, lambda workload: replace(workload, sequences=None)):
+        turns = [_Turn(contestant, workload) for workload in alike for contestant in contestants]
+        label, steps = f"measuring {turns[0].workload.name}", course.repetitions + 1
         progress(label, 0.0)
         for turn in turns:
-            run(turn)
-            turn.samples.clear()
+            turn.contestant.run(turn.workload)
         speeds = limit.measure()
-        for repetition in range(repetitions):
+        for repetition in range(course.repetitions):
             progress(label, (repetition + 1) / steps)
             for turn in turns:
-                run(turn)
-            if repetition == repetitions // 2:
+                turn.samples.append(turn.contestant.run(turn.workload))
+            if repetition == course.repetitions // 2:
                 speeds += limit.measure()
         speeds += limit.measure()
         progress(label, 1.0)
         bandwidth = limit.summarise(speeds)
         for turn in turns:
-            if turn.contestant not in left:
-                continue
-            yield Outcome(
-                row=_make_row(turn, bandwidth),
-                profile=turn.contestant.profile(turn.workload) if with_profile else None,
-            )
+            profile = turn.contestant.profile(turn.workload) if course.with_profile else None
+            yield Outcome(row=_make_row(turn, bandwidth), profile=profile)
 
 
 def _make_row(turn: _Turn, bandwidth: Bandwidth) -> Row:
@@ -272,62 +254,28 @@ def _make_row(turn: _Turn, bandwidth: Bandwidth) -> Row:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """Workloads and settings of a measurement."""
-
-    workloads: Sequence[Workload]
-    repetitions: int
-    with_profile: bool = False
-    text: str | None = None
-    """Tokens are taken from it; without, from the vocabulary in order."""
-
-
 _LEAST_BUFFER_BYTES = 64 << 20
 _BUFFER_PART = 8
 
 
-def _choose_buffer_bytes() -> int:
-    """Bytes that the bandwidth is measured with: a small part of the free memory, which plans need,
-    but more than most caches."""
+def open_limit(threads: int) -> BandwidthLimit:
+    """What measures the bandwidth: with a small part of the free memory, which plans need, but more
+    than most caches."""
     most = detect_memory().available_bytes // _BUFFER_PART
-    return min(BUFFER_BYTES, max(_LEAST_BUFFER_BYTES, most))
+    size_bytes = min(BUFFER_BYTES, max(_LEAST_BUFFER_BYTES, most))
+    return BandwidthLimit(threads, size_bytes=size_bytes)
+
+
+def open_plan(found: FittedPlan, text: str | None, progress: Progress) -> RemoteContestant:
+    """A plan in a process of its own; UserError P641."""
+    recipe = PlanRecipe(found.resolved.path, dict(found.overrides), text)
+    return RemoteContestant(recipe, progress, "pi2")
 
 
 def measure_plan(
-    found: FittedPlan,
-    course: Course,
-    *,
-    others: Callable[[Description], Sequence[Recipe]] = lambda description: (),
-    progress: Progress = ignore_progress,
-    note_lost: NoteLost = lambda error: None,
+    found: FittedPlan, course: Course, progress: Progress = ignore_progress
 ) -> list[Outcome]:
-    """Measure ``course`` with a plan; UserError P641, P642. ``others`` make other engines, given
-    the plan's description; ``note_lost`` is told if one fails (P640, P652)."""
-    path, overrides = found.resolved.path, dict(found.overrides)
-    with ExitStack() as stack:
-        recipe = PlanRecipe(path=path, overrides=overrides, text=course.text)
-        contestants = [stack.enter_context(RemoteContestant(recipe, progress, "pi2"))]
-        described = contestants[0].description
-        for other in others(described):
-            try:
-                remote = RemoteContestant(other, progress, "the other engine")
-            except UserError as error:
-                if error.diagnostics[0].code not in ("P640", "P652"):
-                    raise
-                note_lost(error)
-            else:
-                contestants.append(stack.enter_context(remote))
-        size = _choose_buffer_bytes()
-        limit = stack.enter_context(BandwidthLimit(described.threads, size_bytes=size))
-        return list(
-            run_session(
-                contestants,
-                course.workloads,
-                repetitions=course.repetitions,
-                limit=limit,
-                with_profile=course.with_profile,
-                progress=progress,
-                note_lost=note_lost,
-            )
-        )
+    """Measure ``course`` with a plan; UserError P641, P642."""
+    with open_plan(found, course.text, progress) as contestant:
+        with open_limit(contestant.description.threads) as limit:
+            return list(run_session([contestant], course, limit, progress))

@@ -16,8 +16,8 @@ from pi2.backends.protocol import BuildRequest, Executor
 from pi2.caches import replace_file
 from pi2.diagnostics import UserError
 from pi2.engine.parts import DenseObserver
-from pi2.fitting.sizes import find_needs
 from pi2.measuring.activations import measure_skew
+from pi2.measuring.calibration import enlarge_memory
 from pi2.measuring.evaluation import Evaluation, evaluate_plan
 from pi2.measuring.predictors import (
     Fit,
@@ -161,9 +161,6 @@ def name_all(samples: LayerSamples, rank: int) -> Fit:
     return Fit(weights=weights, recall=1.0, predicted=1.0, active=active, curve=())
 
 
-_KIB = 1024
-
-
 def publish_predictors(resolved: ResolvedPlan, fits: Sequence[LayerFit], output: Path) -> Path:
     """Write ``output``: ``store``, ``ID.model.toml``, ``default.plan.toml``; returns the plan."""
     model = describe_model(resolved.model, fits)
@@ -248,18 +245,8 @@ def write_plan_text(resolved: ResolvedPlan, model: Model, device: str) -> str:
     old = resolved.plan
     decode = old.decode.model_copy(update={"predictor": "low-rank", "threshold": 0.0})
     plan = old.model_copy(update={"decode": decode})
-    needs = find_needs(replace(resolved, plan=plan, model=model, thresholds=None))
     # Predictors need room, and so do the neurons that they name.
-    segments = plan.memory.segments
-    sizes = {
-        name: max(getattr(segments, name), -(-need.bytes // _KIB) * _KIB)
-        for name, need in needs.items()
-    }
-    larger = segments.model_copy(update=sizes)
-    total = sum(size for _, size in larger)
-    memory = plan.memory.model_copy(
-        update={"segments": larger, "budget": max(plan.memory.budget, total)}
-    )
+    memory = enlarge_memory(replace(resolved, plan=plan, model=model, thresholds=None))
     return write_document(
         plan.model_copy(
             update={

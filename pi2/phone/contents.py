@@ -61,6 +61,8 @@ def list_code(backends: Collection[str]) -> dict[PurePosixPath, Path]:
         is_package = path.name == "__init__.py"
         name = place / "__init__.py" if is_package else place.with_suffix(".py")
         files[home / name] = path
+        if (data := path.with_suffix(".toml")).is_file():
+            files[home / name.with_suffix(".toml")] = data
     for package in STAND_INS:
         folder = root / "phone" / "stand_ins" / package
         for path in sorted(folder.glob("*.py")):

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
@@ -31,7 +31,7 @@ from pi2.serving.hosts import Host, Hosts, ServedPlan
 from pi2.serving.metrics import Metrics
 from pi2.serving.openai_schema import Strict
 from pi2.serving.openapi import OPERATIONS, describe_interface
-from pi2.serving.requests import ClientGone, JsonResponse, Service, parse_body
+from pi2.serving.requests import ClientGone, JsonResponse, NotedSend, Service, parse_body
 
 FILE = Path(__file__).with_name("page.html")
 
@@ -405,24 +405,17 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()
-        status = 0
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        noted = NotedSend(send)
         scope.setdefault("state", {})
         try:
-            await self._app(scope, receive, note)
+            await self._app(scope, receive, noted)
         finally:
             client = scope.get("client")
             self._log.info(
                 "request",
                 method=scope["method"],
                 path=scope["path"],
-                status=status,
+                status=noted.status,
                 client=client[0] if client else None,
                 seconds=round(time.perf_counter() - start, 4),
                 **scope["state"].get("use", {}),

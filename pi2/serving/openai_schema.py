@@ -38,13 +38,13 @@ class Fields:
 
 
 @cache
-def _read_table() -> Mapping[str, Any]:
+def read_table() -> Mapping[str, Any]:
     return tomllib.loads(resources.files("pi2.serving").joinpath("fields.toml").read_text("utf-8"))
 
 
 def find_fields(interface: str) -> Fields:
     """What ``fields.toml`` says of an interface."""
-    table = _read_table()
+    table = read_table()
     own = table["interfaces"][interface]
     groups = (table["groups"][name] for name in own.get("with", ()))
     samplers = table["samplers"] if own.get("has_samplers") else {}

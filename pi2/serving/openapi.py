@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic.json_schema import models_json_schema
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
 from pi2.serving import ollama
@@ -17,7 +17,8 @@ from pi2.serving.completions import COMPLETIONS
 from pi2.serving.embeddings import DETOKENIZE, EMBEDDINGS, TOKENIZE
 from pi2.serving.messages import COUNT_TOKENS, MESSAGES
 from pi2.serving.ollama import SHOW
-from pi2.serving.requests import Operation
+from pi2.serving.openai_schema import read_table
+from pi2.serving.requests import NotedSend, Operation
 from pi2.serving.responses import RESPONSES
 
 if TYPE_CHECKING:
@@ -37,26 +38,6 @@ OPERATIONS: tuple[Operation[Any], ...] = (
     SHOW,
 )
 """What clients can post."""
-_GETS = {
-    "/health": "Whether the server is up.",
-    "/metrics": "Numbers for Prometheus.",
-    "/v1/models": "The served plans.",
-    "/api/tags": "The served plans (Ollama).",
-    "/api/ps": "The models in memory (Ollama).",
-    "/api/version": "Version of Ollama's interface.",
-    "/api/state": "What models do, and what memory they have.",
-}
-_REFUSALS = {
-    "400": "The request cannot be answered.",
-    "401": "The key is missing or wrong.",
-    "404": "There is no such model.",
-    "408": "The body did not come in time.",
-    "413": "The body is too large.",
-    "429": "Too many requests wait; Retry-After says when to come again.",
-    "500": "The server has failed.",
-    "503": "There is no memory for the model now.",
-    "504": "The answer took too long.",
-}
 
 
 @cache
@@ -66,7 +47,8 @@ def describe_interface() -> dict[str, Any]:
         kinds,  # type: ignore[arg-type]
         ref_template="#/components/schemas/{model}",
     )
-    refused = {status: {"description": text} for status, text in _REFUSALS.items()}
+    table = read_table()
+    refused = {status: {"description": text} for status, text in table["refusals"].items()}
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         content = {"application/json": {"schema": refs[(operation.body, "validation")]}}
@@ -77,7 +59,7 @@ def describe_interface() -> dict[str, Any]:
                 "responses": {"200": {"description": "The answer."}, **refused},
             }
         }
-    for path, text in _GETS.items():
+    for path, text in table["gets"].items():
         refusals = {"401": refused["401"]}
         paths[path] = {
             "get": {"summary": text, "responses": {"200": {"description": text}, **refusals}}
@@ -100,26 +82,6 @@ _QUIET = ("/", "/health", "/metrics", "/api/state")
 """Paths without a span: clients poll them, and they say nothing about models."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORTER = "OTEL_TRACES_EXPORTER"
-_ASKED = {
-    "max_tokens": "gen_ai.request.max_tokens",
-    "max_completion_tokens": "gen_ai.request.max_tokens",
-    "max_output_tokens": "gen_ai.request.max_tokens",
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "seed": "gen_ai.request.seed",
-    "n": "gen_ai.request.choice.count",
-    "stream": "gen_ai.request.stream",
-    "dimensions": "gen_ai.embeddings.dimension.count",
-}
-"""Attributes of a request's body by its key: numbers only."""
-_USED = {
-    "prompt_tokens": "gen_ai.usage.input_tokens",
-    "completion_tokens": "gen_ai.usage.output_tokens",
-    "first_s": "gen_ai.response.time_to_first_chunk",
-}
 
 
 def make_tracer(environment: Mapping[str, str] | None = None) -> Tracer | None:
@@ -187,26 +149,16 @@ class Traces:
         ) as span:
             span.set_attribute("http.request.method", scope["method"])
             span.set_attribute("url.path", scope["path"])
+            noted = NotedSend(send)
             try:
-                status = await self._answer(scope, receive, send, span)
+                await self._app(scope, receive, noted)
             finally:
+                span.set_attribute("http.response.status_code", noted.status)
                 describe_request(span, scope["path"], state)
-            if status >= 500 or state.get("use", {}).get("failed"):
-                span.set_attribute("error.type", str(state.get("use", {}).get("failed", status)))
+            failed = state.get("use", {}).get("failed") or (noted.status >= 500 and noted.status)
+            if failed:
+                span.set_attribute("error.type", str(failed))
                 span.set_status(Status(StatusCode.ERROR))
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, span: Span) -> int:
-        status = 0
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                span.set_attribute("http.response.status_code", status)
-            await send(message)
-
-        await self._app(scope, receive, note)
-        return status
 
 
 def describe_request(span: Span, path: str, state: Mapping[str, Any]) -> None:
@@ -222,7 +174,8 @@ def describe_request(span: Span, path: str, state: Mapping[str, Any]) -> None:
         span.update_name(f"{operation} {used['model']}")
         span.set_attribute("gen_ai.request.model", used["model"])
         span.set_attribute("gen_ai.response.model", used["model"])
-    for values, names in ((state.get("asked", {}), _ASKED), (used, _USED)):
-        for key, name in names.items():
+    traced = read_table()["traced"]
+    for group, values in (("asked", state.get("asked", {})), ("used", used)):
+        for key, name in traced[group].items():
             if isinstance(values.get(key), int | float):
                 span.set_attribute(name, values[key])

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pi2.serving.calls import Answers, Ask, Collected, Delta, Finished, Limits
 from pi2.serving.errors import (
@@ -44,6 +44,19 @@ class Service:
 
 class ClientGone(Exception):
     """The client is gone."""
+
+
+class NotedSend:
+    """Sends messages on; `status` is the answer's, 0 before it has one."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
 
 
 class JsonResponse(Response):

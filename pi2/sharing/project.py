@@ -94,14 +94,7 @@ class Project:
                     raise UserError.of("P732", f"more than {MAX_SOURCES} documents come along")
                 waiting += self._list_further(outcome.source)
             added = [item.source for item in outcomes.values() if item.state == "added"]
-            self._check_all(added, edit.lock.replace(*added))
-            if added and self.locked:
-                raise UserError.of(
-                    "P714",
-                    f"{display_path(edit.lock.path)} would change: `{added[0].reference}` is new",
-                    help="run it without --locked, and commit the lock",
-                )
-            edit.lock = edit.lock.replace(*added)
+            edit.lock = self._replace(edit.lock, added, "would change: `{}` is new")
         return list(outcomes.values())
 
     def _restore(self, source: Source) -> Outcome:
@@ -142,9 +135,18 @@ class Project:
             sha256=hash_bytes(fetched.data),
         )
 
-    def _check_all(self, sources: Sequence[Source], lock: Lock) -> None:
+    def _replace(self, lock: Lock, sources: Sequence[Source], problem: str) -> Lock:
+        """The lock with other sources; UserError for unsound ones, P714 where it is to stay."""
+        replaced = lock.replace(*sources)
         for source in sources:
-            self._check_document(require_copy(source, self.cache), source.reference, lock)
+            self._check_document(require_copy(source, self.cache), source.reference, replaced)
+        if sources and self.locked:
+            raise UserError.of(
+                "P714",
+                f"{display_path(lock.path)} {problem.format(sources[0].reference)}",
+                help="run it without --locked, and commit the lock",
+            )
+        return replaced
 
     def _check_document(self, path: Path, reference: str, lock: Lock) -> None:
         """Refuse a document with errors, P731, and show them."""
@@ -168,14 +170,7 @@ class Project:
             chosen = _choose(lock, references, self.folder)
             outcomes = [self._update_one(item, lock, accept_moved) for item in chosen]
             changed = [item.source for item in outcomes if item.state == "updated"]
-            self._check_all(changed, lock.replace(*changed))
-            if changed and self.locked:
-                raise UserError.of(
-                    "P714",
-                    f"`{changed[0].reference}` is not what {display_path(lock.path)} says",
-                    help="run it without --locked, and commit the lock",
-                )
-            edit.lock = lock.replace(*changed)
+            edit.lock = self._replace(lock, changed, "does not say what `{}` is now")
         further = [name for item in outcomes for name in self._list_further(item.source)]
         if further:
             outcomes += [item for item in self.add(further) if item.state != "unchanged"]

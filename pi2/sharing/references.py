@@ -343,7 +343,6 @@ class LockedReferences:
     def _locate(self, reference: str, kind: Kind) -> Located:
         from pi2.sharing.fetching import Cache, read_settings
         from pi2.sharing.lock import check_agreement, check_drift, require_copy
-        from pi2.sharing.references import parse_reference
 
         settings = self._settings or read_settings()
         parsed = parse_reference(reference)
@@ -372,8 +371,6 @@ class LockedReferences:
 
 def join_reference(reference: str, relative: str) -> str:
     """The reference of the file at ``relative``, seen from the file of ``reference``."""
-    from pi2.sharing.references import parse_reference
-
     parsed = parse_reference(reference)
     if parsed.is_git:
         path = _join_path(parsed.path, relative, reference)

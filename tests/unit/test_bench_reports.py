@@ -15,6 +15,7 @@ from pi2.measuring.contestant import Profile
 from pi2.measuring.report import Conditions, write_csv, write_json, write_markdown
 from pi2.measuring.samples import Bandwidth, Description, Row, Sample, Workload, summarise_speed
 from pi2.measuring.session import Outcome
+from tools.bench_against import write_ratios
 
 
 def count(**changes: int) -> RunStatistics:
@@ -78,7 +79,8 @@ def test_markdown_shows_figures_limits_ratios_and_circumstances() -> None:
         *("5.00 ± 0.00", "5.00", "1000", "5.0", "10.0", "50.0%"),
     ]
     assert theirs[5:9] == ["-", "-", "10.0", "-"], "what is not known is a dash"
-    assert "tg10: 2.00 x llama.cpp (5.00 against 2.50 t/s" in text
+    (ratio,) = write_ratios([item.row for item in list_outcomes()])
+    assert "tg10: 2.00 x llama.cpp (5.00 against 2.50 t/s" in ratio
     assert "95.0%" in text and "3.0%" in text and "2.0%" in text
     assert "digest f00df00df00d" in text and "a machine" in text
     assert "synthetic: random weights" in text

@@ -19,9 +19,10 @@ from pi2.diagnostics import UserError
 from pi2.engine.accounts import TokenBytes
 from pi2.measuring.contestant import BandwidthLimit, Profile, RemoteContestant, Worker
 from pi2.measuring.samples import Bandwidth, Description, Sample, Workload
-from pi2.measuring.session import run_session
-from pi2.progress import Progress
+from pi2.measuring.session import Course, run_session
+from pi2.progress import Progress, ignore_progress
 from tests.helpers.patience import PATIENCE_S
+from tools.bench_against import Other, keep_whole
 
 # The course of a session
 
@@ -72,7 +73,9 @@ def test_contestants_take_turns_after_a_warm_up_with_the_limit_in_between() -> N
     b = FakeContestant("b", log, [99.0, 4.0, 8.0])
     outcomes = list(
         run_session(
-            [a, b], [Workload("tg", 8, 0)], repetitions=2, limit=FakeLimit(log, [3e9, 9e9, 5e9])
+            [a, b],
+            Course(workloads=[Workload("tg", 8, 0)], repetitions=2),
+            FakeLimit(log, [3e9, 9e9, 5e9]),
         )
     )
     assert log == [
@@ -91,7 +94,8 @@ def test_numbers_of_sequences_take_turns_and_depths_do_not() -> None:
     a = FakeContestant("a", log, [9.0, 9.0, 2.0, 1.0, 2.0, 1.0, 9.0, 1.0, 1.0])
     workloads = [Workload("tg", 8, 0, 1), Workload("tg", 8, 0, 4), Workload("tg", 8, 32, 1)]
     limit = FakeLimit(log, [1.0] * 6)
-    rows = [item.row for item in run_session([a], workloads, repetitions=2, limit=limit)]
+    course = Course(workloads=workloads, repetitions=2)
+    rows = [item.row for item in run_session([a], course, limit)]
     assert [entry for entry in log if entry != "limit"] == [
         *(("a tg8 x 1", "a tg8 x 4") * 3),
         *(("a tg8 x 1 @ d32",) * 3),
@@ -101,45 +105,8 @@ def test_numbers_of_sequences_take_turns_and_depths_do_not() -> None:
     assert [row.speed.median for row in rows] == [4.0, 8.0, 8.0]
 
 
-@dataclass
-class Failing(FakeContestant):
-    """Fails when it has no times left."""
-
-    def run(self, workload: Workload) -> Sample:
-        if not self.seconds:
-            raise UserError.of("P640", f"{self.name} was ended by SIGSEGV")
-        return super().run(workload)
-
-
-@pytest.mark.parametrize("runs", [0, 1, 3])
-def test_what_others_are_compared_with_may_crash(runs: int) -> None:
-    log: list[str] = []
-    a = FakeContestant("a", log, [99.0, 1.0, 2.0] * 2)
-    b = Failing("b", log, [1.0] * runs)
-    workloads = [Workload("pp", 8, 0), Workload("tg", 8, 0)]
-    lost: list[UserError] = []
-    session = run_session(
-        [a, b], workloads, repetitions=2, limit=FakeLimit(log, [1.0] * 6), note_lost=lost.append
-    )
-    rows = [item.row for item in session]
-    names = [(row.description.engine, row.workload.name) for row in rows]
-    # What the other one has done to the end is kept.
-    kept = [("b", "pp8")] if runs == 3 else []
-    assert names == [("a", "pp8"), *kept, ("a", "tg8")]
-    assert [row.speed.repetitions for row in rows if row.description.engine == "a"] == [2, 2]
-    assert [str(error.diagnostics[0].message) for error in lost] == ["b was ended by SIGSEGV"]
-
-
-def test_what_is_measured_may_not() -> None:
-    log: list[str] = []
-    contestants = [Failing("a", log, [1.0]), FakeContestant("b", log, [1.0] * 3)]
-    limit = FakeLimit(log, [1.0] * 3)
-    with pytest.raises(UserError, match="SIGSEGV"):
-        list(run_session(contestants, [Workload("tg", 8, 0)], repetitions=1, limit=limit))
-
-
 # Processes
-@dataclass(frozen=True)
+@dataclass
 class Echo:
     """A recipe, and what it makes."""
 
@@ -169,6 +136,32 @@ class Echo:
 
     def close(self) -> None:
         pass
+
+
+@dataclass
+class Crashing(Echo):
+    """An engine that ends in its second run."""
+
+    runs: int = 0
+
+    def describe(self) -> Description:
+        return Description(engine="b", model="m", backend="b", threads=1, synthetic=False)
+
+    def run(self, workload: Workload) -> Sample:
+        self.runs += 1
+        if self.runs == 2:
+            self.die(signal.SIGSEGV)
+        return Sample(tokens=workload.tokens, seconds=1.0)
+
+
+def test_an_engine_that_crashes_is_left_out_of_a_comparison() -> None:
+    log: list[str] = []
+    course = Course(workloads=[Workload("pp", 8, 0), Workload("tg", 8, 0)], repetitions=2)
+    a = FakeContestant("a", log, [99.0, 1.0, 2.0] * 2)
+    with Other(Crashing(), ignore_progress, "b") as b:
+        outcomes = keep_whole(run_session([a, b], course, FakeLimit(log, [1.0] * 6)))
+    assert [item.row.description.engine for item in outcomes] == ["a", "a"]
+    assert b.lost is not None and b.lost.diagnostics[0].message == "b was ended by SIGSEGV"
 
 
 def test_objects_are_called_in_a_process_of_their_own() -> None:

@@ -23,7 +23,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.hexagon.kernels import code as c
-from pi2.backends.hexagon.sizes import count_row_bytes
+from pi2.backends.hexagon.sizes import INPUTS, VECTORS, count_row_bytes
 from pi2.backends.hexagon.specification import LANES, LAYOUTS, FfnShape, Weights
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP
@@ -144,49 +144,16 @@ def _emit_store(sums: list[v.Cell], address: c.Expr) -> None:
 
 
 VALUES = (
-    "weights",
-    "multipliers",
-    "row_scales",
-    "biases",
-    "experts",
-    "plane",
-    "inputs",
-    "offsets",
-    "scales",
-    "routes",
-    "tiles",
-    "blocks",
-    "count",
-    "values",
-    "sums",
+    *(*VECTORS, "biases", "experts", "plane"),
+    *(*INPUTS, "routes", "tiles", "blocks", "count", "values", "sums"),
 )
 """Parameters of `emit_values`, and so on."""
-REQUANTIZE = ("values", "neurons", "blocks", "inputs", "offsets", "scales")
+REQUANTIZE = ("values", "neurons", "blocks", *INPUTS)
 SUMS = (
-    "down",
-    "down_scales",
-    "stride",
-    "columns",
-    "words",
-    "blocks",
-    "inputs",
-    "offsets",
-    "scales",
-    "results",
-    "sums",
+    *("down", "down_scales", "stride", "columns", "words", "blocks"),
+    *(*INPUTS, "results", "sums"),
 )
-PRODUCT = (
-    "weights",
-    "multipliers",
-    "row_scales",
-    "tiles",
-    "blocks",
-    "inputs",
-    "offsets",
-    "scales",
-    "results",
-    "sums",
-)
+PRODUCT = (*VECTORS, "tiles", "blocks", *INPUTS, "results", "sums")
 _TOP = 127.0
 
 

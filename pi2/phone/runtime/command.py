@@ -142,37 +142,26 @@ def take_files(resolved: ResolvedPlan) -> Sequence[Path]:
     return files
 
 
-def verify_file(resolved: ResolvedPlan) -> None:
-    """UserError P507 if a GGUF file is not that which the bundle was built with."""
+def verify_store(resolved: ResolvedPlan) -> int:
+    """Read all weights; UserError P507 if they are not those that the bundle was built with."""
     from pi2.store.files import hash_file
+    from pi2.store.manifest import read_manifest
 
-    for file in take_files(resolved):
-        table = json.loads((file.parent / TABLE).read_text(encoding="utf-8"))
-        if hash_file(file) != table["sha256"][file.name]:
+    if resolved.file is not None:
+        files = take_files(resolved)
+        table = json.loads((files[0].parent / TABLE).read_text(encoding="utf-8"))
+        digests = {file: table["sha256"][file.name] for file in files}
+    else:
+        folder = resolved.store_path
+        digests = {folder / entry.path: entry.sha256 for entry in read_manifest(folder).files}
+    for file, digest in digests.items():
+        if hash_file(file) != digest:
             raise UserError.of(
                 "P507",
                 f"{file.name}: its contents have changed: the SHA-256 differs",
-                help="copy the file again",
+                help="copy the weights again as a whole",
             )
-
-
-def verify_store(resolved: ResolvedPlan) -> int:
-    if resolved.file is not None:
-        verify_file(resolved)
-        print(f"all files are as they were built: plan {resolved.digest[:12]}")
-        return 0
-    from pi2.store.files import hash_file
-    from pi2.store.reader import NeuronStore
-
-    with NeuronStore.open(resolved.store_path, model=resolved.model) as store:
-        for entry in store.manifest.files:
-            if hash_file(store.path / entry.path) != entry.sha256:
-                raise UserError.of(
-                    "P507",
-                    f"{entry.path}: its contents have changed: the SHA-256 differs",
-                    help="copy the store again as a whole",
-                )
-        print(f"all files are as they were built: plan {resolved.digest[:12]}")
+    print(f"all files are as they were built: plan {resolved.digest[:12]}")
     return 0
 
 

@@ -10,6 +10,7 @@ The rules, for an inherited tree and one of its own:
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 from collections.abc import Mapping, Sequence
@@ -102,7 +103,7 @@ def apply_overrides(
     values: dict[str, Any], overrides: Overrides
 ) -> tuple[dict[str, Any], list[Diagnostic]]:
     """``values`` with every override in place, and those without a place; None removes a key."""
-    result: dict[str, Any] = _copy(values)
+    result: dict[str, Any] = copy.deepcopy(values)
     findings = []
     for item in overrides.items:
         current: Any = result
@@ -117,7 +118,7 @@ def apply_overrides(
                 if item.value is None:
                     current.pop(part, None)
                 else:
-                    current[part] = _copy(item.value)
+                    current[part] = copy.deepcopy(item.value)
             elif isinstance(part, int):
                 current = current[part]
             else:
@@ -134,14 +135,6 @@ def _report_index(item: Override, number: int, length: int) -> Diagnostic:
         span=item.key_span,
         path=format_path(item.path),
     )
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copy(item) for item in value]
-    return value
 
 
 def _make_plain(value: object) -> object:

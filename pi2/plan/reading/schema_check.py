@@ -90,8 +90,6 @@ def check_version(source: SourceFile, document: type[Document]) -> Diagnostic | 
     newest = document.VERSION
     write_it = f"write `{key} = {newest}`"
     if key not in source.values:
-        from pi2.plan.documents.common import suggest
-
         if suggest(key, set(source.values) - set(document.model_fields)) is not None:
             return None  # misspelt, and reported as an unknown key
         return Diagnostic(

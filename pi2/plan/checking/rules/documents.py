@@ -120,14 +120,6 @@ def check_expressions(facts: Facts) -> Iterator[Finding]:
                 )
 
 
-_ONCE = frozenset(
-    {
-        *("embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"),
-        *("layer_embedding", "layer_projection", "layer_projection_norm"),
-        *("stream_in", "stream_out", "embedding_norm", "embedding_norm_bias"),
-        *("hyper_head", "hyper_head_bias", "hyper_head_scale"),
-    }
-)
 _BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
 _PER_EXPERT = frozenset({"predictor_in", "predictor_out", "predictor_bias"})
 _MAYBE_PER_EXPERT = _BIASES | {"gate", "up", "down", "fused_gate_up", "fused_gate_up_bias"}
@@ -144,9 +136,8 @@ def check_tensor_names_layers(facts: Facts) -> Iterator[Finding]:
             continue
         if key in ("gate", "up") and model.tensors.fused_gate_up is not None:
             continue
-        wanted = {"{layer}"} if key not in _ONCE else set()
-        if key in ("stream_in", "stream_out"):
-            wanted.add("{stream}")
+        usual = type(model.tensors).model_fields[key].default
+        wanted = set(_FIELD.findall(usual or "{layer}")) - {"{mixer}"}
         if model.moe is not None and key in _PER_EXPERT:
             wanted.add("{expert}")
         if key in numbered:
