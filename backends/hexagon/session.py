@@ -141,8 +141,6 @@ FAILURES = {
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The outcome of a message."""
-
     number: int
     start_s: float
     end_s: float

@@ -42,14 +42,7 @@ class MlcEngine:
     """A model of an MLC-LLM folder.  Use it as a context manager."""
 
     def __init__(
-        self,
-        folder: Path,
-        model: Model,
-        *,
-        context: int,
-        sequences: int = 1,
-        chunk: int = 128,
-        device: str = "auto",
+        self, folder: Path, model: Model, *, context: int, chunk: int = 128, device: str = "auto"
     ) -> None:
         """Load ``folder``; P686 without mlc_llm, P688 on failure, P689 on another model."""
         check_folder(folder, model)
@@ -77,7 +70,7 @@ class MlcEngine:
                 {
                     "model": str(folder.resolve()),
                     "device": device,
-                    "sequences": sequences,
+                    "sequences": 1,
                     "context": context,
                     "chunk": chunk,
                 }
@@ -95,7 +88,6 @@ class MlcEngine:
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
-        seed: int | None = None,
     ) -> Iterator[str]:
         """Yield pieces of a text, then set ``finished``; P687 for unknown sampling, P688."""
         from pi2.backends.units import Finished
@@ -106,7 +98,7 @@ class MlcEngine:
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": sampling.seed if seed is None else seed,
+            "seed": sampling.seed,
             "stop": list(stop) or None,
         }
         self.finished = None

@@ -99,6 +99,11 @@ def is_control(letter: str) -> bool:
     return (code < 32 and letter not in "\n\t") or 127 <= code < 160 or is_turning
 
 
+def is_guided() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 PATIENCE_S = 1.0
 
 

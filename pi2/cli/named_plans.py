@@ -1,12 +1,11 @@
 """Plans by name, as commands take them: missing models are offered on a terminal."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from pi2.cli.commands import ProgressBar
+from pi2.cli.commands import ProgressBar, is_guided
 from pi2.found_models import find_found
 from pi2.loading import find_plan, find_pulled, is_checkpoint
 from pi2.plan.toml.source import KINDS, Kind
@@ -16,7 +15,7 @@ from pi2.weights.file_reading import HUB, FileFiller
 def find_plan_path(path: Path, *, files: FileFiller | None = None) -> Path:
     """`find_plan` with a progress bar; missing weights of the hub are offered on a terminal."""
     found = _find(path, ("plan",), files)
-    if _is_terminal():
+    if is_guided():
         from pi2.cli.models import pull_weights
         from pi2.weights.file_reading import list_missing
 
@@ -50,7 +49,7 @@ def find_retokenized(
 def _find(path: Path, kinds: Sequence[Kind], files: FileFiller | None = None) -> Path:
     name = str(path)
     is_missing = name.startswith(HUB) and find_pulled(name) is None and find_found(name) is None
-    if is_missing and _is_terminal():
+    if is_missing and is_guided():
         from pi2.model_folders import fetch_model
 
         question = f"{name} is not on this machine: fetch and convert it?"
@@ -59,7 +58,3 @@ def _find(path: Path, kinds: Sequence[Kind], files: FileFiller | None = None) ->
                 return fetch_model(name, progress=progress).plan
     with ProgressBar() as progress:
         return find_plan(path, kinds, files=files, progress=progress)
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import Subcommands
+from pi2.cli.commands import Subcommands, is_guided
 from pi2.cli.options import (
     COUNT,
     FORCE,
@@ -251,10 +250,6 @@ def new_model(name: str | None, given: NewModelOptions) -> None:
     _write(path, draft_model(_take_name(path), shape, activation))
 
 
-def _is_guided() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
-
-
 def _ask(
     flag: str,
     given: str | None,
@@ -266,7 +261,7 @@ def _ask(
     """The value that was given, or an answer; elsewhere than on a terminal, a usage error."""
     if given is not None:
         return given
-    if not _is_guided():
+    if not is_guided():
         raise click.UsageError(f"{flag} is missing.")
     if known:
         click.echo(f"Known: {', '.join(known)}", err=True)
@@ -277,7 +272,7 @@ def _ask(
 def _list_shipped(kind: Kind) -> list[str]:
     from pi2.plan.reading.references import list_shipped
 
-    return list(list_shipped(kind)) if _is_guided() else []
+    return list(list_shipped(kind)) if is_guided() else []
 
 
 def _parse_count(text: str, name: str) -> int:

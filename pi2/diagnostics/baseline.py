@@ -67,8 +67,6 @@ class ProjectSettings:
 
 @dataclass
 class Sifted:
-    """The remaining findings."""
-
     diagnostics: tuple[Diagnostic, ...]
     ignored: int = 0
     unused: list[Ignore] = field(default_factory=list)

@@ -99,8 +99,6 @@ MAX_CHARACTERS, MAX_COLUMNS = 200_000, 4_000
 
 @dataclass(frozen=True)
 class Checked:
-    """A text, and all that is known of it."""
-
     path: Path
     text: str
 

@@ -160,8 +160,6 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingOptions:
-    """The run, and its way of counting."""
-
     largest: float | None = None
     """Share of a token's neurons that counts as active; None counts activations other than zero."""
     samples: int = 256

@@ -256,8 +256,6 @@ def _check_error(chosen: Trial, goal: Goal) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A calibration under way."""
-
     plan: Path
     settings: Mapping[str, object]
     goal: Goal

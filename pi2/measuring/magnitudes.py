@@ -141,8 +141,6 @@ class Histogram:
 
 @dataclass(slots=True)
 class LayerMagnitudes:
-    """A layer's histograms."""
-
     experts: list[Histogram]
     """Histogram of each expert; one without experts."""
     tokens: list[int]

@@ -185,8 +185,6 @@ _CHECKED = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Settings of the training."""
-
     recall: float = 0.97
     """Share of active neurons that is to be found."""
     passes: float | None = None

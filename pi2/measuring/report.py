@@ -20,8 +20,6 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Under what circumstances a run was made."""
-
     machine: str
     """Description of processor, cores, memory and system."""
     started: str

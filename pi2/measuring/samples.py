@@ -84,8 +84,6 @@ class TokenSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One timed repetition."""
-
     tokens: int
     seconds: float
     counters: RunStatistics | None = None
@@ -164,8 +162,6 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table."""
-
     description: Description
     workload: Workload
     samples: tuple[Sample, ...]

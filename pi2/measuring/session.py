@@ -195,8 +195,6 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Workloads and settings of a measurement."""
-
     workloads: Sequence[Workload]
     repetitions: int
     with_profile: bool = False

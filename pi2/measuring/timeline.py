@@ -75,9 +75,9 @@ Span = tuple[float, float]
 """When something began and ended, in seconds."""
 
 
-@dataclass(slots=True)
-class _Tape:
-    """The current recording, from ``start_s`` on."""
+@dataclass
+class _Tape(ExecutorObserver, ShareObserver):
+    """The current recording, from ``start_s`` on, of kernels and units."""
 
     recorder: Recorder
     threads: int
@@ -98,7 +98,23 @@ class _Tape:
     def now(self) -> float:
         return time.perf_counter() - self.start_s
 
-    def add_kernel(self, name: str, start_s: float, end: float) -> None:
+    def since(self, start_s: float, end_s: float) -> Span:
+        return start_s - self.start_s, end_s - self.start_s
+
+    def note_work(self, unit: str, name: str, start_s: float, end_s: float) -> None:
+        span = self.since(start_s, end_s)
+        self.unit_spans.setdefault(unit, []).append(span)
+        self.recorder.add_slice(unit, name, *span)
+
+    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
+        span = self.since(start_s, end_s)
+        self.unit_wait_spans.append(span)
+        name = f"wait for {unit}" if layer is None else f"wait for {unit} {layer}"
+        self.recorder.add_slice(DRIVER, name, *span)
+
+    def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
+        name = name if layer is None else f"{name} {layer}"
+        start_s, end = self.since(start_s, end_s)
         self.kernels_s += end - start_s
         self.kernel_spans.append((start_s, end))
         self.recorder.add_slice(DRIVER, name, start_s, end)
@@ -141,34 +157,6 @@ class _Tape:
             return self.readers.setdefault(threading.get_ident(), f"read {len(self.readers)}")
 
 
-class _KernelRecorder(ExecutorObserver):
-    def __init__(self, tape: _Tape) -> None:
-        self._tape = tape
-
-    def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
-        tape = self._tape
-        label = name if layer is None else f"{name} {layer}"
-        tape.add_kernel(label, start_s - tape.start_s, end_s - tape.start_s)
-
-
-class _UnitRecorder(ShareObserver):
-    def __init__(self, tape: _Tape) -> None:
-        self._tape = tape
-
-    def note_work(self, unit: str, name: str, start_s: float, end_s: float) -> None:
-        tape = self._tape
-        span = start_s - tape.start_s, end_s - tape.start_s
-        tape.unit_spans.setdefault(unit, []).append(span)
-        tape.recorder.add_slice(unit, name, *span)
-
-    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
-        tape = self._tape
-        start, end = start_s - tape.start_s, end_s - tape.start_s
-        tape.unit_wait_spans.append((start, end))
-        name = f"wait for {unit}" if layer is None else f"wait for {unit} {layer}"
-        tape.recorder.add_slice(DRIVER, name, start, end)
-
-
 class _ReadRecorder(ReadObserver):
     def __init__(self, parts: Parts, tape: _Tape) -> None:
         self._reader = parts.reader
@@ -195,7 +183,7 @@ class _ReadRecorder(ReadObserver):
 
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
         tape = self._tape
-        start, end = start_s - tape.start_s, end_s - tape.start_s
+        start, end = tape.since(start_s, end_s)
         tape.wait_s += end - start
         name = f"wait {_name_read(pending.layer, pending.number + number, pending.batch)}"
         tape.recorder.add_slice(DRIVER, name, start, end)
@@ -208,13 +196,13 @@ class _ReadRecorder(ReadObserver):
     def note_run(self, run: WatchedRun, start_s: float, end_s: float) -> None:
         tape = self._tape
         name = f"layer {run.layer}, {run.neurons} neurons in a run"
-        end = end_s - tape.start_s
-        lane = tape.add_queued_read("read runs", name, start_s - tape.start_s, end)
+        start, end = tape.since(start_s, end_s)
+        lane = tape.add_queued_read("read runs", name, start, end)
         self._runs[id(run)] = lane, end
 
     def note_run_wait(self, run: WatchedRun, start_s: float, end_s: float) -> None:
         tape = self._tape
-        start, end = start_s - tape.start_s, end_s - tape.start_s
+        start, end = tape.since(start_s, end_s)
         tape.wait_s += end - start
         tape.recorder.add_slice(DRIVER, f"wait for a run of {run.layer}", start, end)
         # Whoever waits twice has seen the arrow.
@@ -223,8 +211,7 @@ class _ReadRecorder(ReadObserver):
             tape.arrivals.append(place)
 
     def note_part(self, batch: ReadBatch, part: int, start_s: float, end_s: float) -> None:
-        lane, begin = self._tape.name_reader(), start_s - self._tape.start_s
-        end = end_s - self._tape.start_s
+        lane, (begin, end) = self._tape.name_reader(), self._tape.since(start_s, end_s)
         self._exact[id(batch), part] = (lane, end)
         name = f"layer {_name_read(batch.file, part, batch)}"
         self._tape.add_read(lane, name, begin, end)
@@ -303,7 +290,7 @@ def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
 @contextmanager
 def _recording(parts: Parts, tape: _Tape) -> Iterator[None]:
     reads = _ReadRecorder(parts, tape)
-    with observe_parts(parts, _KernelRecorder(tape), reads, _UnitRecorder(tape)):
+    with observe_parts(parts, tape, reads, tape):
         yield
 
 

@@ -264,8 +264,6 @@ _SMALL_WEIGHTS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """New predictors and their quality."""
-
     plan: Path
     """The new plan, whose store has them."""
     fits: tuple[LayerFit, ...]

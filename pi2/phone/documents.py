@@ -28,8 +28,6 @@ TABLE, NUMBERS = "weights.json", "vectors.f32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What a bundle says of itself."""
-
     folder: Path
     target: str
     """The machine that its kernels are for, such as ``aarch64-linux-gnu``."""

@@ -47,8 +47,6 @@ WriteMember = Callable[[Schema, str, Any], str | None]
 
 
 class GrammarWriter:
-    """Writes a grammar, rule by rule."""
-
     def __init__(self, facts: ChatFacts, *, prompt: str, may_reason: bool = False) -> None:
         """``may_reason``: whether the model may reason first if the prompt has not begun that."""
         self._prompt = prompt

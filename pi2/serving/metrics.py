@@ -17,8 +17,6 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000)
 
 
 class Metrics:
-    """Counts what the server does."""
-
     def __init__(self, hosts: Sequence[Host], *, replica: str = "") -> None:
         """``replica``: a label of all numbers if the server is one of several."""
         self._replica = replica

@@ -31,8 +31,6 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What requests are answered with."""
-
     hosts: Hosts
     limits: Limits
     metrics: Metrics

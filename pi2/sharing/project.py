@@ -318,8 +318,6 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Path of a prepared device, and the next steps."""
-
     path: Path
     next_steps: tuple[str, ...]
 

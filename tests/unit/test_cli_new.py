@@ -155,7 +155,7 @@ def test_on_a_terminal_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(question)
         return next(answers)
 
-    monkeypatch.setattr(new, "_is_guided", lambda: True)
+    monkeypatch.setattr(new, "is_guided", lambda: True)
     monkeypatch.setattr("click.prompt", answer)
     assert run(["new", "plan"]) == 0
     assert asked == ["Device", "Model", "Memory for the whole process"]

@@ -140,8 +140,6 @@ ENTRY = "_start"
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of a library."""
-
     name: str
     parameters: Sequence[str]
     emit: Callable[..., None]

@@ -63,8 +63,6 @@ Fact = Literal["plan", "device", "model", "family", "resolved"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Another place that matters to a finding."""
-
     document: Kind
     path: KeyPath
     text: str

@@ -81,8 +81,6 @@ _PLAIN_PATHS = ("weights", "thresholds")
 
 @dataclass
 class Composition:
-    """The outcome of putting a document together."""
-
     file: SourceFile
     diagnostics: list[Diagnostic] = field(default_factory=list)
     """Errors in the document and in the documents that it extends."""

@@ -156,8 +156,6 @@ JOINS: tuple[Join, ...] = ("append", "prepend")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a value in a file."""
-
     file: SourceFile
     path: KeyPath
     """Key path in that file, which may differ from the one in the merged tree."""

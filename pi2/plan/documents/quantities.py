@@ -130,8 +130,8 @@ def format_bytes(value: int) -> str:
 
     If a decimal unit says it with fewer digits, it is written in that (``"19 GB"``, not
     ``"18554687.5 KiB"``)."""
-    binary = _format_in(value, _BINARY)
-    decimal = _format_in(value, _DECIMAL)
+    binary = format_quantity(value, _BINARY)
+    decimal = format_quantity(value, {"B": 1, **_DECIMAL})
     return decimal if _count_digits(decimal) < _count_digits(binary) else binary
 
 
@@ -177,15 +177,6 @@ def compare_bytes(*values: int) -> tuple[str, ...]:
         if len(set(texts)) == len(set(values)):
             return texts
     return tuple(f"{value} B" for value in values)
-
-
-def _format_in(value: int, units: Mapping[str, int]) -> str:
-    """The shortest exact writing in one of ``units``; at most three decimals."""
-    for unit, size in sorted(units.items(), key=lambda item: -item[1]):
-        scaled = Fraction(value, size)
-        if scaled >= 1 and (scaled * 1000).denominator == 1:
-            return f"{_write_decimal(scaled)} {unit}"
-    return f"{value} B"
 
 
 def _count_digits(text: str) -> int:

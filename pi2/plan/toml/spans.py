@@ -72,8 +72,6 @@ class Duplicate:
 
 @dataclass(slots=True)
 class SpanIndex:
-    """Spans by key path."""
-
     file: str
     keys: dict[KeyPath, Span] = field(default_factory=dict)
     """The key's own characters; for an array's item, the item."""

@@ -1,8 +1,7 @@
 """Rules about compute units, their backends and memory, and shares of neurons, rows and
 sequences."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping
 
 from pi2.plan.arithmetic.resolved import find_sparse_unit
 from pi2.plan.checking.findings import (
@@ -13,8 +12,7 @@ from pi2.plan.checking.findings import (
     list_row_splits,
     rule,
 )
-from pi2.plan.documents.common import suggest
-from pi2.plan.documents.plan_units import BatchSplit, list_layers
+from pi2.plan.documents.plan_units import list_layers
 from pi2.plan.toml.text import KeyPath
 
 
@@ -42,71 +40,6 @@ def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
             at="value" if path == ("prefill", "unit") else "key",
             origins=(Origin("plan", ("backends",), f"backends: {listed or 'none'}"),),
         )
-
-
-@rule("P414", "warning", "resolved")
-def check_settings_reach_units(facts: Facts) -> Iterator[Finding]:
-    plan, name = facts.resolved.plan, facts.resolved.sparse_unit
-    ignored: list[KeyPath] = []
-    settings = plan.units.get(name)
-    if settings is not None:
-        named = settings.model_fields_set & {"process", "on_failure"}
-        ignored += [("units", name, key) for key in sorted(named)]
-    if name in plan.memory.units and not facts.resolved.has_whole_unit:
-        ignored.append(("memory", "units", name))
-    for path in ignored:
-        yield Finding(
-            path,
-            f"does nothing: `{name}` is the sparse unit, which has no such setting",
-            "take it out"
-            if path[0] == "units"
-            else "take it out: memory.segments are what the sparse unit has",
-            at="key",
-        )
-
-
-_STEP = 8
-
-
-@rule("P276", "error", "resolved")
-def check_graphs_have_shapes(facts: Facts) -> Iterator[Finding]:
-    resolved = facts.resolved
-    for name, settings in resolved.plan.units.items():
-        graphs, path = settings.graphs, ("units", name, "graphs")
-        if graphs is None or name not in resolved.device.units:
-            continue
-        kind = resolved.device.units[name].kind
-        if kind != "npu":
-            yield Finding(
-                path,
-                f"`{name}` is a {kind.upper()}; only programs of an NPU have fixed shapes",
-                "take the table out",
-                at="key",
-            )
-            continue
-        for place, tokens in enumerate(graphs.tokens):
-            if tokens not in (1, 2, 4) and tokens % _STEP:
-                larger = tokens // _STEP * _STEP + _STEP
-                yield Finding(
-                    (*path, "tokens", place),
-                    f"no graph computes {tokens} tokens",
-                    f"write {4 if tokens == 3 else larger}: it holds jobs of {tokens} tokens",
-                )
-        yield from _find_twice(graphs.tokens, (*path, "tokens"))
-        for place, share in enumerate(graphs.shares or ()):
-            if share == 0:
-                yield Finding(
-                    (*path, "shares", place),
-                    "a graph of no neurons computes nothing",
-                    "take it out",
-                )
-        yield from _find_twice(graphs.shares or (), (*path, "shares"))
-
-
-def _find_twice(values: Sequence[float], path: KeyPath) -> Iterator[Finding]:
-    for place, value in enumerate(values):
-        if value in values[:place]:
-            yield Finding((*path, place), f"{value:g} is named twice", "take it out")
 
 
 @rule("P262", "error", "resolved")
@@ -221,35 +154,6 @@ def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Ite
     yield Finding(path, f"the shares of {subject} add up to {total:.6g}, expected 1", help_text)
 
 
-@rule("P211", "error", "plan", "device")
-def check_split_names_units(facts: Facts) -> Iterator[Finding]:
-    plan = facts.plan
-    for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
-        yield from _check_names(facts, placed.split, placed.path)
-    yield from _check_names(facts, plan.units, ("units",))
-    yield from _check_names(facts, plan.memory.units, ("memory", "units"))
-    if plan.prefill.unit is not None:
-        yield from _check_names(facts, [plan.prefill.unit], ("prefill", "unit"), at="value")
-
-
-def _check_names(
-    facts: Facts, names: Iterable[str], path: KeyPath, at: Literal["key", "value"] = "key"
-) -> Iterator[Finding]:
-    units = facts.device.units
-    for name in names:
-        if name in units:
-            continue
-        near = suggest(name, units)
-        listed = ", ".join(units)
-        yield Finding(
-            (*path, name) if at == "key" else path,
-            f"the device `{facts.device.id}` has no unit `{name}`",
-            f"did you mean `{near}`?" if near else f"its units: {listed}",
-            at=at,
-            origins=(Origin("device", ("units",), f"units: {listed}"),),
-        )
-
-
 @rule("P263", "error", "resolved")
 def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
     seen = set()
@@ -294,32 +198,3 @@ def _check_whole(facts: Facts) -> Iterator[Finding]:
             "write hot = 1.0, or give a part of layers.split to a CPU",
             origins=(Origin("plan", layer.split_path, f"{unit} has all layers"),),
         )
-
-
-@rule("P266", "error", "plan")
-def check_batches_are_in_order(facts: Facts) -> Iterator[Finding]:
-    layers, batch = facts.plan.layers, facts.plan.decode.step_tokens
-    yield from _check_table(layers.batches, ("layers", "batches"), batch)
-    for number, override in enumerate(layers.overrides):
-        path: KeyPath = ("layers", "overrides", number, "batches")
-        yield from _check_table(override.batches or (), path, batch)
-
-
-def _check_table(table: Sequence[BatchSplit], path: KeyPath, batch: int) -> Iterator[Finding]:
-    last = 1
-    for number, entry in enumerate(table):
-        place: KeyPath = (*path, number, "sequences")
-        if entry.sequences <= last and number:
-            yield Finding(
-                place,
-                f"{entry.sequences} sequences come after {last}",
-                "write the entries in the order of their sequences, each number once",
-            )
-        elif entry.sequences > batch:
-            yield Finding(
-                place,
-                f"no step has {entry.sequences} sequences: decode.batch is {batch}",
-                f"raise decode.batch to {entry.sequences}, or take the entry out",
-                origins=(Origin("plan", ("decode", "batch"), f"batch = {batch}"),),
-            )
-        last = entry.sequences

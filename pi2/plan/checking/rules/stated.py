@@ -1,7 +1,7 @@
 """Rules that stated.toml states: conditions of documents."""
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,21 @@ from pi2.formats import find_packing
 from pi2.model.blocks import Attention, list_turns
 from pi2.plan.arithmetic.resolved import has_packable_shape
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_gate_read_bytes, find_block_bytes
-from pi2.plan.checking.findings import Fact, Facts, Finding, Origin, Rule
+from pi2.plan.checking.findings import (
+    Fact,
+    Facts,
+    Finding,
+    Origin,
+    Rule,
+    list_placed_splits,
+    list_row_splits,
+)
+from pi2.plan.documents.common import suggest
 from pi2.plan.documents.device import EXAMPLE_READS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Moe
-from pi2.plan.documents.plan_units import SparsityMethod, parse_selector
+from pi2.plan.documents.plan_units import BatchSplit, SparsityMethod, parse_selector
 from pi2.plan.documents.private import find_private, walk_figures, walk_texts
 from pi2.plan.documents.quantities import (
     RATE_UNITS_OUT,
@@ -239,7 +248,57 @@ def _list_selectors(facts: Facts) -> list[tuple[KeyPath, int, int]]:
     return [(path, *layers) for path, text in texts.items() for layers in parse_selector(text)]
 
 
+def _list_named_units(facts: Facts) -> dict[KeyPath, str]:
+    """Keys of a plan that are names of units."""
+    plan = facts.plan
+    splits = (*list_placed_splits(plan), *list_row_splits(plan))
+    found: dict[KeyPath, str] = {(*own.path, name): name for own in splits for name in own.split}
+    found |= {("units", name): name for name in plan.units}
+    return found | {("memory", "units", name): name for name in plan.memory.units}
+
+
+def _list_batches(facts: Facts) -> dict[KeyPath, tuple[int, int]]:
+    """Sequences of entries of batches, and those of the entry before each."""
+    layers = facts.plan.layers
+    tables: dict[KeyPath, Sequence[BatchSplit]] = {("layers", "batches"): layers.batches}
+    for number, override in enumerate(layers.overrides):
+        tables["layers", "overrides", number, "batches"] = override.batches or ()
+    return {
+        (*path, n, "sequences"): (entry.sequences, table[n - 1].sequences if n else 0)
+        for path, table in tables.items()
+        for n, entry in enumerate(table)
+    }
+
+
+def _list_idle_settings(facts: Facts) -> list[str]:
+    """Settings of dense units that the sparse unit has."""
+    settings = facts.resolved.plan.units.get(facts.resolved.sparse_unit)
+    stated = set() if settings is None else settings.model_fields_set
+    return sorted(stated & {"process", "on_failure"})
+
+
+def _list_graphs(facts: Facts, key: str) -> dict[KeyPath, tuple[str, float]]:
+    """What tables of graphs of NPUs list by ``key``, and the unit."""
+    return {
+        ("units", name, "graphs", key, n): (name, value)
+        for name, settings in facts.resolved.plan.units.items()
+        if settings.graphs is not None and _find_kind(facts, name) == "npu"
+        for n, value in enumerate(getattr(settings.graphs, key) or ())
+    }
+
+
+def _find_kind(facts: Facts, unit: str) -> str | None:
+    found = facts.resolved.device.units.get(unit)
+    return None if found is None else found.kind
+
+
+def _suggest_unit(name: str, known: Iterable[str]) -> str:
+    near = suggest(name, known)
+    return f"did you mean `{near}`?" if near else f"its units: {', '.join(known)}"
+
+
 _OF_FACTS: Mapping[str, Callable[..., Any]] = {
+    "batches": _list_batches,
     "beyond": lambda facts, own: [n for n in own or () if n >= facts.model.shape.layers],
     "bundle_bytes": _count_bundle,
     "device_block": lambda facts: find_block_bytes(facts.device),
@@ -255,7 +314,10 @@ _OF_FACTS: Mapping[str, Callable[..., Any]] = {
     "fits": _fits_thresholds,
     "free_bytes": _count_free,
     "gate_read_bytes": lambda facts: count_gate_read_bytes(facts.resolved),
+    "graphs": _list_graphs,
+    "idle_settings": _list_idle_settings,
     "keys_are_values": lambda facts: _has_such_keys(facts.model),
+    "kind_of": _find_kind,
     "kinds": lambda facts: _list_kinds(facts.model),
     "mixes_several": lambda facts: any(len(block.mixers) != 1 for block in facts.model.blocks),
     "named_by_file": _name_by_file,
@@ -270,6 +332,7 @@ _OF_FACTS: Mapping[str, Callable[..., Any]] = {
     "stated": _list_stated,
     "turns": _list_turns,
     "twice": lambda facts: _list_twice(facts.model),
+    "unit_names": _list_named_units,
     "unshared": lambda facts: _list_unshared(facts.model),
     "usable": lambda facts: getattr(facts.device.memory, _name_usable(facts)),
     "usable_key": _name_usable,
@@ -284,7 +347,9 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
     "group": lambda: GROUP,
     "has_scales": lambda name: find_packing(name).has_scales,
     "least": lambda *values: min(value for value in values if value is not None),
+    "listed": ", ".join,
     "most": write_most,
+    "near": _suggest_unit,
     "most_reads": _MOST_READS.get,
     "pluck": lambda items, key: [getattr(item, key) for item in items],
     "range": partial(_search, _RANGE),
@@ -294,6 +359,7 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
     "length_step": lambda name: find_packing(name).length_step,
     "shares_down_scales": lambda name: find_packing(name).shares_down_scales,
     "size": format_bytes,
+    "upper": str.upper,
 }
 """Functions of expressions."""
 _HOLE = re.compile(r"\{([^{}]+?)(?::(g|and|\.0%))?\}")
