@@ -351,7 +351,6 @@ class TextModel(Protocol):
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
-        seed: int | None = None,
     ) -> Iterator[str]:
         """Yield the pieces of a text after ``prompt``, a text or the messages of a conversation;
         UserError for sampling that the program does not have, or where it fails."""

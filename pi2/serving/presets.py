@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,50 +15,20 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 GLOBAL = "*"
 """The section whose keys count for all models."""
-_CACHE_TYPES = {"f16": "fp16", "q8_0": "int8", "f32": "fp32"}
-_SHORT = {
-    "m": "model",
-    "c": "ctx-size",
-    "np": "parallel",
-    "t": "threads",
-    "s": "seed",
-    "ctk": "cache-type-k",
-    "temperature": "temp",
-    "hf": "hf-repo",
-    "hff": "hf-file",
-    "hfr": "hf-repo",
-}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_CACHE_TYPES: Mapping[str, str] = _TABLE["types"]
 _TRUE = ("1", "true", "on", "yes")
-
-
-def _write_flag(text: str) -> bool:
-    return text.lower() in _TRUE
-
-
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "whole": int,
+    "number": float,
+    "type": _CACHE_TYPES.__getitem__,
+    "seconds": lambda text: f"{float(text):g} s",
+    "load": lambda text: "start" if text.lower() in _TRUE else "request",
+}
 KEYS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "ctx-size": ("kv.context", int),
-    "parallel": ("decode.batch", int),
-    "threads": ("threads.compute", int),
-    "cache-type-k": ("kv.type", lambda text: _CACHE_TYPES[text]),
-    "temp": ("sampling.temperature", float),
-    "top-k": ("sampling.top_k", int),
-    "top-p": ("sampling.top_p", float),
-    "min-p": ("sampling.min_p", float),
-    "seed": ("sampling.seed", int),
-    "repeat-penalty": ("sampling.repetition_penalty", float),
-    "repeat-last-n": ("sampling.penalty_window", int),
-    "presence-penalty": ("sampling.presence_penalty", float),
-    "frequency-penalty": ("sampling.frequency_penalty", float),
-    "dry-multiplier": ("sampling.dry_multiplier", float),
-    "dry-base": ("sampling.dry_base", float),
-    "dry-allowed-length": ("sampling.dry_allowed_length", int),
-    "dry-penalty-last-n": ("sampling.dry_penalty_last_n", int),
-    "sleep-idle-seconds": ("serve.idle", lambda text: f"{float(text):g} s"),
-    "load-on-startup": ("serve.load", lambda text: "start" if _write_flag(text) else "request"),
+    key: (own, _READERS[kind]) for key, (own, kind) in _TABLE["keys"].items()
 }
 """Keys of plans by llama-server's options, and how their values are read."""
-_UNSET = {"ctx-size": "0", "seed": "-1", "threads": "-1", "sleep-idle-seconds": "-1"}
-"""Values that leave the choice to the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +65,7 @@ def _read_section(parser: configparser.ConfigParser, name: str) -> dict[str, str
     found = {}
     for key, value in parser.items(name):
         plain = key.lstrip("-").removeprefix("LLAMA_ARG_").lower().replace("_", "-")
-        found[_SHORT.get(plain, plain)] = value.strip().strip('"')
+        found[_TABLE["spellings"].get(plain, plain)] = value.strip().strip('"')
     return found
 
 
@@ -106,7 +77,7 @@ def _make_preset(file: Path, name: str, values: dict[str, str]) -> Preset:
     for key, text in values.items():
         if key not in KEYS:
             ignored.append(key)
-        elif text != _UNSET.get(key):
+        elif text != _TABLE["unset"].get(key):
             own, read = KEYS[key]
             try:
                 overrides[own] = read(text)
