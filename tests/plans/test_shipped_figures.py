@@ -115,11 +115,13 @@ class TestDeviceFigures:
 class TestOnePlus12:
     """PowerInfer-2 (arXiv 2406.06282v3), sec 2.3, Table 1 and Table 8."""
 
-    def test_memory_rates(self) -> None:
+    def test_rates_of_memory_and_power(self) -> None:
         device = read_device("oneplus-12")
-        rates = [device.units["cpu"].read_bandwidth, device.units["npu"].read_bandwidth]
-        rates.append(device.memory.read_bandwidth)
+        cpu, npu = device.units["cpu"], device.units["npu"]
+        rates = [cpu.read_bandwidth, npu.read_bandwidth, device.memory.read_bandwidth]
         assert [figure and figure.value for figure in rates] == [43.9e9, 56e9, 59.6e9]
+        powers = [cpu.power, npu.power, device.power]
+        assert [figure and figure.value for figure in powers] == [4.065, 5.133, 5.095]
 
     def test_random_4_kib_reads_within_128_mib_by_core(self) -> None:
         reads = read_device("oneplus-12").storage.reads
@@ -148,11 +150,6 @@ class TestOnePlus12:
         storage = read_device("oneplus-12").storage
         assert storage.queues == 1 and storage.reader_penalty is not None
         assert storage.reader_penalty.value == 0.4
-
-    def test_power(self) -> None:
-        device = read_device("oneplus-12")
-        figures = [device.units["cpu"].power, device.units["npu"].power, device.power]
-        assert [figure and figure.value for figure in figures] == [4.065, 5.133, 5.095]
 
 
 def count_parameters(model: Model) -> int:

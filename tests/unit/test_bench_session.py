@@ -125,7 +125,7 @@ class Echo:
             raise UserError.of("P998", "negative")
         return 2 * value
 
-    def die(self, number: int = signal.SIGKILL) -> None:
+    def die(self, number: int) -> None:
         os.kill(os.getpid(), number)
 
     def say_who_and_sleep(self, path: str) -> None:
@@ -192,23 +192,19 @@ def test_a_bug_arrives_with_its_traceback() -> None:
         Worker(Echo(fault="bug"))
 
 
-def test_a_program_that_crashes_is_named() -> None:
-    worker = Worker(Echo(), subject="llama.cpp")
+@pytest.mark.parametrize(
+    ("subject", "number", "advice"),
+    [("llama.cpp", signal.SIGSEGV, "another build"), ("pi2", signal.SIGKILL, "memory")],
+)
+def test_a_process_that_is_ended_is_named_and_explained(
+    subject: str, number: signal.Signals, advice: str
+) -> None:
+    worker = Worker(Echo(), subject=subject)
     with pytest.raises(UserError) as caught:
-        worker.call("die", signal.SIGSEGV)
+        worker.call("die", number)
     (finding,) = caught.value.diagnostics
-    assert (finding.code, finding.message) == ("P640", "llama.cpp was ended by SIGSEGV")
-    assert "another build" in (finding.help or "")
-    worker.close()
-
-
-def test_a_process_that_the_system_kills_is_explained() -> None:
-    worker = Worker(Echo())
-    with pytest.raises(UserError) as caught:
-        worker.call("die")
-    assert caught.value.diagnostics[0].code == "P640"
-    assert "ended by SIGKILL" in caught.value.diagnostics[0].message
-    assert "memory" in (caught.value.diagnostics[0].help or "")
+    assert (finding.code, finding.message) == ("P640", f"{subject} was ended by {number.name}")
+    assert advice in (finding.help or "")
     worker.close()
 
 

@@ -166,37 +166,21 @@ def judge(machine: Machine, **backends: tuple[str, ...]) -> PlanVerdict:
     return judge_plan(DEMO, DEMO.name, machine, {"cpu": (), **backends})
 
 
-def test_demo_plan_fits_a_phone() -> None:
+def test_a_plan_runs_where_nothing_keeps_it(tmp_path: Path) -> None:
     assert [f.code for f in judge(PHONE).findings if f.code != "P501"] == []
-
-
-def test_backend_that_cannot_run_keeps_a_plan_from_running() -> None:
-    verdict = judge(PHONE, cpu=("no linker",))
-    assert verdict.verdict == "cannot run"
-    assert "backend 'cpu' cannot run here: no linker" in [f.message for f in verdict.findings]
-
-
-def test_budget_beyond_the_memory_keeps_a_plan_from_running() -> None:
+    refused = judge(PHONE, cpu=("no linker",))
+    assert "backend 'cpu' cannot run here: no linker" in [f.message for f in refused.findings]
     memory = Memory(installed_bytes=GIB // 16, limit_bytes=GIB // 16, available_bytes=GIB // 16)
-    verdict = judge(dataclasses.replace(PHONE, memory=memory))
-    assert "P303" in [finding.code for finding in verdict.findings]
-    assert verdict.verdict == "cannot run"
-
-
-def test_broken_plan_is_reported_not_raised(tmp_path: Path) -> None:
-    broken = tmp_path / "x.plan.toml"
-    broken.write_text("schema_version = 3\n")
-    verdict = judge_plan(broken, "x", PHONE, {})
-    assert verdict.verdict == "cannot run" and verdict.findings
-
-
-def test_plan_without_its_store_is_reported(tmp_path: Path) -> None:
-    plan = tmp_path / "x.plan.toml"
-    text = DEMO.read_text(encoding="utf-8")
+    small = judge(dataclasses.replace(PHONE, memory=memory))
+    assert "P303" in [finding.code for finding in small.findings]
+    plan, text = tmp_path / "x.plan.toml", DEMO.read_text(encoding="utf-8")
+    plan.write_text("schema_version = 3\n")
+    broken = judge_plan(plan, "x", PHONE, {})
+    assert broken.findings
     plan.write_text(text.replace('weights = "stores/pi2-demo"', 'weights = "nowhere"'))
-    verdict = judge_plan(plan, "x", PHONE, {"cpu": ()})
-    assert [finding.code for finding in verdict.findings] == ["P501"]
-    assert verdict.verdict == "cannot run"
+    storeless = judge_plan(plan, "x", PHONE, {"cpu": ()})
+    assert [finding.code for finding in storeless.findings] == ["P501"]
+    assert {found.verdict for found in (refused, small, broken, storeless)} == {"cannot run"}
 
 
 def test_plan_that_only_counts_needs_nothing_of_the_machine(tmp_path: Path) -> None:

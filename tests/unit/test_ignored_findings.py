@@ -212,16 +212,13 @@ def test_a_name_in_a_shipped_plan_can_be_removed(tmp_path: Path) -> None:
     assert f'write remove = ["layers.split.npu"] in {path} to leave it out' in str(found[0].help)
 
 
-def test_the_way_through_files_of_one_s_own_ends_at_the_last_of_them(tmp_path: Path) -> None:
-    base = tmp_path / "base.plan.toml"
+def test_the_way_ends_at_the_last_file_of_one_s_own(tmp_path: Path) -> None:
+    base, mine = tmp_path / "base.plan.toml", tmp_path / "my.plan.toml"
+    extends = 'extends = ["base.plan.toml"]\n'
     base.write_text('schema_version = 3\n\nextends = ["demo"]\n')
-    item = find(tmp_path / "my.plan.toml", 'extends = ["base.plan.toml"]\nlayers.hot = 0.25\n')
+    item = find(mine, f"{extends}layers.hot = 0.25\n")
     assert item.span is not None and item.span.place == f"{base}:3:12"
-    assert f'{tmp_path / "my.plan.toml"}:2:12: extends "base.plan.toml"' in item.notes
-
-
-def test_a_value_in_a_file_of_one_s_own_stays_where_it_is(tmp_path: Path) -> None:
-    base = tmp_path / "base.plan.toml"
+    assert f'{mine}:2:12: extends "base.plan.toml"' in item.notes
     base.write_text('schema_version = 3\nextends = ["demo"]\nmemory.segments.hot = "256 KiB"\n')
-    item = find(tmp_path / "my.plan.toml", 'extends = ["base.plan.toml"]\n')
+    item = find(mine, extends)
     assert item.span is not None and item.span.place == f"{base}:3:23"

@@ -37,19 +37,15 @@ def test_json_where_nobody_reads_along() -> None:
     assert line["timestamp"].endswith("Z")
 
 
-def test_text_for_people_on_a_terminal() -> None:
-    stream = Terminal()
-    configure_logging(1, stream=stream)
-    get_logger().info("loaded")
-    assert "loaded" in stream.getvalue() and not stream.getvalue().startswith("{")
-
-
-def test_no_colours_for_those_who_set_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    stream = Terminal()
-    configure_logging(1, stream=stream)
-    get_logger().info("loaded", layers=8)
-    assert "\x1b" not in stream.getvalue() and "layers=8" in stream.getvalue()
+def test_text_for_people_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for no_colour in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_colour)
+        stream = Terminal()
+        configure_logging(1, stream=stream)
+        get_logger().info("loaded", layers=8)
+        text = stream.getvalue()
+        assert "loaded" in text and not text.startswith("{")
+        assert ("\x1b" not in text and "layers=8" in text) or not no_colour
 
 
 def run_on_terminal(*arguments: str) -> str:

@@ -127,30 +127,21 @@ def test_foreign_architecture_keeps_its_name_and_has_no_features(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("quota", "affinity", "cores"),
+    ("own", "parent", "affinity", "cores"),
     [
-        ("250000 100000", 8, 2),
-        ("50000 100000", 8, 1),
-        ("max 100000", 8, 8),
-        ("900000 100000", 2, 2),
+        ("250000", "max", 8, 2), ("50000", "max", 8, 1), ("max", "max", 8, 8),
+        ("900000", "max", 2, 2), ("max", "300000", 8, 3),
     ],
-)
-def test_container_quota_lowers_the_cores(
-    tmp_path: Path, quota: str, affinity: int, cores: int
+)  # fmt: skip
+def test_the_quota_of_a_group_lowers_the_cores(
+    tmp_path: Path, own: str, parent: str, affinity: int, cores: int
 ) -> None:
     write_x86(tmp_path, "X", [ZEN_3] * 8)
     write(tmp_path, "proc/self/cgroup", "0::/user.slice/job\n")
-    write(tmp_path, "sys/fs/cgroup/user.slice/job/cpu.max", quota + "\n")
+    write(tmp_path, "sys/fs/cgroup/user.slice/cpu.max", f"{parent} 100000\n")
+    write(tmp_path, "sys/fs/cgroup/user.slice/job/cpu.max", f"{own} 100000\n")
     cpu = detect_cpu(tmp_path, machine="x86_64", affinity=affinity)
     assert cpu.cores == cores and cpu.cores_online == 8
-
-
-def test_quota_of_a_parent_group_counts(tmp_path: Path) -> None:
-    write_x86(tmp_path, "X", [ZEN_3] * 8)
-    write(tmp_path, "proc/self/cgroup", "0::/a/b\n")
-    write(tmp_path, "sys/fs/cgroup/a/cpu.max", "300000 100000\n")
-    write(tmp_path, "sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
-    assert detect_cpu(tmp_path, machine="x86_64", affinity=8).quota_cores == 3.0
 
 
 def test_quota_of_version_1_inside_a_container(tmp_path: Path) -> None:

@@ -46,20 +46,18 @@ def test_help_has_every_command_in_a_section_and_on_one_line(ask: Ask) -> None:
         assert [line.split()[0] for line in section.splitlines()] == list(found)
 
 
-def test_help_imports_no_command() -> None:
-    script = "import sys; from pi2.cli.main import run; run(['--help']); print(*sys.modules)"
-    done = start_python("-c", script, cwd=ROOT)
-    modules = set(done.stdout.splitlines()[-1].split())
-    assert "pi2.cli.main" in modules
-    assert {"pi2.cli.validate", "pi2.cli.documents", "pydantic"}.isdisjoint(modules)
-
-
-def test_sound_files_are_not_searched_for_places() -> None:
-    script = "import sys; from pi2.cli.main import run; run(['validate', sys.argv[1]])"
-    done = start_python("-c", f"{script}; print(*sys.modules)", DEMO, cwd=ROOT, check=True)
-    modules = set(done.stdout.split())
-    assert "pi2.fitting.check" in modules
-    assert {"tree_sitter", "pi2.plan.toml.spans"}.isdisjoint(modules)
+@pytest.mark.parametrize(
+    ("arguments", "there", "absent"),
+    [
+        (["--help"], "pi2.cli.main", {"pi2.cli.validate", "pi2.cli.documents", "pydantic"}),
+        # Sound files are not searched for places.
+        (["validate", DEMO], "pi2.fitting.check", {"tree_sitter", "pi2.plan.toml.spans"}),
+    ],
+)
+def test_commands_import_what_they_need(arguments: list[str], there: str, absent: set[str]) -> None:
+    script = f"import sys; from pi2.cli.main import run; run({arguments}); print(*sys.modules)"
+    modules = set(start_python("-c", script, cwd=ROOT, check=True).stdout.splitlines()[-1].split())
+    assert there in modules and absent.isdisjoint(modules)
 
 
 def test_an_unknown_command_is_usage(ask: Ask) -> None:

@@ -42,31 +42,27 @@ def find(path: Path) -> tuple[Diagnostic, ...]:
 
 
 def test_a_plan_that_only_extends_is_the_plan_that_it_extends(base: Path) -> None:
+    same = extend(base, 'device = "common/phone.device.toml"\nweights = "store"\n')
+    assert same.digest == load_plan(base).digest
     mine, theirs = extend(base, ""), load_plan(base)
     assert mine.layers == theirs.layers and mine.plan.memory == theirs.plan.memory
     assert mine.store_path.resolve() == theirs.store_path.resolve()
 
 
-def test_arrays_are_replaced(base: Path) -> None:
-    mine = extend(base, '[[layers.overrides]]\nselect = "3"\nhot = 0.1\n')
-    assert [item.select for item in mine.plan.layers.overrides] == ["3"]
-
-
 @pytest.mark.parametrize(
-    ("join", "selectors"), [("append", ["0-1", "7", "3"]), ("prepend", ["3", "0-1", "7"])]
+    ("join", "selectors"),
+    [(None, ["3"]), ("append", ["0-1", "7", "3"]), ("prepend", ["3", "0-1", "7"])],
 )
-def test_arrays_are_joined_where_it_is_said(base: Path, join: str, selectors: list[str]) -> None:
-    text = f'inherit.layers.overrides = "{join}"\n[[layers.overrides]]\nselect = "3"\nhot = 0.1\n'
+def test_arrays_are_replaced_or_joined(base: Path, join: str | None, selectors: list[str]) -> None:
+    text = f'inherit.layers.overrides = "{join}"\n' if join else ""
+    text += '[[layers.overrides]]\nselect = "3"\nhot = 0.1\n'
     assert [item.select for item in extend(base, text).plan.layers.overrides] == selectors
 
 
-def test_removed_keys_have_their_defaults_again(base: Path) -> None:
+def test_removed_keys_have_their_defaults_again_or_are_written_anew(base: Path) -> None:
     assert load_plan(base).plan.prefill.chunk == 64
     mine = extend(base, 'remove = ["prefill", "layers.overrides"]\n')
     assert mine.plan.prefill.chunk == 128 and mine.plan.layers.overrides == ()
-
-
-def test_a_removed_table_may_be_written_anew(base: Path) -> None:
     mine = extend(base, 'remove = ["layers.split"]\nlayers.split = { cpu = 1.0 }\n')
     assert dict(mine.plan.layers.split) == {"cpu": 1.0}
 
@@ -213,8 +209,3 @@ def test_references_with_a_scheme_are_found_by_a_resolver(base: Path) -> None:
     assert (finding.code, finding.message) == ("P015", "lock:gone.plan.toml is not locked")
     assert finding.span is not None and (finding.span.line, finding.span.column) == (2, 12)
     assert [item.code for item in find(path)] == ["P020"]
-
-
-def test_the_keys_of_composition_do_not_change_the_digest(base: Path) -> None:
-    mine = extend(base, 'device = "common/phone.device.toml"\nweights = "store"\n')
-    assert mine.digest == load_plan(base).digest

@@ -184,14 +184,6 @@ def test_show_says_where_values_come_from(plan: Path, ask: Ask) -> None:
     assert 'prefill = "chunks-first" # default' in lines
 
 
-@pytest.mark.parametrize("origins", [[], ["--origins"]])
-def test_what_show_prints_is_the_same_plan(plan: Path, origins: list[str], ask: Ask) -> None:
-    Path("again.plan.toml").write_text(ask(["show", *origins, str(plan)]).out)
-    first, again = check_file(plan).resolved, check_file(Path("again.plan.toml")).resolved
-    assert first is not None
-    assert again is not None and first.digest == again.digest
-
-
 @pytest.mark.parametrize("name", ["phone.device.toml", "small.model.toml"])
 def test_show_prints_devices_and_models(name: str, plan: Path, ask: Ask) -> None:
     kind = name.split(".")[1]

@@ -29,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_same_is_found_with_and_without() -> None:
     reuse = Reuse()
-    paths = [*list_documents([BROKEN]), *list_documents([ROOT / "plans"])]
-    assert len(paths) > 150
+    paths = [*list_documents([BROKEN]), *list_documents([ROOT / "plans"])][::3]
+    assert len(paths) > 50
     for path in paths:
         alone, together = check_file(path), check_file(path, reuse=reuse)
         assert together.diagnostics == alone.diagnostics, path

@@ -22,6 +22,7 @@ from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.goldens import UNROUNDED, measure_error
 from tests.helpers.models import MIXTURE
 from tests.helpers.programs import Ask
+from tests.helpers.slow import mark_slow
 from tests.unit.test_imatrix import write_old
 
 WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 8}
@@ -113,7 +114,8 @@ def test_precisions_of_stores_are_formats_of_files(
 
 
 @pytest.mark.parametrize(
-    ("kind", "distance"), [("q8_0", 0.05), ("q6_k", 0.1), ("q5_k_m", 0.2), ("q4_k_m", 0.35)]
+    ("kind", "distance"),
+    [("q4_k_m", 0.35), *map(mark_slow, [("q8_0", 0.05), ("q6_k", 0.1), ("q5_k_m", 0.2)])],
 )
 def test_a_folder_becomes_a_file_that_runs_as_it_is(
     sources: tuple[Path, Path], tmp_path: Path, kind: str, distance: float

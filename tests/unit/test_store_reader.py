@@ -73,16 +73,12 @@ def test_the_tokenizer_is_the_file_that_the_model_names(tiny: TinyModel) -> None
 
 
 # Broken stores
-def test_missing_folder(tmp_path: Path) -> None:
+def test_no_finished_store(tiny: TinyModel, tmp_path: Path) -> None:
     expect_error(tmp_path / "nowhere", "P501", "nowhere", "pi2 convert")
-
-
-def test_a_file_is_not_a_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     expect_error(tmp_path / "file", "P501", "not a folder")
-
-
-def test_a_store_without_manifest_is_unfinished(tiny: TinyModel) -> None:
+    (tiny.store / "layers/ffn-002.arrow").unlink()
+    expect_error(tiny.store, "P506", "ffn-002.arrow", "missing")
     (tiny.store / "manifest.json").unlink()
     expect_error(tiny.store, "P502", "not a finished one")
 
@@ -115,15 +111,8 @@ def test_another_model_is_named_with_the_values_that_differ(tiny: TinyModel) -> 
         "'other'",
         model=make_model({"id": "other", "shape": {"ffn": 128}, "ffn": {"activation": "relu"}}),
     )
-
-
-def test_a_model_that_lost_its_predictor_differs(tiny: TinyModel) -> None:
-    expect_error(
-        tiny.store,
-        "P505",
-        "predictor.rank is 32 in the store, absent in the model document",
-        model=make_model({"predictor": None}),
-    )
+    absent = "predictor.rank is 32 in the store, absent in the model document"
+    expect_error(tiny.store, "P505", absent, model=make_model({"predictor": None}))
 
 
 def test_what_does_not_decide_weights_does_not_matter(tiny: TinyModel) -> None:
@@ -138,11 +127,6 @@ def test_a_truncated_file_is_named_with_both_sizes(tiny: TinyModel, file: str) -
     with path.open("r+b") as stream:
         stream.truncate(size - 1)
     expect_error(tiny.store, "P506", file, str(size), str(size - 1))
-
-
-def test_a_missing_file_is_named(tiny: TinyModel) -> None:
-    (tiny.store / "layers/ffn-002.arrow").unlink()
-    expect_error(tiny.store, "P506", "ffn-002.arrow", "missing")
 
 
 def test_a_file_that_shrinks_after_opening_is_noticed_when_it_is_mapped(tiny: TinyModel) -> None:
