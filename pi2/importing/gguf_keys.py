@@ -7,12 +7,13 @@ lists cannot state is kept whole, under the key that GGUF has for it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tomli
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
@@ -30,11 +31,11 @@ from pi2.importing.gguf_tokens import (
     write_expression,
 )
 from pi2.importing.gguf_writer import Value
-from pi2.model.blocks import find_attention
+from pi2.model.attention import Attention
 from pi2.plan.documents.family import Architecture as Stated
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
-from pi2.plan.toml.expressions import is_expression
+from pi2.plan.toml.expressions import evaluate, is_expression, parse_expression
 from pi2.sandbox.tokenizer import TokenizerRefused, call_library, open_tokenizer
 from pi2.tokens.texts import Texts
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from pi2.tokens.table_tokenizer import Coder
 
 
-_GATING = {"softmax": 1, "sigmoid": 2, "root_softplus": 4}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -57,18 +57,31 @@ _SAMPLING = {
 }
 
 
+@cache
+def read_keys() -> Sequence[Mapping[str, Any]]:
+    """Tables of gguf_keys.toml: a test, and expressions by keys after the architecture's name."""
+    tables: list[dict[str, Any]] = tomli.loads(
+        Path(__file__).with_suffix(".toml").read_text("utf-8")
+    )["tables"]
+    return tables
+
+
 def describe_keys(
     model: Model, name: str, stated: Stated, config: Mapping[str, Any]
 ) -> dict[str, Value]:
     """Keys of the architecture ``name`` and general ones; ``config``: the checkpoint's."""
-    own = {
-        **_describe_sizes(model, name, config),
-        **_describe_attention(model),
-        **_describe_positions(model, name),
-        **_describe_experts(model, name),
-        **_describe_states(model),
-        **_describe_factors(model, name, stated, config),
-    }
+    names, own = _Names(model, name, config), dict[str, Value]()
+    for table in read_keys():
+        if names.compute(table.get("test", "true")):
+            found = ((key, names.compute(text)) for key, text in table["keys"].items())
+            own |= {key: value for key, value in found if value is not None}
+    # Further keys of the family stand for one of the configuration.
+    for key, listed in stated.keys.items():
+        place, *default = listed
+        value = config.get(key)
+        if is_expression(place) or value is None or isinstance(value, list | dict | str):
+            continue
+        own[place] = type(default[0])(value) if default else int(value)
     general: dict[str, Value] = {
         "general.architecture": name,
         "general.type": "model",
@@ -83,169 +96,69 @@ def describe_keys(
     return general | {f"{name}.{key}": value for key, value in own.items()}
 
 
-def _describe_sizes(model: Model, name: str, config: Mapping[str, Any]) -> dict[str, Value]:
-    shape, moe, norm = model.shape, model.moe, model.norm
-    width = shape.ffn
-    if moe is not None and moe.dense_layers and moe.dense_ffn:
-        width = moe.dense_ffn
-    kind = "rms_" if norm.kind == "rmsnorm" or "rms_norm_eps" in config else ""
-    found: dict[str, Value] = {
-        "vocab_size": shape.vocab,
-        "context_length": shape.context,
-        "embedding_length": shape.hidden,
-        "block_count": shape.layers,
-        "feed_forward_length": width,
-        f"attention.layer_norm_{kind}epsilon": norm.epsilon,
-    }
-    if name == "stablelm":
-        found["use_parallel_residual"] = model.residual == "parallel"
-    return found
+class _Names:
+    """What names mean in gguf_keys.toml: keys of the model document, ``name``, ``config`` and its
+    ``scaling`` of positions; ``full`` and ``windowed`` are the attention of a layer without and
+    with a window."""
+
+    def __init__(self, model: Model, name: str, config: Mapping[str, Any]) -> None:
+        owns = [own for block in model.blocks if (own := block.attention) is not None]
+        whole = (own for own in owns if own.window is None and own.rope.kind != "none")
+        self._model, self.layers = model, model.shape.layers
+        full = next(whole, owns[0] if owns else None)
+        windowed = next((own for own in owns if own.window is not None), full)
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        self._own = {"name": name, "config": config, "full": full, "windowed": windowed}
+        self._own["scaling"] = scaling
+
+    def compute(self, text: str) -> Any:
+        return evaluate(parse_expression(text), self)
+
+    def find(self, name: str) -> Any:
+        start, *rest = name.split(".")
+        found: Any = self._own[start] if start in self._own else getattr(self._model, start)
+        for part in rest:
+            found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
+        return found
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        return _FUNCTIONS[name](self._model, *arguments)
 
 
-def _describe_attention(model: Model) -> dict[str, Value]:
-    shape, own = model.shape, model.attention
-    count = shape.kv_heads if own.latent is None else 1
-    kv_heads: Value = count
-    attends = [block.attention is not None for block in model.blocks]
-    # Files of Qwen state every how many layers attend.
-    is_qwen = any(kind == "delta" for kind in model.layers.kinds) if model.layers else False
-    if not all(attends) and not (is_qwen and own.output_gate):
-        kv_heads = [count * has for has in attends]
-    found: dict[str, Value] = {"attention.head_count": shape.heads}
-    if own.latent is not None:
-        latent = own.latent
-        found |= {
-            "attention.head_count_kv": kv_heads,
-            "attention.kv_lora_rank": latent.rank,
-            "attention.key_length": latent.kept,
-            "attention.value_length": latent.rank,
-            "attention.key_length_mla": latent.key,
-            "attention.value_length_mla": shape.head_dim,
-        }
-        if latent.query_rank is not None:
-            found["attention.q_lora_rank"] = latent.query_rank
-    else:
-        found |= {
-            "attention.head_count_kv": kv_heads,
-            "attention.key_length": shape.head_dim,
-            "attention.value_length": shape.head_dim,
-        }
-    optional: dict[str, float | None] = {
-        "attention.clamp_kqv": own.clip,
-        "attn_logit_softcapping": own.softcap,
-        "final_logit_softcapping": model.logit_softcap,
-    }
-    found |= {key: value for key, value in optional.items() if value is not None}
-    if own.sliding_window is not None:
-        found["attention.sliding_window"] = own.sliding_window
-        slides = [
-            block.attention is not None and block.attention.window is not None
-            for block in model.blocks
-        ]
-        found["attention.sliding_window_pattern"] = slides
-        every = len(slides) if all(slides) else slides.index(False) + 1
-        if slides == [layer % every < every - 1 for layer in range(len(slides))]:
-            found["attention.sliding_window_pattern"] = every
-        if all(slides):
-            del found["attention.sliding_window_pattern"]
-    return found
+def _attends(model: Model, layer: int) -> bool:
+    return model.blocks[layer].attention is not None
 
 
-def _describe_positions(model: Model, name: str) -> dict[str, Value]:
-    layers = [layer for layer, block in enumerate(model.blocks) if block.attention is not None]
-    if not layers:
-        return {}
-    owns = [find_attention(model, layer) for layer in layers]
-    whole = next((own for own in owns if own.window is None and own.rope.kind != "none"), owns[0])
-    found: dict[str, Value] = {
-        "rope.freq_base": whole.rope.theta,
-        "rope.dimension_count": whole.rope.count_rotated(whole.turned_width) or whole.turned_width,
-    }
-    slides = next((own for own in owns if own.window is not None), whole)
-    if slides.rope.theta != whole.rope.theta:
-        found["rope.freq_base_swa"] = slides.rope.theta
-    rope = whole.rope
-    if rope.kind in ("linear", "yarn", "longrope"):
-        found["rope.scaling.type"] = rope.kind
-    if rope.kind in ("linear", "yarn"):
-        found["rope.scaling.factor"] = rope.factor
-    if rope.kind == "longrope":
-        found.pop("rope.scaling.type")
-        if rope.attention_factor is not None:
-            found["rope.scaling.attn_factor"] = rope.attention_factor
-    if rope.kind in ("yarn", "longrope"):
-        found["rope.scaling.original_context_length"] = rope.original_context
-    if rope.kind == "yarn":
-        found["rope.scaling.yarn_beta_fast"] = rope.fast_rotations
-        found["rope.scaling.yarn_beta_slow"] = rope.slow_rotations
-    if name == "granitehybrid":
-        found["rope.scaling.finetuned"] = rope.kind != "none"
-    if name.startswith("qwen35"):
-        pairs = rope.count_rotated(whole.turned_width) // 2
-        found["rope.dimension_sections"] = [pairs - pairs // 3 * 2, pairs // 3, pairs // 3, 0]
-    return found
+def _slides(model: Model, layer: int) -> bool:
+    own = model.blocks[layer].attention
+    return own is not None and own.window is not None
 
 
-def _describe_experts(model: Model, name: str) -> dict[str, Value]:
-    moe, ffn = model.moe, model.shape.ffn
-    if moe is None or moe.router == "none":
-        return {}
-    found: dict[str, Value] = {
-        "expert_count": moe.experts,
-        "expert_used_count": moe.active_experts,
-        "expert_feed_forward_length": ffn,
-        "expert_weights_norm": moe.normalise_weights,
-        "expert_weights_scale": moe.scaling,
-    }
-    if moe.router in _GATING:
-        found["expert_gating_func"] = _GATING[moe.router]
-    if moe.shared_experts:
-        found["expert_shared_count"] = moe.shared_experts
-        found["expert_shared_feed_forward_length"] = moe.count_shared(ffn)
-    first = next((n for n, block in enumerate(model.blocks) if block.ffn.has_router), 0)
-    if first:
-        found["leading_dense_block_count"] = first
-    if moe.groups > 1:
-        found["expert_group_count"] = moe.groups
-        found["expert_group_used_count"] = moe.active_groups
-    if name == "ernie4_5-moe":
-        routed = [n for n, block in enumerate(model.blocks) if block.ffn.has_router]
-        found["interleave_moe_layer_step"] = routed[1] - routed[0] if len(routed) > 1 else 1
-    return found
+def _shorten(model: Model, slides: list[bool]) -> int | list[bool] | None:
+    """The number of layers of which the last has no window, or flags of all layers; None where all
+    layers have one."""
+    if all(slides):
+        return None
+    every = slides.index(False) + 1
+    is_cycle = slides == [layer % every < every - 1 for layer in range(len(slides))]
+    return every if is_cycle else slides
 
 
-def _describe_states(model: Model) -> dict[str, Value]:
-    own = model.recurrence
-    if model.convolution is not None:
-        return {"shortconv.l_cache": model.convolution.kernel}
-    if own is None:
-        return {}
-    return {
-        "ssm.conv_kernel": own.kernel,
-        "ssm.state_size": own.key_dim,
-        "ssm.group_count": own.key_heads,
-        "ssm.time_step_rank": own.value_heads,
-        "ssm.inner_size": own.width,
-    }
+def _rotate(model: Model, own: Attention | None) -> int | None:
+    """Elements of a head that turn."""
+    return None if own is None else own.rope.count_rotated(own.turned_width)
 
 
-def _describe_factors(
-    model: Model, name: str, stated: Stated, config: Mapping[str, Any]
-) -> dict[str, Value]:
-    """Constant factors, and further keys of the family that stand for one of the configuration."""
-    found: dict[str, Value] = {}
-    if name in ("command-r", "cohere2"):
-        found["logit_scale"] = model.multipliers.logits
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if model.attention.latent is not None and "mscale_all_dim" in scaling:
-        found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
-    for key, listed in stated.keys.items():
-        own, *default = listed
-        value = config.get(key)
-        if is_expression(own) or value is None or isinstance(value, list | dict | str):
-            continue
-        found[own] = type(default[0])(value) if default else int(value)
-    return found
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "attends": _attends,
+    "count_shared": lambda model: model.moe.count_shared(model.shape.ffn),
+    "length": lambda model, items: len(items),
+    "has_router": lambda model, layer: model.blocks[layer].ffn.has_router,
+    "rotated": _rotate,
+    "shorten": _shorten,
+    "slides": _slides,
+    "width": lambda model, own: None if own is None else own.turned_width,
+}
 
 
 def list_divisors(model: Model) -> dict[str, F32]:
