@@ -20,7 +20,6 @@ from tests.helpers.quantized import (
     draw_codes,
     draw_e4m3,
     pack_pairs,
-    pack_words,
     write_tensors,
 )
 
@@ -109,63 +108,6 @@ def test_mxfp4_becomes_int8_exactly_where_exponents_of_a_group_differ_little(
         else:
             assert 0 < np.abs(found - wanted).max() <= np.abs(wanted).max() / 254 * 1.001
     assert tensor.take_codes(raw, "int4") is None
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("variety", ["gptq", "gptq_v2", "desc_act", "one group"])
-def test_gptq_weights(variety: str, bits: int, tmp_path: Path) -> None:
-    size = COLUMNS if variety == "one group" else 32
-    groups = COLUMNS // size
-    codes = draw_codes(1 << bits, COLUMNS, ROWS)
-    zeros = draw_codes((1 << bits) - 1, groups, ROWS, seed=5)
-    scales = np.abs(draw(groups, ROWS)).astype(np.float16)
-    index = np.arange(COLUMNS) // size
-    if variety == "desc_act":
-        index = np.random.default_rng(6).permutation(index)
-    steps = codes - zeros[index] - (0 if variety == "gptq_v2" else 1)
-    expected = (steps * scales[index].astype(np.float32)).T
-    tensors: Stored = {
-        "a.qweight": ("I32", pack_words(codes.T, bits).T),
-        "a.qzeros": ("I32", pack_words(zeros, bits)),
-        "a.scales": ("F16", scales),
-    }
-    if variety != "one group":
-        tensors["a.g_idx"] = ("I32", index.astype(np.int32))
-    settings = {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": -1 if variety == "one group" else size,
-        "desc_act": variety == "desc_act",
-        "checkpoint_format": "gptq_v2" if variety == "gptq_v2" else "gptq",
-    }
-    folder = write_folder(tmp_path / "model", settings, tensors)
-    np.testing.assert_allclose(read(folder, "a.weight"), expected, rtol=1e-6)
-
-
-def test_awq_weights(tmp_path: Path) -> None:
-    groups, order = COLUMNS // 32, [0, 2, 4, 6, 1, 3, 5, 7]
-    codes, zeros = draw_codes(16, COLUMNS, ROWS), draw_codes(16, groups, ROWS, seed=7)
-    scales = np.abs(draw(groups, ROWS)).astype(np.float16)
-
-    def pack(values: Array) -> Array:
-        """Place i of a word has the neighbour order[i] of its eight."""
-        words = np.zeros((len(values), ROWS // 8), np.uint32)
-        for word in range(ROWS // 8):
-            for place, neighbour in enumerate(order):
-                column = values[:, word * 8 + neighbour].astype(np.uint32)
-                words[:, word] |= column << np.uint32(4 * place)
-        return words.view(np.int32)
-
-    index = np.arange(COLUMNS) // 32
-    expected = ((codes - zeros[index]) * scales[index].astype(np.float32)).T
-    tensors: Stored = {
-        "a.qweight": ("I32", pack(codes)),
-        "a.qzeros": ("I32", pack(zeros)),
-        "a.scales": ("F16", scales),
-    }
-    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
-    folder = write_folder(tmp_path / "model", settings, tensors)
-    np.testing.assert_allclose(read(folder, "a.weight"), expected, rtol=1e-6)
 
 
 def make_gptq() -> Stored:

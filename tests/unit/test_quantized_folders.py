@@ -146,17 +146,50 @@ def pack_row_pairs(name: str, rows: int, columns: int) -> tuple[Stored, F32]:
     return stored, numbers * factors
 
 
-def write_gptq(name: str, rows: int, columns: int) -> tuple[Stored, F32]:
-    codes, zeros = draw_codes(16, columns, rows), draw_codes(15, columns // 32, rows, seed=5)
+GPTQ = [*((4, name) for name in ("gptq", "gptq_v2", "desc_act", "one group")),
+    (2, "desc_act"), (8, "gptq")]  # fmt: skip
+"""Bits, and the variety: order of columns, zero points, or one group."""
+
+
+def write_gptq(bits: int, variety: str) -> Write:
+    def write(name: str, rows: int, columns: int) -> tuple[Stored, F32]:
+        size = columns if variety == "one group" else 32
+        codes = draw_codes(1 << bits, columns, rows)
+        zeros = draw_codes((1 << bits) - 1, columns // size, rows, seed=5)
+        scales = draw_scales(columns // size, rows).astype(np.float16)
+        index = np.arange(columns) // size
+        if variety == "desc_act":
+            index = np.random.default_rng(6).permutation(index)
+        stored: Stored = {
+            f"{name}.qweight": ("I32", pack_words(codes.T, bits).T),
+            f"{name}.qzeros": ("I32", pack_words(zeros, bits)),
+            f"{name}.scales": ("F16", scales),
+        }
+        if variety != "one group":
+            stored[f"{name}.g_idx"] = ("I32", index.astype(np.int32))
+        steps = codes - zeros[index] - (variety != "gptq_v2")
+        numbers = steps.astype(np.float32) * scales[index].astype(np.float32)
+        return stored, np.ascontiguousarray(numbers.T)
+
+    return write
+
+
+def write_awq(name: str, rows: int, columns: int) -> tuple[Stored, F32]:
+    """Place i of a word has the neighbour ``order[i]`` of its eight."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    codes, zeros = draw_codes(16, columns, rows), draw_codes(16, columns // 32, rows, seed=7)
     scales = draw_scales(columns // 32, rows).astype(np.float16)
-    index = np.random.default_rng(6).permutation(np.arange(columns) // 32)
+    packed = [
+        pack_words(values.reshape(-1, 8)[:, order], 4).reshape(len(values), -1)
+        for values in (codes, zeros)
+    ]
     stored: Stored = {
-        f"{name}.qweight": ("I32", pack_words(codes.T, 4).T),
-        f"{name}.qzeros": ("I32", pack_words(zeros, 4)),
+        f"{name}.qweight": ("I32", packed[0]),
+        f"{name}.qzeros": ("I32", packed[1]),
         f"{name}.scales": ("F16", scales),
-        f"{name}.g_idx": ("I32", index.astype(np.int32)),
     }
-    numbers = (codes - zeros[index] - 1).astype(np.float32) * scales[index].astype(np.float32)
+    index = np.arange(columns) // 32
+    numbers = (codes - zeros[index]).astype(np.float32) * scales[index].astype(np.float32)
     return stored, np.ascontiguousarray(numbers.T)
 
 
@@ -246,7 +279,20 @@ LAYOUTS = {
         write_eight_bits("F8_E4M3", "number"),
         mlp=write_four_bits("weight", "nvfp4", divides=False),
     ),
-    "gptq": Layout("gptq", write_gptq, {"bits": 4, "group_size": 32, "desc_act": True}),
+    **{
+        f"gptq of {bits} bits, {variety}": Layout(
+            "gptq",
+            write_gptq(bits, variety),
+            {
+                "bits": bits,
+                "group_size": -1 if variety == "one group" else 32,
+                "desc_act": variety == "desc_act",
+                "checkpoint_format": "gptq_v2" if variety == "gptq_v2" else "gptq",
+            },
+        )
+        for bits, variety in GPTQ
+    },
+    "awq": Layout("awq", write_awq, {"bits": 4, "group_size": 32, "version": "gemm"}),
     "fp8 tensors": Layout(
         "fp8", write_eight_bits("F8_E4M3", "tensor"), {"activation_scheme": "static"}, None, INPUTS
     ),
@@ -300,6 +346,8 @@ def test_a_folder_of_a_library_is_described_and_has_the_numbers_of_a_plain_one(
         own = found[tensor.name].read()
         np.testing.assert_allclose(own, tensor.read(), rtol=1e-6, err_msg=tensor.name)
         if len(tensor.shape) == 2:
+            turned = found[tensor.name]
+            np.testing.assert_array_equal(turned.widen(turned.read_turned()), own.T)
             np.testing.assert_array_equal(found[tensor.name].read(3, 10), own[3:10])
 
 
