@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGUFValueType, GGUFWriter
 
 from limited.random_gguf import OUTPUT_SHARE, add_tokenizer
 from limited.shapes import Shape, Tensor, read_shapes
@@ -119,7 +119,10 @@ def write_settings(writer: GGUFWriter, own: Shape, layers: int) -> None:
         elif isinstance(value, str):
             writer.add_string(key, value)
         else:
-            writer.add_array(key, value)
+            # Hashes of n-grams have 64 bits.
+            is_wide = name.startswith("ple.") and name != "ple.layers"
+            kind = GGUFValueType.UINT64 if is_wide else None
+            writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=kind)
     add_tokenizer(writer, own.vocab, own.vocab - 1)
 
 

@@ -13,6 +13,7 @@ from pi2.backends.blocks.contract import (
     NORM_PLACES,
     PIECE,
     ROUTERS,
+    STATE_BLOCK,
     Heads,
     cuts_normed,
     describe_heads,
@@ -58,9 +59,17 @@ class Builder(Products):
     """Adds instructions other than products: gates, routing, positions, attention."""
 
     def add_rows(
-        self, key: str, weight: Weight, numbers: I32, y: Area, factor: float, *, added: bool = False
+        self,
+        key: str,
+        weight: Weight,
+        numbers: I32,
+        y: Area,
+        factor: float,
+        *,
+        added: bool = False,
+        each: int = 1,
     ) -> None:
-        """Look rows of a matrix up, one for each token."""
+        """Look rows of a matrix up, ``each`` for a token, which are one after the other."""
         number = self.add(
             "take_rows",
             {
@@ -73,10 +82,10 @@ class Builder(Products):
                 "added": int(added),
             },
             own=weight.format,
-            each=1,
+            each=each,
             label=key,
         )
-        self.matrices.append(Matrix(key, None, weight, (number,), numbers))
+        self.matrices.append(Matrix(key, None, weight, (number,), numbers, each=each))
 
     def add_growth(self, x: Area, length: int, layer: int) -> None:
         """Multiply queries with the factors of their positions, if the layer has them."""
@@ -383,6 +392,17 @@ class Builder(Products):
             each=len(x_of),
             grain=4,
         )
+
+    def add_convolution(
+        self, x: Area, y: Area, channels: int, window: int, more: dict[str, int]
+    ) -> None:
+        """Add a causal convolution of ``channels`` over ``window`` tokens; ``more``: arguments that
+        say where its weights and earlier tokens are, and those that are not zero."""
+        values = {**x.put("x"), **y.put("y"), "channels": channels, "window": window, "tokens": 0}
+        values |= dict.fromkeys(("before", "after", "has_gates"), 0)
+        values |= put_optional("bias", 0) | put_optional("places", 0) | self.put_tokens()
+        items = -(-channels // STATE_BLOCK)
+        self.add("convolve", values | more, items=items, grain=8)
 
     def add_keep(
         self, keys: Area, values: Area | None, shape: Attention, layer: int, rows: int = 0

@@ -128,7 +128,8 @@ def list_libraries(model: Model, kind: KvType) -> list[str]:
 
 def _needs_states(model: Model) -> bool:
     """Whether the kernels of layers with a state compute something of it."""
-    return bool(model.states) or model.attention.output_gate
+    gates_heads = model.attention.output_gate or model.gated_streams is not None
+    return bool(model.states) or gates_heads
 
 
 COMPUTED = read_options("""
@@ -162,6 +163,7 @@ COMPUTED = read_options("""
     layer_embedding: . vocab factor projection_factor
     altup: . scaled
     hyper: . rounds epsilon head
+    : gated_streams ngrams
     multipliers: embedding residual logits
     rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
     rope: pairs=swapped pairs=neighbours
@@ -171,10 +173,11 @@ COMPUTED = read_options("""
 OF_STORES = COMPUTED - read_options(
     "ffn: activation=xielu curves limits other_limits limit_of=activation\n"
     "attention: pooled\n"
-    "moe: listed_layers"
+    "moe: listed_layers\n"
+    ": gated_streams ngrams"
 )
-"""Options of models in stores: their neurons have one activation in all layers, and their tables
-no tokens."""
+"""Options of models in stores: their neurons have one activation in all layers, their tables no
+tokens, and their tokens no n-grams."""
 APART = (("attention.clip", "attention.output_gate"), ("attention.alibi", "attention.index"))
 """Options that do not go together."""
 
@@ -282,6 +285,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "correct": _STREAMS,
         "match": f"{_STREAMS} x_stride",
         "mix": "x x_stride count scales bias epsilon rounds read read_stride kept kept_stride",
+        "inject": "x x_stride y y_stride weights weights_stride length count",
+        # Pieces of `PIECE` elements of tokens; streams of tokens.
+        "collapse": "x x_stride gates gates_stride y y_stride length count",
+        "admit": "keys keys_stride queries queries_stride values values_stride y y_stride length"
+        " count",
         # Of `STATES`; items are blocks of channels, value heads of tokens, blocks of columns of
         # heads, blocks of channels, and heads of tokens.
         "convolve": "x x_stride before after has_gates y y_stride weights bias has_bias places"

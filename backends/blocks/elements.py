@@ -229,7 +229,7 @@ def emit_normalize(table: Table) -> None:
         walk(zero, length, emit)
 
 
-def _split_item(item: v.Expr, length: v.Expr) -> tuple[v.Expr, v.Expr, v.Expr]:
+def split_item(item: v.Expr, length: v.Expr) -> tuple[v.Expr, v.Expr, v.Expr]:
     pieces = v.let((length + PIECE - 1) // PIECE)
     token = v.let(item // pieces)
     first = v.let((item - token * pieces) * PIECE)
@@ -244,7 +244,7 @@ def emit_gate(table: Table) -> None:
     limit, slope = table.take_float("limit"), table.take_float("slope")
     offset = table.take_float("up_offset")
     with T.serial(table.first, table.end) as item:
-        token, first, end = _split_item(item, length)
+        token, first, end = split_item(item, length)
         source, target = v.let(token * x_stride), v.let(token * y_stride)
         for number, name in enumerate(ACTIVATIONS):
 
@@ -311,7 +311,7 @@ def emit_cap(table: Table) -> None:
     x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
     limit, factor = table.take_float("limit"), table.take_float("factor")
     with T.serial(table.first, table.end) as item:
-        token, first, end = _split_item(item, length)
+        token, first, end = split_item(item, length)
         source, target = v.let(token * x_stride), v.let(token * y_stride)
 
         def emit(place: v.Expr, lanes: int) -> None:

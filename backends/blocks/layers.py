@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.contract import cuts_normed
 from pi2.backends.blocks.feed_forward import FeedForward
+from pi2.backends.blocks.gated_streams import GatedStreamBuilder, NgramBuilder
 from pi2.backends.blocks.indexed import Indexing
 from pi2.backends.blocks.latent import LatentAttention
 from pi2.backends.blocks.operands import Area, Extent, Gates, Product
@@ -44,6 +45,12 @@ class Layers:
             from pi2.backends.blocks.recurrent import StateBuilder
 
             self._states = StateBuilder(model, builder, memory)
+        self.ngrams: NgramBuilder | None = None
+        """Rows that n-grams add to streams."""
+        if model.ngrams is not None:
+            streams = self._residual.mixed
+            assert isinstance(streams, GatedStreamBuilder)
+            self.ngrams = NgramBuilder(model, builder, model.ngrams, streams, memory)
         self._ffn = FeedForward(model, builder, self._residual)
         self.outside: OutsideFeedForward | None = None
         """FFNs whose neurons are computed elsewhere."""
@@ -167,6 +174,8 @@ class Layers:
         streams = self._residual.streams
         if streams is not None:
             streams.begin_layer(layer)
+        if self.ngrams is not None and model.ngrams is not None and layer == model.ngrams.layer:
+            self.ngrams.add()
         if self.outside is None:
             self._ffn.begin_layer(layer)
         else:
@@ -232,7 +241,10 @@ class Layers:
             if streams is not None:
                 streams.join()
         first = len(builder.instructions)
-        builder.add_norm("final_norm", self.x, self.u, self._hidden)
+        if model.gated_streams is None:
+            builder.add_norm("final_norm", self.x, self.u, self._hidden)
+        else:
+            builder.add_cap(self.x, self._hidden, 0.0, 1.0, self.u)
         weight = builder.need("embedding" if model.tied_head else "head", None)
         bias = builder.read_vector("head_bias", None) if model.head_bias else 0
         head = Product(key="head", weight=weight, y=self.logits, bias=bias)

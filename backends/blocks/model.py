@@ -150,12 +150,12 @@ class BlockModel:
 
     def list_rows(self, number: int) -> I32:
         """Return the rows that the call's tokens look up in matrix ``number``."""
-        numbers = self.matrices[number].numbers
-        assert numbers is not None
-        return numbers[: self._count]
+        matrix = self.matrices[number]
+        assert matrix.numbers is not None
+        return matrix.numbers[: self._count * matrix.each]
 
     def put_rows(self, number: int, rows: U8) -> None:
-        """Give the rows [T, bytes] of `list_rows`."""
+        """Give the rows [n, bytes] of `list_rows`."""
         self._given[number] = rows  # compiled code reads it until the step ends
         self.set_tensor(number, rows.ctypes.data)
         self.list_rows(number)[:] = np.arange(len(rows))
@@ -197,6 +197,9 @@ class BlockModel:
         elif model.layer_embedding is not None:
             known = model.layer_embedding.vocab or model.shape.vocab
             builder.known_numbers[:count] = np.where(tokens < known, tokens, 0)
+        if self._layers.ngrams is not None:
+            own = (builder.numbers, builder.sequences, builder.positions)
+            self._layers.ngrams.number_rows(*(part[:count] for part in own))
         self._program.set_tokens(count, is_chunk=is_chunk)
         if self.pairs is not None:
             self.pairs.begin(count)
@@ -327,6 +330,9 @@ def list_matrix_keys(model: Model) -> list[str]:
     keys += ["latent_query_out", "latent_keys", "latent_values", "latent_out"]
     keys += ["index_query", "index_key", "index_weights"]
     keys += ["hyper_attention", "hyper_ffn", "pool_values", "pool_gates", "output_group"]
+    keys += ["ngram_key", "ngram_value"]
+    parts = ("down", "up", "inject")
+    keys += [f"hyper_{of}_{part}" for of in ("attention", "ffn") for part in parts]
     keys += ["laurel_in", "laurel_out", "altup_router", "altup_predict", "altup_correct"]
     return [*keys, *STATE_MATRICES, *_list_whole(model)]
 
@@ -334,7 +340,8 @@ def list_matrix_keys(model: Model) -> list[str]:
 def _list_whole(model: Model) -> list[str]:
     """Return keys of matrices that belong to no layer."""
     whole = ["embedding", "head", "positions", "layer_embedding", "layer_projection"]
-    whole += ["stream_in", "stream_out", "hyper_head"]
+    whole += ["stream_in", "stream_out", "hyper_head", "hyper_head_down", "hyper_head_up"]
+    whole += ["ngram_rows"]
     return [*whole, *(own["in"] for name, own in model.operators.items() if name == "mtp")]
 
 

@@ -90,6 +90,8 @@ class Matrix:
     instructions: tuple[int, ...]
     numbers: I32 | None = None
     """Rows that the call's tokens look up; None of a matrix that all of a token reads."""
+    each: int = 1
+    """Rows that a token looks up."""
     skip: int = 0
     """Bytes of each part that are not read."""
 

@@ -40,7 +40,13 @@ if TYPE_CHECKING:
 _GRAIN_BYTES = 1 << 14
 """Bytes of weights that a thread takes at a time, at least."""
 _ANY_LENGTH = 1 << 40
-_LITTLE = {"gate": 2048, "cap": 2048, "quantize_q8_k": 16384, "quantize_q8_0": 16384}
+_LITTLE = {
+    "gate": 2048,
+    "cap": 2048,
+    "collapse": 1024,
+    "quantize_q8_k": 16384,
+    "quantize_q8_0": 16384,
+}
 """Elements up to which one thread computes a token."""
 
 

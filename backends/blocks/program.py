@@ -400,6 +400,9 @@ class Program:
                 "correct": stream_kernels.emit_correct,
                 "match": stream_kernels.emit_match,
                 "mix": stream_kernels.emit_mix,
+                "collapse": stream_kernels.emit_collapse,
+                "inject": stream_kernels.emit_inject,
+                "admit": stream_kernels.emit_admit,
             }
         unpacking = find_unpacking(find_format(library))
         many = partial(panels.emit_multiply_many, isa, unpacking)

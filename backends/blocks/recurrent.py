@@ -140,30 +140,17 @@ class StateBuilder:
 
         weights = keep("state_convolution", shape.kernel * channels)
         bias = keep("state_convolution_bias", channels) if shape.convolution_bias else 0
-        before, after = (own.address for own in gates) if gates else (0, 0)
-        tails, _ = self._memory.find(*place)
-        builder.add(
-            "convolve",
-            {
-                **x.put("x"),
-                "before": before,
-                "after": after,
-                "has_gates": int(bool(gates)),
-                **y.put("y"),
-                "weights": weights,
-                **put_optional("bias", bias),
-                **put_optional("places", self._keep_numbers(places)),
-                "tails": tails,
-                "sequence_stride": self._memory.stride,
-                "channels": channels,
-                "window": shape.kernel,
-                "is_silu": int(shape.kind != "convolution"),
-                "tokens": 0,
-                **builder.put_tokens(),
-            },
-            items=-(-channels // STATE_BLOCK),
-            grain=8,
-        )
+        more = {
+            "weights": weights,
+            **put_optional("bias", bias),
+            **put_optional("places", self._keep_numbers(places)),
+            "tails": self._memory.find(*place)[0],
+            "sequence_stride": self._memory.stride,
+            "is_silu": int(shape.kind != "convolution"),
+        }
+        if gates:
+            more |= {"before": gates[0].address, "after": gates[1].address, "has_gates": 1}
+        builder.add_convolution(x, y, channels, shape.kernel, more)
 
     def _keep_numbers(self, places: I64 | None) -> int:
         return 0 if places is None else self._builder.keep_numbers(places.tolist())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.backends.blocks.building import Builder
+from pi2.backends.blocks.gated_streams import GatedStreamBuilder
 from pi2.backends.blocks.instructions import put_float
 from pi2.backends.blocks.operands import Area, Product
 from pi2.plan.documents.model import Model
@@ -38,8 +39,12 @@ class Residual:
         altup = model.altup
         self.streams = None if altup is None else Streams(model, builder, altup)
         """All streams of a token, if there are several."""
-        self.mixed = None if model.hyper is None else MixedStreams(model, builder, model.hyper)
+        self.mixed: MixedStreams | GatedStreamBuilder | None = None
         """Streams of a token that operators mix."""
+        if model.hyper is not None:
+            self.mixed = MixedStreams(model, builder, model.hyper)
+        elif model.gated_streams is not None:
+            self.mixed = GatedStreamBuilder(model, builder, model.gated_streams)
         if self.streams is not None:
             self.x = self.streams.x
         elif self.mixed is not None:

@@ -14,12 +14,12 @@ from pi2.backends.executor import Ring
 from pi2.formats import find_format
 from pi2.formats.packing import align_bytes
 from pi2.model.states import describe_state
-from pi2.plan.arithmetic.units import count_state_bytes, find_index_type
+from pi2.plan.arithmetic.units import count_sequence_bytes, count_state_bytes, find_index_type
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 
 if TYPE_CHECKING:
-    from pi2.arrays import F16, F32, I64, U8, Raw
+    from pi2.arrays import F16, F32, I32, I64, U8, Raw
     from pi2.model.blocks import Attention
 
 GRIDS: Mapping[str, int] = {
@@ -195,7 +195,7 @@ class StateMemory:
     def __init__(self, model: Model, sequences: int, memory: Memory) -> None:
         shape, places = describe_state(model), model.states
         each = 0 if shape is None else count_state_bytes(model) // 4
-        self.stride = each * len(places)
+        self.stride = count_sequence_bytes(model) // 4
         """Elements of a sequence."""
         self._values = memory.take("float32", sequences, self.stride, segment="state")
         first: int = self._values.ctypes.data
@@ -205,10 +205,17 @@ class StateMemory:
             for number, place in enumerate(places)
             for begin in (first + 4 * each * number,)
         }
+        self.ngram_tails = first + 4 * each * len(places)
+        """Address of what the first sequence has added of earlier n-grams."""
 
     def find(self, layer: int, mixer: int) -> tuple[int, int]:
         """Return the addresses of the first sequence's earlier tokens and recurrent state."""
         return self._places[layer, mixer]
+
+    def view_last_tokens(self, sequence: int, count: int) -> I32:
+        """Return the last tokens of a sequence, which n-grams of the next one have."""
+        tokens: I32 = self._values[sequence, self.stride - count :].view("int32")
+        return tokens
 
     def read(self, sequence: int) -> F32:
         state: F32 = self._values[sequence].copy()

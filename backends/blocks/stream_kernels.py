@@ -1,14 +1,15 @@
-"""Residual streams that predict each other, or are mixed: kernels of `AltUp` and `Hyper`.  Items
-are tokens."""
+"""Residual streams that predict each other, are mixed or gated: kernels of `AltUp`, `Hyper`,
+`GatedStreams` and `Ngrams`.  Items are tokens unless others are named."""
 
 from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.elements import add_up, walk
+from pi2.backends.blocks.elements import add_up, split_item, walk
 from pi2.backends.blocks.machine import Table
 from pi2.backends.compiler import vectors as v
 from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
+from pi2.plan.documents.model_streams import SMALLEST_PRODUCT
 
 
 class _Streams:
@@ -173,3 +174,78 @@ def emit_mix(table: Table) -> None:
         with T.serial(count) as stream:
             at = place_of(stream, stream)
             put(kept, at, kept[at] - one)
+
+
+def emit_collapse(table: Table) -> None:
+    """``y`` = the mean of ``count`` streams of x, times sigmoid(gates): items are pieces."""
+    x, gates, y = (table.take_array(name, "float32") for name in ("x", "gates", "y"))
+    strides = [table.take(f"{name}_stride") for name in ("x", "gates", "y")]
+    length, count = table.take("length"), table.take("count")
+    factor = v.let(T.float32(1.0) / T.cast(count, "float32"))
+    with T.serial(table.first, table.end) as item:
+        token, first, end = split_item(item, length)
+        source, gate, target = (v.let(token * stride) for stride in strides)
+
+        def emit(place: v.Expr, lanes: int) -> None:
+            total = v.Cell(v.constant(0.0, "float32", lanes))
+            with T.serial(count) as stream:
+                at = v.let(stream * length + place)
+                own = v.take_sigmoid(v.let(v.load(gates, gate + at, lanes)), lanes)
+                total.set(T.fma(v.load(x, source + at, lanes), own, total.get()))
+            v.store(y, target + place, total.get() * v.splat(factor, lanes), lanes)
+
+        walk(first, end, emit)
+
+
+def emit_inject(table: Table) -> None:
+    """Add x to each of ``count`` streams of y, times 2 sigmoid(weight of the stream)."""
+    x, y, weights = (table.take_array(name, "float32") for name in ("x", "y", "weights"))
+    strides = [table.take(f"{name}_stride") for name in ("x", "y", "weights")]
+    length, count = table.take("length"), table.take("count")
+    with T.serial(table.first, table.end) as token:
+        source, start, given = (v.let(token * stride) for stride in strides)
+        with T.serial(count) as stream:
+            own = v.let(v.take_sigmoid(v.let(weights[given + stream]), 1))
+            factor, target = v.let(own + own), v.let(start + stream * length)
+
+            def add(
+                place: v.Expr, lanes: int, target: v.Expr = target, factor: v.Expr = factor
+            ) -> None:
+                old, value = v.load(y, target + place, lanes), v.load(x, source + place, lanes)
+                v.store(y, target + place, T.fma(value, v.splat(factor, lanes), old), lanes)
+
+            walk(T.int64(0), length, add)
+
+
+def emit_admit(table: Table) -> None:
+    """Stream j of y = values times sigmoid(s): s is the root of |keys[j] queries[j]| /
+    sqrt(length), with the product's sign.  Items are streams of tokens."""
+    names = ("keys", "queries", "values", "y")
+    keys, queries, values, y = (table.take_array(name, "float32") for name in names)
+    strides = [table.take(f"{name}_stride") for name in names]
+    length, count = table.take("length"), table.take("count")
+    zero = T.int64(0)
+    with T.serial(table.first, table.end) as item:
+        token = v.let(item // count)
+        skip = v.let((item - token * count) * length)
+        key, query, value, target = (v.let(token * stride) for stride in strides)
+
+        def multiply(place: v.Expr, lanes: int) -> v.Expr:
+            at = v.let(skip + place)
+            return v.load(keys, key + at, lanes) * v.load(queries, query + at, lanes)
+
+        product = add_up(zero, length, multiply)
+        size = v.let(product / T.sqrt(T.cast(length, "float32")))
+        root = v.let(T.sqrt(T.max(T.abs(size), T.float32(SMALLEST_PRODUCT))))
+        signed = v.Cell(root)
+        with T.If(size < T.float32(0.0)), T.Then():
+            signed.set(T.float32(0.0) - root)
+        with T.If(size == T.float32(0.0)), T.Then():
+            signed.set(T.float32(0.0))
+        factor = v.let(v.take_sigmoid(v.let(signed.get()), 1))
+
+        def scale(place: v.Expr, lanes: int) -> None:
+            own = v.load(values, value + place, lanes) * v.splat(factor, lanes)
+            v.store(y, target + skip + place, own, lanes)
+
+        walk(zero, length, scale)

@@ -20,7 +20,8 @@ _SAME = frozenset(
     {
         *("positions", "layer_embedding", "layer_projection", "layer_projection_norm"),
         *("stream_in", "stream_out", "final_norm", "final_norm_bias", "head", "head_bias"),
-        *("embedding", "embedding_norm", "embedding_norm_bias"),
+        *("embedding", "embedding_norm", "embedding_norm_bias", "ngram_rows"),
+        *("hyper_head_norm", "hyper_head_down", "hyper_head_up"),
     }
 )
 """Tensors of the whole model: their names in stores."""

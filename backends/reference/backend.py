@@ -72,7 +72,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
     if facts.resolved.file is not None:
         return blocks.find_limits(facts)
     limits, unknown = list_undivided(facts), find_unknown(model, OF_STORES)
-    limits += [f"does not know {key}" for key in unknown if key.startswith("ffn.")]
+    files_only = ("ffn.", "gated_streams", "ngrams")
+    limits += [f"does not know {key}" for key in unknown if key.startswith(files_only)]
     if facts.neurons is not None:
         limits += list_unknown_weights(model)
     has_gates = facts.resolved.plan.decode.predictor == "gate"

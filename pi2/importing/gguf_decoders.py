@@ -194,10 +194,10 @@ def _count(scope: Scope, whole: int, parts: int = 1) -> int:
     return whole // parts
 
 
-def _list(scope: Scope, key: str) -> list[Any] | None:
-    """What a key has for every layer; one value counts for all of them."""
+def _list(scope: Scope, key: str, count: int | None = None) -> list[Any] | None:
+    """What a key has for every layer, or ``count`` values; one counts for all layers."""
     path = key if key in scope.metadata.values else f"{{arch}}.{key}"
-    found = scope.metadata.read_list(path, scope.layers, "biuf")
+    found = scope.metadata.read_list(path, scope.layers if count is None else count, "biuf")
     one = scope.metadata.find(key) if found is None else None
     return found if one is None else [one] * scope.layers
 

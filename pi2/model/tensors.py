@@ -44,6 +44,7 @@ from pi2.model.tensor import (
 if TYPE_CHECKING:
     from pi2.arrays import F32
     from pi2.plan.documents.model import Model
+    from pi2.plan.documents.model_streams import GatedStreams, Ngrams
 
 
 def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
@@ -73,6 +74,10 @@ def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
         yield at.matrix(LAYER_PROJECTION, width, stored, at.take("layer_projection", width, hidden))
         source = at.take("layer_projection_norm", own.width)
         yield at.vector(LAYER_PROJECTION_NORM, own.stored_width, source)
+    if model.ngrams is not None:
+        length = hidden // len(model.ngrams.sizes)
+        source = at.take("ngram_rows", model.ngrams.rows, length)
+        yield at.matrix("ngram_rows", model.ngrams.rows, fill_groups(length), source)
     if model.altup is not None:
         others = model.altup.streams - 1
         rows = None if hidden == stored else partial(range, hidden)
@@ -121,6 +126,8 @@ def list_head_tensors(at: Place) -> Iterator[DenseTensor]:
         yield at.vector("hyper_head", width, source, rows=count)
         for end, length in (("bias", count), ("scale", 1)):
             yield at.vector(f"hyper_head_{end}", length, at.take(f"hyper_head_{end}", length))
+    if model.gated_streams is not None:
+        yield from _list_gates(at, "hyper_head", model.gated_streams)
     yield at.norm(FINAL_NORM, is_there=model.norm.weights)
     if model.norm.bias:
         yield at.norm(FINAL_NORM_BIAS)
@@ -164,6 +171,14 @@ def list_layer_tensors(at: Place) -> Iterator[DenseTensor]:
             yield at.vector(key, width, at.take(key, factors, width), rows=factors)
             for end, count in (("bias", factors), ("scale", 3)):
                 yield at.vector(f"{key}_{end}", count, at.take(f"{key}_{end}", count))
+    if model.gated_streams is not None:
+        for key in ("hyper_attention", "hyper_ffn"):
+            yield from _list_gates(at, key, model.gated_streams)
+            streams, width = model.gated_streams.streams, model.gated_streams.streams * hidden
+            source = at.take(f"{key}_inject", streams, width)
+            yield at.matrix(f"{key}_inject", streams, fill_groups(width), source)
+    if model.ngrams is not None and model.ngrams.layer == at.layer:
+        yield from _list_ngrams(at, model.ngrams)
     if altup is None:
         return
     streams, rank = altup.streams, altup.laurel_rank
@@ -177,6 +192,29 @@ def list_layer_tensors(at: Place) -> Iterator[DenseTensor]:
     yield at.norm("laurel_norm")
     if altup.scaled:
         yield at.norm("altup_scale")
+
+
+def _list_gates(at: Place, key: str, own: GatedStreams) -> Iterator[DenseTensor]:
+    """Norms and gates by which an operator reads gated streams."""
+    rank, width = own.rank, own.streams * at.model.shape.hidden
+    yield at.vector(f"{key}_norm", width, at.take(f"{key}_norm", width))
+    for end, rows, length in (("down", rank, width), ("up", width, rank)):
+        source = at.take(f"{key}_{end}", rows, length)
+        yield at.matrix(f"{key}_{end}", rows, fill_groups(length), source)
+
+
+def _list_ngrams(at: Place, own: Ngrams) -> Iterator[DenseTensor]:
+    """What adds rows of n-grams to the streams of a layer."""
+    assert at.model.gated_streams is not None
+    hidden = at.model.shape.hidden
+    width = at.model.gated_streams.streams * hidden
+    for key, rows in (("ngram_key", width), ("ngram_value", hidden)):
+        source = at.take(key, rows, hidden)
+        yield at.matrix(key, rows, at.model.shape.stored_hidden, source)
+    for key in ("ngram_key_norm", "ngram_query_norm", "ngram_convolution_norm"):
+        yield at.vector(key, width, at.take(key, width))
+    source = at.take("ngram_convolution", width, own.kernel)
+    yield at.vector("ngram_convolution", own.kernel, source, rows=width)
 
 
 def list_tensors(model: Model, ranks: Sequence[int] | None = None) -> list[DenseTensor]:

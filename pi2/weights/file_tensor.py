@@ -113,7 +113,12 @@ class TensorFiles(ABC):
     def list_looked_up(self) -> dict[str, int]:
         """Bytes of the own matrices of which a token reads a row, by name: a tied head reads the
         embedding whole."""
-        keys = ("layer_embedding", "positions", *(() if self.model.tied_head else ("embedding",)))
+        keys = (
+            "layer_embedding",
+            "positions",
+            "ngram_rows",
+            *(() if self.model.tied_head else ("embedding",)),
+        )
         found = [own for key in keys if (own := self.find(key)) is not None]
         return {own.name: own.size_bytes for own in found if own.name not in self.shared}
 
@@ -141,20 +146,24 @@ class TensorFiles(ABC):
         return self._maps
 
     def read_rows(self, tensor: FileTensor, rows: Iterable[int]) -> U8:
-        """Single rows uint8 [n, row_bytes], read one by one; `UserError` P532, P546."""
+        """Single rows uint8 [n, row_bytes], each read once.  The disk is told of all of them first,
+        and those of late come from the page cache; `UserError` P532, P546."""
         path, size = self.files[tensor.file], tensor.row_bytes
-        wanted = list(rows)
+        wanted, order = np.unique(np.fromiter(rows, np.int64), return_inverse=True)
         read, place = np.empty((len(wanted), size), np.uint8), tensor.offset
         try:
             if tensor.file not in self._descriptors:
                 self._descriptors[tensor.file] = open_regular(path)
-            for number, row in enumerate(wanted):
-                place = tensor.offset + int(row) * size
-                if read_at(self._descriptors[tensor.file], read[number].data, place, size) < size:
+            descriptor = self._descriptors[tensor.file]
+            places = [tensor.offset + row * size for row in wanted.tolist()]
+            for place in places if len(places) > 1 and hasattr(os, "posix_fadvise") else ():
+                os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
+            for number, place in enumerate(places):
+                if read_at(descriptor, read[number].data, place, size) < size:
                     raise refuse_cut(path)
         except OSError as error:
             raise refuse_weights(path, place, error) from None
-        return read
+        return read[order]
 
     def __enter__(self) -> Self:
         return self

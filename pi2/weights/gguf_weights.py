@@ -288,7 +288,8 @@ class GgufWeights(TensorFiles):
         states = (tensor for own in self._vectors.values() for tensor in own.values())
         found = {source.key for tensor in states for source in tensor.sources}
         keys = {own.key for own in list_sources(self.model)}
-        return frozenset(found | {key for key in keys if key.endswith("_bias")} | {"choice_table"})
+        ends = ("_bias", "_convolution")
+        return frozenset(found | {key for key in keys if key.endswith(ends)} | {"choice_table"})
 
     def list_places(self) -> list[tuple[str, int, int]]:
         """Key of ``model.tensors``, layer and mixer of every tensor that the model may have."""

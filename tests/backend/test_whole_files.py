@@ -17,7 +17,7 @@ from tests.helpers.whole_files import FLIPPED, MODELS, NEAR, SETTINGS, UNROUNDED
 STATES = (
     *("bailing-hybrid", "granite-hybrid", "granite-hybrid-dense", "kimi-linear", "lfm2-moe"),
     *("lfm2-plain", "nemotron-h", "nemotron-h-latent", "nemotron-h-moe", "qwen3-5"),
-    *("qwen3-5-moe", "qwen3-next"),
+    *("qwen3-5-moe", "qwen3-next", "qwen4exp"),
 )
 NAMES = (
     *("deepseek-v2", "deepseek-v3", "deepseek-v3-older", "gemma4", "gemma4-e2b", "gemma4-moe"),

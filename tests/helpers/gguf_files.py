@@ -19,6 +19,8 @@ from tests.helpers.models import draw_weights, make_model
 
 _PLAIN = ("norm", "tid2eid", "gate_inp", "conv", "rope_", "altup", "scale")
 """Parts of names of matrices that no file has quantised."""
+_WIDE = (".ple.layer_multipliers", ".ple.head_offsets", ".ple.head_vocab_sizes")
+"""Metadata of 64 bits."""
 
 
 def write_gguf(
@@ -37,7 +39,9 @@ def write_gguf(
     for key, value in settings.items():
         name = f"{architecture}{key}" if key.startswith(".") else key
         if isinstance(value, list | np.ndarray):
-            writer.add_array(name, np.asarray(value).tolist())
+            kinds_of = gguf.GGUFValueType
+            wide = kinds_of.UINT64 if key in _WIDE else None
+            writer.add_key_value(name, np.asarray(value).tolist(), kinds_of.ARRAY, sub_type=wide)
         elif type(value) is int:
             writer.add_uint32(name, value)
         else:

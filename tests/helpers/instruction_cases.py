@@ -232,6 +232,17 @@ def list_streams(draw: Draw) -> Iterator[Case]:
         values |= put("read", empty(TOKENS, side + 1)) | put("kept", empty(TOKENS, side + 2))
         values |= {"scales": draw.floats(3), "count": count, "epsilon": 1e-3, "rounds": rounds}
         yield Case(kernel="mix", items=TOKENS, values=values)
+    for length, count in ((37, 3), (1100, 2)):
+        width, sizes = count * length, {"length": length, "count": count}
+        streams = partial(draw.floats, TOKENS, width, gap=3)
+        values = put("x", streams()) | put("gates", streams()) | put("y", empty(TOKENS, length + 1))
+        yield Case(kernel="collapse", items=TOKENS * -(-length // 1024), values=values | sizes)
+        values = put("x", draw.floats(TOKENS, length)) | put("y", streams())
+        values |= put("weights", draw.floats(TOKENS, count, gap=1)) | sizes
+        yield Case(kernel="inject", items=TOKENS, values=values)
+        values = put("keys", streams()) | put("queries", streams()) | sizes
+        values |= put("values", draw.floats(TOKENS, length)) | put("y", empty(TOKENS, width))
+        yield Case(kernel="admit", items=TOKENS * count, values=values)
 
 
 # Attention

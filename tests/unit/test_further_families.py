@@ -148,7 +148,7 @@ def test_logits_are_divided_in_granite_and_multiplied_in_hyperclovax() -> None:
     ("kind", "options", "problem"),
     [
         ("deepseek_v4", {}, "chooses pooled keys"),
-        ("qwen4_exp", {}, "rows of a table of n-grams"),
+        ("qwen4_exp", {}, "blocks of keys that an index chooses"),
         ("internlm3", {"hidden_factor": 2.0}, "hidden_factor"),
         ("laguna", {"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping"),
         ("laguna", {"moe_apply_router_weight_on_input": True}, "router_weight_on_input"),

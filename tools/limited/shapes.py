@@ -195,6 +195,84 @@ class DeltaShape(Shape):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamShape(DeltaShape):
+    """Qwen 3.8 Flash Next: residual streams with gates, and a table of n-grams in layer 0."""
+
+    streams: int = 4
+    rank: int = 128
+    ngram: int = 3
+    """Tokens of the longest n-gram."""
+    ngram_heads: int = 8
+    """Rows that are looked up for each length."""
+    ngram_rows: int
+    """Rows of the table."""
+
+    @property
+    def _rows_of_token(self) -> int:
+        return (self.ngram - 1) * self.ngram_heads
+
+    def list_settings(self, layers: int) -> dict[str, Setting]:
+        count = self._rows_of_token
+        each = self.ngram_rows // count
+        return {
+            **DeltaShape.list_settings(self, layers),
+            "hyper_connection.count": self.streams,
+            "hyper_connection.low_rank": self.rank,
+            "attention.indexer.head_count": 4,
+            "attention.indexer.key_length": 128,
+            "attention.indexer.top_k": 2048,
+            "attention.compress_ratios": [
+                4 * ((n + 1) % self.interval == 0) for n in range(layers)
+            ],
+            "ple.layers": [0],
+            "ple.ngram_size": self.ngram,
+            "ple.heads_per_ngram": self.ngram_heads,
+            "ple.conv_kernel": 4,
+            "ple.eos_token_id": self.vocab - 1,
+            "embedding_length_per_layer_input": self.hidden // count,
+            "ple.layer_multipliers": [
+                24178347613427 + 2 * n * 1190913431 for n in range(self.ngram)
+            ],
+            "ple.head_offsets": [each * n for n in range(count)],
+            "ple.head_vocab_sizes": [each - 2 * n for n in range(count)],
+        }
+
+    def list_tensors(self, layers: int) -> Iterator[Tensor]:
+        for tensor in Shape.list_tensors(self, layers):
+            if tensor.name != "output_norm.weight":
+                yield tensor
+                continue
+            for name, shape, kind in self._list_gates("hc"):
+                yield Tensor(f"output_{name}", shape, kind)
+            rows = self.ngram_rows, self.hidden // self._rows_of_token
+            yield Tensor("per_layer_token_embd.weight", rows, "q8_0")
+
+    def _list_gates(self, start: str) -> Iterator[Any]:
+        width = self.streams * self.hidden
+        yield f"{start}_norm.weight", (width,), "f32"
+        yield f"{start}_down.weight", (self.rank, width), "q8_0"
+        yield f"{start}_up.weight", (width, self.rank), "q8_0"
+
+    def list_layer(self, layer: int) -> Iterator[Any]:
+        width = self.streams * self.hidden
+        for of in ("attn", "ffn"):
+            yield from self._list_gates(f"hc_{of}")
+            yield f"hc_{of}_inject.weight", (self.streams, width), "f32"
+        yield from self.list_mixer(layer)
+        yield from self.list_ffn(layer)
+        if (layer + 1) % self.interval == 0:
+            for name, rows in (("q", 4 * 128), ("k", 128)):
+                yield f"indexer.{name}_proj.weight", (rows, self.hidden), self.dense
+                yield f"indexer.{name}_norm.weight", (128,), "f32"
+        if layer == 0:
+            yield "ple_key.weight", (width, self.hidden), self.dense
+            yield "ple_value.weight", (self.hidden, self.hidden), self.dense
+            yield "ple_conv1d.weight", (width, 4), "f32"
+            for of in ("key", "query", "conv"):
+                yield f"ple_norm_{of}.weight", (width,), "f32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionShape(Shape):
     """LFM2: short convolutions, and attention in some layers."""
 
@@ -407,6 +485,7 @@ KINDS: Mapping[str, type[Shape]] = {
     "plain": Shape,
     "biased": BiasedShape,
     "delta": DeltaShape,
+    "streams": StreamShape,
     "convolution": ConvolutionShape,
     "latent": LatentShape,
     "gemma": GemmaShape,

@@ -11,6 +11,7 @@ from pi2.arrays import F32, F64, I64
 from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, ROUTERS, XIELU_END
 from pi2.backends.reference.instructions.arguments import Arguments, widen
 from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
+from pi2.plan.documents.model_streams import SMALLEST_PRODUCT
 
 
 def take_sigmoid(x: F64) -> F64:
@@ -187,6 +188,38 @@ def mix(own: Arguments) -> None:
     kept[:, :-1, -1] = 2 * sizes[:, count:]
     for name, factors in (("read", read), ("kept", kept)):
         own.vectors(name, (count + 1) ** 2)[...] = factors.reshape(len(m), -1)
+
+
+def _cut_streams(own: Arguments, name: str, piece: tuple[slice, slice]) -> F32:
+    tokens, elements = piece
+    shape = tokens.stop - tokens.start, own.count, elements.stop - elements.start
+    stride = getattr(own, f"{name}_stride")
+    skip = tokens.start * stride + elements.start
+    return own.view(name, shape, (stride, own.length, 1), skip=skip)
+
+
+def collapse(own: Arguments) -> None:
+    for piece in own.list_pieces():
+        x, gates = (widen(_cut_streams(own, name, piece)) for name in ("x", "gates"))
+        own.cut("y", own.y_stride, piece)[...] = (x * take_sigmoid(gates)).mean(1)
+
+
+def inject(own: Arguments) -> None:
+    y = _cut_streams(own, "y", (slice(own.first, own.last), slice(0, own.length)))
+    factors = 2 * take_sigmoid(widen(own.vectors("weights", own.count)))
+    y[...] = y + factors[:, :, None] * own.vectors("x", own.length)[:, None]
+
+
+def admit(own: Arguments) -> None:
+    token, stream = np.divmod(own.items, own.count)
+    span = slice(0, int(token.max(initial=-1)) + 1), slice(0, own.length)
+    keys, queries = (
+        widen(_cut_streams(own, name, span)[token, stream]) for name in ("keys", "queries")
+    )
+    size = (keys * queries).sum(-1) / math.sqrt(own.length)
+    factors = take_sigmoid(np.sign(size) * np.sqrt(np.maximum(np.abs(size), SMALLEST_PRODUCT)))
+    values = own.cut("values", own.values_stride, span)[token]
+    _cut_streams(own, "y", span)[token, stream] = factors[:, None] * values
 
 
 def _find_best(values: F64, count: int) -> I64:

@@ -130,8 +130,9 @@ def reads_embedding(plan: Plan, model: Model) -> bool:
 
 
 def count_read_rows(plan: Plan, model: Model) -> int:
-    """Rows of embeddings that are read when a token comes: of the model's, of its layers'."""
-    return reads_embedding(plan, model) + (model.layer_embedding is not None)
+    """Rows that are read when a token comes: of embeddings and of n-grams."""
+    ngrams = 0 if model.ngrams is None else len(model.ngrams.sizes)
+    return reads_embedding(plan, model) + (model.layer_embedding is not None) + ngrams
 
 
 def need_predictor(resolved: ResolvedPlan) -> Need:

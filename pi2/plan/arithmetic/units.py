@@ -98,6 +98,15 @@ def count_state_bytes(model: Model) -> int:
     return 0 if state is None else align_bytes(4 * state.kept) + align_bytes(4 * state.memory)
 
 
+def count_sequence_bytes(model: Model) -> int:
+    """Bytes of all states of a sequence; what n-grams keep of it lies behind those of layers."""
+    own, streams, total = model.ngrams, model.gated_streams, 0
+    if own is not None and streams is not None:
+        channels = streams.streams * model.shape.hidden
+        total = align_bytes(4 * ((own.window - 1) * channels + own.length - 1))
+    return total + count_state_bytes(model) * len(model.states)
+
+
 def count_state_traffic(model: Model) -> int:
     """Bytes of states that a layer reads and writes for a token; the mean of all layers."""
     return 2 * count_state_bytes(model) * len(model.states) // model.shape.layers
@@ -255,7 +264,7 @@ NEURONS = read_options("""
     ffn: up_offset
 """)
 """What of an FFN the neurons of a unit compute."""
-_UNDIVIDED = {"other_heads", "attention.kv_shared_layers", "altup", "hyper"}
+_UNDIVIDED = {"other_heads", "attention.kv_shared_layers", "altup", "hyper", "gated_streams"}
 
 
 def list_unknown_formats(model: Model) -> list[str]:

@@ -39,6 +39,7 @@ from pi2.plan.documents.model_parts import (
     Sparsity,
     Tokenizer,
 )
+from pi2.plan.documents.model_streams import GatedStreams, Ngrams
 from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
 
@@ -85,6 +86,10 @@ class ModelKeys(Document):
     """Several residual streams, if the model has them."""
     hyper: Hyper | None = None
     """Residual streams that attention and FFNs mix, if the model has them."""
+    gated_streams: GatedStreams | None = None
+    """Residual streams with gates of low rank, if the model has them."""
+    ngrams: Ngrams | None = None
+    """Rows that n-grams of tokens choose and a layer adds to these streams, if there are some."""
     operators: Annotated[dict[str, dict[str, Any]], AfterValidator(check_operators)] = {}
     """Options of operators that modules of ``pi2.model`` add, by name: ``mtp`` is the input of an
     MTP head, others work at the end of every layer."""
