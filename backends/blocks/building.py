@@ -396,8 +396,8 @@ class Builder(Products):
     def add_convolution(
         self, x: Area, y: Area, channels: int, window: int, more: dict[str, int]
     ) -> None:
-        """Add a causal convolution of ``channels`` over ``window`` tokens; ``more``: arguments that
-        say where its weights and earlier tokens are, and those that are not zero."""
+        """Add a causal convolution of ``channels`` over ``window`` tokens; ``more``: its weights,
+        earlier tokens, and other arguments that are not zero."""
         values = {**x.put("x"), **y.put("y"), "channels": channels, "window": window, "tokens": 0}
         values |= dict.fromkeys(("before", "after", "has_gates"), 0)
         values |= put_optional("bias", 0) | put_optional("places", 0) | self.put_tokens()

@@ -147,7 +147,7 @@ class TensorFiles(ABC):
 
     def read_rows(self, tensor: FileTensor, rows: Iterable[int]) -> U8:
         """Single rows uint8 [n, row_bytes], each read once.  The disk is told of all of them first,
-        and those of late come from the page cache; `UserError` P532, P546."""
+        and the page cache keeps recent ones; `UserError` P532, P546."""
         path, size = self.files[tensor.file], tensor.row_bytes
         wanted, order = np.unique(np.fromiter(rows, np.int64), return_inverse=True)
         read, place = np.empty((len(wanted), size), np.uint8), tensor.offset

@@ -99,7 +99,7 @@ def count_state_bytes(model: Model) -> int:
 
 
 def count_sequence_bytes(model: Model) -> int:
-    """Bytes of all states of a sequence; what n-grams keep of it lies behind those of layers."""
+    """Bytes of all states of a sequence; n-grams have theirs behind the layers'."""
     own, streams, total = model.ngrams, model.gated_streams, 0
     if own is not None and streams is not None:
         channels = streams.streams * model.shape.hidden
