@@ -89,11 +89,8 @@ def describe_training(training: Training) -> dict[str, Any]:
         "plan": str(training.plan),
         "layers": [
             {
-                "rank": fit.rank,
-                "recall": fit.recall,
-                "predicted": fit.predicted,
-                "active": fit.active,
-                "curve": [list(point) for point in fit.curve],
+                **{key: getattr(fit, key) for key in ("rank", "recall", "predicted", "active")},
+                "curve": fit.curve,
             }
             for fit in training.fits
         ],

@@ -114,13 +114,13 @@ def find_active(activations: F32, largest: float | None) -> Bits:
     return np.asarray(magnitudes >= cuts[:, None])
 
 
-def measure_skew(fired: I64, share: float = 0.8) -> float:
-    """Smallest share of neurons that makes ``share`` of all activations ``fired`` [neurons]."""
+def measure_skew(fired: I64) -> float:
+    """Smallest share of neurons that makes 80% of all activations ``fired`` [neurons]."""
     total = int(fired.sum())
     if total == 0:
         return 0.0
     sums = np.cumsum(np.sort(fired)[::-1])
-    return float(np.searchsorted(sums, share * total) + 1) / len(fired)
+    return float(np.searchsorted(sums, 0.8 * total) + 1) / len(fired)
 
 
 SUMMARY = "statistics.json"

@@ -58,6 +58,9 @@ def describe_state(hosts: Iterable[Host]) -> dict[str, Any]:
     }
 
 
+_OF_UNITS = ("name", "owned_share", "computed_neurons", "busy_s", "lost")
+
+
 def _describe(host: Host) -> dict[str, Any]:
     if not host.is_loaded:
         return {"name": host.plan.name, "loaded": False, "waiting": host.waiting}
@@ -77,16 +80,7 @@ def _describe(host: Host) -> dict[str, Any]:
         "budget_bytes": plan.memory.budget,
         "bound_by": find_bound(model),
         "segments": dict(plan.memory.segments),
-        "units": [
-            {
-                "name": unit.name,
-                "owned_share": unit.owned_share,
-                "computed_neurons": unit.computed_neurons,
-                "busy_s": unit.busy_s,
-                "lost": unit.lost,
-            }
-            for unit in model.units
-        ],
+        "units": [{key: getattr(unit, key) for key in _OF_UNITS} for unit in model.units],
         "sparse_unit": model.plan.sparse_unit,
         "io_engine": model.io_engine,
         "sampling": model.chat_sampling,

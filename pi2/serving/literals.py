@@ -149,11 +149,11 @@ def name_type(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "object")
 
 
-def read_value(text: str, root: Schema, schema: Any, *, is_text: bool | None = None) -> Any:
-    """The value that ``text`` stands for; ``is_text``: what the model says of it."""
+def read_value(text: str, root: Schema, schema: Any) -> Any:
+    """The value that ``text`` stands for."""
     types = list_types(root, schema)
     if not types:
-        return text if is_text else _guess_value(text)
+        return _guess_value(text)
     if "null" in types and text.strip() in ("null", "None"):
         return None
     for name in types:

@@ -68,19 +68,6 @@ class Tolerant(BaseModel):
         return cls.fields.leave_out(values, cls.place) if isinstance(values, dict) else values
 
 
-def list_fates(kind: type[Tolerant]) -> dict[str, str]:
-    """What becomes of each field of a body or of its part: ``honoured``, ``ignored`` (it changes no
-    answer), or ``refused`` unless it is harmless."""
-    found = dict.fromkeys(kind.fields.ignored, "ignored") | dict.fromkeys(
-        kind.fields.refused, "refused"
-    )
-    for name, own in kind.model_fields.items():
-        alias = own.validation_alias or own.alias
-        names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
-        found |= {str(choice): "honoured" for choice in names}
-    return found
-
-
 class Strict(Tolerant):
     """A body: keys that are not known are refused."""
 

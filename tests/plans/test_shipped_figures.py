@@ -1,10 +1,8 @@
 """Devices, models and plans that come with pi2 say what their sources say."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from pi2.backends.hexagon import backend as hexagon
 from pi2.fitting.check import check_file, load_plan
@@ -13,9 +11,9 @@ from pi2.model.blocks import list_attention
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER, count_ffn_bytes
-from pi2.plan.documents.common import Origin
 from pi2.plan.documents.device import ReadFigure
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.private import walk_figures
 from tests.helpers.shipped_plans import read_device, read_model
 from tools.list_devices import DOCUMENT, read_devices, render_document
 
@@ -38,21 +36,6 @@ def read_plan(name: str) -> ResolvedPlan:
     return load_plan(next(path for path in found if path.exists()))
 
 
-def walk_figures(value: object) -> Iterator[Origin]:
-    """All tables with a status and a source below ``value``."""
-    if isinstance(value, Origin):
-        yield value
-    if isinstance(value, BaseModel):
-        for _, item in value:
-            yield from walk_figures(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from walk_figures(item)
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from walk_figures(item)
-
-
 class TestEveryFile:
     def test_there_are_the_devices_that_users_were_promised(self) -> None:
         names = {path.name.removesuffix(".device.toml") for path in DEVICES}
@@ -68,12 +51,12 @@ class TestEveryFile:
 class TestDeviceFigures:
     @pytest.mark.parametrize("path", DEVICES, ids=name_file)
     def test_every_figure_says_where_it_comes_from(self, path: Path) -> None:
-        for figure in walk_figures(check_file(path).document):
+        for _, figure in walk_figures(check_file(path).document):
             assert len(figure.source) >= len("direct reads")
 
     def test_only_the_authors_machine_was_measured(self) -> None:
         for device in read_devices():
-            measured = [f for f in walk_figures(device) if f.status == "measured"]
+            measured = [f for _, f in walk_figures(device) if f.status == "measured"]
             assert bool(measured) == (device.id == "cloud-vm-zen5"), device.id
 
     def test_no_unit_reads_faster_than_all_together_or_than_the_interface(self) -> None:

@@ -4,13 +4,13 @@ import typing
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AliasChoices, TypeAdapter, ValidationError
 
 from pi2.serving import chat, messages, ollama, openai_schema, responses
 from pi2.serving.application import is_own_name, list_own_names
 from pi2.serving.errors import ApiError
 from pi2.serving.hosts import Replay
-from pi2.serving.openai_schema import Tolerant, list_fates
+from pi2.serving.openai_schema import Tolerant
 
 MESSAGE = {"role": "user", "content": "hi"}
 BODIES: dict[type[Tolerant], dict[str, Any]] = {
@@ -81,6 +81,19 @@ def list_ollama() -> list[tuple[type[Tolerant], Any]]:
         (ollama.Message, kinds.Message),
         (openai_schema.Tool, kinds.Tool),
     ]
+
+
+def list_fates(kind: type[Tolerant]) -> dict[str, str]:
+    """What becomes of each field of a body or of its part: ``honoured``, ``ignored`` (it changes no
+    answer), or ``refused`` unless it is harmless."""
+    found = dict.fromkeys(kind.fields.ignored, "ignored") | dict.fromkeys(
+        kind.fields.refused, "refused"
+    )
+    for name, own in kind.model_fields.items():
+        alias = own.validation_alias or own.alias
+        names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
+        found |= {str(choice): "honoured" for choice in names}
+    return found
 
 
 @pytest.mark.parametrize("listed", [list_openai, list_anthropic, list_ollama])

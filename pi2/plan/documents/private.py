@@ -12,16 +12,16 @@ from pi2.plan.documents.common import Origin
 from pi2.plan.toml.text import KeyPath
 
 
-def walk_figures(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin]]:
+def walk_figures(value: object) -> Iterator[tuple[KeyPath, Origin]]:
     """Every figure below ``value`` with its key path."""
-    for place, item in walk_values(value, path):
+    for place, item in walk_values(value, ()):
         if isinstance(item, Origin):
             yield place, item
 
 
-def walk_texts(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+def walk_texts(value: object) -> Iterator[tuple[KeyPath, str]]:
     """Every text below ``value`` with its key path."""
-    for place, item in walk_values(value, path):
+    for place, item in walk_values(value, ()):
         if isinstance(item, str):
             yield place, item
 
