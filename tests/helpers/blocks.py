@@ -242,47 +242,29 @@ class RandomWeights:
         model, own = self._model, find_attention(self._model, layer)
         hidden, ffn = model.shape.hidden, model.shape.ffn
         query, keys = own.query, own.keys
-        attention, tensors = model.attention, model.tensors
-        is_qkv, is_both = tensors.fused_qkv is not None, tensors.fused_gate_up is not None
-        norms = attention.head_norm_of == "all"
         shapes = {
             "embedding": (model.shape.vocab, hidden),
             "head": None if model.tied_head else (model.shape.vocab, hidden),
-            "head_bias": (1, model.shape.vocab) if model.head_bias else None,
-            "fused_qkv": (query + 2 * keys, hidden) if is_qkv else None,
-            "fused_qkv_bias": (1, query + 2 * keys) if is_qkv else None,
             "query": (query, hidden),
             "key": (keys, hidden),
             "value": (keys, hidden),
             "query_bias": (1, query),
             "key_bias": (1, keys),
             "value_bias": (1, keys),
-            "query_norm": (1, query if norms else own.head_dim),
-            "key_norm": (1, keys if norms else own.head_dim),
+            "query_norm": (1, own.head_dim),
+            "key_norm": (1, own.head_dim),
             "output": (hidden, query),
             "output_bias": (1, hidden),
             "attention_sub_norm": (1, query),
             "ffn_sub_norm": (1, ffn),
             "sinks": (1, own.heads),
-            "fused_gate_up": (2 * ffn, hidden) if is_both else None,
             "gate": (ffn, hidden),
             "up": (ffn, hidden),
             "gate_bias": (1, ffn),
             "up_bias": (1, ffn),
             "down": (hidden, ffn),
             "down_bias": (1, hidden),
-            **{
-                f"{norm}{end}": (1, hidden)
-                for norm in (
-                    "attention_norm",
-                    "ffn_norm",
-                    "embedding_norm",
-                    "final_norm",
-                    "attention_output_norm",
-                    "ffn_output_norm",
-                )
-                for end in ("", "_bias")
-            },
+            **dict.fromkeys(("attention_norm", "ffn_norm", "final_norm"), (1, hidden)),
         }
         moe = model.moe
         if moe is not None:

@@ -1,7 +1,9 @@
 """A mixture in a GGUF file within less memory than its experts take."""
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.run_report import summarise_run
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import MIXTURE
+from tests.helpers.peers import read_models, write_tiny
 
 SETTINGS: dict[str, Any] = {"kv.context": 256, "prefill.chunk": 32}
 TOKENS = list(range(5, 45))
@@ -78,3 +81,25 @@ def test_the_summary_says_what_experts_were_read(file: Path) -> None:
     assert re.search(r"reads: [\d.]+ MiB from flash since loading, [\d.]+ \w+ a token", summary)
     # Routers that choose among all experts make a guess of several tokens read more.
     assert model.plan.plan.decode.speculation is None
+
+
+def test_a_dropped_model_gives_its_memory_back_at_once(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", read_models()["mixtral"])
+    before = list_unnamed_libraries()
+    gc.collect()
+    gc.disable()  # what is part of a circle would stay
+    try:
+        with pi2.load(file, set={"kv.context": 64}) as model:
+            model.logits([1, 2])
+            assert list_unnamed_libraries() != before
+        forward = weakref.ref(model._parts.forward)
+        del model
+        assert forward() is None
+    finally:
+        gc.enable()
+    assert list_unnamed_libraries() <= before
+
+
+def list_unnamed_libraries() -> set[str]:
+    lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
+    return {line.split(maxsplit=5)[-1] for line in lines if line.endswith(".so (deleted)")}
