@@ -252,8 +252,8 @@ def compute_tensor(
     *parts: SourceTensor,
     dtype: str | None = None,
 ) -> ComputedTensor:
-    """A tensor that a function makes of ``parts``; ``dtype``: the type of numbers that stay what
-    they are."""
+    """A tensor that a function makes of ``parts``; ``dtype``: the type of numbers that are
+    kept as they are."""
     own = describe_decoded(name, shape, *parts) | {"dtype": dtype or "F32"}
     return ComputedTensor(**own, compute=compute, keeps=dtype is not None)
 

@@ -98,6 +98,12 @@ def without(scope: Completed, table: Any, key: str) -> Any:
     return {name: value for name, value in table.items() if name != key}
 
 
+def within(scope: Completed, table: str, key: str, default: Any) -> Any:
+    """What a table of the configuration has; ``default`` where it has nothing, or is not there."""
+    found = scope.config.read_table(table).values.get(key)
+    return default if found is None else found
+
+
 def ceiling(scope: Completed, number: int, divisor: int) -> int:
     return -(-number // divisor)
 
@@ -164,32 +170,6 @@ def read_two_factors(scope: Description) -> None:
             scope.put("rope.long_attention_factor", scaling.read("long_mscale", float))
 
 
-_BLOCKS = {
-    "heads": ("index_n_heads", "sparse_num_index_heads", 4),
-    "width": ("index_head_dim", "sparse_index_dim", 128),
-    "chosen": ("index_topk_blocks", "sparse_topk_blocks", 16),
-    "block": ("index_block_size", "sparse_block_size", 128),
-    "local": ("index_local_blocks", "sparse_local_block", 1),
-}
-"""Keys of MiniMax M3's configurations, new and old, and their defaults."""
-
-
-def index_blocks(scope: Description) -> None:
-    """MiniMax M3's index, and the layers that have it."""
-    config = scope.config
-    names, older = config.read_list("layer_types"), config.read_table("sparse_attention_config")
-    flags = [name == "minimax_m3_sparse" for name in names]
-    flags = flags or [bool(flag) for flag in older.read_list("sparse_attention_freq")]
-    if not any(flags):
-        return
-    scope.put("attention.index.kind", "blocks")
-    for key, (newer, old, default) in _BLOCKS.items():
-        scope.put(f"attention.index.{key}", older.read(old, int, config.read(newer, int, default)))
-    layers = [layer for layer, has_index in enumerate(flags) if has_index]
-    if len(layers) < scope.layers:
-        scope.put("attention.index.layers", layers)
-
-
 def shared_indexes(scope: Description) -> list[int]:
     """Layers of GLM 5 that share the choice of an earlier one."""
     config, layers = scope.config, range(scope.layers)
@@ -202,23 +182,6 @@ def shared_indexes(scope: Description) -> list[int]:
     every = max(1, config.read("index_topk_freq", int, 1))
     offset = config.read("index_skip_topk_offset", int, 2)
     return [layer for layer in layers if max(layer - offset + 1, 0) % every]
-
-
-def kimi_linear(scope: Description) -> None:
-    """Kimi's layers, and sizes of their delta rule."""
-    config, own = scope.config, scope.config.read_table("linear_attn_config")
-    listed = {layer - 1 for layer in own.read_list("full_attn_layers") if type(layer) is int}
-    is_listed = own.has("full_attn_layers") and own.has("kda_layers")
-    attends = [n in listed if is_listed else n > 0 and n % 4 == 0 for n in range(scope.layers)]
-    scope.put("layers.kinds", kinds(scope, "delta", attends))
-    size = own.read("head_dim", int, config.read("linear_head_dim", int, 128))
-    heads = own.read("num_heads", int, config.read("linear_num_heads", int, 32))
-    kernel = config.read("linear_conv_kernel_dim", int, 4)
-    kernel = own.read("short_conv_kernel_size", int, kernel)
-    scope.put("recurrence", {"key_heads": heads, "value_heads": heads, "kernel": kernel})
-    scope.put(
-        "recurrence", dict.fromkeys(("key_dim", "value_dim", "decay_rank", "gate_rank"), size)
-    )
 
 
 def heads_of_layers(scope: Description) -> None:
@@ -456,34 +419,6 @@ def heads_of_gemma4(scope: Description) -> None:
         scope.put("other_heads", other)
 
 
-def llama4(scope: Description) -> None:
-    """Chunks of attention, and queries that grow with the position."""
-    config, layers = scope.config, scope.layers
-    still = scope.find("other_rope.layers")
-    tuning = config.values.get("attn_temperature_tuning")
-    if type(tuning) is not int:
-        tuning = config.read("attn_temperature_tuning", bool, True)
-    growth = config.read("attn_scale", float, 0.1)
-    if tuning and growth and still:
-        interval = config.read("floor_scale", int, 8192)
-        scope.put("attention.growth", growth)
-        scope.put("attention.growth_interval", interval)
-        scope.put("attention.growth_offset", 1)
-        scope.put("attention.growth_layers", still)
-    if not config.has("attention_chunk_size") and "attention_chunk_size" in config.values:
-        return
-    known = ("chunked_attention", "full_attention")
-    names = config.read_list("layer_types") or [known[n in still] for n in range(layers)]
-    if len(names) != layers or not all(name in known for name in names):
-        raise config.refuse(f"layer_types is not a list of {layers} kinds of attention")
-    chosen = [layer for layer, name in enumerate(names) if name == known[0]]
-    if chosen:
-        width = config.read("attention_chunk_size", int, 8192)
-        scope.put("attention", {"sliding_window": width, "window_kind": "chunked"})
-        if len(chosen) < layers:
-            scope.put("attention.window_layers", chosen)
-
-
 def step_limit(scope: Description, place: int) -> float | None:
     """The shortest or the longest step that Mamba-2 takes; None where there is no longest."""
     config = scope.config
@@ -510,44 +445,14 @@ def count_blocks(scope: Completed) -> int:
     return len(_list_blocks(scope.raw))
 
 
-def nemotron_blocks(scope: Description) -> None:
-    """Kinds of Nemotron's layers, and experts without gates."""
-    config, layers = scope.config, _list_blocks(scope.raw)
-    scope.put("layers.kinds", ["+".join(layer.mixers) or "none" for layer in layers])
-    scope.put("ffn.absent_layers", [n for n, layer in enumerate(layers) if not layer.ffn])
-    if not any(layer.ffn == "moe" for layer in layers):
-        return
-    ffn, size = config.read("moe_intermediate_size", int), scope.find("shape.ffn")
-    shared = config.read("moe_shared_expert_intermediate_size", int)
-    if ffn < 1 or shared < 1:
-        raise config.refuse(f"experts have {ffn} neurons, and {shared} shared ones")
-    scope.tables["shape.ffn"] = ffn
-    block, shared_block = f"{scope.family.layer}.mlp", "shared"
-    scope.put(
-        "moe",
-        {
-            "experts": config.read_first(("n_routed_experts", "num_local_experts"), int),
-            "active_experts": config.read("num_experts_per_tok", int),
-            "scaling": config.read("routed_scaling_factor", float, 1.0),
-            "router": "sigmoid",
-            "choice_bias": True,
-            "normalise_weights": config.read("norm_topk_prob", bool, True),
-            "groups": config.read("n_group", int, 1),
-            "active_groups": config.read("topk_group", int, 1),
-        },
-    )
-    if config.has("moe_latent_size"):
-        scope.put("moe.latent", config.read("moe_latent_size", int))
-        scope.put("side_ffn", {"width": shared, "norms": False})
-        shared_block = "side"
-    else:
-        scope.put("moe.shared_experts", -(-shared // ffn))
-        scope.put("moe.shared_ffn", shared if shared % ffn else None)
-    dense = [n for n, layer in enumerate(layers) if layer.ffn == "mlp"]
-    if dense:
-        scope.put("moe", {"dense_layers": dense, "dense_ffn": size})
-    names = {"router": "gate.weight", "choice_bias": "gate.e_score_correction_bias"}
-    for part in ("up", "down"):
-        names[f"{shared_block}_{part}"] = f"shared_experts.{part}_proj.weight"
-        scope.tables[f"tensors.{part}"] = f"{block}.experts.{{expert}}.{part}_proj.weight"
-    scope.put("tensors", {key: f"{block}.{name}" for key, name in names.items()})
+def layer_mixers(scope: Description, layer: int) -> str:
+    return "+".join(_list_blocks(scope.raw)[layer].mixers) or "none"
+
+
+def layer_ffn(scope: Description, layer: int) -> str:
+    """``mlp`` or ``moe``; nothing of a layer without an FFN."""
+    return _list_blocks(scope.raw)[layer].ffn
+
+
+def has_experts(scope: Completed) -> bool:
+    return any(layer.ffn == "moe" for layer in _list_blocks(scope.raw))
