@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pi2.arrays import F32, U8, Raw
+from pi2.arrays import F32, U8
 from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec, ProductKernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher
 from pi2.backends.gpu.packing import DeviceArrays, load_kernels, pack_matrix, pack_neurons
@@ -24,6 +24,60 @@ from pi2.progress import Progress
 
 
 @dataclass(slots=True)
+class _Job:
+    place: int
+    tokens: int
+    rows: int
+    """Elements of a token's result."""
+    begun: bool = False
+    """Whether its sum on the device holds anything."""
+    fetched: bool = False
+    """Whether the sum is on its way to main memory as it is."""
+    events: list[Event] = field(default_factory=list)
+
+
+class _Jobs:
+    """Jobs on one device, computed in the order in which they were asked for, while the caller goes
+    on; each has a place with its inputs."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher, self._queue = launcher, launcher.open_queue()
+        self._queues = [self._queue]
+        self._arrays = DeviceArrays(launcher)
+        self._jobs: dict[int, _Job] = {}
+        self._next = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return self._arrays.total_bytes
+
+    def _begin(self, places: int, tokens: int, rows: int) -> int:
+        """Return the number of a new job, which has one of ``places``."""
+        taken = {job.place for job in self._jobs.values()}
+        free = [number for number in range(places) if number not in taken]
+        assert free, "more jobs than were asked for"
+        number, self._next = self._next, self._next + 1
+        self._jobs[number] = _Job(free[0], tokens, rows)
+        return number
+
+    def give_up(self) -> None:
+        """Forget all jobs, when the device has finished them."""
+        self._launcher.enter()
+        # An interrupt may have kept an event out of the lists: queues keep their order.
+        ends = [queue.submit() for queue in reversed(self._queues)]
+        for event in (*(event for job in self._jobs.values() for event in job.events), *ends):
+            event.wait()
+        self._jobs.clear()
+
+    def close(self) -> None:
+        """Give the device's memory back, when it has finished its jobs."""
+        try:
+            self.give_up()
+        finally:
+            self._arrays.release()
+
+
+@dataclass(slots=True)
 class _RowsPlace:
     arrays: Mapping[str, DeviceArray]
     inputs: F32
@@ -31,16 +85,8 @@ class _RowsPlace:
     launches: dict[tuple[str, int], Launch] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _RowsJob:
-    place: int
-    shape: tuple[int, int]
-    event: Event
-
-
-class DenseRows:
-    """Rows of matrices on one device.  Jobs are computed in the order in which they were asked for,
-    while the caller goes on."""
+class DenseRows(_Jobs):
+    """Rows of matrices."""
 
     def __init__(
         self,
@@ -51,7 +97,8 @@ class DenseRows:
     ) -> None:
         """Copy ``matrices``, of which ``sizes`` knows; raises P361 where the device has no memory
         for them, and what `load_kernels` raises."""
-        self._launcher, self._sizes = launcher, sizes
+        super().__init__(launcher)
+        self._sizes = sizes
         self._products: dict[str, ProductKernels] = {}
         for name, shape in sizes.matrices.items():
             self._products[name] = ProductKernels(length=shape.length, precision=shape.precision)
@@ -59,10 +106,6 @@ class DenseRows:
             target=launcher.facts.target, products=tuple(dict.fromkeys(self._products.values()))
         )
         self._kernels = load_kernels(launcher, spec, progress)
-        self._queue = launcher.open_queue()
-        self._arrays = DeviceArrays(launcher)
-        self._jobs: dict[int, _RowsJob] = {}
-        self._next = 0
         try:
             self._matrices = {
                 name: self._arrays.allocate(sizes.list_matrix(name)) for name in sizes.matrices
@@ -71,7 +114,7 @@ class DenseRows:
             for name, tensor in matrices.items():
                 self._upload(name, tensor)
         except BaseException:
-            self._release()
+            self._arrays.release()
             raise
 
     def _make_place(self) -> _RowsPlace:
@@ -87,10 +130,7 @@ class DenseRows:
         for first in range(0, tensor.rows, PIECE_ROWS):
             piece = tensor.take_rows(first, min(first + PIECE_ROWS, tensor.rows))
             weights = np.asarray(piece.weights).view(np.uint8).reshape(piece.rows, -1)
-            words, scales = pack_matrix(weights, piece.scales, shape.length, shape.precision)
-            packed: dict[str, Raw] = {"matrix_weights": words}
-            if scales is not None:
-                packed["matrix_scales"] = scales
+            packed = pack_matrix(weights, piece.scales, shape.length, shape.precision)
             if uploaded is not None:
                 uploaded.wait()
             for key, values in packed.items():
@@ -100,20 +140,15 @@ class DenseRows:
         if uploaded is not None:
             uploaded.wait()
 
-    @property
-    def device_bytes(self) -> int:
-        return self._arrays.total_bytes
-
     def start(self, name: str, inputs: F32) -> int:
         """Begin to multiply ``inputs`` [T, length] with the rows of a matrix; return the job's
         number at once."""
         self._launcher.enter()
-        taken = {job.place for job in self._jobs.values()}
-        free = [number for number in range(len(self._places)) if number not in taken]
-        assert free, "more jobs than were asked for"
         tokens, shape = len(inputs), self._sizes.matrices[name]
         assert inputs.shape[1] == shape.length and tokens <= shape.tokens, (name, inputs.shape)
-        place = self._places[free[0]]
+        number = self._begin(len(self._places), tokens, shape.rows)
+        job = self._jobs[number]
+        place = self._places[job.place]
         sent = place.inputs[: inputs.size].reshape(inputs.shape)
         sent[:] = inputs
         self._queue.upload(place.arrays["inputs"], sent)
@@ -122,8 +157,7 @@ class DenseRows:
         self._queue.launch(launch, {"rows": shape.rows, "tokens": tokens})
         outputs = place.outputs[: tokens * shape.rows]
         self._queue.download(place.arrays["outputs"], outputs)
-        number, self._next = self._next, self._next + 1
-        self._jobs[number] = _RowsJob(free[0], (tokens, shape.rows), self._queue.submit())
+        job.events.append(self._queue.submit())
         return number
 
     def _bind(self, place: _RowsPlace, name: str, size: int) -> Launch:
@@ -138,30 +172,11 @@ class DenseRows:
         """Wait for a job's products float32 [T, rows]; valid until the next call of `start`."""
         self._launcher.enter()
         found = self._jobs[job]
-        found.event.wait()
-        del self._jobs[job]
-        tokens, rows = found.shape
-        return self._places[found.place].outputs[: tokens * rows].reshape(tokens, rows)
-
-    def give_up(self) -> None:
-        """Forget all jobs, when the device has finished them."""
-        self._launcher.enter()
-        # An interrupt may have kept an event out of the list.
-        end = self._queue.submit()
-        for event in (*(job.event for job in self._jobs.values()), end):
+        for event in found.events:
             event.wait()
-        self._jobs.clear()
-
-    def close(self) -> None:
-        """Give the device's memory back, when it has finished its jobs."""
-        try:
-            self.give_up()
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._arrays.release()
-        self._jobs, self._places, self._matrices = {}, [], {}
+        del self._jobs[job]
+        outputs = self._places[found.place].outputs[: found.tokens * found.rows]
+        return outputs.reshape(found.tokens, found.rows)
 
 
 @dataclass(slots=True)
@@ -185,35 +200,22 @@ class _Place:
     routes: F32
 
 
-@dataclass(slots=True)
-class _Job:
-    layer: int
-    place: int
-    tokens: int
-    begun: bool = False
-    """Whether its sum on the device holds anything."""
-    fetched: bool = False
-    """Whether the sum is on its way to main memory as it is."""
-    events: list[Event] = field(default_factory=list)
-
-
-class DenseFfn:
-    """Layers of neurons on one device.  Jobs are computed in the order in which they were asked
-    for, while the caller goes on."""
+class DenseFfn(_Jobs):
+    """Layers of neurons."""
 
     def __init__(
         self, launcher: Launcher, sizes: DenseSizes, ffn: FfnKernels, progress: Progress
     ) -> None:
         """Make room for ``sizes``; raises P361 without memory, and as `load_kernels`."""
-        self._launcher, self._sizes, self._ffn = launcher, sizes, ffn
+        super().__init__(launcher)
+        self._sizes, self._ffn = sizes, ffn
         self._layout = sizes.layout
         self._kernels = load_kernels(
             launcher, GpuSpec(target=launcher.facts.target, ffn=ffn), progress
         )
-        self._queue = launcher.open_queue()
         self._copies = launcher.open_queue()
         """Added neurons go to the device while others are computed."""
-        self._arrays = DeviceArrays(launcher)
+        self._queues.append(self._copies)
         try:
             self._common = self._arrays.allocate(sizes.list_common())
             self._places = [self._make_place() for _ in range(sizes.jobs)]
@@ -224,11 +226,10 @@ class DenseFfn:
                 self._make_staging() for _ in range(STAGING_BUFFERS if sizes.stretch else 0)
             ]
         except BaseException:
-            self._release()
+            self._arrays.release()
             raise
         self._uploaded: Event | None = None
-        self._jobs: dict[int, _Job] = {}
-        self._next = self._next_staging = 0
+        self._next_staging = 0
 
     def _make_staging(self) -> _Room:
         sizes = self._sizes.list_neurons(self._sizes.stretch)
@@ -245,10 +246,6 @@ class DenseFfn:
         array: F32 = self._launcher.allocate_host(4 * rows * length).view(np.float32)
         return array.reshape(rows, length)
 
-    @property
-    def device_bytes(self) -> int:
-        return self._arrays.total_bytes
-
     def upload(self, layer: int, first: int, bundles: U8) -> None:
         """Put ``bundles`` uint8 [n, .], which have their scales in them, in the place of the
         neurons of ``layer`` from ``first`` on: a multiple of 32, as n is but for the last."""
@@ -257,7 +254,7 @@ class DenseFfn:
         assert len(bundles) % TILE == 0 or first + len(bundles) == room.neurons
         sizes = count_tile_bytes(self._layout)
         # The next piece is repacked while this one is on its way, and no more than that.
-        arrays = pack_neurons(bundles, self._layout).list_arrays()
+        arrays = pack_neurons(bundles, self._layout)
         if self._uploaded is not None:
             self._uploaded.wait()
         for name, array in arrays.items():
@@ -273,11 +270,8 @@ class DenseFfn:
         tokens, room = len(inputs), self._layers[layer]
         assert 0 < tokens <= self._sizes.chunk
         assert (routes is not None) == bool(self._ffn.experts)
-        taken = {job.place for job in self._jobs.values()}
-        free = [number for number in range(len(self._places)) if number not in taken]
-        assert free, "more jobs than were asked for"
-        number, self._next = self._next, self._next + 1
-        job = self._jobs[number] = _Job(layer, free[0], tokens)
+        number = self._begin(len(self._places), tokens, self._ffn.hidden)
+        job = self._jobs[number]
         place = self._places[job.place]
         place.inputs[:tokens] = inputs
         self._queue.upload(place.arrays["inputs"], place.inputs[:tokens])
@@ -298,7 +292,7 @@ class DenseFfn:
         room = self._staging[self._next_staging]
         assert 0 < len(bundles) <= room.neurons
         self._next_staging = (self._next_staging + 1) % len(self._staging)
-        arrays = pack_neurons(bundles, self._layout).list_arrays()
+        arrays = pack_neurons(bundles, self._layout)
         for event in room.used:
             event.wait()
         for name, array in arrays.items():
@@ -316,13 +310,7 @@ class DenseFfn:
         size = choose_kernel_tokens(job.tokens)
         facts, rows = self._launcher.facts, self._sizes.partial_rows
         parts = choose_parts(facts, self._ffn.hidden, count, job.tokens, size, rows)
-        numbers = {
-            "first_tile": 0,
-            "count": count,
-            "tokens": job.tokens,
-            "parts": parts,
-            "adds": int(job.begun),
-        }
+        numbers = {"count": count, "tokens": job.tokens, "parts": parts, "adds": int(job.begun)}
         self._queue.launch(self._bind(job, room, f"values_{size}"), numbers)
         if parts == 1 and not job.begun:
             # In one part, partial sums are the sums.
@@ -364,23 +352,3 @@ class DenseFfn:
             sums[:] = 0
         del self._jobs[job]
         return sums
-
-    def give_up(self) -> None:
-        """Forget all jobs, when the device has finished them."""
-        self._launcher.enter()
-        # An interrupt may have kept an event out of the lists: queues keep their order.
-        ends = [queue.submit() for queue in (self._copies, self._queue)]
-        for event in (*(event for job in self._jobs.values() for event in job.events), *ends):
-            event.wait()
-        self._jobs.clear()
-
-    def close(self) -> None:
-        """Give the device's memory back, when it has finished its jobs."""
-        try:
-            self.give_up()
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._arrays.release()
-        self._jobs, self._layers, self._staging = {}, [], []

@@ -5,19 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from pi2.arrays import F32, U8
 from pi2.backends.gpu.dense import DenseFfn, DenseRows
 from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
-from pi2.backends.gpu.sizes import (
-    TILE,
-    DenseSizes,
-    count_experts,
-    describe_model_ffn,
-    describe_rows,
-)
+from pi2.backends.gpu.packing import WholeTiles
+from pi2.backends.gpu.sizes import DenseSizes, count_experts, describe_model_ffn, describe_rows
 from pi2.backends.reference.neurons import join_layer_scales
 from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
@@ -25,23 +18,12 @@ from pi2.diagnostics import UserError
 
 @dataclass(slots=True)
 class _Job:
-    layer: int
     start_s: float
-    kept: int
+    product: str = ""
+    """Its matrix; or neurons of a layer."""
+    layer: int = -1
+    kept: int = 0
     added: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    name: str
-    start_s: float
-
-
-@dataclass(slots=True)
-class _Tail:
-    layer: int
-    first: int
-    bundles: U8
 
 
 class GpuUnit(NotedUnit):
@@ -68,8 +50,7 @@ class GpuUnit(NotedUnit):
         self._ffn: DenseFfn | None = None
         self._rows: DenseRows | None = None
         self._jobs: dict[int, _Job] = {}
-        self._products: dict[int, _Product] = {}
-        self._tail: _Tail | None = None
+        self._tiles = WholeTiles()
         self._end_s = 0.0
         with _explain():
             self._launcher = launcher = open_unit(request.unit)
@@ -98,19 +79,12 @@ class GpuUnit(NotedUnit):
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Send the bundles to the device, in whole tiles: the rest waits for the next ones."""
-        request, tail = self._request, self._tail
+        request = self._request
         whole = join_layer_scales(request.scales, request.bundle, layer, bundles, first)
-        if tail is not None and tail.layer == layer:
-            assert first == tail.first + len(tail.bundles), "neurons are kept in stored order"
-            whole, first = np.concatenate([tail.bundles, whole]), tail.first
-        is_last = first + len(whole) == request.neurons[layer]
-        size = len(whole) if is_last else len(whole) // TILE * TILE
-        if size:
+        first, whole = self._tiles.take(layer, first, whole, request.neurons[layer])
+        if len(whole):
             with _explain():
-                self._dense.upload(layer, first, whole[:size])
-        self._tail = None
-        if size < len(whole):
-            self._tail = _Tail(layer, first + size, whole[size:].copy())
+                self._dense.upload(layer, first, whole)
 
     @property
     def _dense(self) -> DenseFfn:
@@ -125,7 +99,7 @@ class GpuUnit(NotedUnit):
         with _explain():
             number = self._dense.start(layer, inputs, routes, neurons)
         kept = count if neurons is None else min(neurons, count)
-        self._jobs[number] = _Job(layer, start_s, kept)
+        self._jobs[number] = _Job(start_s, layer=layer, kept=kept)
         return number
 
     def multiply(self, name: str, inputs: F32) -> int:
@@ -133,7 +107,7 @@ class GpuUnit(NotedUnit):
         start_s = time.perf_counter()
         with _explain():
             number = -1 - self._rows.start(name, inputs)
-        self._products[number] = _Product(name, start_s)
+        self._jobs[number] = _Job(start_s, name)
         return number
 
     def add(self, job: int, bundles: U8, first: int) -> None:
@@ -150,21 +124,18 @@ class GpuUnit(NotedUnit):
 
     def finish(self, job: int) -> F32:
         """Return the job's sum, or its products."""
-        if job in self._products:
-            assert self._rows is not None
-            with _explain():
-                products = self._rows.finish(-1 - job)
-            product = self._products.pop(job)
-            self._report(f"{product.name}, until the products were fetched", product.start_s)
-            return products
+        part = self._dense if job >= 0 else self._rows
+        assert part is not None
         with _explain():
-            total = self._dense.finish(job)
+            found = part.finish(job if job >= 0 else -1 - job)
         known = self._jobs.pop(job)
-        if known.kept or known.added:
+        if known.product:
+            self._report(f"{known.product}, until the products were fetched", known.start_s)
+        elif known.kept or known.added:
             added = f" and {known.added} added" if known.added else ""
             name = f"layer {known.layer}: {known.kept} kept{added} neurons"
             self._report(f"{name}, until the sum was fetched", known.start_s)
-        return total
+        return found
 
     def _report(self, name: str, start_s: float) -> None:
         """Count the time from submission, or the end of the job before, to the result's arrival."""
@@ -180,15 +151,12 @@ class GpuUnit(NotedUnit):
             if self._rows is not None:
                 self._rows.give_up()
         self._jobs.clear()
-        self._products.clear()
 
     def close(self) -> None:
         ffn, self._ffn = self._ffn, None
         rows, self._rows = self._rows, None
         launcher, self._launcher = self._launcher, None
         self._jobs.clear()
-        self._products.clear()
-        self._tail = None
         # A device that is lost has nothing to give back.
         for part in (ffn, rows, launcher):
             if part is not None:

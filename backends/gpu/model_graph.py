@@ -273,7 +273,7 @@ class ModelGraph:
         arrays, neurons = self._list_ffn_arrays(layer), self._model.layer_neurons
         size = choose_kernel_tokens(tokens)
         parts = self._choose_parts(neurons, tokens, size)
-        numbers = {"first_tile": 0, "count": neurons, "tokens": tokens, "parts": parts}
+        numbers = {"count": neurons, "tokens": tokens, "parts": parts}
         numbers["adds"] = int(self._sums_hold_something())
         self._work.add(f"values_{64 if self._use.is_sparse else size}", arrays, numbers)
         self._work.add(f"sums_{size}", arrays, numbers)

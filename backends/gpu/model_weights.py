@@ -18,17 +18,9 @@ from pi2.backends.gpu.model_sizes import (
     list_state,
     list_tensor_arrays,
 )
-from pi2.backends.gpu.packing import (
-    DeviceArrays,
-    fill_tile,
-    pack_neurons,
-    pack_slots,
-    pack_tile_scales,
-    pack_tiles,
-)
+from pi2.backends.gpu.packing import DeviceArrays, WholeTiles, pack_matrix, pack_neurons, pack_slots
 from pi2.backends.gpu.sizes import TILE, choose_kernel_tokens, count_tile_bytes
 from pi2.backends.protocol import Tensor
-from pi2.formats import find_packing
 from pi2.model.blocks import list_attention
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.units import name_head
@@ -42,8 +34,7 @@ class ModelArrays:
         self._own = DeviceArrays(launcher)
         self._shapes = {tensor.name: tensor for tensor in use.list_tensors()}
         self._uploaded: Event | None = None
-        self._tail: tuple[int, int, U8] | None = None
-        """Layer and first index of neurons that do not fill a tile yet."""
+        self._tiles = WholeTiles()
         layers = range(use.model.shape.layers)
         try:
             self.tensors = {
@@ -102,36 +93,21 @@ class ModelArrays:
             self._send(arrays["values"], tensor.weights, first * row_bytes)
             return
         weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
-        words = find_packing(shape.precision).order_words(weights, shape.length)
-        packed: dict[str, Raw] = {"matrix_weights": pack_tiles([fill_tile(words)])}
-        if tensor.scales is not None:
-            scales = np.asarray(tensor.scales).reshape(tensor.rows, -1)
-            packed["matrix_scales"] = pack_tile_scales([fill_tile(scales)])
+        scales = None if tensor.scales is None else tensor.scales.reshape(tensor.rows, -1)
         tiles = -(-shape.rows // TILE)
-        for name, values in packed.items():
+        for name, values in pack_matrix(weights, scales, shape.length, shape.precision).items():
             # The size of the array may be rounded up: of a tile it is not.
             size = values.nbytes // -(-tensor.rows // TILE)
             assert tiles * size <= arrays[name].size
             self._send(arrays[name], values, first // TILE * size)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        if self._tail is not None and self._tail[0] == layer:
-            assert first == self._tail[1] + len(self._tail[2]), "neurons come in stored order"
-            first, bundles = self._tail[1], np.concatenate([self._tail[2], bundles])
-        is_last = first + len(bundles) == self._use.model.layer_neurons
-        size = len(bundles) if is_last else len(bundles) // TILE * TILE
-        if size:
-            whole = bundles[:size]
-            if self._use.is_sparse:
-                arrays = pack_slots(whole, self._use.layout).list_arrays()
-            else:
-                arrays = pack_neurons(whole, self._use.layout).list_arrays()
+        first, whole = self._tiles.take(layer, first, bundles, self._use.model.layer_neurons)
+        if len(whole):
+            pack = pack_slots if self._use.is_sparse else pack_neurons
             sizes = count_tile_bytes(self._use.layout)
-            for name, values in arrays.items():
+            for name, values in pack(whole, self._use.layout).items():
                 self._send(self.neurons[layer][name], values, first // TILE * sizes[name])
-        self._tail = None
-        if size < len(bundles):
-            self._tail = (layer, first + size, bundles[size:].copy())
 
     def put_order(self, layer: int, order: I32) -> None:
         """Tell the stored indices of an MoE model's neurons, expert by expert."""

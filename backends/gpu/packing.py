@@ -13,13 +13,12 @@ A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the l
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pi2.arrays import F32, I32, U8, U32, Scales
+from pi2.arrays import U8, U32, Scales
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.signature import Compiler
 from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage
@@ -55,6 +54,24 @@ class DeviceArrays:
             self._launcher.release(array)
 
 
+class WholeTiles:
+    """Passes neurons of layers on in whole tiles: others wait for the next ones."""
+
+    def __init__(self) -> None:
+        self._layer, self._first, self._rest = -1, 0, np.empty((0, 0), np.uint8)
+
+    def take(self, layer: int, first: int, bundles: U8, count: int) -> tuple[int, U8]:
+        """Return the first of the neurons that fill tiles now, and their bundles; the last ones of
+        a layer of ``count`` need not."""
+        if self._layer == layer and len(self._rest):
+            assert first == self._first + len(self._rest), "neurons come in stored order"
+            first, bundles = self._first, np.concatenate([self._rest, bundles])
+        is_last = first + len(bundles) == count
+        size = len(bundles) if is_last else len(bundles) // TILE * TILE
+        self._layer, self._first, self._rest = layer, first + size, bundles[size:].copy()
+        return first, bundles[:size]
+
+
 IMAGES = Compiler("pi2.backends.gpu.kernels.compile", ".json")
 
 
@@ -77,33 +94,9 @@ _VECTOR = 4
 """Words of a vector of 16 bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceNeurons:
-    """Neurons as the kernels of `pi2.backends.gpu.kernels.ffn` read them, n a multiple of 32; for
-    the kernels of `gathered` of any number, all in rows."""
-
-    gate_up_weights: U32
-    """In tiles, flat."""
-    gate_up_scales: Scales | None
-    down_weights: U32
-    """In rows, flat."""
-    down_scales: Scales | None
-    biases: F32 | None
-    """[n, parts], flat."""
-    experts: I32 | None
-    """[n]; 0 for what fills up the last tile."""
-
-    def list_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The existing ones, by the names of the kernels' parameters."""
-        arrays = {
-            "gate_up_weights": self.gate_up_weights,
-            "gate_up_scales": self.gate_up_scales,
-            "down_weights": self.down_weights,
-            "down_scales": self.down_scales,
-            "biases": self.biases,
-            "experts": self.experts,
-        }
-        return {name: array for name, array in arrays.items() if array is not None}
+PackedArrays = dict[str, npt.NDArray[Any]]
+"""Flat arrays by the names of kernels' parameters.  Of neurons: weights and scales of gates and
+ups, and of downs, which are in rows; biases [n, parts] and experts [n] if the layout has them."""
 
 
 def pack_tiles(parts: Sequence[U32]) -> U32:
@@ -122,56 +115,53 @@ def pack_tile_scales(parts: Sequence[Scales]) -> Scales:
 
 def pack_matrix(
     weights: U8, scales: Scales | None, length: int, precision: Precision
-) -> tuple[U32, Scales | None]:
-    """Arrange a packed matrix uint8 [rows, weight_bytes] in tiles; the last is filled up."""
-    words = pack_tiles([fill_tile(find_packing(precision).order_words(weights, length))])
-    return words, None if scales is None else pack_tile_scales([fill_tile(scales)])
+) -> PackedArrays:
+    """Arrange a packed matrix uint8 [rows, weight_bytes] in tiles, by the names of kernels'
+    parameters; the last is filled up."""
+    words = fill_tile(find_packing(precision).order_words(weights, length))
+    found: PackedArrays = {"matrix_weights": pack_tiles([words])}
+    if scales is not None:
+        found["matrix_scales"] = pack_tile_scales([fill_tile(scales)])
+    return found
 
 
-def pack_neurons(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
-    """Arrange bundles uint8 [n, .] that have their scales in them; the last tile is filled up."""
-    inputs, down, scales, down_scales, biases, experts = _take_arrays(bundles, layout)
-    return DeviceNeurons(
-        gate_up_weights=pack_tiles(list(map(fill_tile, inputs))),
-        gate_up_scales=pack_tile_scales(list(map(fill_tile, scales))) if scales else None,
-        down_weights=fill_tile(down).reshape(-1),
-        down_scales=None if down_scales is None else fill_tile(down_scales).reshape(-1),
-        biases=None if biases is None else fill_tile(biases).reshape(-1),
-        experts=None if experts is None else fill_tile(experts),
-    )
+def pack_neurons(bundles: U8, layout: BundleLayout) -> PackedArrays:
+    """Arrange bundles uint8 [n, .] that have their scales in them for the kernels of
+    `pi2.backends.gpu.kernels.ffn`, which read gates and ups in tiles; the last is filled up."""
+    inputs, scales, others = _take_arrays(bundles, layout)
+    found = {name: fill_tile(array).reshape(-1) for name, array in others.items()}
+    found["gate_up_weights"] = pack_tiles(list(map(fill_tile, inputs)))
+    if scales:
+        found["gate_up_scales"] = pack_tile_scales(list(map(fill_tile, scales)))
+    return found
 
 
-def pack_slots(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
+def pack_slots(bundles: U8, layout: BundleLayout) -> PackedArrays:
     """Arrange bundles uint8 [n, .] that have their scales in them for slots: all vectors in rows,
     a neuron's inputs one after the other."""
-    inputs, down, scales, down_scales, biases, experts = _take_arrays(bundles, layout)
-    return DeviceNeurons(
-        gate_up_weights=np.stack(inputs, 1).reshape(-1),
-        gate_up_scales=np.stack(scales, 1).reshape(-1) if scales else None,
-        down_weights=down.reshape(-1),
-        down_scales=None if down_scales is None else down_scales.reshape(-1),
-        biases=None if biases is None else biases.reshape(-1),
-        experts=experts,
-    )
+    inputs, scales, others = _take_arrays(bundles, layout)
+    found: PackedArrays = {name: array.reshape(-1) for name, array in others.items()}
+    found["gate_up_weights"] = np.stack(inputs, 1).reshape(-1)
+    if scales:
+        found["gate_up_scales"] = np.stack(scales, 1).reshape(-1)
+    return found
 
 
-def _take_arrays(
-    bundles: U8, layout: BundleLayout
-) -> tuple[list[U32], U32, list[Scales], Scales | None, F32 | None, I32 | None]:
-    """Words and scales of inputs and of downs, biases [n, parts] and experts [n] of bundles."""
+def _take_arrays(bundles: U8, layout: BundleLayout) -> tuple[list[U32], list[Scales], PackedArrays]:
+    """Words and scales of inputs, and the other arrays [n, .]."""
     packing = find_packing(layout.precision)
     parts = [slice_part(bundles, layout, index) for index in range(len(layout.parts))]
     words = [packing.order_words(weights, layout.hidden) for weights, _ in parts]
     scales = [own for _, own in parts if own is not None]
-    biases = [slice_bias(bundles, layout, index) for index in range(len(layout.biases))]
-    return (
-        words[:-1],
-        words[-1],
-        scales[:-1],
-        np.ascontiguousarray(scales[-1]) if scales else None,
-        np.stack(biases, 1) if biases else None,
-        None if layout.expert_offset is None else slice_experts(bundles, layout),
-    )
+    others: PackedArrays = {"down_weights": words[-1]}
+    if scales:
+        others["down_scales"] = np.ascontiguousarray(scales[-1])
+    if layout.biases:
+        count = range(len(layout.biases))
+        others["biases"] = np.stack([slice_bias(bundles, layout, index) for index in count], 1)
+    if layout.expert_offset is not None:
+        others["experts"] = slice_experts(bundles, layout)
+    return words[:-1], scales[:-1], others
 
 
 def fill_tile(array: npt.NDArray[_Element]) -> npt.NDArray[_Element]:

@@ -27,8 +27,7 @@ _VECTOR_BYTES = 16
 
 
 def count_tile_bytes(layout: BundleLayout) -> dict[str, int]:
-    """Bytes that a tile of neurons takes in each array of
-    `pi2.backends.gpu.packing.DeviceNeurons.list_arrays`."""
+    """Bytes of a tile of neurons in each array of `pi2.backends.gpu.packing.pack_neurons`."""
     inputs = len(layout.parts) - 1
     weights = TILE * weight_bytes(layout.hidden, layout.precision)
     scales = TILE * scale_bytes(layout.hidden, layout.precision)

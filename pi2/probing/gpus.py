@@ -111,14 +111,8 @@ class DeviceBench:
         weights, scales = find_packing("int4").quantize(matrix)
         inputs = random.standard_normal((step.tokens, WIDTH), np.float32)
         outputs = np.zeros((step.tokens, step.rows), np.float32)
-        words, tile_scales = pack_matrix(weights, scales, WIDTH, "int4")
-        assert tile_scales is not None
-        sent: dict[str, Raw] = {
-            "matrix_weights": words,
-            "matrix_scales": tile_scales,
-            "inputs": inputs,
-            "outputs": outputs,
-        }
+        packed = pack_matrix(weights, scales, WIDTH, "int4")
+        sent: dict[str, Raw] = {**packed, "inputs": inputs, "outputs": outputs}
         arrays = {name: self._launcher.allocate(value.nbytes) for name, value in sent.items()}
         for name, value in sent.items():
             self._queue.upload(arrays[name], value)

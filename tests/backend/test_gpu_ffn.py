@@ -80,7 +80,7 @@ def test_neurons_in_rows_have_values_of_those_in_tiles(launcher: Launcher, ffn: 
     neurons = RandomNeurons(ffn, count=107)
     kernel = make_many_values(dataclasses.replace(ffn, in_rows=True), launcher.facts.fp16)
     bench = Bench(launcher, [kernel])
-    packed = pack_slots(neurons.bundles, neurons.layout).list_arrays()
+    packed = pack_slots(neurons.bundles, neurons.layout)
     for tokens in (1, 65):
         inputs, routes = neurons.make_inputs(tokens), neurons.make_routes(tokens)
         arrays = packed | {"inputs": inputs, "values": np.empty((tokens, 107), np.float32)}
@@ -88,7 +88,7 @@ def test_neurons_in_rows_have_values_of_those_in_tiles(launcher: Launcher, ffn: 
         found = bench.run(
             "values_64",
             {name: arrays[name] for name in bench.list_arrays("values_64")},
-            {"first_tile": 0, "count": 107, "tokens": tokens},
+            {"count": 107, "tokens": tokens},
         )
         assert measure_error(found["values"], neurons.compute_values(inputs, routes)) < CLOSE
 
@@ -105,12 +105,12 @@ def test_every_activation(launcher: Launcher, activation: Any) -> None:
     neurons = RandomNeurons(ffn, count=64)
     inputs = 3 * neurons.make_inputs(2)
     bench = Bench(launcher, [make_values(ffn, launcher.facts.fp16, 1)])
-    arrays = pack_neurons(neurons.bundles, neurons.layout).list_arrays()
+    arrays = pack_neurons(neurons.bundles, neurons.layout)
     found = bench.run(
         "values_1",
         {name: arrays[name] for name in ("gate_up_weights", "gate_up_scales")}
         | {"inputs": inputs, "values": np.empty((2, 64), np.float32)},
-        {"first_tile": 0, "count": 64, "tokens": 2},
+        {"count": 64, "tokens": 2},
     )
     assert measure_error(found["values"], neurons.compute_values(inputs, None)) < CLOSE
 

@@ -47,7 +47,7 @@ def test_gathered_neurons_add_up_to_those_of_numpy(
         chosen = np.sort(random.permutation(50)[:count]).astype(np.int32)
         slots[token, :count] = chosen
         wanted[token, chosen] = every[token, chosen]
-    arrays = pack_slots(neurons.bundles, neurons.layout).list_arrays() | {
+    arrays = pack_slots(neurons.bundles, neurons.layout) | {
         "inputs": inputs,
         "slots": slots,
         "found": np.array([9, 9, *counts], np.int32),
@@ -79,7 +79,7 @@ def test_gates_are_those_of_numpy(launcher: Launcher, ffn: FfnKernels) -> None:
     neurons = RandomNeurons(ffn, count=50)
     inputs = neurons.make_inputs(3)
     order = np.random.default_rng(2).permutation(50).astype(np.int32)
-    packed = pack_slots(neurons.bundles, neurons.layout).list_arrays()
+    packed = pack_slots(neurons.bundles, neurons.layout)
     arrays = packed | {"inputs": inputs, "scores": np.empty((3, 50), np.float32)}
     arrays |= {"order": order} if ffn.experts else {}
     bench = Bench(launcher, [make_gates(ffn, launcher.facts.fp16)])

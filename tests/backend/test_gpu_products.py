@@ -34,10 +34,7 @@ def test_products_of_any_number_of_tokens(launcher: Launcher, product: ProductKe
     rows = random.standard_normal((ROWS, LENGTH)).astype(np.float32)
     weights, scales = find_packing(product.precision).quantize(rows)
     matrix = find_packing(product.precision).dequantize(weights, scales, LENGTH).astype(np.float64)
-    words, tile_scales = pack_matrix(weights, scales, LENGTH, product.precision)
-    arrays: dict[str, Raw] = {"matrix_weights": words}
-    if tile_scales is not None:
-        arrays["matrix_scales"] = tile_scales
+    arrays = pack_matrix(weights, scales, LENGTH, product.precision)
     biases = random.standard_normal(ROWS).astype(np.float32)
     bench = Bench(launcher, list(list_product_kernels(product, launcher.facts.fp16)))
     for tokens, kernel in ((1, 1), (3, 1), (6, 4), (67, 64)):
@@ -63,19 +60,14 @@ def test_parts_of_the_rows_may_have_inputs_of_their_own(launcher: Launcher) -> N
     blocks, each = 3, ROWS // 3
     rows = random.standard_normal((blocks * each, LENGTH)).astype(np.float32)
     weights, scales = find_packing("int8").quantize(rows)
-    words, tile_scales = pack_matrix(weights, scales, LENGTH, "int8")
-    assert tile_scales is not None
+    packed = pack_matrix(weights, scales, LENGTH, "int8")
     product = ProductKernels(length=LENGTH, precision="int8", blocks=blocks)
     bench = Bench(launcher, list(list_product_kernels(product, launcher.facts.fp16)))
     whole = find_packing("int8").dequantize(weights, scales, LENGTH).reshape(blocks, each, LENGTH)
     for tokens, size in ((1, 1), (6, 4)):
         inputs = random.standard_normal((tokens, blocks, LENGTH)).astype(np.float32)
-        arrays: dict[str, Raw] = {
-            "inputs": inputs,
-            "matrix_weights": words,
-            "matrix_scales": tile_scales,
-            "outputs": np.empty((tokens, blocks * each), np.float32),
-        }
+        outputs = np.empty((tokens, blocks * each), np.float32)
+        arrays: dict[str, Raw] = {**packed, "inputs": inputs, "outputs": outputs}
         numbers = {"rows": blocks * each, "tokens": tokens}
         found = bench.run(f"{product.name}_{size}", arrays, numbers)["outputs"]
         wanted = np.einsum("tbl,bel->tbe", inputs.astype(np.float64), whole)
@@ -86,16 +78,10 @@ def test_parts_of_the_rows_may_have_inputs_of_their_own(launcher: Launcher) -> N
 def test_embeddings_are_rows_of_the_matrix(launcher: Launcher, precision: Precision) -> None:
     rows = np.random.default_rng(4).standard_normal((ROWS, LENGTH)).astype(np.float32)
     weights, scales = find_packing(precision).quantize(rows)
-    words, tile_scales = pack_matrix(weights, scales, LENGTH, precision)
+    packed = pack_matrix(weights, scales, LENGTH, precision)
     ids = np.array([0, 74, 31, 32, 0], np.int32)
     embedding = EmbeddingKernels(length=LENGTH, precision=precision, factor=0.5)
-    arrays: dict[str, Raw] = {
-        "ids": ids,
-        "matrix_weights": words,
-        "x": np.empty((5, LENGTH), np.float32),
-    }
-    if tile_scales is not None:
-        arrays["matrix_scales"] = tile_scales
+    arrays: dict[str, Raw] = {**packed, "ids": ids, "x": np.empty((5, LENGTH), np.float32)}
     found = Bench(launcher, [make_embed(embedding, launcher.facts.fp16)]).run(
         "embed", arrays, {"tokens": 5}
     )

@@ -5,16 +5,15 @@ kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
 ``values_N``            inputs float32 [T, hidden], gate and up weights in tiles, scales,
                         [biases float32 [n, parts]], [routes float32 [T, experts], experts
-                        int32 [n]], values float32 [T, count]; first_tile, count, tokens
+                        int32 [n]], values float32 [T, count]; count, tokens
 ``sums_N``              values float32 [T, count], down weights in rows, scales,
-                        partials float32 [parts, T, hidden]; first_tile, count, tokens, parts
+                        partials float32 [parts, T, hidden]; count, tokens, parts
 ``join``                partials, sums float32 [T, hidden]; tokens, parts, adds: whether
                         they are added to what sums holds
 ======================  ==========================================================================
 
-N is the number of tokens that a work group computes with: 64 of them are those of
-`pi2.backends.gpu.kernels.ffn`.  ``first_tile`` counts the 32 neurons of
-a tile; ``parts`` is how many parts the neurons are divided into, so that enough work groups run."""
+N is the number of tokens that a work group computes with.  ``parts`` is how many parts the neurons
+are divided into: enough work groups run then."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,15 @@ from tvm.tirx.script import builder as T
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels import products as many
 from pi2.backends.gpu.kernels.code import Weights, count_words, unpack_word
-from pi2.backends.gpu.kernels.products import BLOCK, ROWS, SLICES, VECTOR, Tiles, emit_few
+from pi2.backends.gpu.kernels.products import (
+    BLOCK,
+    FEW,
+    ROWS,
+    SLICES,
+    Matrix,
+    multiply_few,
+    multiply_many,
+)
 from pi2.backends.gpu.kernels.specification import Axis, FfnKernels
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP, Precision
@@ -74,8 +81,6 @@ def compute_tanh(x: c.Expr) -> c.Expr:
     return T.Select(x < c.number(0.0), c.number(0.0) - result, result)
 
 
-FEW = (1, 4)
-"""Tokens of the kernels that read weights once for each that many."""
 ELEMENTS = 8
 """Elements of a neuron's down vector that a thread adds up: a *unit*."""
 UNITS = GROUP // ELEMENTS
@@ -121,46 +126,43 @@ class Epilogue:
         return value if weight is None or self._ffn.weighs_input else value * weight
 
 
+class _Values(Epilogue):
+    """Writes values of neurons."""
+
+    def __init__(self, kernel: c.Kernel, ffn: FfnKernels) -> None:
+        super().__init__(kernel, ffn)
+        self._values = kernel.take_array("values", "float32")
+
+    def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
+        c.store(self._values, token * rows + row, self.compute(row, token, products))
+
+
+def _describe_inputs(ffn: FfnKernels) -> Matrix:
+    return Matrix(
+        name="gate_up",
+        count="count",
+        length=ffn.hidden,
+        precision=ffn.precision,
+        make=lambda kernel: _Values(kernel, ffn),
+        parts=ffn.parts,
+        in_rows=ffn.in_rows,
+    )
+
+
 def make_values(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
     """Make ``values_N`` for N few tokens."""
-    kernel = c.Kernel(f"values_{count}", BLOCK)
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32x4")
-        weights = Weights.take(kernel, "gate_up", ffn.precision, VECTOR, fp16)
-        epilogue = Epilogue(kernel, ffn)
-        values = kernel.take_array("values", "float32")
-        first_tile = kernel.take_number("first_tile")
-        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
-        with kernel.run(Axis(number="count", per=ROWS), Axis(number="tokens", per=count)) as place:
-            tile = c.let(first_tile + place.group[0])
-            base = c.let(place.group[1] * count)
-            named = [c.let(T.min(base + turn, tokens - 1)) for turn in range(count)]
-
-            def finish(row: c.Expr, turn: c.Expr, products: list[c.Expr]) -> None:
-                token = c.let(base + turn)
-                place_in_range = c.let(place.group[0] * ROWS + row)
-                with c.when(T.And(token < tokens, place_in_range < neurons)):
-                    value = epilogue.compute(c.let(tile * ROWS + row), token, products)
-                    c.store(values, token * neurons + place_in_range, value)
-
-            emit_few(Tiles(weights, ffn.parts, ffn.hidden), inputs, place, tile, named, finish)
-    return kernel
+    return multiply_few("values", _describe_inputs(ffn), fp16, count)
 
 
 def make_sums(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
     """Make ``sums_N`` for N few tokens."""
     kernel = c.Kernel(f"sums_{count}", BLOCK)
     with kernel.declare():
-        first_tile = kernel.take_number("first_tile")
         neurons = kernel.take_number("count")
         emit_sums(
-            kernel,
-            ffn,
-            fp16,
-            count,
-            neurons,
+            *(kernel, ffn, fp16, count, neurons),
             lambda _token: neurons,
-            lambda _token, neuron: first_tile * ROWS + neuron,
+            lambda _token, neuron: neuron,
         )
     return kernel
 
@@ -289,61 +291,7 @@ def list_many_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
 
 def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
     """Make ``values_64``: 32 gates and their up rows, or 64 up rows where there are no gates."""
-    kernel = c.Kernel(f"values_{many.TOKENS}", many.TILE_BLOCK)
-    tiles = 2 // ffn.parts
-    groups = ffn.hidden // GROUP
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32")
-        weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
-        epilogue = Epilogue(kernel, ffn)
-        values = kernel.take_array("values", "float32")
-        first_tile = kernel.take_number("first_tile")
-        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
-        with kernel.run(
-            Axis(number="count", per=ROWS * tiles), Axis(number="tokens", per=many.TOKENS)
-        ) as place:
-            base = c.let(place.group[1] * many.TOKENS)
-            # A tile beyond the last is read again and not used.
-            last = c.let(T.floordiv(neurons - 1, ROWS))
-            resident = [
-                c.let(first_tile + T.min(place.group[0] * tiles + index, last))
-                for index in range(tiles)
-            ]
-            strips = [
-                c.let(tile * ffn.parts + part) for tile in resident for part in range(ffn.parts)
-            ]
-
-            def find_row(strip: c.Expr, column: c.Expr) -> c.Expr:
-                """The number of a vector among all, if they are in rows."""
-                tile = strip if tiles == 2 else T.int32(0)
-                neuron = T.min((place.group[0] * tiles + tile) * ROWS + column, neurons - 1)
-                part = strip if ffn.parts == 2 else T.int32(0)
-                return (first_tile * ROWS + neuron) * ffn.parts + part
-
-            def load(panels: many.Panels, group: c.Expr) -> None:
-                if ffn.in_rows:
-                    many.emit_load_vectors(panels, place, weights, find_row, group, groups)
-                else:
-                    many.emit_load_tiles(panels, place, weights, strips, group, groups)
-
-                def read(token: c.Expr, term: c.Expr) -> c.Expr:
-                    row = T.min(base + token, tokens - 1)
-                    return inputs[row * ffn.hidden + group * GROUP + term]
-
-                many.emit_load_inputs(panels, place, read)
-
-            def finish(token: c.Expr, half: int, products: list[c.Expr]) -> None:
-                row = c.let(place.thread[0] + half * many.SIDE)
-                token = c.let(base + token)
-                for index in range(tiles):
-                    neuron = c.let((place.group[0] * tiles + index) * ROWS + row)
-                    with c.when(T.And(token < tokens, neuron < neurons)):
-                        own = products[index * ffn.parts : (index + 1) * ffn.parts]
-                        value = epilogue.compute(c.let(first_tile * ROWS + neuron), token, own)
-                        c.store(values, token * neurons + neuron, value)
-
-            many.emit_many(place, T.int32(groups), load, finish)
-    return kernel
+    return multiply_many("values", _describe_inputs(ffn), fp16)
 
 
 def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
@@ -354,7 +302,6 @@ def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
         values = kernel.take_array("values", "float32")
         weights = Weights.take(kernel, "down", ffn.precision, 1, fp16)
         partials = kernel.take_array("partials", "float32")
-        first_tile = kernel.take_number("first_tile")
         neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
         parts = kernel.take_number("parts")
         with kernel.run(
@@ -371,7 +318,7 @@ def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
                 first = c.let(begin + step * GROUP)
 
                 def read_row(term: c.Expr) -> c.Expr:
-                    return first_tile * ROWS + T.min(first + term, neurons - 1)
+                    return T.min(first + term, neurons - 1)
 
                 group = c.let(T.floordiv(column, GROUP))
                 many.emit_load_rows(panels, place, weights, read_row, group, groups)

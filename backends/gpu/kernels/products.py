@@ -7,6 +7,7 @@ each of which is multiplied with its own inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
@@ -19,7 +20,7 @@ from pi2.backends.gpu.kernels.code import (
     unpack_word,
 )
 from pi2.backends.gpu.kernels.specification import Axis, ProductKernels
-from pi2.plan.weights.layout import GROUP
+from pi2.plan.weights.layout import GROUP, Precision
 
 ROWS = 32
 """Rows of a tile, and threads of a work group along its first axis."""
@@ -292,26 +293,136 @@ def emit_load_rows(
 
 
 FEW = (1, 4)
+"""Tokens of the kernels that read weights once for each that many."""
 _TILES = COLUMNS // STRIP
 
 
+class Result(Protocol):
+    """Takes the products of a kernel."""
+
+    def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
+        """Write the products of a token with the vectors of ``row``, one of ``rows``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """Rows of vectors of ``length`` elements that kernels multiply."""
+
+    name: str
+    """Begins the names of its arrays."""
+    count: str
+    """Names the number of its rows."""
+    length: int
+    precision: Precision
+    make: Callable[[c.Kernel], Result]
+    """Adds the parameters of the results."""
+    parts: int = 1
+    """Vectors of a row, at most 2."""
+    blocks: int = 1
+    """Equal parts of the rows with inputs of their own."""
+    in_rows: bool = False
+    """Whether vectors are in rows instead of in tiles."""
+
+
+def multiply_few(name: str, matrix: Matrix, fp16: bool, count: int) -> c.Kernel:
+    """Make ``NAME_N`` for N few tokens."""
+    kernel = c.Kernel(f"{name}_{count}", BLOCK)
+    with kernel.declare():
+        inputs = kernel.take_array("inputs", "float32x4")
+        weights = Weights.take(kernel, matrix.name, matrix.precision, VECTOR, fp16)
+        result = matrix.make(kernel)
+        rows, tokens = kernel.take_number(matrix.count), kernel.take_number("tokens")
+        axes = Axis(number=matrix.count, per=ROWS), Axis(number="tokens", per=count)
+        with kernel.run(*axes) as place:
+            tile = place.group[0]
+            base = c.let(place.group[1] * count)
+            named = [c.let(T.min(base + turn, tokens - 1)) for turn in range(count)]
+            if matrix.blocks > 1:
+                own = T.min(tile * ROWS + place.thread[0], rows - 1)
+                block = c.let(T.floordiv(own * matrix.blocks, rows))
+                named = [c.let(token * matrix.blocks + block) for token in named]
+
+            def finish(row: c.Expr, turn: c.Expr, products: list[c.Expr]) -> None:
+                token, row = c.let(base + turn), c.let(tile * ROWS + row)
+                with c.when(T.And(token < tokens, row < rows)):
+                    result.store(token, rows, row, products)
+
+            tiles = Tiles(weights, matrix.parts, matrix.length)
+            emit_few(tiles, inputs, place, tile, named, finish)
+    return kernel
+
+
+def multiply_many(name: str, matrix: Matrix, fp16: bool) -> c.Kernel:
+    """Make ``NAME_64``: two vectors of 32 rows, or one of 64."""
+    kernel = c.Kernel(f"{name}_{TOKENS}", TILE_BLOCK)
+    groups, parts, tiles = matrix.length // GROUP, matrix.parts, _TILES // matrix.parts
+    with kernel.declare():
+        inputs = kernel.take_array("inputs", "float32")
+        weights = Weights.take(kernel, matrix.name, matrix.precision, 1, fp16)
+        result = matrix.make(kernel)
+        rows, tokens = kernel.take_number(matrix.count), kernel.take_number("tokens")
+        axes = Axis(number=matrix.count, per=ROWS * tiles), Axis(number="tokens", per=TOKENS)
+        with kernel.run(*axes) as place:
+            base = c.let(place.group[1] * TOKENS)
+            first = c.let(place.group[0] * tiles)
+            # A tile beyond the last is read again and not used.
+            last = c.let(T.floordiv(rows - 1, ROWS))
+            found = [c.let(T.min(first + index, last)) for index in range(tiles)]
+            strips = [c.let(tile * parts + part) for tile in found for part in range(parts)]
+
+            def find_vector(strip: c.Expr, column: c.Expr) -> c.Expr:
+                """The number of a vector among all, if they are in rows."""
+                tile, part = (strip, T.int32(0)) if parts == 1 else (T.int32(0), strip)
+                return T.min((first + tile) * ROWS + column, rows - 1) * parts + part
+
+            def load(panels: Panels, group: c.Expr) -> None:
+                if matrix.in_rows:
+                    emit_load_vectors(panels, place, weights, find_vector, group, groups)
+                else:
+                    emit_load_tiles(panels, place, weights, strips, group, groups)
+
+                def read(token: c.Expr, term: c.Expr) -> c.Expr:
+                    row = T.min(base + token, tokens - 1)
+                    return inputs[row * matrix.length + group * GROUP + term]
+
+                emit_load_inputs(panels, place, read)
+
+            def finish(token: c.Expr, half: int, products: list[c.Expr]) -> None:
+                token, column = c.let(base + token), c.let(place.thread[0] + half * SIDE)
+                for index in range(tiles):
+                    row = c.let((first + index) * ROWS + column)
+                    with c.when(T.And(token < tokens, row < rows)):
+                        own = products[index * parts : (index + 1) * parts]
+                        result.store(token, rows, row, own)
+
+            emit_many(place, T.int32(groups), load, finish)
+    return kernel
+
+
 def list_product_kernels(product: ProductKernels, fp16: bool) -> Iterator[c.Kernel]:
+    matrix = Matrix(
+        name="matrix",
+        count="rows",
+        length=product.length,
+        precision=product.precision,
+        make=lambda kernel: _Product(kernel, product),
+        blocks=product.blocks,
+    )
     for tokens in FEW:
-        yield make_product(product, fp16, tokens)
+        yield multiply_few(product.name, matrix, fp16, tokens)
     if product.blocks == 1:
-        yield make_many_product(product, fp16)
+        yield multiply_many(product.name, matrix, fp16)
 
 
-class _Finish:
+class _Product:
     def __init__(self, kernel: c.Kernel, product: ProductKernels) -> None:
         self._product = product
         self._biases = kernel.take_array("biases", "float32") if product.bias else None
         self._outputs = kernel.take_array("outputs", "float32")
 
-    def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, value: c.Expr) -> None:
-        """Write the product of a token with ``row`` of ``rows``."""
-        pitch = rows if self._product.pitch is None else self._product.pitch
-        index = c.let(token * pitch + row)
+    def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
+        value, pitch = products[0], self._product.pitch
+        index = c.let(token * (rows if pitch is None else pitch) + row)
         if self._biases is not None:
             value = c.let(value + self._biases[row])
         if self._product.relu:
@@ -319,68 +430,3 @@ class _Finish:
         if self._product.adds:
             value = self._outputs[index] + value
         c.store(self._outputs, index, value)
-
-
-def make_product(product: ProductKernels, fp16: bool, count: int) -> c.Kernel:
-    """Make ``NAME_N`` for N few tokens."""
-    kernel = c.Kernel(f"{product.name}_{count}", BLOCK)
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32x4")
-        weights = Weights.take(kernel, "matrix", product.precision, VECTOR, fp16)
-        result = _Finish(kernel, product)
-        rows, tokens = kernel.take_number("rows"), kernel.take_number("tokens")
-        with kernel.run(Axis(number="rows", per=ROWS), Axis(number="tokens", per=count)) as place:
-            tile = place.group[0]
-            base = c.let(place.group[1] * count)
-            named = [c.let(T.min(base + turn, tokens - 1)) for turn in range(count)]
-            if product.blocks > 1:
-                own = T.min(tile * ROWS + place.thread[0], rows - 1)
-                block = c.let(T.floordiv(own * product.blocks, rows))
-                named = [c.let(token * product.blocks + block) for token in named]
-
-            def finish(row: c.Expr, turn: c.Expr, products: list[c.Expr]) -> None:
-                token, row = c.let(base + turn), c.let(tile * ROWS + row)
-                with c.when(T.And(token < tokens, row < rows)):
-                    result.store(token, rows, row, products[0])
-
-            emit_few(Tiles(weights, 1, product.length), inputs, place, tile, named, finish)
-    return kernel
-
-
-def make_many_product(product: ProductKernels, fp16: bool) -> c.Kernel:
-    kernel = c.Kernel(f"{product.name}_{TOKENS}", TILE_BLOCK)
-    groups = product.length // GROUP
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32")
-        weights = Weights.take(kernel, "matrix", product.precision, 1, fp16)
-        result = _Finish(kernel, product)
-        rows, tokens = kernel.take_number("rows"), kernel.take_number("tokens")
-        with kernel.run(
-            Axis(number="rows", per=COLUMNS), Axis(number="tokens", per=TOKENS)
-        ) as place:
-            base = c.let(place.group[1] * TOKENS)
-            # A tile beyond the last is read again and not used.
-            last = c.let(T.floordiv(rows - 1, ROWS))
-            strips = [
-                c.let(T.min(place.group[0] * _TILES + index, last)) for index in range(_TILES)
-            ]
-
-            def load(panels: Panels, group: c.Expr) -> None:
-                emit_load_tiles(panels, place, weights, strips, group, groups)
-
-                def read(token: c.Expr, term: c.Expr) -> c.Expr:
-                    row = T.min(base + token, tokens - 1)
-                    return inputs[row * product.length + group * GROUP + term]
-
-                emit_load_inputs(panels, place, read)
-
-            def finish(token: c.Expr, half: int, products: list[c.Expr]) -> None:
-                token = c.let(base + token)
-                for strip, value in enumerate(products):
-                    in_tile = place.thread[0] + half * SIDE
-                    row = c.let((place.group[0] * _TILES + strip) * ROWS + in_tile)
-                    with c.when(T.And(token < tokens, row < rows)):
-                        result.store(token, rows, row, value)
-
-            emit_many(place, T.int32(groups), load, finish)
-    return kernel

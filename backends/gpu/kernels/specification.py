@@ -4,15 +4,13 @@ Plain Python: no TVM.  Two programs with equal specifications share one compiled
 
 from __future__ import annotations
 
-import base64
-import dataclasses
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter
 
 from pi2.model.states import StateShape
-from pi2.plan.documents.common import Table
 from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn, Moe, Norm
 from pi2.plan.documents.plan import KvType
@@ -70,43 +68,20 @@ class Signature:
 class KernelImage:
     """Compiled kernels."""
 
+    __pydantic_config__: ClassVar = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
     api: Api
     codes: tuple[bytes, ...]
     """OpenCL C sources, WGSL sources, or cubins."""
     kernels: Mapping[str, Signature]
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "api": self.api,
-                "codes": [base64.b64encode(code).decode() for code in self.codes],
-                "kernels": [dataclasses.asdict(item) for item in self.kernels.values()],
-            }
-        )
+        return TypeAdapter(KernelImage).dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> KernelImage:
         """Read what `to_json` wrote."""
-        document = json.loads(text)
-        signatures = [_read_signature(item) for item in document["kernels"]]
-        return cls(
-            api=document["api"],
-            codes=tuple(base64.b64decode(code) for code in document["codes"]),
-            kernels={signature.name: signature for signature in signatures},
-        )
-
-
-def _read_signature(item: dict[str, Any]) -> Signature:
-    first, second = (Axis(**axis) for axis in item["grid"])
-    x, y, z = item["block"]
-    return Signature(
-        name=item["name"],
-        arrays=tuple(item["arrays"]),
-        numbers=tuple((name, kind) for name, kind in item["numbers"]),
-        block=(x, y, z),
-        grid=(first, second),
-        code=item["code"],
-    )
+        return TypeAdapter(cls).validate_json(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,50 +337,9 @@ class GpuSpec:
         return "pi2.backends.gpu.kernels.compile"
 
     def to_json(self) -> str:
-        values = dataclasses.asdict(self)
-        return json.dumps(values, sort_keys=True, separators=(",", ":"), default=Table.model_dump)
+        return TypeAdapter(GpuSpec).dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> GpuSpec:
         """Read what `to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(
-            target=Target(**values["target"]),
-            products=tuple(ProductKernels(**item) for item in values["products"]),
-            reads=values["reads"],
-            **{
-                name: None if values[name] is None else family(**values[name])
-                for name, family in _FAMILIES.items()
-            },
-        )
-
-
-def _read_attention(latent: dict[str, Any] | None, **values: Any) -> AttentionKernels:
-    found = None if latent is None else Latent.model_validate(latent)
-    return AttentionKernels(latent=found, **values)
-
-
-def _read_state(shape: dict[str, Any], epsilon: float) -> StateKernels:
-    return StateKernels(shape=StateShape(**shape), epsilon=epsilon)
-
-
-def _read_with(family: Any, key: str, table: type[Table]) -> Callable[..., Any]:
-
-    def read(**values: Any) -> Any:
-        found = table.model_validate_json(json.dumps(values.pop(key)))
-        return family(**{key: found}, **values)
-
-    return read
-
-
-_FAMILIES: Mapping[str, Any] = {
-    "ffn": _read_with(FfnKernels, "options", Ffn),
-    "gathered": _read_with(FfnKernels, "options", Ffn),
-    "gates": _read_with(FfnKernels, "options", Ffn),
-    "select": SelectKernels,
-    "router": _read_with(RouterKernels, "moe", Moe),
-    "embedding": EmbeddingKernels,
-    "norm": _read_with(NormKernels, "norm", Norm),
-    "attention": _read_attention,
-    "state": _read_state,
-}
+        return TypeAdapter(cls).validate_json(text)
