@@ -11,7 +11,7 @@ from pi2.arrays import F32, I32
 from pi2.backends.executor import ExecutorObserver
 from pi2.engine.parts import DenseObserver, Routing
 from pi2.measuring.contestant import Profiler, observe_parts
-from pi2.measuring.timeline import DRIVER, _KernelRecorder, _Tape
+from pi2.measuring.timeline import DRIVER, _Tape
 from pi2.memory.bundle_files import ReadObserver
 from pi2.orchestrator import load
 from pi2.tracing import Recorder
@@ -35,7 +35,7 @@ def test_profile_and_a_trace_of_a_run_have_same_time_in_kernels(plan: Path, back
     with load(plan, set={"layers.hot": 0.25, "backends.cpu": backend}) as model:
         parts = model._parts
         tape, times = _Tape(Recorder(), 1, 0.0), Profiler()
-        with observe_parts(parts, Both(times, _KernelRecorder(tape)), ReadObserver()):
+        with observe_parts(parts, Both(times, tape), ReadObserver()):
             parts.forward.prefill(np.array([5, 6, 7], np.int32))
             for token in range(4):
                 parts.forward.decode(token)

@@ -1,5 +1,7 @@
 """The packed layout and the quantisers do what `layout` and `packing` in `pi2.plan.weights` say."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -20,33 +22,24 @@ def draw_rows(count: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_int4_byte_holds_elements_4c_b_and_16_4c_b_of_its_lane(length: int) -> None:
-    codes = draw_codes(length, -8, 7)
-    packed = find_packing("int4").pack(codes).astype(int)
+@pytest.mark.parametrize(("precision", "lowest", "chunks"), [("int4", -8, 4), ("int8", -128, 8)])
+def test_bytes_of_a_lane_hold_elements_4c_b_and_those_16_later(
+    precision: Precision, lowest: int, chunks: int, length: int
+) -> None:
+    """An int4 byte holds two elements, an int8 byte one."""
+    codes = draw_codes(length, max(lowest, -127), -lowest - 1)
+    packed = find_packing(precision).pack(codes).astype(int)
     first_group = 0
     for lanes in split_lanes(length):
-        for lane in range(lanes):
+        for lane, chunk, byte in product(range(lanes), range(chunks), range(4)):
             group = codes[:, (first_group + lane) * GROUP : (first_group + lane + 1) * GROUP]
-            for chunk in range(4):
-                for byte in range(4):
-                    value = packed[:, first_group * 16 + chunk * 4 * lanes + 4 * lane + byte]
-                    assert (value % 16 - 8 == group[:, 4 * chunk + byte]).all()
-                    assert (value // 16 - 8 == group[:, 16 + 4 * chunk + byte]).all()
-        first_group += lanes
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_int8_byte_holds_element_4c_b_of_its_lane(length: int) -> None:
-    codes = draw_codes(length, -127, 127)
-    packed = find_packing("int8").pack(codes).view(np.int8)
-    first_group = 0
-    for lanes in split_lanes(length):
-        for lane in range(lanes):
-            group = codes[:, (first_group + lane) * GROUP : (first_group + lane + 1) * GROUP]
-            for chunk in range(8):
-                for byte in range(4):
-                    value = packed[:, first_group * 32 + chunk * 4 * lanes + 4 * lane + byte]
-                    assert (value == group[:, 4 * chunk + byte]).all()
+            place = first_group * 4 * chunks + chunk * 4 * lanes + 4 * lane + byte
+            value, element = packed[:, place], 4 * chunk + byte
+            if precision == "int4":
+                assert (value % 16 - 8 == group[:, element]).all()
+                assert (value // 16 - 8 == group[:, 16 + element]).all()
+            else:
+                assert (value.astype(np.int8) == group[:, element]).all()
         first_group += lanes
 
 

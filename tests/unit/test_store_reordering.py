@@ -102,13 +102,6 @@ def test_an_interrupted_job_goes_on(tmp_path: Path, tiny: TinyModel) -> None:
     assert verify_store(tiny.store) == []
 
 
-def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path, tiny: TinyModel) -> None:
-    tiny.store.rename(tmp_path / ".store.old")
-    reorder_store(tiny.store, draw_orders(tiny), "hotness")
-    assert verify_store(tiny.store) == []
-    assert not (tmp_path / ".store.old").exists()
-
-
 def test_a_damaged_neuron_is_a_finding_and_changes_nothing(tmp_path: Path, tiny: TinyModel) -> None:
     with NeuronStore.open(tiny.store) as store:
         layer = store.layers[1]
