@@ -48,6 +48,7 @@ _OLDEST = {
     "layer_embedding": ("width", "vocab", "factor", "projection_factor"),
     "altup": ("streams", "laurel_rank", "scaled"),
     "hyper": ("streams",),
+    "gated_streams": ("streams", "rank"),
     "ngrams": ("layer", "rows", "kernel", "end_token", "multipliers", "offsets", "sizes"),
     "multipliers": (),
     "quantization": ("ffn", "attention", "embedding", "head", "predictor"),
