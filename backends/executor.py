@@ -66,30 +66,14 @@ class ExecutorObserver:
         """All neurons of ``layer`` have been added."""
 
 
-class ObservableExecutor:
-    """What executors without compiled functions have in common: `noted` methods."""
-
-    _observer: ExecutorObserver | None = None
-
-    def observe(self, observer: ExecutorObserver | None) -> None:
-        assert self._observer is None or observer is None, "one observer at a time"
-        self._observer = observer
-
-    def add_named_neurons(
-        self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
-    ) -> None:
-        executor = cast(Executor, self)
-        add_one_by_one(executor, layer, arena, slots, indices, named, known)
-
-
 def noted(method: Method) -> Method:
     """Let the executor's observer be told of every call of ``method``, whose first argument may be
     a layer; noted methods do not call one another."""
     name = method.__name__
 
     @functools.wraps(method)
-    def call(self: ObservableExecutor, *arguments: Any, **keywords: Any) -> Any:
-        observer = self._observer
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        observer: ExecutorObserver | None = self._observer
         if observer is None:
             return method(self, *arguments, **keywords)
         start_s = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Literal
 from pi2.backends.gpu.devices import Survey, survey_devices
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fitting import find_alone_backend, find_backend, find_text_backend, find_unit_backend
+from pi2.fitting import find_alone_backend, find_backend, find_unit_backend
 from pi2.fitting.misfits import find_plan_misfits
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage, list_hints
 from pi2.machine.storage import EMULATORS, Tvm, detect_tvm, find_programs
@@ -138,8 +138,6 @@ def judge_plan(
     except UserError as error:
         return PlanVerdict(name=name, verdict="cannot run", findings=error.diagnostics)
     used = resolved.list_backends()
-    if not any(find_backend(backend).COMPUTES for backend in used):
-        return PlanVerdict(name=name, verdict="dry run")
     findings = [
         Diagnostic(code="P320", message=f"backend {backend!r} cannot run here: {obstacle}")
         for backend in sorted(used)
@@ -147,28 +145,28 @@ def judge_plan(
     ]
     findings += find_unit_obstacles(resolved)
     findings += find_plan_misfits(resolved, machine)
-    text = find_text_backend(resolved.name_backend(resolved.sparse_unit))
-    weights = "manifest.json" if text is None else text.WEIGHTS
-    if resolved.file is None and not (resolved.store_path / weights).is_file():
-        what = "neuron store is" if text is None else "weights are"
+    absent = resolved.source.find_absent(resolved)
+    if absent is not None:
         findings.append(
             Diagnostic(
                 code="P501",
-                message=f"its {what} not on this machine",
+                message=f"{absent} not on this machine",
                 help="make it with `pi2 convert`",
                 path="weights",
             )
         )
     sound = all(finding.severity != "error" for finding in findings)
     return PlanVerdict(
-        name=name, verdict="runs" if sound else "cannot run", findings=tuple(findings)
+        name=name,
+        verdict=resolved.source.verdict if sound else "cannot run",
+        findings=tuple(findings),
     )
 
 
 def find_unit_obstacles(resolved: ResolvedPlan) -> list[Diagnostic]:
     """Why a unit with the whole model, or a unit next to the sparse one, cannot be used here."""
     found = []
-    whole = (resolved.sparse_unit,) if resolved.has_whole_unit else ()
+    whole = resolved.source.whole_units
     for name in (*whole, *resolved.dense_units):
         find = find_alone_backend if name in whole else find_unit_backend
         backend = find(resolved.name_backend(name))

@@ -336,11 +336,11 @@ def _quote(text: str) -> str:
 def write_modelfile(resolved: ResolvedPlan) -> str:
     """A Modelfile that has ollama run a plan's GGUF file as chats of the plan.  UserError P739 for
     a plan of a neuron store."""
-    if resolved.file is None:
-        raise UserError.of("P739", "ollama runs GGUF files, and this plan has a neuron store")
+    refusal = UserError.of("P739", "ollama runs GGUF files, and this plan has a neuron store")
+    file = resolved.source.find_file(refusal)
     sampling = resolved.plan.sampling
     lines = [f"# {resolved.plan.name or resolved.model.id}, from a plan of pi2"]
-    lines.append(f"FROM {Path(resolved.file.path).absolute()}")
+    lines.append(f"FROM {file.absolute()}")
     values = {f"sampling.{key}": getattr(sampling, key) for key in sampling.model_fields_set}
     if ("kv", "context") not in resolved.derived:
         values["kv.context"] = resolved.plan.kv.context

@@ -18,8 +18,8 @@ from pi2.pulled_models import FILE, PLAN, RECORD, PulledModel, Source, find_mode
 from pi2.weights.file_reading import HUB, FileFiller
 
 if TYPE_CHECKING:
-    from pi2.engine.assembly import MakeObserver
     from pi2.engine.loaded_model import LoadedModel
+    from pi2.engine.opening import MakeObserver
     from pi2.plan.reading.thresholds import GivenThresholds
 
 MANIFEST = "manifest.json"

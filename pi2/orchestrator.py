@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,20 +11,17 @@ from typing import TYPE_CHECKING
 from pi2 import pause_collection
 from pi2.backends.faults.shortage import STALL_S, MemoryWatch
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import DryWholeAccount, WholeAccount
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.parts import Parts
-from pi2.engine.sequences import make_sequences
+from pi2.engine.opening import Wish, load_parts
 from pi2.logging import get_logger
-from pi2.machine import detect_machine, detect_memory
-from pi2.memory.budget import make_budget
+from pi2.machine import detect_memory
 from pi2.memory.matrix_pool import MatrixPool
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes, write_least, write_most
 from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
-    from pi2.engine.assembly import MakeObserver
+    from pi2.engine.opening import MakeObserver
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.reading.thresholds import GivenThresholds
     from pi2.refit import FittedPlan
@@ -114,7 +110,7 @@ def _build(
     pool: MatrixPool | None,
 ) -> LoadedModel:
     """Instantiate the parts in the order in which they need each other."""
-    if resolved.gives_text:
+    if resolved.source.gives_text:
         name = resolved.name_backend(resolved.sparse_unit)
         raise UserError.of(
             "P678",
@@ -122,63 +118,10 @@ def _build(
             " needs",
             help="`pi2 run PLAN --prompt TEXT` works with it; else name another backend",
         )
-    if resolved.file is not None:
-        from pi2.engine.file_loading import load_file
-
-        own = make_budget(resolved), progress, start, pool or MatrixPool()
-        return LoadedModel(load_file(resolved, *own))
-    if resolved.has_whole_unit:
-        return build_whole_model(resolved, progress=progress, start=start, observed=make_observer)
-    from pi2.engine.assembly import build_parts
-    from pi2.engine.opened_model import open_model
-
-    with ExitStack() as cleanup:
-        # Whoever looks at neurons wants to see them all: then the executor computes everything.
-        opened = open_model(resolved, progress, cleanup, alone=make_observer is not None)
-        return LoadedModel(build_parts(opened, cleanup, start=start, make_observer=make_observer))
-
-
-def build_whole_model(
-    resolved: ResolvedPlan, *, progress: Progress, start: float, observed: MakeObserver | None
-) -> LoadedModel:
-    """Bring a model to the unit that has all of it; UserError P662 for observed neurons."""
-    if observed is not None:
-        raise UserError.of(
-            "P662",
-            f"{resolved.sparse_unit!r} has the whole model and does not show what its neurons do",
-            help="take a plan whose split gives the neurons to a CPU",
-        )
-    from pi2.engine.loading import begin_hashes, load_whole, open_store
-
-    with ExitStack() as cleanup:
-        store, texts = open_store(resolved, detect_machine(), cleanup)
-        hashes = begin_hashes(resolved, store, cleanup)
-        budget = make_budget(resolved)
-        whole, reader = load_whole(resolved, store, budget, cleanup, progress)
-        if hashes is not None:
-            hashes.finish()
-        get_logger(plan_digest=resolved.digest[:12]).info(
-            "model loaded",
-            plan=str(resolved.path),
-            backend=resolved.name_backend(resolved.sparse_unit),
-            whole_on=resolved.sparse_unit,
-            predictor=resolved.plan.decode.predictor,
-        )
-        release = cleanup.pop_all()
-    return LoadedModel(
-        Parts(
-            resolved=resolved,
-            texts=texts,
-            account=DryWholeAccount(resolved) if store is None else WholeAccount(resolved),
-            budget=budget,
-            reader=reader,
-            forward=make_sequences(whole, resolved),
-            step_bytes=None,
-            load_s=time.perf_counter() - start,
-            compute_threads=1,
-            release=release,
-        )
+    wish = Wish(
+        progress=progress, start=start, pool=pool or MatrixPool(), make_observer=make_observer
     )
+    return LoadedModel(load_parts(resolved, wish))
 
 
 ROOM = 1.125

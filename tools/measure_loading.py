@@ -155,8 +155,8 @@ def measure_load(
     """Load the plan several times with a cold page cache, after a warm-up that compiles kernels."""
     (path, overrides), file, store = plan.origin, plan.resolved.file, plan.resolved.store_path
     if file is not None:
-        assert isinstance(file.source, GgufWeights)
-        files = list(file.source.files)
+        assert isinstance(file.weights, GgufWeights)
+        files = list(file.weights.files)
     else:
         files = [store / entry.path for entry in read_manifest(store).files]
     size = _run("load", path, overrides)[-1]

@@ -15,17 +15,20 @@ MOST_LANES = 16
 """Lanes of the widest registers."""
 
 
-class _Uncompiled:
-    """Stands for an interpreter of a program that never runs."""
+class Uncompiled:
+    """An interpreter that counts the instructions of a program, and runs none."""
 
-    def __init__(self, lanes: int) -> None:
-        self.lanes = lanes
+    lanes = MOST_LANES
+    instructions = 0
+
+    def __init__(self, *given: object) -> None:
+        """No kernel of a model, of formats or of a KV cache is needed."""
 
     def find(self, kernel: str, own: str | None = None) -> int:
         return 0
 
     def run(self, program: int, begin: int, end: int, most: int) -> None:
-        raise NotImplementedError
+        self.instructions += end - begin
 
     def close(self) -> None:
         pass
@@ -47,7 +50,8 @@ def count_program(
     model: Model, find: FindWeight, extent: Extent, lanes: int = MOST_LANES
 ) -> ProgramSize:
     """Return the size of a program; ``find`` may give tensors without their bytes."""
-    memory = Memory()
-    layers = start_layers(model, find, _Uncompiled(lanes), memory, extent)
+    memory, interpreter = Memory(), Uncompiled()
+    interpreter.lanes = lanes
+    layers = start_layers(model, find, interpreter, memory, extent)
     layers.add_model()
     return ProgramSize(memory.sizes, layers.list_kept(), layers.keeps_read)

@@ -1,11 +1,16 @@
-"""The executor of the null backend: draws which neurons fire, and computes none of them."""
+"""The executor of the null backend: draws which neurons fire, and computes nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, U8, Bits
-from pi2.backends.executor import ExecutorObserver, ObservableExecutor, noted
+from pi2.arrays import F32, F64, I32, I64, U8, Bits
+from pi2.backends.blocks.counting import Uncompiled
+from pi2.backends.blocks.instructions import Weight
+from pi2.backends.cpu.program_executor import ProgramExecutor
+from pi2.backends.cpu.weights import StoreWeights, describe_stored
+from pi2.backends.executor import ExecutorObserver, add_one_by_one, noted
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.units import NotedUnit, UnitRequest, WholeRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
@@ -104,58 +109,39 @@ def compute_hotness(neurons: int, active: float, skew: float) -> F64:
     return np.asarray(chances)
 
 
-class NullExecutor(ObservableExecutor):
-    """Executor of `pi2.backends.protocol` without arithmetic."""
+class NullExecutor(ProgramExecutor):
+    """Executor of `pi2.backends.protocol`: the program of the plan's model, which an interpreter
+    runs that computes nothing, and drawn neurons."""
 
     def __init__(self, request: BuildRequest) -> None:
-        self._request = request
-        self._tokens = [0] * request.chunks
-        self._chunk = 0
+        model = request.model
+        tensors = {own.name: own for own in model.dense_tensors}
+        known = StoreWeights(describe_stored(model), tensors)
+
+        def find(key: str, layer: int, mixer: int = 0, /) -> Weight | None:
+            weight = known(key, layer, mixer)
+            # Zeros that nobody reads take no memory.
+            zeros = None if weight is None else np.zeros(weight.size_bytes, np.uint8)
+            return None if weight is None else replace(weight, data=zeros)
+
+        super().__init__(request, interpret=Uncompiled, find=find)
+        self._request, self._moe = request, model.moe
         self._active = 0
-        sparsity = request.model.sparsity
+        sparsity = model.sparsity
         active = sparsity.active if sparsity is not None else 1.0
         skew = sparsity.skew if sparsity is not None and sparsity.skew is not None else 0.26
         self._chances = compute_hotness(request.neurons, active, skew)
         self._cut = {
-            layer: compute_hotness(
-                request.neurons, 1.0 - request.model.blocks[layer].ffn.closed, skew
-            )
-            for layer in request.model.cut_layers
+            layer: compute_hotness(request.neurons, 1.0 - model.blocks[layer].ffn.closed, skew)
+            for layer in model.cut_layers
         }
         """Chances of neurons to have open gates, by layer with a cutoff."""
-        self._moe = request.model.moe
         self._experts = [np.empty(0, np.int32)]
-        self._token = 0
         self._random = np.random.default_rng(0)
-
-    def select_chunk(self, number: int) -> None:
-        self._chunk = number
-
-    def select_sequence(self, number: int) -> None:
-        pass
-
-    def select_token(self, number: int) -> None:
-        self._token = number
-
-    def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
-        self.select_chunk(0)
-        self.embed(tokens)
-
-    @noted
-    def attend_step(self, layer: int) -> None:
-        pass
-
-    @noted
-    def embed(self, tokens: I32) -> None:
-        self._tokens[self._chunk] = len(tokens)
-        self._token = 0
-
-    @noted
-    def attend(self, layer: int, position: int) -> None:
-        pass
 
     @noted
     def begin_ffn(self, layer: int) -> None:
+        self.read_layer(layer)
         if self._moe is not None:
             first, self._experts = self._moe.experts, []
             shared = np.arange(first, first + self._moe.shared_experts)
@@ -163,7 +149,7 @@ class NullExecutor(ObservableExecutor):
             if not ffn.has_router:
                 self._experts = [np.arange(ffn.active, dtype=np.int32)] * self._request.step_tokens
                 return
-            for _ in range(min(self._tokens[self._chunk], self._request.step_tokens)):
+            for _ in range(min(self.tokens, self._request.step_tokens)):
                 order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]
                 self._experts.append(np.concatenate([order, shared]).astype(np.int32))
 
@@ -174,7 +160,7 @@ class NullExecutor(ObservableExecutor):
         if self._moe is None:
             return self._experts[0]
         drawn = np.unique(np.concatenate(self._experts))
-        others = self._tokens[self._chunk] - len(self._experts)
+        others = self.tokens - len(self._experts)
         if others <= 0:
             return drawn
         resting = (1 - self._moe.active_experts / self._moe.experts) ** others
@@ -212,29 +198,25 @@ class NullExecutor(ObservableExecutor):
     ) -> None:
         self._active += len(slots)
 
+    def add_named_neurons(
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
+    ) -> None:
+        add_one_by_one(self, layer, arena, slots, indices, named, known)
+
     @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
-        pass
+        """Leave the neurons out."""
 
     def share_input(self) -> tuple[F32, F32 | None]:
-        count, width = self._tokens[self._chunk], self._request.model.stored_neuron_width
-        return np.zeros((count, width), np.float32), None
+        return np.zeros((self.tokens, self._request.model.stored_neuron_width), np.float32), None
 
     def add_sum(self, values: F32) -> None:
-        pass
+        """Leave the others' sum out."""
 
     @noted
     def end_ffn(self, layer: int) -> None:
-        pass
-
-    @noted
-    def logits(self, first: int) -> F32:
-        count = min(self._tokens[self._chunk] - first, LOGIT_ROWS)
-        return np.zeros((count, self._request.model.shape.vocab), np.float32)
+        self.finish(layer)
 
     def count_active(self) -> int:
         active, self._active = self._active, 0
         return active
-
-    def close(self) -> None:
-        pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pi2.backends.blocks import backend as blocks
 from pi2.backends.blocks.contract import OF_STORES
 from pi2.backends.cpu.arrays import count_workspace
 from pi2.formats import find_packing
@@ -69,8 +68,6 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return the parts of a plan that it cannot compute."""
     model = facts.resolved.model
-    if facts.resolved.file is not None:
-        return blocks.find_limits(facts)
     limits, unknown = list_undivided(facts), find_unknown(model, OF_STORES)
     files_only = ("ffn.", "gated_streams", "ngrams")
     limits += [f"does not know {key}" for key in unknown if key.startswith(files_only)]

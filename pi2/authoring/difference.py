@@ -217,9 +217,8 @@ def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
 
 def compare_layers(before: ResolvedPlan, after: ResolvedPlan) -> list[LayerChange]:
     """Layers whose resolved settings differ, grouped by equal difference."""
-    if before.file is not None or after.file is not None:
-        return []  # which matrices of a file are in memory is no setting of layers
-    pairs = list(enumerate(zip(before.layers, after.layers, strict=False)))
+    layers = [item.source.list_set(item.layers) for item in (before, after)]
+    pairs = list(enumerate(zip(*layers, strict=False)))
     strides = (before.bundle.stride, after.bundle.stride)
     changes = []
     for _, group in groupby(pairs, key=lambda item: [_describe(layer) for layer in item[1]]):

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from pi2.fitting.sizes import count_unit_needs, find_needs
 from pi2.plan.arithmetic.estimates import describe_owners, name_memory
-from pi2.plan.arithmetic.resolved import FileFacts, ResolvedLayer, ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_ffn_bytes
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.quantities import (
@@ -91,14 +90,6 @@ def write_body(document: Document, comment: Comment) -> str:
     return "\n".join(write_tables(root, (), values, comment)) + "\n"
 
 
-def _describe_file(facts: FileFacts) -> Iterator[str]:
-    yield f"weights: {approximate_bytes(facts.matrix_bytes)} in {facts.matrices} matrices"
-    if facts.missing_bytes:
-        yield f"{facts.describe_missing()}: the disk's rate bounds the speed"
-    else:
-        yield "all of them are in memory"
-
-
 def _describe_chats(resolved: ResolvedPlan) -> Iterator[str]:
     """How chats and servers draw, by the origin of values."""
     chosen = choose_chat_sampling(resolved.plan.sampling, resolved.model.sampling)
@@ -115,17 +106,8 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
         layers = f"layers {entry['layers']}" if "layers" in entry else "blocks"
         parts = (f"{key} = {write_value(entry[key])}" for key in ("mix", "ffn") if key in entry)
         yield f"{layers}: {', '.join(parts)}"
-    if resolved.file is not None:
-        yield from _describe_file(resolved.file)
-        return
-    ffn_bytes = count_ffn_bytes(resolved)
-    hot_bytes = find_needs(resolved).hot.bytes
-    cold_bytes = min(resolved.plan.memory.segments.cold, ffn_bytes - hot_bytes)
-    yield (
-        f"neurons: {approximate_bytes(ffn_bytes)} in the store, "
-        f"{approximate_bytes(hot_bytes)} hot, {approximate_bytes(cold_bytes)} of cold cache"
-    )
-    numbered = list(enumerate(resolved.layers))
+    yield from resolved.source.describe(resolved)
+    numbered = list(enumerate(resolved.source.list_set(resolved.layers)))
     for _, group in groupby(
         numbered, key=lambda item: (dict(item[1].split), item[1].hot, item[1].dense)
     ):

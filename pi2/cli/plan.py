@@ -177,7 +177,9 @@ def _plan_file(chosen: ChosenPlan, given: PlanOptions) -> None:
         chosen.change({key: value for key, value in wanted.items() if value}),
         memory_bytes=None if given.memory is None else parse_size(given.memory, code="P105"),
     )
-    lines = list(describe_file_plan(chosen.measured))
+    measured = chosen.measured
+    assert measured.file is not None
+    lines = list(describe_file_plan(measured, measured.file))
     click.echo("\n".join(lines))
     if given.output is not None:
         write_fitted(chosen, given.output, lines, given.device)
@@ -313,7 +315,7 @@ def _parse_speed(text: str) -> float:
 def _describe_file(planned: PlannedPlan, given: PlanOptions) -> list[str]:
     """Which file runs instead of a store whose router chooses whole experts (P525)."""
     resolved, name = planned.resolved, planned.wish.model.id
-    if given.store or resolved.has_whole_unit or resolved.plan.decode.predictor != "router":
+    if given.store or not resolved.source.wants_file(resolved):
         return []
     return [
         f"It runs as a GGUF file: `pi2 convert CHECKPOINT -o {name}.gguf` makes it, and `pi2 plan "

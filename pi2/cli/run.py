@@ -35,7 +35,7 @@ def find_hint(model: LoadedModel, bound: str | None) -> str | None:
     from pi2.engine.statistics import read_peak_rss_bytes
     from pi2.machine import detect_machine
 
-    if bound is None or model.plan.has_whole_unit:
+    if bound is None or bound in model.plan.source.whole_units:
         return None
     machine = detect_machine()
     room = machine.memory.available_bytes + read_peak_rss_bytes()
@@ -68,24 +68,16 @@ def hint_waits(resolved: ResolvedPlan) -> str | None:
 
 def hint_reads(resolved: ResolvedPlan, room_bytes: int) -> str | None:
     """What makes reads fewer on a machine that has ``room_bytes`` for the process."""
-    from pi2.plan.arithmetic.sizes import count_ffn_bytes
     from pi2.plan.documents.quantities import write_least, write_most
 
-    plan, model = resolved.plan, resolved.model
-    if resolved.file is not None:
-        whole = plan.memory.budget + resolved.file.missing_bytes * 33 // 32
-        if whole <= room_bytes:
-            return f"--memory '{write_least(whole)}' keeps all weights in memory"
-        more = room_bytes > MORE * plan.memory.budget
-        return f"--memory '{write_most(room_bytes)}' keeps more weights in memory" if more else None
-    kept = find_needs(resolved).hot.bytes + plan.memory.segments.cold
-    missing = max(0, count_ffn_bytes(resolved) - kept)
+    plan, model, source = resolved.plan, resolved.model, resolved.source
+    missing = source.count_missing(resolved)
     whole = plan.memory.budget + missing + missing // 32
     if missing and whole <= room_bytes and fits(resolved, whole):
-        return f"--memory '{write_least(whole)}' keeps all neurons in memory"
+        return f"--memory '{write_least(whole)}' keeps all {source.counted} in memory"
     if missing and room_bytes > MORE * plan.memory.budget:
-        share = min(1.0, (kept + room_bytes - plan.memory.budget) / count_ffn_bytes(resolved))
-        return f"--memory '{write_most(room_bytes)}' keeps {share:.0%} of the neurons in memory"
+        more = source.describe_more(resolved, room_bytes - plan.memory.budget)
+        return f"--memory '{write_most(room_bytes)}' keeps {more} in memory"
     if model.is_smooth and model.moe is None and resolved.thresholds is None:
         return "`pi2 sparsity calibrate PLAN --text FILE` finds neurons that need not be read"
     return None
@@ -231,7 +223,7 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     messages = list_messages(given)
     texts = [] if messages else read_prompts(given)
     is_one = given.list_file is None and len(texts) < 2
-    if given.mlc is not None or plan.resolved.gives_text:
+    if given.mlc is not None or plan.resolved.source.gives_text:
         if plan.memory_bytes is not None or not is_one or given.best_of:
             raise click.UsageError("MLC-LLM takes one prompt, and neither --memory nor --best-of")
         changes = {f"sampling.{name}": value for name, value in given.sampling.items()}

@@ -98,12 +98,7 @@ def check_template(model: LoadedModel, plan: Path) -> None:
             finding.code,
             f"{model.plan.model.id} is a base model: it has no chat template",
             file=None if finding.span is None else finding.span.file,
-            help=f"use `pi2 run {plan} --prompt TEXT`"
-            + (
-                ""
-                if model.plan.file is not None
-                else "; the chat_template.jinja of a chat model goes into the folder of its store"
-            ),
+            help=f"use `pi2 run {plan} --prompt TEXT`{model.texts.advice}",
         ) from None
 
 

@@ -362,17 +362,11 @@ def _check_weights(report: Report) -> list[Diagnostic]:
     """Faults of a plan's store, or of its GGUF file's numbers."""
     if report.resolved is None or not report.resolved.store_path.exists():
         return []  # nothing to import for
-    if report.resolved.file is not None:
-        from pi2.weights.gguf_weights import GgufWeights
-
-        source = report.resolved.file.source
-        try:
-            if isinstance(source, GgufWeights):
-                with ProgressBar() as progress:
-                    source.check_once(progress)
-        except UserError as error:
-            return list(error.diagnostics)
-        return []
+    try:
+        with ProgressBar() as progress:
+            report.resolved.source.check_once(progress)
+    except UserError as error:
+        return list(error.diagnostics)
     from pi2.fitting.misfits import list_store_findings
 
     return list_store_findings(report)

@@ -19,7 +19,6 @@ figures that vary from token to token."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from pi2.costs.constants import Range
@@ -29,61 +28,13 @@ from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PROMPT, cost_prompt
 from pi2.costs.settings import POSITION, Settings
 from pi2.diagnostics import UserError
-from pi2.fitting.budget import count_libraries
-from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import (
-    LOGIT_ROWS,
-    STAGING_BUFFERS,
-    count_chunk_tokens,
-    count_staged_neurons,
-)
 
 
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     """Resident bytes after ``tokens`` of context: segments' needs, used KV cache, neuron cache."""
-    segments = resolved.plan.memory.segments
-    share = min(1.0, tokens / resolved.plan.kv.context)
-    if resolved.file is not None:
-        used: int = sum(size for _, size in segments)
-        return used - int(segments.kv * (1.0 - share))
-    needs = dict(find_needs(resolved).items())
-    names = ("attention", "kv", "state", "predictor", "hot", "workspace")
-    fixed = sum(needs[name].bytes for name in names) - _count_untouched(resolved)
-    stride = resolved.bundle.stride
-    absent = sum(
-        resolved.model.layer_neurons - resolved.layers[number].hot_neurons
-        for number in resolved.named_layers
-    )
-    lent = count_lent_bytes(resolved, tokens)
-    # Nothing is put there of layers that stream by.
-    cold = min(segments.cold + lent, absent * stride)
-    untouched = needs["kv"].bytes * (1.0 - share)
-    libraries = count_libraries(resolved.model, _measure_tokenizer(resolved))
-    if resolved.has_whole_unit:
-        libraries = segments.runtime  # the driver's part is as the plan states it
-    return ceil(libraries + fixed + cold - untouched)
-
-
-def _count_untouched(resolved: ResolvedPlan) -> int:
-    """Bytes of the workspace that generating does not touch."""
-    plan, model = resolved.plan, resolved.model
-    if resolved.has_whole_unit:
-        return 0
-    rows = min(count_chunk_tokens(plan), LOGIT_ROWS) - min(plan.decode.batch, LOGIT_ROWS)
-    untouched = 4 * rows * model.shape.vocab
-    if all(layer.hot_neurons == model.layer_neurons for layer in resolved.layers):
-        untouched += STAGING_BUFFERS * count_staged_neurons(resolved) * resolved.bundle.stride
-    return untouched
-
-
-def _measure_tokenizer(resolved: ResolvedPlan) -> int | None:
-    """Bytes of the store's file; None where the store is not here."""
-    try:
-        return (resolved.store_path / resolved.model.tokenizer.file).stat().st_size
-    except OSError:
-        return None
+    return resolved.source.count_memory(resolved, tokens, count_lent_bytes(resolved, tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

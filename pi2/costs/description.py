@@ -136,8 +136,8 @@ class Description:
 
 def read_plan_rates(resolved: ResolvedPlan, constants: Constants | None = None) -> Rates:
     """Rates of the units that a plan uses; UserError P351 names missing figures."""
-    if resolved.has_whole_unit:
-        return read_whole_rates(resolved.device, resolved.sparse_unit, constants)
+    for unit in resolved.source.whole_units:
+        return read_whole_rates(resolved.device, unit, constants)
     width, units = resolved.model.shape.stored_hidden, list_used_units(resolved)
     return read_rates(resolved.device, width, constants, unit=units[0] if units else None)
 
@@ -151,7 +151,7 @@ def describe_plan(
     position: int = POSITION,
 ) -> Description:
     """Describe a plan in plain numbers; UserError P351 names missing figures of the device."""
-    resolved = _see_experts(resolved)
+    resolved = resolved.source.see_experts(resolved)
     plan, model = resolved.plan, resolved.model
     rates = read_plan_rates(resolved) if rates is None else rates
     rates = rates.choose(plan.kv.type, plan.decode.activations)
@@ -202,16 +202,6 @@ def _describe(
         activity_source=source,
         assumptions=_list_assumptions(resolved, rates),
     )
-
-
-def _see_experts(resolved: ResolvedPlan) -> ResolvedPlan:
-    """The plan of an MoE model's GGUF file as one of a store whose chosen experts are read."""
-    plan, file = resolved.plan, resolved.file
-    if file is None or resolved.model.moe is None:
-        return resolved
-    layers = plan.layers.model_copy(update={"hot": 0.0 if file.expert_bytes else 1.0})
-    decode = plan.decode.model_copy(update={"predictor": "router"})
-    return replace(resolved, plan=plan.model_copy(update={"layers": layers, "decode": decode}))
 
 
 def _group_layers(

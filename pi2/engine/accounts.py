@@ -15,7 +15,8 @@ from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
     from pi2.memory.weight_stream import Expected
-    from pi2.plan.arithmetic.resolved import FileFacts, ResolvedPlan
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.arithmetic.sources import FileFacts
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import KvType
 

@@ -1,189 +1,163 @@
-"""From an opened model to one that runs: memory is given out, weights are read, parts are built."""
+"""A model that an executor computes layer by layer, built of an open neuron store."""
 
-import time
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pi2.arrays import I32
-from pi2.backends.executor import ExecutorObserver
-from pi2.backends.protocol import BuildRequest, Executor
-from pi2.engine.accounts import Account, DryAccount
+from pi2.arrays import U8
+from pi2.backends.protocol import BuildRequest, Executor, RowDivider, Tensor
+from pi2.backends.requests import describe_request
+from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
+from pi2.diagnostics import UserError
+from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import CutFeedForward, FeedForward
 from pi2.engine.layer_model import LayerModel
-from pi2.engine.loading import (
-    allocate_gate_rows,
-    begin_dense,
-    begin_hashes,
-    begin_neurons,
-    begin_scales,
-    group_by_expert,
-    is_by_hotness,
-    list_filled_layers,
-    load_gates,
-    open_embeddings,
-    open_reader,
-)
-from pi2.engine.opened_model import OpenedModel, build_shares, load_shares, make_rows
+from pi2.engine.loading import StoreWeights, load_gates
+from pi2.engine.opening import Opening
 from pi2.engine.parts import Parts, count_dense_bytes
-from pi2.engine.sequences import make_sequences
+from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
+from pi2.fitting.sizes import count_chunks, count_threads, describe_unit
 from pi2.logging import get_logger
-from pi2.machine import bind_calling_thread, list_allowed_cores
+from pi2.machine import Machine, bind_calling_thread, list_allowed_cores
 from pi2.memory.arena import allocate_cache, allocate_staging, make_loan
-from pi2.memory.budget import Budget, make_budget
+from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, BulkLoad
-from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.store.file_read import BlockTensors, EmbeddingRows
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_stated_threads
+from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
+from pi2.progress import Progress
+from pi2.store.file_read import BlockTensors, split_blocks
 
-MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]
-"""Gives what observes an executor's dense layers, if anything."""
-
-
-def build_parts(
-    opened: OpenedModel,
-    cleanup: ExitStack,
-    *,
-    start: float,
-    make_observer: MakeObserver | None = None,
-) -> Parts:
-    """Build a model that is computed layer by layer, which closes what ``cleanup`` does."""
-    resolved, store, progress = opened.resolved, opened.store, opened.request.progress
-    hashes = begin_hashes(resolved, store, cleanup)
-    budget = make_budget(resolved)
-    embedding, layer_embedding = open_embeddings(resolved, store, budget, cleanup)
-    grouped = group_by_expert(resolved, store, budget)
-    bulk = BulkLoad(progress)
-    cleanup.callback(bulk.close)
-    dense, neurons, blocks = Batch(bulk), Batch(bulk), BlockTensors()
-    looked_up = [own for own in (embedding, layer_embedding) if own is not None]
-    request = complete_request(opened, looked_up, grouped, budget, dense, blocks)
-    by_hotness = is_by_hotness(store)
-    cache = allocate_cache(resolved, budget, by_hotness=by_hotness, alone=opened.alone)
-    cache.loops = opened.loops
-    reader = open_reader(resolved, store, cache)
-    cleanup.callback(reader.close)
-    # Its reads end before their files are closed.
-    cleanup.callback(bulk.close)
-    if store is not None:
-        store.check_unchanged()
-    begin_neurons(reader, cache, neurons, fill=list_filled_layers(resolved))
-    # Neurons are read while the executor is built, which may look at dense weights.
-    dense.finish()
-    blocks.arrange()
-    executor = opened.build(request)
-    cleanup.callback(executor.close)
-    observer = None if make_observer is None else make_observer(executor, request)
-    if observer is not None:
-        executor.observe(observer)
-    shares = build_shares(resolved, executor, request, budget, progress, alone=opened.alone)
-    cleanup.callback(shares.close)
-    staging = allocate_staging(resolved, budget)
-    load_shares(shares, resolved, reader, staging, progress)
-    neurons.finish()
-    load_gates(reader, cache, request, staging, progress)
-    if hashes is not None:
-        hashes.finish()
-    lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
-    feed_forward = _choose_feed_forward(resolved)(
-        executor,
-        cache,
-        reader,
-        staging,
-        layers=len(resolved.layers),
-        decode=resolved.plan.decode,
-        token_neurons=[
-            resolved.model.shape.ffn * resolved.model.blocks[layer].ffn.active
-            for layer in range(len(resolved.layers))
-        ],
-        separate_scales=request.scales is not None,
-        shares=shares,
-        in_order=observer is not None,
-        experts=None if grouped is None else ExpertNeurons(grouped, resolved.model.expert_count),
-    )
-    _bind_first_thread(request, cleanup)
-    _report_build(resolved, request, cache, reader)
-    plan = resolved.plan
-    hot = cache.arena[: sum(map(len, cache.hot_slots))]
-    weights = [hot, *(tensor.weights for tensor in request.tensors.values())]
-    model = LayerModel(
-        executor,
-        feed_forward,
-        layers=len(resolved.layers),
-        chunk=plan.prefill.chunk,
-        rows=make_rows(resolved, executor, shares),
-        embedding=embedding,
-        layer_embedding=layer_embedding,
-        is_single=max(plan.decode.batch, plan.decode.step_tokens) == 1,
-        neuron_bytes=resolved.bundle.neuron_bytes,
-    )
-    return Parts(
-        resolved=resolved,
-        texts=opened.texts,
-        account=DryAccount(resolved) if store is None else Account(resolved),
-        budget=budget,
-        reader=reader,
-        forward=make_sequences(
-            model, resolved, chunks=request.chunks, loan=make_loan(resolved, cache, budget)
-        ),
-        step_bytes=count_dense_bytes(resolved),
-        units=shares.units,
-        draft=_build_draft(opened, start, cleanup),
-        load_s=time.perf_counter() - start,
-        loaded_bytes=bulk.total_bytes,
-        resident=[array.reshape(-1).view(np.uint8) for array in weights],
-        compute_threads=request.threads,
-        lock_fallback=lock_fallback,
-        release=cleanup.pop_all(),
-    )
+if TYPE_CHECKING:
+    from pi2.backends.protocol import BuildRequest
+    from pi2.memory.cache import NeuronCache
+    from pi2.memory.flash import FlashReader, NullReader
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
-def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts | None:
-    if opened.draft is None:
-        return None
-    with ExitStack() as own:
-        draft = build_parts(opened.draft, own, start=start)
-    cleanup.enter_context(draft.release)
-    return draft
+class LayersOpening(Opening):
+    """Weights of a store, and a compiled executor. UserError P320 if a backend cannot run, P525
+    for a mixture without predictors, P3xx, P5xx, P605, P651."""
 
+    def __init__(
+        self, open_weights: Callable[[ResolvedPlan, ExitStack], StoreWeights], *given: Any
+    ) -> None:
+        self._open_weights = open_weights
+        super().__init__(*given)
 
-def complete_request(
-    opened: OpenedModel,
-    rows: list[EmbeddingRows],
-    grouped: list[I32] | None,
-    budget: Budget,
-    batch: Batch,
-    blocks: BlockTensors,
-) -> BuildRequest:
-    """What the executor is built of: dense weights and scales, which ``batch`` reads, and room;
-    ``blocks`` arranges the weights that ``batch`` has read."""
-    resolved = opened.resolved
-    request = replace(opened.request, gate_rows=None, allocate=budget.allocate)
-    if opened.store is None:
-        return request
-    tensors = begin_dense(resolved, opened.store, rows, budget, batch, blocks)
-    scales = begin_scales(resolved, opened.store, budget, batch)
-    gate_rows = gate_biases = None
-    if resolved.plan.decode.predictor == "gate":
-        gate_rows = {layer: allocate_gate_rows(resolved, budget) for layer in resolved.named_layers}
-        if resolved.bundle.biases:
-            size = 4 * resolved.model.layer_neurons
-            gate_biases = [
-                budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
-            ]
-    return replace(
-        request,
-        tensors=tensors,
-        gate_rows=gate_rows,
-        scales=scales,
-        gate_biases=gate_biases,
-        expert_neurons=None if resolved.plan.decode.names_all else grouped,
-    )
+    def open(self) -> None:
+        resolved, progress = self.resolved, self.wish.progress
+        # Whoever looks at neurons wants to see them all: then the executor computes everything.
+        self._alone = self.wish.make_observer is not None
+        name = resolved.name_backend(resolved.sparse_unit)
+        backend = find_executor_backend(name)
+        # The rules of the plan language have seen to it (P265).
+        assert backend is not None, resolved.sparse_unit
+        if resolved.source.wants_file(resolved) and not self._alone:
+            raise refuse_mixture(resolved)
+        self.weights = self._open_weights(resolved, self.cleanup)
+        self.texts = self.weights.texts
+        request = make_request(resolved, self.machine, self.weights.tensors)
+        self.request = replace(
+            request, progress=progress, rows=None if self._alone else request.rows
+        )
+        check_backends(resolved, self.request)
+        preparer = find_preparer(name)
+        self._build = backend.build if preparer is None else preparer.prepare(self.request)
+        self._loops = self.weights.load_loops(progress, self.machine.features)
+
+    def build(self) -> Parts:
+        resolved, weights, budget, cleanup = self.resolved, self.weights, self.budget, self.cleanup
+        progress, plan = self.wish.progress, self.resolved.plan
+        finish_hashes = weights.begin_hashes(reads_all=True)
+        embedding, layer_embedding = weights.open_embeddings(budget)
+        grouped = weights.group_by_expert(budget)
+        bulk = BulkLoad(progress)
+        cleanup.callback(bulk.close)
+        dense, neurons, blocks = Batch(bulk), Batch(bulk), BlockTensors()
+        rows = [own for own in (embedding, layer_embedding) if own is not None]
+        request = weights.complete_request(self.request, rows, grouped, budget, dense, blocks)
+        cache = allocate_cache(
+            resolved, budget, by_hotness=weights.is_by_hotness, alone=self._alone
+        )
+        cache.loops = self._loops
+        reader = weights.open_reader(cache)
+        # Its reads end before their files are closed.
+        cleanup.callback(bulk.close)
+        weights.begin_neurons(reader, cache, neurons)
+        # Neurons are read while the executor is built, which may look at dense weights.
+        dense.finish()
+        blocks.arrange()
+        executor = self._build(request)
+        cleanup.callback(executor.close)
+        observe = self.wish.make_observer
+        observer = None if observe is None else observe(executor, request)
+        if observer is not None:
+            executor.observe(observer)
+        shares = build_shares(resolved, executor, request, budget, progress, alone=self._alone)
+        cleanup.callback(shares.close)
+        staging = allocate_staging(resolved, budget)
+        load_shares(shares, resolved, reader, staging, progress)
+        neurons.finish()
+        load_gates(reader, cache, request, staging, progress)
+        finish_hashes()
+        lock_fallback = budget.lock() if plan.memory.lock == "locked" else None
+        feed_forward = _choose_feed_forward(resolved)(
+            executor,
+            cache,
+            reader,
+            staging,
+            layers=len(resolved.layers),
+            decode=plan.decode,
+            token_neurons=[
+                resolved.model.shape.ffn * resolved.model.blocks[layer].ffn.active
+                for layer in range(len(resolved.layers))
+            ],
+            separate_scales=request.scales is not None,
+            shares=shares,
+            in_order=observer is not None,
+            experts=None
+            if grouped is None
+            else ExpertNeurons(grouped, resolved.model.expert_count),
+        )
+        _bind_first_thread(request, cleanup)
+        hot = cache.arena[: sum(map(len, cache.hot_slots))]
+        resident = [hot, *(tensor.weights for tensor in request.tensors.values())]
+        model = LayerModel(
+            executor,
+            feed_forward,
+            layers=len(resolved.layers),
+            chunk=plan.prefill.chunk,
+            rows=make_rows(resolved, executor, shares),
+            embedding=embedding,
+            layer_embedding=layer_embedding,
+            is_single=max(plan.decode.batch, plan.decode.step_tokens) == 1,
+            neuron_bytes=resolved.bundle.neuron_bytes,
+        )
+        parts = self.finish(
+            model,
+            _describe_build(resolved, request, cache),
+            chunks=request.chunks,
+            loan=make_loan(resolved, cache, budget),
+            account=weights.make_account(),
+            reader=reader,
+            step_bytes=count_dense_bytes(resolved),
+            units=shares.units,
+            loaded_bytes=bulk.total_bytes,
+            resident=[array.reshape(-1).view(np.uint8) for array in resident],
+            compute_threads=request.threads,
+            lock_fallback=lock_fallback,
+        )
+        _report_fallbacks(reader)
+        return parts
 
 
 def _choose_feed_forward(resolved: ResolvedPlan) -> Callable[..., FeedForward]:
@@ -205,28 +179,204 @@ def _bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:
         cleanup.callback(bind_calling_thread, free)
 
 
-def _report_build(
-    resolved: ResolvedPlan,
-    request: BuildRequest,
-    cache: NeuronCache,
-    reader: FlashReader | NullReader,
-) -> None:
-    log = get_logger(plan_digest=resolved.digest[:12])
-    log.info(
-        "model loaded",
-        plan=str(resolved.path),
-        backend=resolved.name_backend(resolved.sparse_unit),
-        units=list(resolved.dense_units),
-        threads=request.threads,
-        architecture=request.architecture,
-        hot_neurons=sum(len(slots) for slots in cache.hot_slots),
-        cold_slots=cache.cold_capacity,
-        neurons=cache.neurons * len(cache.hot_slots),
-        predictor=resolved.plan.decode.predictor,
-    )
+def _describe_build(
+    resolved: ResolvedPlan, request: BuildRequest, cache: NeuronCache
+) -> dict[str, object]:
+    return {
+        "backend": resolved.name_backend(resolved.sparse_unit),
+        "units": list(resolved.dense_units),
+        "threads": request.threads,
+        "architecture": request.architecture,
+        "hot_neurons": sum(len(slots) for slots in cache.hot_slots),
+        "cold_slots": cache.cold_capacity,
+        "neurons": cache.neurons * len(cache.hot_slots),
+        "predictor": resolved.plan.decode.predictor,
+    }
+
+
+def _report_fallbacks(reader: FlashReader | NullReader) -> None:
+    log = get_logger()
     if reader.fallback is not None:
         log.warning("neurons are read through the page cache", reason=reader.fallback)
     if reader.engine_fallback is not None:
         log.info("neurons are read with pread", reason=reader.engine_fallback)
     if reader.phases_fallback is not None:
         log.info("neurons are read in one phase", reason=reader.phases_fallback)
+
+
+def make_request(
+    resolved: ResolvedPlan, machine: Machine, tensors: Mapping[str, Tensor]
+) -> BuildRequest:
+    """A build request without memory, to compile kernels for; gate rows have no layers."""
+    unit = resolved.device.units[resolved.sparse_unit]
+    features = unit.features if unit.features is not None else machine.features
+    threads = count_threads(resolved, machine)
+    if count_stated_threads(resolved) is None and threads < machine.cores:
+        get_logger().warning(
+            "the workspace has room for fewer threads than cores: state threads.compute",
+            threads=threads,
+            cores=machine.cores,
+        )
+    return describe_request(
+        resolved,
+        tensors,
+        threads=threads,
+        chunks=count_chunks(resolved),
+        features=features,
+        architecture=unit.architecture or machine.architecture,
+    )
+
+
+def build_shares(
+    resolved: ResolvedPlan,
+    executor: Executor,
+    request: BuildRequest,
+    budget: Budget,
+    progress: Progress,
+    *,
+    alone: bool = False,
+) -> DenseShares:
+    """Make the units that the plan names next to the executor, or none with ``alone``; UserError
+    P320 if one is not available."""
+    units: dict[str, BesideUnit] = {}
+    try:
+        for name in () if alone else resolved.dense_units:
+            settings = resolved.plan.units.get(name)
+            units[name] = BesideUnit(
+                name=name,
+                unit=_build_unit(resolved, name, request, budget, progress),
+                goes_on=settings is not None and settings.on_failure == "cpu",
+                streams=resolved.plan.prefill.unit == name,
+            )
+    except BaseException:
+        for made in units.values():
+            made.unit.close()
+        raise
+    layers = [layer.dense for layer in resolved.layers]
+    neurons = resolved.model.layer_neurons
+    return DenseShares(executor, units, layers, neurons, on_lost=_report_lost)
+
+
+def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> SharedRows | None:
+    """The rows that are shared with another unit; None if the executor computes all."""
+    rows = resolved.divided_rows
+    if rows is None or rows.unit not in shares.units or not isinstance(executor, RowDivider):
+        return None
+    return SharedRows(executor, shares.units[rows.unit], rows, name_head(resolved.model))
+
+
+def unpack_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor as stores have it, which units expect."""
+    return tensor if tensor.format is None else split_blocks(tensor)
+
+
+def _cut_matrices(resolved: ResolvedPlan, name: str, request: BuildRequest) -> Mapping[str, Tensor]:
+    rows = resolved.divided_rows
+    if rows is None or rows.unit != name:
+        return {}
+    return {
+        matrix: unpack_rows(request.tensors[matrix].take_rows(0, count))
+        for matrix, (count, *_) in list_matrices(resolved.model, rows).items()
+        if matrix in request.tensors
+    }
+
+
+def _build_unit(
+    resolved: ResolvedPlan, name: str, build: BuildRequest, budget: Budget, progress: Progress
+) -> DenseUnit:
+    plan, model = resolved.plan, resolved.model
+    backend = find_unit_backend(resolved.name_backend(name))
+    # The rules of the plan language have seen to it (P265).
+    assert backend is not None, name
+    kept = describe_unit(resolved, name).neurons
+    assert kept is not None, name
+    settings = plan.units.get(name)
+    request = UnitRequest(
+        name=name,
+        unit=resolved.device.units[name],
+        model=model,
+        bundle=resolved.bundle,
+        scales=build.scales,
+        neurons=kept,
+        wanted=list_wanted(resolved, name),
+        graphs=None if settings is None else settings.graphs,
+        matrices=_cut_matrices(resolved, name, build),
+        chunk=count_chunk_tokens(plan),
+        jobs=count_chunks(resolved),
+        stretch=min(model.layer_neurons, STAGED_NEURONS),
+        allocate=partial(budget.allocate, resolved.name_segment(name)),
+        adopt=partial(budget.adopt, resolved.name_segment(name)),
+        count=partial(budget.charge, resolved.name_segment(name)),
+        progress=progress,
+    )
+    try:
+        return backend.build_unit(request)
+    except UnitFailed as error:
+        raise UserError.of(
+            "P320", f"the unit {name!r} cannot be used: {error}", help=error.help
+        ) from None
+
+
+def load_shares(
+    shares: DenseShares,
+    resolved: ResolvedPlan,
+    reader: FlashReader | NullReader,
+    staging: U8,
+    progress: Progress,
+) -> None:
+    """Read the neurons that units own from flash: to where they stay, if the unit offers its
+    memory, else through ``staging`` [2, n, stride].  UserError P614 if a unit fails."""
+    count = len(resolved.layers)
+    for number, layer in enumerate(resolved.layers):
+        if layer.dense is None or layer.dense.unit not in shares.units:
+            continue
+        unit, kept = shares.units[layer.dense.unit], layer.dense.kept
+        try:
+            _load_layer(unit.unit, number, kept, reader, staging)
+        except UnitFailed as error:
+            raise UserError.of("P614", f"the unit {unit.name!r} has failed: {error}") from None
+        progress(f"loading neurons of {unit.name}", (number + 1) / count)
+
+
+def _load_layer(
+    unit: DenseUnit, layer: int, kept: int, reader: FlashReader | NullReader, staging: U8
+) -> None:
+    room = unit.offer_room(layer) if kept else None
+    if room is not None:
+        reader.start_run(layer, 0, room[:kept]).result()
+        unit.keep(layer, 0, room[:kept])
+        return
+    size = staging.shape[1]
+    for first in range(0, kept, size):
+        piece = staging[0, : min(size, kept - first)]
+        reader.start_run(layer, first, piece).result()
+        unit.keep(layer, first, piece)
+
+
+def _report_lost(unit: BesideUnit) -> None:
+    get_logger().warning("the run goes on without a unit", unit=unit.name, reason=unit.lost)
+
+
+def refuse_mixture(resolved: ResolvedPlan) -> UserError:
+    store, name = resolved.store_path, resolved.model.id
+    source = str(store) if store.is_dir() else "CHECKPOINT"
+    if store.is_dir() and not any(store.glob("*.model.toml")):
+        document = resolved.path.parent / (resolved.plan.model or "")
+        source += f" --model {document if document.is_file() else resolved.plan.model}"
+    return UserError.of(
+        "P525",
+        f"the router of `{name}` chooses whole experts, and this plan names a store of it",
+        help=f"such models run as GGUF files: `pi2 convert {source} -o {name}.gguf`, then write "
+        f'weights = "{name}.gguf" instead of model, store and decode.predictor, or '
+        f"`pi2 run {name}.gguf`",
+        file=str(resolved.path),
+    )
+
+
+def check_backends(resolved: ResolvedPlan, request: BuildRequest) -> None:
+    """UserError P320 where the backend of a unit cannot run here."""
+    for unit in (resolved.sparse_unit, *resolved.dense_units):
+        name = resolved.name_backend(unit)
+        obstacles = find_backend(name).find_obstacles(request.features, request.architecture)
+        if obstacles:
+            raise UserError.of("P320", f"backend {name!r} cannot run here: {'; '.join(obstacles)}")

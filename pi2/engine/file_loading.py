@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, singledispatch
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pi2.arrays import U8
 from pi2.backends.blocks.contract import PLANES
-from pi2.backends.blocks.instructions import Planes
+from pi2.backends.blocks.instructions import FindWeight, Planes
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.operands import Extent
 from pi2.backends.faults.guard import find_guard
@@ -25,92 +23,80 @@ from pi2.diagnostics import UserError
 from pi2.engine.accounts import FileAccount
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.model_texts import ModelTexts
+from pi2.engine.opening import Opening
 from pi2.engine.parts import Parts
-from pi2.engine.sequences import make_sequences
 from pi2.fitting import find_program_backend
-from pi2.fitting.misfits import check_fit
-from pi2.logging import get_logger
-from pi2.machine import Machine, detect_machine
-from pi2.memory.budget import Budget, make_budget
-from pi2.memory.matrix_pool import MatrixPlace, MatrixPool
+from pi2.memory.budget import Budget
+from pi2.memory.matrix_pool import MatrixPlace
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, WeightStream, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sources import FileFacts, Source
 from pi2.plan.documents.plan_units import list_cores
-from pi2.progress import Progress
 from pi2.reads import refuse_cut, refuse_weights
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import FileTexts, GgufWeights
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import ProgramBackend
     from pi2.engine.experts import RoutingDials
     from pi2.memory.expert_slots import ExpertSlots
     from pi2.memory.host_loops import HostLoops
 
 
-def load_file(
-    resolved: ResolvedPlan,
-    budget: Budget,
-    progress: Progress,
-    start: float,
-    pool: MatrixPool,
-    shared: Mapping[str, U8] = MappingProxyType({}),
-) -> Parts:
-    """Make the parts of a model whose weights stay in a file; ``pool`` has matrices that other
-    models loaded.  ``shared``: those by name that an MTP head finds in its model's memory."""
-    assert resolved.file is not None and isinstance(resolved.file.source, GgufWeights)
-    weights = resolved.file.source
-    with ExitStack() as cleanup:
-        cleanup.callback(weights.close)
-        machine = detect_machine()
-        check_fit(resolved, machine)
-        # Of a file beyond memory every byte would come from the disk; `pi2 validate` checks it.
-        if not resolved.file.missing_bytes:
-            weights.check_once(progress)
-        folder = FileTexts(weights, cleanup)
-        tokenizer = folder.open_tokenizer()
-        files = DirectFiles(weights.files)
-        cleanup.callback(files.close)
-        tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
-        plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
-        division = divide(resolved, weights, tensors)
-        sharing = cleanup.enter_context(ExitStack())
-        states = [os.fstat(own) for own in files.descriptors]
-        names = set(division.resident)
-        places = {
-            t.name: find_place(states, t, is_mapped=is_mapped) for t in tensors if t.name in names
-        }
-        lent = pool.share(places.values(), sharing)
-        known = {name: lent[place] for name, place in places.items() if place in lent}
-        chosen = [tensor for tensor in tensors if tensor.name in names]
-        placed, ranges = place_resident(chosen, known, weights, budget, is_mapped)
-        watched = WatchedFiles(weights.files, weights.list_maps())
-        cleanup.callback(watched.close)
-        loaded, draft = sum(piece.size for piece, _ in ranges), None
-        if resolved.draft is not None:
-            from pi2.engine.opened_model import check_draft
+class FileOpening(Opening):
+    """A GGUF file whose weights stay in it."""
 
-            own = resolved.draft, make_budget(resolved.draft), progress, start, pool
-            draft = load_file(*own, placed if resolved.draft.model.is_mtp else {})
-            cleanup.enter_context(draft.release)
-            check_draft(resolved.draft, resolved, tokenizer, draft.texts.coder)
+    def __init__(self, facts: FileFacts, *given: Any) -> None:
+        self.facts, self.weights = facts, facts.weights
+        super().__init__(*given)
+
+    def open(self) -> None:
+        weights, cleanup = self.weights, self.cleanup
+        cleanup.callback(weights.close)
+        # Of a file beyond memory every byte would come from the disk; `pi2 validate` checks it.
+        if not self.facts.missing_bytes:
+            weights.check_once(self.wish.progress)
+        folder = FileTexts(weights, cleanup)
+        self.texts = ModelTexts(self.resolved, folder.open_tokenizer(), folder, self.facts.path)
+        self.files = files = DirectFiles(weights.files)
+        cleanup.callback(files.close)
+        self._tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
+        self._is_mapped = self.resolved.plan.memory.weights == "mapped"
+        self._backend = find_program_backend(self.resolved.name_backend(self.resolved.sparse_unit))
+
+    def place(self, shared: Mapping[str, U8]) -> Mapping[str, U8]:
+        weights, is_mapped = self.weights, self._is_mapped
+        self._shared = shared
+        self._division = divide(self.resolved, self.facts, self._tensors)
+        self._sharing = self.cleanup.enter_context(ExitStack())
+        states = [os.fstat(own) for own in self.files.descriptors]
+        names = set(self._division.resident)
+        chosen = [tensor for tensor in self._tensors if tensor.name in names]
+        self._places = {t.name: find_place(states, t, is_mapped=is_mapped) for t in chosen}
+        self._lent = lent = self.wish.pool.share(self._places.values(), self._sharing)
+        known = {name: lent[place] for name, place in self._places.items() if place in lent}
+        self._placed, self._ranges = place_resident(chosen, known, weights, self.budget, is_mapped)
+        self._watched = WatchedFiles(weights.files, weights.list_maps())
+        self.cleanup.callback(self._watched.close)
+        return self._placed if self.draft is not None and self.draft.resolved.model.is_mtp else {}
+
+    def build(self) -> Parts:
+        resolved, plan, facts = self.resolved, self.resolved.plan, self.facts
+        weights, files, budget, progress = self.weights, self.files, self.budget, self.wish.progress
+        placed, division, pool = self._placed, self._division, self.wish.pool
+        loaded = sum(piece.size for piece, _ in self._ranges)
         looked_up = weights.list_looked_up()
         whole = [own for name, own in placed.items() if name not in looked_up]
         loops = None
-        backend = find_program_backend(resolved.name_backend(resolved.sparse_unit))
-        if backend.NATIVE and (division.streamed or resolved.file.expert_bytes):
+        if self._backend.NATIVE and (division.streamed or facts.expert_bytes):
             from pi2.backends.host import load_host_loops
 
-            loops = load_host_loops(progress, machine.features)
+            loops = load_host_loops(progress, self.machine.features)
         routers = [own.name for key, _, own in weights.list_matrices() if key == "router"]
-        predicts = bool(resolved.file.expert_bytes) and set(routers) <= placed.keys()
-        slots, ring_bytes = None, plan.memory.segments.cold - resolved.file.slot_bytes
-        if resolved.file.expert_bytes:
+        predicts = bool(facts.expert_bytes) and set(routers) <= placed.keys()
+        slots, ring_bytes = None, plan.memory.segments.cold - facts.slot_bytes
+        if facts.expert_bytes:
             # Also what is left where the next matrix is too large to be resident.
-            sizes = {
-                "cold": resolved.file.slot_bytes,
-                "hot": max(0, plan.memory.segments.hot - loaded),
-            }
+            sizes = {"cold": facts.slot_bytes, "hot": max(0, plan.memory.segments.hot - loaded)}
             region = budget.allocate_spanning(sizes)
             slots = open_slots(resolved, weights, files, region, loops)
         ring = np.zeros(0, np.uint8)
@@ -124,65 +110,90 @@ def load_file(
         model = FileModel(
             weights,
             division,
-            {name: rows.ctypes.data for name, rows in {**shared, **placed}.items()},
+            {name: rows.ctypes.data for name, rows in {**self._shared, **placed}.items()},
             ring,
             make_stream,
-            partial(_make_program, resolved, machine, progress, predicts, budget, backend),
+            partial(self._make_program, predicts),
             slots,
-            watched.check,
+            self._watched.check,
             _make_dials(resolved, weights),
         )
-        cleanup.callback(model.close)
+        self.cleanup.callback(model.close)
         # Kernels that had to be compiled had the memory until now.
-        load_ranges(files, ranges, progress)
-        if not is_mapped:
-            pool.add({p: placed[name] for name, p in places.items() if p not in lent}, sharing)
-        rates, facts = model.measure() if slots is None else None, resolved.file
+        load_ranges(files, self._ranges, progress)
+        if not self._is_mapped:
+            new = {p: placed[name] for name, p in self._places.items() if p not in self._lent}
+            pool.add(new, self._sharing)
+        rates = model.measure() if slots is None else None
         expected = None
         if rates is not None:
             expected = rates.expect(facts.streamed_bytes, facts.token_bytes)
-        get_logger(plan_digest=resolved.digest[:12]).info(
-            "model loaded",
-            plan=str(resolved.path),
-            weights=plan.memory.weights,
-            resident_bytes=sum(t.size_bytes for t in tensors if t.name in placed),
-            streamed_bytes=sum(piece.size for piece in division.pieces),
-            expert_bytes=resolved.file.expert_bytes,
-            reads_through_cache=files.fallback,
-            expected_tokens_s=expected and round(expected.tokens_s, 2),
-        )
-        return Parts(
-            resolved=resolved,
-            texts=ModelTexts(resolved, tokenizer, folder, resolved.file.path),
+        report = {
+            "weights": plan.memory.weights,
+            "resident_bytes": sum(t.size_bytes for t in self._tensors if t.name in placed),
+            "streamed_bytes": sum(piece.size for piece in division.pieces),
+            "expert_bytes": facts.expert_bytes,
+            "reads_through_cache": files.fallback,
+            "expected_tokens_s": expected and round(expected.tokens_s, 2),
+        }
+        return self.finish(
+            model,
+            report,
             account=FileAccount(resolved, facts, expected),
-            budget=budget,
             reader=FileReads(files, model),
-            forward=make_sequences(model, resolved),
             step_bytes=facts.token_bytes,
-            draft=draft,
-            load_s=time.perf_counter() - start,
             loaded_bytes=loaded,
             resident=whole,
-            pool=pool,
-            has_pooled_matrices=not is_mapped,
-            check=watched.check,
-            compute_threads=count_threads(resolved, machine),
-            release=cleanup.pop_all(),
+            has_pooled_matrices=not self._is_mapped,
+            check=self._watched.check,
+            compute_threads=self._count_threads(),
+        )
+
+    def _count_threads(self) -> int:
+        """Return the threads that compute: no more than the workspace has room for."""
+        return self.resolved.plan.threads.compute or min(self.machine.cores, self.facts.threads)
+
+    def _make_program(self, predicts: bool, find: FindWeight) -> BlockModel:
+        resolved, machine, plan = self.resolved, self.machine, self.resolved.plan
+        unit = resolved.device.units[resolved.sparse_unit]
+        features = machine.features if unit.features is None else frozenset(unit.features)
+        threads, one = self._count_threads(), PLANES[plan.decode.activations]
+        request = ProgramRequest(
+            architecture=unit.architecture or machine.architecture,
+            features=features,
+            threads=threads,
+            cores=tuple(list_cores(plan.threads.cores or "")),
+            progress=self.wish.progress,
+        )
+        return BlockModel(
+            resolved.model,
+            find,
+            Extent(
+                threads=threads,
+                context=plan.kv.context,
+                sequences=plan.decode.batch,
+                step_tokens=plan.decode.step_tokens,
+                chunk=plan.prefill.chunk,
+                predicts=predicts,
+                kv=plan.kv.type,
+                planes=Planes(one, one, PLANES[plan.prefill.activations]),
+            ),
+            allocate=self.budget.allocate,
+            interpret=partial(self._backend.interpret, request),
         )
 
 
-def divide(resolved: ResolvedPlan, weights: GgufWeights, tensors: list[FileTensor]) -> Division:
+def divide(resolved: ResolvedPlan, facts: FileFacts, tensors: list[FileTensor]) -> Division:
     """Choose the resident tensors, by the segment ``hot``."""
-    assert resolved.file is not None
-    hot = resolved.plan.memory.segments.hot
+    hot, weights = resolved.plan.memory.segments.hot, facts.weights
     if hot >= sum(tensor.size_bytes for tensor in tensors):
         return Division(tuple(tensor.name for tensor in tensors), {})
-    if resolved.file.expert_bytes:
+    if facts.expert_bytes:
         experts = {t.name for own in weights.list_experts().values() for t in own}
         tensors = [tensor for tensor in tensors if tensor.name not in experts]
     looked_up = weights.list_looked_up()
     tensors = [tensor for tensor in tensors if tensor.name not in looked_up]
-    return divide_matrices(tensors, hot, PIECE_BYTES, resolved.file.shared)
+    return divide_matrices(tensors, hot, PIECE_BYTES, facts.shared)
 
 
 def find_place(
@@ -193,19 +204,29 @@ def find_place(
     return MatrixPlace(state.st_dev, state.st_ino, state.st_mtime_ns, *own)
 
 
-def list_resident(resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
-    """Bytes of the matrices that a file's plan keeps in memory; empty for other plans."""
-    if resolved.file is None or not isinstance(weights := resolved.file.source, GgufWeights):
-        return {}
+@singledispatch
+def list_matrices(source: Source, resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
+    """Bytes of the matrices that a plan keeps in memory and other plans may use: of a file."""
+    return {}
+
+
+@list_matrices.register
+def _(facts: FileFacts, resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
+    weights = facts.weights
     try:
         states = [path.stat() for path in weights.files]
     except OSError:  # it is gone, which loading tells
         return {}
     tensors = {t.name: t for _, _, t in weights.list_matrices()}
-    names = divide(resolved, weights, list(tensors.values())).resident
+    names = divide(resolved, facts, list(tensors.values())).resident
     is_mapped = resolved.plan.memory.weights == "mapped"
     found = [find_place(states, tensors[name], is_mapped=is_mapped) for name in names]
     return {place: place.size for place in found}
+
+
+def list_resident(resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
+    """Bytes of the matrices of a plan that other plans may use."""
+    return list_matrices(resolved.source, resolved)
 
 
 def place_resident(
@@ -264,49 +285,6 @@ def _make_dials(resolved: ResolvedPlan, weights: GgufWeights) -> RoutingDials | 
     from pi2.engine.experts import RoutingDials
 
     return RoutingDials(settings, resolved.model, find if moe.expert_scale else lambda layer: None)
-
-
-def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
-    """Return the threads that compute: no more than the workspace has room for."""
-    assert resolved.file is not None
-    return resolved.plan.threads.compute or min(machine.cores, resolved.file.threads)
-
-
-def _make_program(
-    resolved: ResolvedPlan,
-    machine: Machine,
-    progress: Progress,
-    predicts: bool,
-    budget: Budget,
-    backend: ProgramBackend,
-    find: object,
-) -> BlockModel:
-    plan, unit = resolved.plan, resolved.device.units[resolved.sparse_unit]
-    features = machine.features if unit.features is None else frozenset(unit.features)
-    threads, one = count_threads(resolved, machine), PLANES[plan.decode.activations]
-    request = ProgramRequest(
-        architecture=unit.architecture or machine.architecture,
-        features=features,
-        threads=threads,
-        cores=tuple(list_cores(plan.threads.cores or "")),
-        progress=progress,
-    )
-    return BlockModel(
-        resolved.model,
-        find,  # type: ignore[arg-type]
-        Extent(
-            threads=threads,
-            context=plan.kv.context,
-            sequences=plan.decode.batch,
-            step_tokens=plan.decode.step_tokens,
-            chunk=plan.prefill.chunk,
-            predicts=predicts,
-            kv=plan.kv.type,
-            planes=Planes(one, one, PLANES[plan.prefill.activations]),
-        ),
-        allocate=budget.allocate,
-        interpret=partial(backend.interpret, request),
-    )
 
 
 class WatchedFiles:

@@ -1,27 +1,26 @@
-"""Loading the parts of a model from its neuron store into the segments of the budget."""
+"""A neuron store, opened for a run: its parts come into the segments of the budget."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pi2.arrays import I32, U8, Scales
+from pi2.backends.host import HostLoops, load_host_loops
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.backends.units import WholeModel, WholeRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
+from pi2.engine.accounts import Account, DryAccount, DryWholeAccount, WholeAccount
 from pi2.engine.model_texts import DryTexts, ModelTexts, StoreTexts
-from pi2.fitting import find_backend, find_whole_backend
-from pi2.fitting.misfits import check_fit, locate_findings
+from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
-from pi2.machine import Machine
-from pi2.memory.arena import allocate_cache, allocate_staging
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.bundle_files import BundleFile
@@ -29,12 +28,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, ReadSettings
 from pi2.model.tensor import EMBEDDING, LAYER_EMBEDDING
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import (
-    count_chunk_tokens,
-    count_gate_read_bytes,
-    count_piece_bytes,
-    reads_embedding,
-)
+from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
 from pi2.progress import Progress
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
@@ -54,6 +48,8 @@ from pi2.store.verification import HashCheck
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from pi2.backends.units import WholeModel
+
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer file; UserError P605 if it is missing or broken."""
@@ -68,77 +64,259 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
-def group_by_expert(
-    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
-) -> list[I32] | None:
-    """Stored indices [neurons] of every layer, expert by expert; None without experts. Streamed
-    models count them as part of the runtime."""
-    model = resolved.model
-    if model.moe is None:
-        return None
-    if store is None:
-        return [np.arange(model.layer_neurons, dtype=np.int32)] * len(resolved.layers)
-    found = []
-    for layer in store.layers:
-        grouped = np.argsort(layer.original // model.shape.ffn, kind="stable")
-        if resolved.plan.decode.names_all:
-            found.append(grouped.astype(np.int32))
-        else:
-            room = budget.allocate("predictor", 4 * layer.neurons).view(np.int32)
-            room[:] = grouped
-            found.append(room)
-    return found
+class StoreWeights:
+    """The weights of a store, which ``cleanup`` closes."""
 
+    def __init__(self, resolved: ResolvedPlan, cleanup: ExitStack) -> None:
+        """UserError P5xx if the store is not the plan's, P605."""
+        self.resolved, self._cleanup = resolved, cleanup
+        self.texts = self._open()
 
-def open_embeddings(
-    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget, cleanup: ExitStack
-) -> tuple[EmbeddingRows | None, EmbeddingRows | None]:
-    """Open the embedding where the plan has its rows read, and the layers' own embeddings, whose
-    rows always are; None if there is none, or it is resident."""
-    model, tokens = resolved.model, count_chunk_tokens(resolved.plan)
-    allocate = partial(budget.allocate, "attention")
+    def _open(self) -> ModelTexts:
+        resolved = self.resolved
+        self.store = store = NeuronStore.open(resolved.store_path, model=resolved.model)
+        self._cleanup.callback(store.close)
+        check_bundles(resolved, store)
+        return StoreTexts(resolved, read_tokenizer(store.tokenizer_path), store)
 
-    def open_rows(name: str, is_read: bool) -> EmbeddingRows | None:
-        if store is None or not is_read:
+    def make_account(self) -> Account:
+        return Account(self.resolved)
+
+    def make_whole_account(self) -> Account:
+        return WholeAccount(self.resolved)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Dense tensors, without their bytes."""
+        return self.store.tensors
+
+    @property
+    def is_by_hotness(self) -> bool:
+        """Whether stored order says which neurons are used often."""
+        return self.store.manifest.order != "index"
+
+    def load_loops(self, progress: Progress, features: frozenset[str]) -> HostLoops | None:
+        """The compiled loops of reads and of the cache."""
+        return load_host_loops(progress, features)
+
+    def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
+        """Begin to compare the store's files with their hashes, if the plan wants it, while the
+        rest is loaded; ``reads_all``: the reader compares what it reads. Returns what ends it."""
+        if self.resolved.plan.io.verify == "never":
+            return lambda: None
+        compares = reads_all and not keeps_mapped(self.resolved)
+        hashes = HashCheck(self.store.path, self.store.manifest, reader_compares=compares)
+        self._cleanup.callback(hashes.close)
+        return hashes.finish
+
+    def group_by_expert(self, budget: Budget) -> list[I32] | None:
+        """Stored indices [neurons] of every layer, expert by expert; None without experts. Streamed
+        models count them as part of the runtime."""
+        model = self.resolved.model
+        if model.moe is None:
             return None
-        rows = EmbeddingRows(store, allocate, rows=tokens, name=name)
-        cleanup.callback(rows.close)
-        return rows
+        found = []
+        for layer in self.store.layers:
+            grouped = np.argsort(layer.original // model.shape.ffn, kind="stable")
+            if self.resolved.plan.decode.names_all:
+                found.append(grouped.astype(np.int32))
+            else:
+                room = budget.allocate("predictor", 4 * layer.neurons).view(np.int32)
+                room[:] = grouped
+                found.append(room)
+        return found
 
-    return (
-        open_rows(EMBEDDING, reads_embedding(resolved.plan, model)),
-        open_rows(LAYER_EMBEDDING, model.layer_embedding is not None),
-    )
+    def open_embeddings(self, budget: Budget) -> tuple[EmbeddingRows | None, EmbeddingRows | None]:
+        """Open the embedding where the plan has its rows read, and the layers' own embeddings,
+        whose rows always are; None if there is none, or it is resident."""
+        model, tokens = self.resolved.model, count_chunk_tokens(self.resolved.plan)
+        allocate = partial(budget.allocate, "attention")
 
+        def open_rows(name: str, is_read: bool) -> EmbeddingRows | None:
+            if not is_read:
+                return None
+            rows = EmbeddingRows(self.store, allocate, rows=tokens, name=name)
+            self._cleanup.callback(rows.close)
+            return rows
 
-def begin_dense(
-    resolved: ResolvedPlan,
-    store: NeuronStore,
-    rows: Sequence[EmbeddingRows],
-    budget: Budget,
-    batch: Batch,
-    blocks: BlockTensors,
-) -> Mapping[str, Tensor]:
-    """Begin to read used tensors into their segments; others stay mapped, as do all if the plan
-    lets the system read again. ``rows`` replace embeddings whose rows are read; ``blocks`` arranges
-    what was read."""
-    is_mapped = keeps_mapped(resolved)
-    loaded = dict(map_blocks(store) if is_mapped else store.tensors)
-    read = {own.tensor.name: own.tensor for own in rows}
-    loaded |= read
-    wanted = [name for name in loaded if name not in read]
-    segments = {"attention": [name for name in wanted if ".predictor" not in name]}
-    if resolved.plan.decode.predictor == "low-rank":
-        segments["predictor"] = [name for name in wanted if ".predictor" in name]
-    if is_mapped:
+        return (
+            open_rows(EMBEDDING, reads_embedding(self.resolved.plan, model)),
+            open_rows(LAYER_EMBEDDING, model.layer_embedding is not None),
+        )
+
+    def complete_request(
+        self,
+        request: BuildRequest,
+        rows: list[EmbeddingRows],
+        grouped: list[I32] | None,
+        budget: Budget,
+        batch: Batch,
+        blocks: BlockTensors,
+    ) -> BuildRequest:
+        """What the executor is built of: dense weights and scales, which ``batch`` reads, and room;
+        ``blocks`` arranges the weights that ``batch`` has read."""
+        resolved = self.resolved
+        tensors = self._begin_dense(rows, budget, batch, blocks)
+        scales = self._begin_scales(budget, batch)
+        gate_rows = gate_biases = None
+        if resolved.plan.decode.predictor == "gate":
+            gate_rows = {
+                layer: allocate_gate_rows(resolved, budget) for layer in resolved.named_layers
+            }
+            if resolved.bundle.biases:
+                size = 4 * resolved.model.layer_neurons
+                gate_biases = [
+                    budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
+                ]
+        return replace(
+            request,
+            allocate=budget.allocate,
+            tensors=tensors,
+            gate_rows=gate_rows,
+            scales=scales,
+            gate_biases=gate_biases,
+            expert_neurons=None if resolved.plan.decode.names_all else grouped,
+        )
+
+    def _begin_dense(
+        self, rows: Sequence[EmbeddingRows], budget: Budget, batch: Batch, blocks: BlockTensors
+    ) -> Mapping[str, Tensor]:
+        """Begin to read used tensors into their segments; others stay mapped, as do all if the plan
+        lets the system read again. ``rows`` replace embeddings whose rows are read; ``blocks``
+        arranges what was read."""
+        resolved, store = self.resolved, self.store
+        is_mapped = keeps_mapped(resolved)
+        loaded = dict(map_blocks(store) if is_mapped else store.tensors)
+        read = {own.tensor.name: own.tensor for own in rows}
+        loaded |= read
+        wanted = [name for name in loaded if name not in read]
+        segments = {"attention": [name for name in wanted if ".predictor" not in name]}
+        if resolved.plan.decode.predictor == "low-rank":
+            segments["predictor"] = [name for name in wanted if ".predictor" in name]
+        if is_mapped:
+            for segment, names in segments.items():
+                budget.charge(segment, sum(count_tensor_bytes(loaded[name]) for name in names))
+            return loaded
+        file = self._open_file(DENSE_FILE, batch)
         for segment, names in segments.items():
-            budget.charge(segment, sum(count_tensor_bytes(loaded[name]) for name in names))
+            loaded |= blocks.place(file, store, names, partial(_allocate, budget, segment))
+        begin_file(file, batch)
         return loaded
-    file = open_file(resolved, store, DENSE_FILE, batch)
-    for segment, names in segments.items():
-        loaded |= blocks.place(file, store, names, partial(_allocate, budget, segment))
-    begin_file(file, batch)
-    return loaded
+
+    def _begin_scales(self, budget: Budget, batch: Batch) -> list[U8] | None:
+        """Begin to read the scales of all neurons [neurons, bytes]; None if bundles have them."""
+        if self.store.bundle.scales == "inline":
+            return None
+        found = []
+        for layer in self.store.layers:
+            assert layer.scales_entry is not None
+            file = self._open_file(layer.scales_entry.path, batch)
+            found.append(place_scales(file, layer, partial(_allocate, budget, "attention")))
+            begin_file(file, batch)
+        return found
+
+    def _open_file(self, path: str, batch: Batch) -> FileRead:
+        """Open a file that is read as a whole, to be closed when ``batch``'s load is."""
+        entry, io = self.store.manifest.find_file(path), self.resolved.plan.io
+        assert entry is not None, path  # the manifest was validated
+        verify = io.verify == "first-read"
+        file = FileRead(self.store.path, entry, direct=io.mode == "direct", verify=verify)
+        batch.keep(file.close)
+        return file
+
+    def open_reader(self, cache: NeuronCache) -> FlashReader | NullReader:
+        resolved = self.resolved
+        files = [
+            BundleFile(
+                path=layer.path,
+                bundles_offset=layer.bundles_offset,
+                stride=resolved.bundle.stride,
+                count=resolved.model.layer_neurons,
+                bytes=layer.bytes,
+                read_checks=partial(getattr, layer, "checks"),
+            )
+            for layer in self.store.layers
+        ]
+        settings = replace(_choose_settings(resolved), gate_bytes=count_gate_read_bytes(resolved))
+        self.store.check_unchanged()
+        self._reader = reader = FlashReader(files, cache.arena, settings, cache.loops)
+        self._cleanup.callback(reader.close)
+        return reader
+
+    def begin_neurons(
+        self, reader: FlashReader | NullReader, cache: NeuronCache, batch: Batch
+    ) -> None:
+        """Begin to fill the hot region in stored order, and the cold one if the plan says so."""
+        fill, read_run = list_filled_layers(self.resolved), self._reader.read_run
+        runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
+        for layer, hot in enumerate(cache.hot_slots):
+            runs[layer].append((cache.hot_range(layer).start, cache.arena[hot.start : hot.stop]))
+        for filling in cache.fill(fill) if fill else ():
+            arena = cache.arena[filling.slots.start : filling.slots.stop]
+            runs[filling.layer].append((filling.first, arena))
+        jobs = []
+        for layer, own in enumerate(runs):
+            for first, arena in own:
+                for rows in cut_rows(*arena.shape):
+                    piece = arena[rows]
+                    read = partial(read_run, layer, first + rows.start, piece)
+                    jobs.append(Job(read, piece.nbytes, piece))
+        batch.add(jobs)
+
+    def copy_dense(self, model: WholeModel, buffer: U8, progress: Progress) -> None:
+        """Give dense tensors to a unit; main memory has a piece of one in ``buffer``."""
+        names = [tensor.name for tensor in self.store.manifest.tensors]
+        for tensor, first, share in read_pieces(self.store, names, buffer):
+            model.put(tensor, first)
+            progress("loading dense tensors", share)
+
+
+class AbsentWeights(StoreWeights):
+    """A store that is not opened, because nothing is computed; its reads are counted."""
+
+    tensors: Mapping[str, Tensor] = MappingProxyType({})
+    is_by_hotness = False
+
+    def _open(self) -> ModelTexts:
+        return DryTexts()
+
+    def make_account(self) -> Account:
+        return DryAccount(self.resolved)
+
+    def make_whole_account(self) -> Account:
+        return DryWholeAccount(self.resolved)
+
+    def load_loops(self, progress: Progress, features: frozenset[str]) -> HostLoops | None:
+        return None
+
+    def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
+        return lambda: None
+
+    def group_by_expert(self, budget: Budget) -> list[I32] | None:
+        model = self.resolved.model
+        if model.moe is None:
+            return None
+        return [np.arange(model.layer_neurons, dtype=np.int32)] * len(self.resolved.layers)
+
+    def open_embeddings(self, budget: Budget) -> tuple[None, None]:
+        return None, None
+
+    def complete_request(self, request: BuildRequest, *given: Any) -> BuildRequest:
+        return replace(request, gate_rows=None, allocate=given[2].allocate)
+
+    def open_reader(self, cache: NeuronCache) -> FlashReader | NullReader:
+        return NullReader(self.resolved.bundle.stride, count_gate_read_bytes(self.resolved))
+
+    def begin_neurons(
+        self, reader: FlashReader | NullReader, cache: NeuronCache, batch: Batch
+    ) -> None:
+        fill = list_filled_layers(self.resolved)
+        slots = sum(len(hot) for hot in cache.hot_slots)
+        slots += sum(len(filling.slots) for filling in cache.fill(fill)) if fill else 0
+        reader.read_bytes += slots * cache.arena.shape[1]
+
+    def copy_dense(self, model: WholeModel, buffer: U8, progress: Progress) -> None:
+        """There is nothing to give."""
 
 
 def keeps_mapped(resolved: ResolvedPlan) -> bool:
@@ -150,36 +328,12 @@ def _allocate(budget: Budget, segment: str, size: int, spare: int) -> U8:
     return budget.allocate_spanning({segment: size}, reserved_bytes=spare)
 
 
-def open_file(resolved: ResolvedPlan, store: NeuronStore, path: str, batch: Batch) -> FileRead:
-    """Open a file of the store that is read as a whole, to be closed when ``batch``'s load is."""
-    entry, io = store.manifest.find_file(path), resolved.plan.io
-    assert entry is not None, path  # the manifest was validated
-    file = FileRead(store.path, entry, direct=io.mode == "direct", verify=io.verify == "first-read")
-    batch.keep(file.close)
-    return file
-
-
 def begin_file(file: FileRead, batch: Batch) -> None:
     batch.add([Job(piece.run, piece.bytes, piece.target) for piece in file.list_pieces()])
 
 
 def count_tensor_bytes(tensor: Tensor) -> int:
     return tensor.weights.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
-
-
-def begin_scales(
-    resolved: ResolvedPlan, store: NeuronStore, budget: Budget, batch: Batch
-) -> list[U8] | None:
-    """Begin to read the scales of all neurons [neurons, bytes]; None if bundles have them."""
-    if store.bundle.scales == "inline":
-        return None
-    found = []
-    for layer in store.layers:
-        assert layer.scales_entry is not None
-        file = open_file(resolved, store, layer.scales_entry.path, batch)
-        found.append(place_scales(file, layer, partial(_allocate, budget, "attention")))
-        begin_file(file, batch)
-    return found
 
 
 def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, Scales | None]:
@@ -192,27 +346,6 @@ def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, Scal
         return weights.reshape(neurons, -1), None
     scales = budget.allocate("predictor", neurons * size)
     return weights.reshape(neurons, -1), packing.view_scales(scales, neurons)
-
-
-def open_reader(
-    resolved: ResolvedPlan, store: NeuronStore | None, cache: NeuronCache
-) -> FlashReader | NullReader:
-    stride = resolved.bundle.stride
-    if store is None:
-        return NullReader(stride, count_gate_read_bytes(resolved))
-    files = [
-        BundleFile(
-            path=layer.path,
-            bundles_offset=layer.bundles_offset,
-            stride=stride,
-            count=resolved.model.layer_neurons,
-            bytes=layer.bytes,
-            read_checks=partial(getattr, layer, "checks"),
-        )
-        for layer in store.layers
-    ]
-    settings = replace(_choose_settings(resolved), gate_bytes=count_gate_read_bytes(resolved))
-    return FlashReader(files, cache.arena, settings, cache.loops)
 
 
 def _choose_settings(resolved: ResolvedPlan) -> ReadSettings:
@@ -232,31 +365,6 @@ def _choose_settings(resolved: ResolvedPlan) -> ReadSettings:
 def list_filled_layers(resolved: ResolvedPlan) -> Sequence[int]:
     """Layers whose neurons fill the cold region at first; wholly streamed layers never use it."""
     return resolved.named_layers if resolved.plan.cache.fill else ()
-
-
-def begin_neurons(
-    reader: FlashReader | NullReader, cache: NeuronCache, batch: Batch, *, fill: Sequence[int]
-) -> None:
-    """Begin to fill the hot region in stored order, and the cold one with the layers ``fill``."""
-    if isinstance(reader, NullReader):
-        slots = sum(len(hot) for hot in cache.hot_slots)
-        slots += sum(len(filling.slots) for filling in cache.fill(fill)) if fill else 0
-        reader.read_bytes += slots * cache.arena.shape[1]
-        return
-    runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
-    for layer, hot in enumerate(cache.hot_slots):
-        runs[layer].append((cache.hot_range(layer).start, cache.arena[hot.start : hot.stop]))
-    for filling in cache.fill(fill) if fill else ():
-        arena = cache.arena[filling.slots.start : filling.slots.stop]
-        runs[filling.layer].append((filling.first, arena))
-    jobs = []
-    for layer, own in enumerate(runs):
-        for first, arena in own:
-            for rows in cut_rows(*arena.shape):
-                piece = arena[rows]
-                read = partial(reader.read_run, layer, first + rows.start, piece)
-                jobs.append(Job(read, piece.nbytes, piece))
-    batch.add(jobs)
 
 
 def load_gates(
@@ -289,107 +397,8 @@ def load_gates(
         progress("loading gates", (layer + 1) / len(cache.hot_slots))
 
 
-def open_store(
-    resolved: ResolvedPlan, machine: Machine, cleanup: ExitStack
-) -> tuple[NeuronStore | None, ModelTexts]:
-    """Open the plan's neuron store, to be closed by ``cleanup``, and its texts; no store if nothing
-    is computed."""
-    if not find_backend(resolved.name_backend(resolved.sparse_unit)).COMPUTES:
-        return None, DryTexts()
-    check_fit(resolved, machine)
-    store = NeuronStore.open(resolved.store_path, model=resolved.model)
-    cleanup.callback(store.close)
-    check_bundles(resolved, store)
-    return store, StoreTexts(resolved, read_tokenizer(store.tokenizer_path), store)
-
-
-def begin_hashes(
-    resolved: ResolvedPlan, store: NeuronStore | None, cleanup: ExitStack
-) -> HashCheck | None:
-    """Begin to compare the store's other files with their hashes, if the plan wants it, while the
-    rest is loaded; to be closed by ``cleanup``."""
-    if store is None or resolved.plan.io.verify == "never":
-        return None
-    hashes = HashCheck(
-        store.path,
-        store.manifest,
-        reader_compares=not (resolved.has_whole_unit or keeps_mapped(resolved)),
-    )
-    cleanup.callback(hashes.close)
-    return hashes
-
-
-def is_by_hotness(store: NeuronStore | None) -> bool:
-    """Whether stored order says which neurons are used often."""
-    return store is not None and store.manifest.order != "index"
-
-
 def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     """UserError P520 if the store's bundles do not lie as the plan says."""
     found = list(find_bundle_misfits(resolved, store.manifest.bundle))
     if found:
         raise UserError(locate_findings(found, resolved.path), exit_code=2)
-
-
-def load_whole(
-    resolved: ResolvedPlan,
-    store: NeuronStore | None,
-    budget: Budget,
-    cleanup: ExitStack,
-    progress: Progress,
-) -> tuple[WholeModel, FlashReader | NullReader]:
-    """Make room for the model on the unit that has it, and bring it there; ``cleanup`` closes it
-    and the reader of its neurons."""
-    plan, name = resolved.plan, resolved.sparse_unit
-    grouped = group_by_expert(resolved, store, budget)
-    backend = find_whole_backend(resolved.name_backend(name))
-    assert backend is not None, name
-    model = backend.build_whole(
-        WholeRequest(
-            name=name,
-            unit=resolved.device.units[name],
-            model=resolved.model,
-            bundle=resolved.bundle,
-            chunk=plan.prefill.chunk,
-            sequences=plan.decode.batch,
-            context=plan.kv.context,
-            kv_type=plan.kv.type,
-            predictor=plan.decode.predictor,
-            threshold=plan.decode.threshold,
-            expert_neurons=None if plan.decode.predictor == "none" else grouped,
-            count=partial(budget.charge, resolved.name_segment(name)),
-            progress=progress,
-        )
-    )
-    cleanup.callback(model.close)
-    reader = open_reader(resolved, store, allocate_cache(resolved, budget))
-    cleanup.callback(reader.close)
-    if store is not None:
-        store.check_unchanged()
-        _copy_weights(model, resolved, store, reader, budget, progress)
-    return model, reader
-
-
-def _copy_weights(
-    model: WholeModel,
-    resolved: ResolvedPlan,
-    store: NeuronStore,
-    reader: FlashReader | NullReader,
-    budget: Budget,
-    progress: Progress,
-) -> None:
-    """Read dense tensors and neurons from flash, and give them to the unit; meanwhile main memory
-    has a piece of a tensor and staging buffers of neurons."""
-    staging = allocate_staging(resolved, budget)
-    buffer = budget.allocate("workspace", count_piece_bytes(resolved))
-    names = [tensor.name for tensor in store.manifest.tensors]
-    for tensor, first, share in read_pieces(store, names, buffer):
-        model.put(tensor, first)
-        progress("loading dense tensors", share)
-    layers, neurons, size = len(resolved.layers), resolved.model.layer_neurons, staging.shape[1]
-    for layer in range(layers):
-        for first in range(0, neurons, size):
-            piece = staging[0, : min(size, neurons - first)]
-            reader.start_run(layer, first, piece).result()
-            model.keep(layer, first, piece)
-        progress(f"loading neurons of {resolved.sparse_unit}", (layer + 1) / layers)

@@ -17,7 +17,7 @@ from pi2.engine.text import (
     read_chat_template,
 )
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
-from pi2.tokens.table_tokenizer import Coder
+from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 class ModelTexts:
     """The texts of a GGUF file's model."""
 
-    makes_text = True
-    remarks: tuple[str, ...] = ()
-    """What reports say first."""
+    advice = ""
+    """What helps where there is no chat template, after other help."""
 
     def __init__(
         self, resolved: ResolvedPlan, coder: Coder, folder: FileTexts, file: Path | None = None
@@ -74,6 +73,13 @@ class ModelTexts:
     def go_on_with(self, before: ModelTexts) -> None:
         """Keep the tokenizer of ``before``, which answers under way go on with, and its process."""
         self._coder, self._child, self._shaped = before._coder, before._child, before._shaped
+
+    def has_tokens_of(self, other: ModelTexts) -> bool:
+        """Whether its tokens are those of ``other``."""
+        own, others = self.coder, other.coder
+        if isinstance(own, TableTokenizer) and isinstance(others, TableTokenizer):
+            return own.has_tokens_of(others)
+        return take_library(own).get_vocab() == take_library(others).get_vocab()
 
     def keep_process(self) -> None:
         """Keep a process that renders chat templates: its start takes longer than rendering."""
@@ -158,6 +164,8 @@ class ModelTexts:
 class StoreTexts(ModelTexts):
     """The texts in a neuron store's folder."""
 
+    advice = "; the chat_template.jinja of a chat model goes into the folder of its store"
+
     def __init__(self, resolved: ResolvedPlan, coder: Coder, store: NeuronStore) -> None:
         super().__init__(resolved, coder, store)  # type: ignore[arg-type]  # as far as it goes
         self._store = store
@@ -170,8 +178,7 @@ class StoreTexts(ModelTexts):
 class DryTexts(ModelTexts):
     """Texts of a run that computes nothing: a token for every four bytes, and no answers."""
 
-    makes_text, is_synthetic, identity = False, False, None
-    remarks = ("dry run: nothing was computed or read; the times are pi2's own overhead",)
+    is_synthetic, identity = False, None
 
     def __init__(self) -> None:
         """There is nothing to open."""
@@ -190,6 +197,9 @@ class DryTexts(ModelTexts):
 
     def go_on_with(self, before: ModelTexts) -> None:
         """There is nothing to keep."""
+
+    def has_tokens_of(self, other: ModelTexts) -> bool:
+        return True
 
     def keep_process(self) -> None:
         """There is nothing to render."""

@@ -422,8 +422,7 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     if not isinstance(executor, ContextKeeper):
         return None
     states = None
-    # A file's tokens are rounded otherwise where a prompt is cut, as in llama.cpp.
-    size = plan.prefill.chunk if resolved.file is None else CONTEXT_BLOCK
+    size = resolved.source.count_cut(resolved)
     if resolved.model.state_layers:
         if not isinstance(executor, StateKeeper):
             return None

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         UnitBackend,
         WholeBackend,
     )
-    from pi2.plan.arithmetic.resolved import Alone
     from pi2.plan.documents.device import UnitKind
 
 _PACKAGE = "pi2.backends"
@@ -79,10 +78,3 @@ def find_text_backend(name: str) -> TextBackend | None:
 def find_alone_backend(name: str) -> WholeBackend | TextBackend | None:
     """Import the module of a backend whose units have whole models, with any kind of output."""
     return find_whole_backend(name) or find_text_backend(name)
-
-
-def find_alone(name: str) -> Alone | None:
-    """Output of a unit that has a whole model, by its backend; None if no unit has."""
-    if find_whole_backend(name) is not None:
-        return "logits"
-    return None if find_text_backend(name) is None else "text"

@@ -17,10 +17,11 @@ from typing import Any
 import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.texts import Page
-from pi2.fitting import find_alone
 from pi2.fitting.inspection import Inspection, Reuse
 from pi2.fitting.rules import list_rules
-from pi2.plan.arithmetic.resolved import FilledPlan, FillPlan, ResolvedPlan
+from pi2.fitting.sources import find_source
+from pi2.plan.arithmetic.resolved import FillPlan, ResolvedPlan
+from pi2.plan.arithmetic.sources import FilledPlan
 from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
 from pi2.plan.composing.trees import Chain, Link
 from pi2.plan.documents.common import Document
@@ -188,8 +189,8 @@ def check_plan(
         check.add_draft(report.diagnostics, report.sources)
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)
-    elif resolved is not None and resolved.file is not None and resolved.file.draft is not None:
-        resolved = replace(resolved, draft=_resolve_head(resolved, resolved.file.draft))
+    elif resolved is not None and (head := resolved.source.draft) is not None:
+        resolved = replace(resolved, draft=_resolve_head(resolved, head))
     if resolved is not None:
         run_rules(check, {**facts, "resolved": resolved}, done)
     return _report(check, kind="plan", resolved=resolved)
@@ -334,7 +335,7 @@ def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | N
         device=device,
         model=model,
         path=check.files["plan"].path,
-        find_alone=find_alone,
+        find_source=find_source,
         file=check.facts,
         derived=check.derived,
         thresholds=None if thresholds == "none" or plan.sparsity is None else thresholds,

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pi2.diagnostics import UserError
-from pi2.fitting import find_alone, list_usual_backends
+from pi2.fitting import list_usual_backends
 from pi2.fitting.budget import (
     FIXED,
     MIB,
@@ -20,6 +20,7 @@ from pi2.fitting.budget import (
     write_memory,
 )
 from pi2.fitting.sizes import find_needs
+from pi2.fitting.sources import find_source
 from pi2.plan.arithmetic.estimates import USUAL_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import find_block_bytes
@@ -391,4 +392,4 @@ def _choose_chunk(
 def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
     """Put a whole plan's values, its device and its model together."""
     plan = Plan.model_validate_json(json.dumps(values))
-    return ResolvedPlan(plan=plan, device=device, model=model, find_alone=find_alone)
+    return ResolvedPlan(plan=plan, device=device, model=model, find_source=find_source)

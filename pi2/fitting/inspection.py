@@ -11,7 +11,8 @@ from typing import Any
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.fitting.completion import complete_plan, fill_gaps, leaves_out
-from pi2.plan.arithmetic.resolved import FileFacts, FillPlan
+from pi2.plan.arithmetic.resolved import FillPlan
+from pi2.plan.arithmetic.sources import FileFacts
 from pi2.plan.composing.trees import Chain, Overrides, Removal
 from pi2.plan.documents.common import COMPOSITION, Document
 from pi2.plan.documents.device import Device

@@ -24,12 +24,10 @@ _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 
 def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:
     """Reasons why a plan cannot run on ``machine``; without compiled kernels there are none."""
     backends = [find_backend(name) for name in resolved.list_backends()]
-    if not any(backend.COMPUTES for backend in backends):
-        return []
     found = find_misfits(
         resolved.device,
         machine,
-        resolved.plan.memory.budget,
+        resolved.source.count_budget(resolved),
         threads=resolved.plan.threads.compute,
         bound=list_cores(resolved.plan.threads.cores or ""),
         native=any(backend.NATIVE for backend in backends),
@@ -174,14 +172,9 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
     """What a run of a checked plan would refuse about its store, at the places in the plan; nothing
     of a plan that runs dry, which opens no store."""
     resolved = report.resolved
-    if (
-        resolved is None
-        or resolved.file is not None
-        or not resolved.store_path.exists()
-        or resolved.list_backends() == {"null"}
-    ):
-        return []
-    found = []
+    found: list[Diagnostic] = []
+    if resolved is None or not resolved.source.list_stores(resolved):
+        return found
     for item in find_store_misfits(resolved):
         path = tuple((item.path or "weights").split("."))
         # Places are looked for where something was found.
@@ -200,7 +193,7 @@ def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
         return []
     text = find_text_backend(resolved.name_backend(resolved.sparse_unit))
     try:
-        if resolved.gives_text and text is not None:
+        if resolved.source.gives_text and text is not None:
             text.check_weights(path, resolved.model)
             return []
         manifest = read_manifest(path)

@@ -113,10 +113,7 @@ _LEAST_BYTES = 1 << 20
 @rule("P205", "warning", "resolved")
 def check_cold_is_used(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
-    plan, size = resolved.plan, resolved.plan.memory.segments.cold
-    if plan.decode.predictor != "none" or resolved.file is not None:  # a ring of what streams by
-        return
-    wasted = size - find_needs(resolved).cold.bytes
+    wasted = resolved.source.count_wasted(resolved)
     whole_in_memory = all(layer.hot >= 1.0 for layer in resolved.layers)
     if whole_in_memory or wasted <= _LEAST_BYTES:
         return
@@ -193,11 +190,10 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
         )
         return
     for unit, name in backends.items():
-        backend = find_backend(name)
+        judge = find_backend(resolved.source.choose_judge(name))
         is_sparse = unit == resolved.sparse_unit
-        is_whole = is_sparse and resolved.has_whole_unit
-        find = find_executor_backend if is_sparse else find_unit_backend
-        if find(name) is None and not is_whole and facts.resolved.file is None:
+        if not resolved.source.can_compute(resolved, unit):
+            find = find_executor_backend if is_sparse else find_unit_backend
             able = [other for other in list_backend_names() if find(other)]
             lack = (
                 f"computes no whole model, and `{unit}` computes what no other unit does"
@@ -210,7 +206,7 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
                 f"backends that do: {', '.join(f'`{other}`' for other in able)}",
             )
             continue
-        for limit in backend.find_limits(describe_unit(resolved, unit)):
+        for limit in judge.find_limits(describe_unit(resolved, unit)):
             yield Finding(
                 _find_path(facts, unit),
                 f"backend `{name}` of `{unit}` {limit}",
@@ -222,13 +218,13 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
 def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
     unit = resolved.sparse_unit
-    if resolved.file is None and not resolved.has_backend(unit):  # another rule names it
+    if not resolved.has_backend(unit):  # another rule names it
         return
-    name = "blocks" if resolved.file is not None else resolved.name_backend(unit)
+    name = resolved.source.choose_judge(resolved.name_backend(unit))
     for key, values in find_backend(name).FIXED.items():
         path: KeyPath = tuple(key.split("."))
         stated = _read_setting(resolved, path)
-        said = None if resolved.file is None else resolved.file.said.get(key)
+        said = resolved.source.said.get(key)
         if stated in values or stated == said or path in resolved.derived:
             continue
         yield Finding(

@@ -35,15 +35,18 @@ if TYPE_CHECKING:
 
 def find_needs(resolved: ResolvedPlan) -> Needs:
     """Bytes that each segment needs, computed once for a plan."""
-    return resolved.derive(compute_needs)
+    return resolved.derive(_ask_source)
+
+
+def _ask_source(resolved: ResolvedPlan) -> Needs:
+    return resolved.source.count_needs(resolved)
 
 
 def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
     """Bytes that each dense unit needs, and one that has the whole model, by its name, as its
     backend says; units whose backends serve no such units are left out."""
     needs = {}
-    if resolved.has_whole_unit:
-        name = resolved.sparse_unit
+    for name in resolved.source.whole_units:
         whole = find_alone_backend(resolved.name_backend(name))
         assert whole is not None, name
         needs[name] = whole.need_unit_memory(describe_unit(resolved, name))
@@ -57,10 +60,6 @@ def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
 def compute_needs(resolved: ResolvedPlan) -> Needs:
     """Bytes needed by every segment of a plan whose model has a packable shape."""
     plan, model = resolved.plan, resolved.model
-    if resolved.file is not None:
-        return resolved.file.needs
-    if resolved.has_whole_unit:
-        return _need_beside_whole(resolved)
     return Needs(
         attention=need_attention(resolved),
         kv=need_kv(plan, model),
@@ -72,7 +71,7 @@ def compute_needs(resolved: ResolvedPlan) -> Needs:
     )
 
 
-def _need_beside_whole(resolved: ResolvedPlan) -> Needs:
+def need_beside_whole(resolved: ResolvedPlan) -> Needs:
     """Main memory of a plan whose unit has the whole model: staging buffers of min(f, 512) neurons
     and a piece of a dense tensor, and segments that use main memory."""
     name, stride = resolved.sparse_unit, resolved.bundle.stride
@@ -166,9 +165,14 @@ def _need_workspace(resolved: ResolvedPlan) -> Need:
 
 
 def count_chunks(resolved: ResolvedPlan) -> int:
-    """Chunks of a prompt that pass a layer together: up to 512 tokens with ``layers-first``."""
+    """Chunks of a prompt that pass a layer together."""
+    return resolved.source.count_chunks(resolved)
+
+
+def count_store_chunks(resolved: ResolvedPlan) -> int:
+    """The same of a store: up to 512 tokens with ``layers-first``."""
     plan = resolved.plan
-    if plan.pipeline.prefill == "chunks-first" or resolved.has_whole_unit:
+    if plan.pipeline.prefill == "chunks-first":
         return 1
     room = plan.memory.segments.workspace - _count_staging(resolved)
     most = ceil(TOKENS_TOGETHER / count_chunk_tokens(plan))

@@ -353,14 +353,14 @@ def score_beside(
 ) -> tuple[Scores, float, tuple[float, float]]:
     """llama.cpp's scores on the file of ``model``, and its distances from pi2 and from itself, as
     `Run` has both. UserError P663 without a GGUF file or llama-cpp-python."""
-    if model.plan.file is None:
-        raise UserError.of(
-            "P663",
-            "llama.cpp is compared on the same file, and this plan runs a store",
-            help="name a GGUF file: `pi2 evaluate FILE.gguf --against llama.cpp --text TEXT`",
-        )
+    refusal = UserError.of(
+        "P663",
+        "llama.cpp is compared on the same file, and this plan runs a store",
+        help="name a GGUF file: `pi2 evaluate FILE.gguf --against llama.cpp --text TEXT`",
+    )
+    file = model.plan.source.find_file(refusal)
     context = max(len(window.tokens) for window in windows)
-    peer = _open_peer(model.plan.file.path, context)
+    peer = _open_peer(file, context)
     losses, choices, divergences = [], [], []
     floor = 0.0, 1.0
     for number, window in enumerate(windows):

@@ -10,9 +10,8 @@ from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import expect_uses
 from pi2.model.blocks import list_attention
-from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons
-from pi2.plan.arithmetic.units import need_kv
 
 MEAN_TOKENS = 256
 """Tokens of context that a mean token is taken to have."""
@@ -43,10 +42,8 @@ def describe_context(resolved: ResolvedPlan) -> ContextMemory:
         runs += kinds * layers * vectors
     # Scales lie apart from what they belong to.
     runs *= 2 if resolved.plan.kv.type == "int8" else 1
-    file = resolved.file
-    need = need_kv(resolved.plan, resolved.model) if file is None else file.needs.kv
     return ContextMemory(
-        total_bytes=0 if resolved.has_whole_unit else need.bytes,
+        total_bytes=resolved.source.count_context(resolved),
         context=resolved.plan.decode.batch * resolved.plan.kv.context,
         runs=resolved.plan.decode.batch * runs,
     )
@@ -114,7 +111,7 @@ def allocate_cache(
     """One arena for hot and cold neurons; UserError P610 without room. ``alone``: without the
     neurons of other units."""
     stride = resolved.bundle.stride
-    ranges = [_find_hot(resolved, layer, alone) for layer in resolved.layers]
+    ranges = [resolved.source.find_hot(resolved, layer, alone) for layer in resolved.layers]
     hot, first = [len(own) for own in ranges], [own.start for own in ranges]
     neurons = resolved.model.layer_neurons
     cold_slots, most_slots = count_cold_slots(resolved)
@@ -141,14 +138,6 @@ def allocate_cache(
         expected=expected,
         give_back=budget.give_back,
     )
-
-
-def _find_hot(resolved: ResolvedPlan, layer: ResolvedLayer, alone: bool) -> range:
-    if resolved.has_whole_unit:
-        return range(layer.hot_neurons, layer.hot_neurons)
-    if alone and layer.dense is not None and resolved.name_segment(layer.dense.unit) == "hot":
-        return range(layer.hot_neurons)
-    return layer.own_hot
 
 
 def count_neurons_at_risk(resolved: ResolvedPlan) -> int:

@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -24,7 +26,7 @@ from pi2.backends.hexagon.specification import HexagonSpec
 from pi2.backends.protocol import Tensor
 from pi2.backends.requests import describe_tensors
 from pi2.diagnostics import UserError
-from pi2.engine.opened_model import make_request
+from pi2.engine.assembly import make_request
 from pi2.fitting.misfits import find_store_misfits
 from pi2.fitting.sizes import describe_unit
 from pi2.machine import detect_machine
@@ -42,7 +44,8 @@ from pi2.phone.documents import (
 from pi2.phone.replacements.libraries import INDEX as KERNELS
 from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.runtime.probing import list_recipes
-from pi2.plan.arithmetic.resolved import FileFacts, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sources import FileFacts, Source
 from pi2.progress import Progress
 from pi2.store.files import hash_file
 from pi2.store.manifest import MANIFEST
@@ -50,32 +53,6 @@ from pi2.store.reader import NeuronStore
 from pi2.weights.gguf_weights import GgufWeights
 
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-def list_block_specs(resolved: ResolvedPlan) -> list[BlockSpec]:
-    """Return the libraries that a run of a file's plan asks for."""
-    unit, weights = resolved.device.units[resolved.sparse_unit], take_weights(resolved)
-    assert unit.features is not None and unit.architecture is not None
-    libraries = list_libraries(weights.model, resolved.plan.kv.type)
-    names = (*libraries, *sorted({*list_formats(weights), "f32"}))
-    return describe_libraries(names, frozenset(unit.features), unit.architecture)
-
-
-def list_formats(weights: GgufWeights) -> set[str]:
-    return {tensor.format for _, _, tensor in weights.list_matrices()}
-
-
-def write_tables(room: Path, resolved: ResolvedPlan) -> None:
-    """Write what codes of IQ types are looked up in, next to the module that reads it."""
-    is_file = resolved.file is not None
-    own = list_formats(take_weights(resolved)) if is_file else {resolved.model.quantization.gates}
-    for name in own & GRIDS.keys():
-        make_tables(name).tofile(room / PACKAGES / "pi2/backends/blocks" / place_tables(name).name)
-
-
-def take_weights(resolved: ResolvedPlan) -> GgufWeights:
-    assert resolved.file is not None and isinstance(resolved.file.source, GgufWeights)
-    return resolved.file.source
 
 
 def describe_weights(facts: FileFacts, weights: GgufWeights) -> tuple[dict[str, Any], F32]:
@@ -106,22 +83,6 @@ def describe_weights(facts: FileFacts, weights: GgufWeights) -> tuple[dict[str, 
     }
     joined = np.concatenate(numbers) if numbers else np.zeros(0, np.float32)
     return table, joined.astype("<f4")
-
-
-def write_weights(room: Path, resolved: ResolvedPlan) -> None:
-    """Write all but the file itself into the folder of weights."""
-    weights, folder = take_weights(resolved), room / STORE
-    weights.check_once()
-    folder.mkdir(exist_ok=True)
-    assert resolved.file is not None
-    table, numbers = describe_weights(resolved.file, weights)
-    (folder / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    numbers.tofile(folder / NUMBERS)
-    checkpoint = weights.checkpoint
-    for name in TEXTS:
-        content = checkpoint.read_tokenizer() if name == TEXTS[0] else checkpoint.read_file(name)
-        if content is not None:
-            (folder / name).write_bytes(content)
 
 
 def write_notes(room: Path, resolved: ResolvedPlan) -> None:
@@ -200,20 +161,128 @@ class Built:
     store_bytes: int
 
 
+class Contents(ABC):
+    """What a bundle has of a plan's weights, and for them."""
+
+    def __init__(self, aimed: ResolvedPlan, mode: StoreMode) -> None:
+        self.aimed, self.mode = aimed, mode
+
+    @abstractmethod
+    def list_formats(self) -> Set[str]:
+        """Number formats whose codes may be looked up in tables."""
+
+    @abstractmethod
+    def list_specs(self, wish: Wish) -> list[Spec]:
+        """Libraries that a run of the plan asks for, and a probe if it is wanted."""
+
+    @abstractmethod
+    def bring(self, room: Path, progress: Progress) -> None:
+        """Bring the weights, as far as the bundle is to have them."""
+
+
+class FileContents(Contents):
+    """A GGUF file, and what was read of it."""
+
+    def __init__(self, facts: FileFacts, aimed: ResolvedPlan, mode: StoreMode) -> None:
+        super().__init__(aimed, mode)
+        self._facts = facts
+        self._weights: GgufWeights = facts.weights
+
+    def list_formats(self) -> set[str]:
+        return {tensor.format for _, _, tensor in self._weights.list_matrices()}
+
+    def list_specs(self, wish: Wish) -> list[Spec]:
+        return [*self.list_blocks(), *list_host_specs(self.aimed)]
+
+    def list_blocks(self) -> list[BlockSpec]:
+        unit = self.aimed.device.units[self.aimed.sparse_unit]
+        assert unit.features is not None and unit.architecture is not None
+        libraries = list_libraries(self._weights.model, self.aimed.plan.kv.type)
+        names = (*libraries, *sorted({*self.list_formats(), "f32"}))
+        return describe_libraries(names, frozenset(unit.features), unit.architecture)
+
+    def bring(self, room: Path, progress: Progress) -> None:
+        weights, folder = self._weights, room / STORE
+        weights.check_once()
+        folder.mkdir(exist_ok=True)
+        table, numbers = describe_weights(self._facts, weights)
+        (folder / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        numbers.tofile(folder / NUMBERS)
+        checkpoint = weights.checkpoint
+        for name in TEXTS:
+            is_first = name == TEXTS[0]
+            content = checkpoint.read_tokenizer() if is_first else checkpoint.read_file(name)
+            if content is not None:
+                (folder / name).write_bytes(content)
+        files = [] if self.mode == "none" else weights.files
+        bring_files({file: folder / file.name for file in files}, self.mode, progress)
+
+
+class StoreContents(Contents):
+    """A neuron store; UserError P5xx if it is to be brought and is not the plan's."""
+
+    def __init__(self, path: Path | None, aimed: ResolvedPlan, mode: StoreMode) -> None:
+        """``path``: of the store; None if this machine does not have it."""
+        super().__init__(aimed, mode)
+        self._path = path
+
+    def list_formats(self) -> set[str]:
+        return {self.aimed.model.quantization.gates}
+
+    def list_specs(self, wish: Wish) -> list[Spec]:
+        probed = list_recipes(self.aimed) if wish.probe else []
+        own = [spec for recipe in probed for spec in recipe.list_specs()]
+        if self._path is None:
+            return list_specs(self.aimed, describe_tensors(self.aimed.model)) + own
+        with NeuronStore.open(self._path, model=self.aimed.model) as store:
+            return list_specs(self.aimed, store.tensors) + own
+
+    def bring(self, room: Path, progress: Progress) -> None:
+        folder, model = room / STORE, self.aimed.model
+        if self.mode == "none":
+            # What is needed to find out that another store is the right one.
+            folder.mkdir()
+            (folder / "README.txt").write_text(
+                f"Copy the neuron store of {model.id} here: {MANIFEST}, "
+                f"{model.tokenizer.file} and all else that is in it.\n",
+                encoding="utf-8",
+            )
+            return
+        assert self._path is not None
+        files = [path for path in sorted(self._path.rglob("*")) if path.is_file()]
+        files.sort(key=lambda path: path.name == MANIFEST)
+        places = {path: folder / path.relative_to(self._path) for path in files}
+        bring_files(places, self.mode, progress)
+
+
+@singledispatch
+def choose_contents(
+    source: Source, resolved: ResolvedPlan, aimed: ResolvedPlan, mode: StoreMode
+) -> Contents:
+    """The contents for ``resolved`` as ``aimed`` at the bundle's machine."""
+    path = resolved.store_path
+    has_store = (path / MANIFEST).is_file()
+    misfits = find_store_misfits(resolved) if has_store else []
+    if mode != "none" and misfits:
+        raise UserError(misfits, exit_code=2)
+    # What a run would refuse says nothing of the store that the machine has.
+    return StoreContents(
+        path if mode != "none" or (has_store and not misfits) else None, aimed, mode
+    )
+
+
+@choose_contents.register
+def _(facts: FileFacts, resolved: ResolvedPlan, aimed: ResolvedPlan, mode: StoreMode) -> Contents:
+    return FileContents(facts, aimed, mode)
+
+
 def build_bundle(
     resolved: ResolvedPlan, wish: Wish, folder: Path, mode: StoreMode, progress: Progress
 ) -> Built:
     """Build the bundle of a plan at the new folder ``folder``; UserError P673 for unsupported
     plans, P675 if writing fails, P651 for kernels, P5xx for the store."""
     aimed = aim_plan(resolved, wish)
-    source = None
-    if resolved.file is None:
-        has_store = (resolved.store_path / MANIFEST).is_file()
-        misfits = find_store_misfits(resolved) if has_store else []
-        if mode != "none" and misfits:
-            raise UserError(misfits, exit_code=2)
-        # What a run would refuse says nothing of the store that the machine has.
-        source = resolved.store_path if mode != "none" or (has_store and not misfits) else None
+    contents = choose_contents(resolved.source, resolved, aimed, mode)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError.of(
             "P675",
@@ -224,7 +293,7 @@ def build_bundle(
         folder.parent.mkdir(parents=True, exist_ok=True)
         room = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
         try:
-            _fill(room, aimed, source, wish, mode, progress)
+            _fill(room, contents, wish, progress)
             room.chmod(0o755)
             if folder.exists():
                 folder.rmdir()
@@ -240,30 +309,18 @@ def build_bundle(
     return Built(folder, aimed, whole - store, store)
 
 
-def _fill(
-    room: Path,
-    aimed: ResolvedPlan,
-    store_path: Path | None,
-    wish: Wish,
-    mode: StoreMode,
-    progress: Progress,
-) -> None:
+def _fill(room: Path, contents: Contents, wish: Wish, progress: Progress) -> None:
+    aimed = contents.aimed
     units = (aimed.sparse_unit, *aimed.dense_units)
     for place, source in list_code({aimed.name_backend(unit) for unit in units}).items():
         target = room / place
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     _write_version(room)
-    write_tables(room, aimed)
-    if aimed.file is not None:
-        specs: list[Spec] = [*list_block_specs(aimed), *list_host_specs(aimed)]
-    elif store_path is None:
-        specs = list_specs(aimed, describe_tensors(aimed.model))
-    else:
-        with NeuronStore.open(store_path, model=aimed.model) as store:
-            specs = list_specs(aimed, store.tensors)
-    if wish.probe and aimed.file is None:
-        specs += [spec for recipe in list_recipes(aimed) for spec in recipe.list_specs()]
+    for name in contents.list_formats() & GRIDS.keys():
+        # What codes of IQ types are looked up in, next to the module that reads it.
+        make_tables(name).tofile(room / PACKAGES / "pi2/backends/blocks" / place_tables(name).name)
+    specs = contents.list_specs(wish)
     npus = [unit for unit in aimed.dense_units if aimed.name_backend(unit) == "hexagon"]
     libraries = [
         *_compile_kernels(room, specs, wish.triple, progress),
@@ -278,21 +335,7 @@ def _fill(
     (room / "run.sh").write_text(START, encoding="utf-8")
     (room / "run.sh").chmod(0o755)
     write_notes(room, aimed)
-    if aimed.file is not None:
-        write_weights(room, aimed)
-        files = [] if mode == "none" else take_weights(aimed).files
-        bring_files({file: room / STORE / file.name for file in files}, mode, progress)
-    elif mode == "none":
-        # What is needed to find out that another store is the right one.
-        (room / STORE).mkdir()
-        (room / STORE / "README.txt").write_text(
-            f"Copy the neuron store of {aimed.model.id} here: {MANIFEST}, "
-            f"{aimed.model.tokenizer.file} and all else that is in it.\n",
-            encoding="utf-8",
-        )
-    else:
-        assert store_path is not None
-        _bring_store(store_path, room / STORE, mode, progress)
+    contents.bring(room, progress)
     facts = {
         "created_by": f"pi2 {version('pi2')}",
         "target": wish.triple,
@@ -350,12 +393,6 @@ def _compile_kernels(
 
         file.chmod(0o755)
         yield spec, file
-
-
-def _bring_store(source: Path, target: Path, mode: StoreMode, progress: Progress) -> None:
-    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
-    files.sort(key=lambda path: path.name == MANIFEST)
-    bring_files({path: target / path.relative_to(source) for path in files}, mode, progress)
 
 
 def bring_files(places: Mapping[Path, Path], mode: StoreMode, progress: Progress) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.fitting import find_alone
-from pi2.plan.arithmetic.resolved import FileFacts, ResolvedPlan
+from pi2.fitting.sources import find_source
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sources import FileFacts
 from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -115,7 +116,7 @@ def write_resolved(resolved: ResolvedPlan) -> str:
 
 def describe_file(facts: FileFacts) -> dict[str, Any]:
     """Return what a plan knows of its GGUF file, but for its place."""
-    return {**asdict(replace(facts, source=None)), "path": facts.path.name}
+    return {**asdict(replace(facts, weights=None)), "path": facts.path.name}
 
 
 def read_file_facts(folder: Path, model: Model) -> FileFacts:
@@ -128,7 +129,7 @@ def read_file_facts(folder: Path, model: Model) -> FileFacts:
     # In a bundle another module has this name.
     make: Any = GgufWeights
     facts |= {"path": folder / facts["path"], "needs": Needs(**needs)}
-    return FileFacts(**{**facts, "source": make(folder, table, model)})
+    return FileFacts(**{**facts, "weights": make(folder, table, model)})
 
 
 def read_resolved(path: Path) -> ResolvedPlan:
@@ -147,7 +148,7 @@ def read_resolved(path: Path) -> ResolvedPlan:
         model=model,
         path=path,
         thresholds=thresholds,
-        find_alone=find_alone,
+        find_source=find_source,
         file=read_file_facts(store, model) if (store / TABLE).exists() else None,
     )
     # It was computed of the documents as they were read and checked.

@@ -19,6 +19,7 @@ from pi2.fitting.sizes import count_unit_needs
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
+from pi2.plan.arithmetic.sources import FileFacts
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import (
@@ -70,7 +71,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         **sampling,
     }
     document = _shorten(document, planned)
-    what = "the whole model" if resolved.has_whole_unit else "its hot neurons"
+    what = resolved.source.hot_part
     remarks: dict[KeyPath, str | None] = {
         **recommended,
         ("weights",): "relative to this file",
@@ -142,12 +143,10 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     whole = count_ffn_bytes(resolved)
     for name, need in count_unit_needs(resolved).items():
         if not resolved.shares_main_memory(name):
-            what = "the whole model and the KV cache" if resolved.has_whole_unit else "neurons"
+            what = resolved.source.own_part
             yield f"{name} has {approximate_bytes(need.bytes)} of {what}, in its own memory."
-    if resolved.has_whole_unit:
-        yield "The CPU chooses tokens, and computes nothing of the model."
-    elif all(layer.hot_neurons == resolved.model.layer_neurons for layer in resolved.layers):
-        yield f"All neurons stay in memory: {approximate_bytes(whole)}."
+    if all(layer.hot_neurons == resolved.model.layer_neurons for layer in resolved.layers):
+        yield resolved.source.describe_all(whole)
     else:
         hot = sum(layer.hot_neurons for layer in resolved.layers) * resolved.bundle.stride
         rest = "" if hot + segments.cold >= whole else "; the others are read when used"
@@ -203,10 +202,9 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
         yield "The KV cache takes 8 bits: half of the memory and of attention's reads."
 
 
-def describe_file_plan(resolved: ResolvedPlan) -> Iterator[str]:
+def describe_file_plan(resolved: ResolvedPlan, file: FileFacts) -> Iterator[str]:
     """What the plan of a GGUF file that runs as it is keeps and reads, and its expected speed."""
-    plan, file = resolved.plan, resolved.file
-    assert file is not None
+    plan = resolved.plan
     yield f"Planned by `pi2 plan`: {file.path.name} runs as it is on {resolved.device.id}."
     missing = file.describe_missing() or f"all stay in memory, {plan.memory.weights}"
     budget = approximate_bytes(plan.memory.budget)

@@ -104,10 +104,9 @@ def write_presets(plans: Iterable[tuple[str, ResolvedPlan]]) -> str:
     """An INI file with which llama-server runs the GGUF files of plans; UserError P739."""
     lines = ["version = 1"]
     for name, resolved in plans:
-        if resolved.file is None:
-            message = f"llama-server runs GGUF files, and {name} has a neuron store"
-            raise UserError.of("P739", message)
-        lines += ["", f"[{name}]", f"model = {Path(resolved.file.path).absolute()}"]
+        message = f"llama-server runs GGUF files, and {name} has a neuron store"
+        file = resolved.source.find_file(UserError.of("P739", message))
+        lines += ["", f"[{name}]", f"model = {file.absolute()}"]
         plan = resolved.plan
         stated = {f"sampling.{key}" for key in plan.sampling.model_fields_set}
         stated |= {f"serve.{key}" for key in plan.serve.model_fields_set} | {"kv.context"}

@@ -17,7 +17,7 @@ from pi2.fitting.completion import (
     read_size,
 )
 from pi2.memory.weight_stream import BLOCK
-from pi2.plan.arithmetic.resolved import FileFacts, FilledPlan
+from pi2.plan.arithmetic.sources import FileFacts, FilledPlan
 from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.checking.rules.stated import find_other_choice
 from pi2.plan.documents.model import Model
@@ -225,7 +225,7 @@ def derive_plan(
             workspace=Need(needs.workspace, f"{prefill['chunk']} tokens of a prompt, and logits"),
         ),
         threads=parts.threads,
-        source=weights,
+        weights=weights,
         draft=None if wanted is None else _derive_head(filled, wanted, needs.draft, cores),
         shared=weights.list_resident() | ({} if wanted is None else find_shared(wanted)),
     )

@@ -17,7 +17,7 @@ from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
-    from pi2.plan.arithmetic.resolved import FilledPlan
+    from pi2.plan.arithmetic.sources import FilledPlan
     from pi2.plan.toml.source import Kind
     from pi2.sharing.lock import PinnedWeights
     from pi2.weights.gguf_weights import GgufWeights

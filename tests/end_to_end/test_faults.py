@@ -12,9 +12,9 @@ import pytest
 import pi2
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.loading import open_reader
 from pi2.importing.convert import convert_checkpoint
 from pi2.store.manifest import MANIFEST
+from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.programs import start_pi2, start_python
@@ -85,13 +85,14 @@ def test_a_store_replaced_while_it_runs_does_no_harm(plan: Path) -> None:
 def test_a_store_replaced_while_it_is_opened_is_an_error(plan: Path, monkeypatch: Patch) -> None:
     manifest = store_of(plan) / MANIFEST
 
-    def replace_meanwhile(*arguments: Any) -> Any:
-        reader = open_reader(*arguments)
+    check = NeuronStore.check_unchanged
+
+    def replace_meanwhile(store: NeuronStore) -> None:
         text = manifest.read_text("utf-8").replace('"created_by": "', '"created_by": "other ')
         manifest.write_text(text, "utf-8")
-        return reader
+        check(store)
 
-    monkeypatch.setattr("pi2.engine.assembly.open_reader", replace_meanwhile)
+    monkeypatch.setattr(NeuronStore, "check_unchanged", replace_meanwhile)
     with pytest.raises(UserError) as caught:
         pi2.load(plan)
     expect_code(caught, "P509")

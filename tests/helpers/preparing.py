@@ -8,7 +8,7 @@ from pi2.backends.cpu import backend
 from pi2.backends.cpu.request import make_spec
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.engine.assembly import complete_request
+from pi2.engine.loading import StoreWeights
 
 
 class Stopped(Exception):
@@ -27,16 +27,17 @@ def watch_kernels(load: Callable[[], object]) -> tuple[list[KernelSpec], KernelS
 
     def begin(*arguments: object) -> BuildRequest:
         has_begun.append(True)
-        return complete_request(*arguments)  # type: ignore[arg-type]
+        return begun(*arguments)  # type: ignore[arg-type]
 
     def build(request: BuildRequest) -> Executor:
         late.append(make_spec(request))
         raise Stopped
 
     has_begun: list[bool] = []
+    begun = StoreWeights.complete_request
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "prepare", prepare)
-        patch.setattr("pi2.engine.assembly.complete_request", begin)
+        patch.setattr("pi2.engine.loading.StoreWeights.complete_request", begin)
         with pytest.raises(Stopped):
             load()
     (needed,) = late

@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pi2.authoring.writing import write_document
-from pi2.fitting import find_alone
 from pi2.fitting.budget import SHARE_STEPS, Shortage, fit_plan, write_memory
 from pi2.fitting.check import check_plan
+from pi2.fitting.sources import find_source
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan import Plan, Segments
 from tests.helpers.shipped_plans import read_device, read_model
@@ -68,7 +68,7 @@ def wishes(draw: st.DrawFn) -> ResolvedPlan:
     if unit is not None and draw(st.booleans()):
         values["projections"] = {"attention": {unit: 0.25, "cpu": 0.75}}
     plan = Plan.model_validate_json(json.dumps(values))
-    return ResolvedPlan(plan=plan, device=device, model=model, find_alone=find_alone)
+    return ResolvedPlan(plan=plan, device=device, model=model, find_source=find_source)
 
 
 budgets = st.integers(100 * MIB, 40 * GIB) | st.integers(150 * MIB, 8 * GIB)

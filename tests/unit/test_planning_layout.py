@@ -182,7 +182,7 @@ def wish_for(device: str, model: str, **changes: object) -> Wish:
 
 
 def is_whole(planned: PlannedPlan) -> bool:
-    return planned.resolved.has_whole_unit
+    return bool(planned.resolved.source.whole_units)
 
 
 def test_a_card_with_room_has_the_whole_model() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import tomlkit
 
 from pi2.diagnostics import UserError
-from pi2.fitting import find_alone
 from pi2.fitting.budget import Shortage, fit_plan, write_memory
 from pi2.fitting.completion import choose_predictor
+from pi2.fitting.sources import find_source
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -63,7 +63,7 @@ def write_plan(
         budget = int(wish.memory * store_bytes) if share else int(wish.memory)
         document["memory"]["embedding"] = "flash"
     plan = Plan.model_validate_json(json.dumps(document))
-    resolved = ResolvedPlan(plan=plan, device=device, model=model, find_alone=find_alone)
+    resolved = ResolvedPlan(plan=plan, device=device, model=model, find_source=find_source)
     try:
         fitted = fit_plan(resolved, budget, runtime_bytes=wish.runtime_bytes)
     except Shortage as shortage:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.logging import configure_logging
 from pi2.phone.documents import PLAN, STORE, TABLE, check_bundle, read_bundle, read_resolved
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sources import FileFacts, Source
 
 CANNOT_RUN, BUG, INTERRUPTED = 2, 3, 130
 
@@ -112,15 +114,14 @@ def read_plan(folder: Path) -> ResolvedPlan:
 def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
     """Read the bundle's plan; UserError P671 if it is damaged, P676 without a store."""
     resolved = read_plan(folder)
-    if resolved.file is not None:
-        missing = [file for file in take_files(resolved) if not file.is_file()]
-        if missing:
-            raise UserError.of(
-                "P676",
-                f"there is no {missing[0]}",
-                help=f"copy the GGUF file of {resolved.model.id} to {folder / STORE}",
-            )
-        return resolved
+    return find_weights(resolved.source, resolved, folder, store)
+
+
+@singledispatch
+def find_weights(
+    source: Source, resolved: ResolvedPlan, folder: Path, store: Path | None
+) -> ResolvedPlan:
+    """The plan with its weights, which may be in another ``store``; UserError P676 without."""
     if store is not None:
         plan = resolved.plan.model_copy(update={"weights": str(store.resolve())})
         own = resolved.__dict__["digest"]
@@ -135,26 +136,39 @@ def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
     return resolved
 
 
-def take_files(resolved: ResolvedPlan) -> Sequence[Path]:
-    assert resolved.file is not None
-    source: Any = resolved.file.source
-    files: Sequence[Path] = source.files
-    return files
+@find_weights.register
+def _(facts: FileFacts, resolved: ResolvedPlan, folder: Path, store: Path | None) -> ResolvedPlan:
+    missing = [file for file in facts.weights.files if not file.is_file()]
+    if missing:
+        raise UserError.of(
+            "P676",
+            f"there is no {missing[0]}",
+            help=f"copy the GGUF file of {resolved.model.id} to {folder / STORE}",
+        )
+    return resolved
+
+
+@singledispatch
+def read_digests(source: Source, resolved: ResolvedPlan) -> dict[Path, str]:
+    """The SHA-256 of each file of the weights that the bundle was built with."""
+    from pi2.store.manifest import read_manifest
+
+    folder = resolved.store_path
+    return {folder / entry.path: entry.sha256 for entry in read_manifest(folder).files}
+
+
+@read_digests.register
+def _(facts: FileFacts, resolved: ResolvedPlan) -> dict[Path, str]:
+    files = facts.weights.files
+    table = json.loads((files[0].parent / TABLE).read_text(encoding="utf-8"))
+    return {file: table["sha256"][file.name] for file in files}
 
 
 def verify_store(resolved: ResolvedPlan) -> int:
     """Read all weights; UserError P507 if they are not those that the bundle was built with."""
     from pi2.store.files import hash_file
-    from pi2.store.manifest import read_manifest
 
-    if resolved.file is not None:
-        files = take_files(resolved)
-        table = json.loads((files[0].parent / TABLE).read_text(encoding="utf-8"))
-        digests = {file: table["sha256"][file.name] for file in files}
-    else:
-        folder = resolved.store_path
-        digests = {folder / entry.path: entry.sha256 for entry in read_manifest(folder).files}
-    for file, digest in digests.items():
+    for file, digest in read_digests(resolved.source, resolved).items():
         if hash_file(file) != digest:
             raise UserError.of(
                 "P507",

@@ -7,24 +7,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from pi2.plan.arithmetic.sources import FileFacts, FilledPlan, Source
 from pi2.plan.arithmetic.units import DividedRows, count_qkv_rows, count_rows
 from pi2.plan.documents.common import dump_plain, hash_json
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.plan_units import BatchSplit, list_layers
-from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
 if TYPE_CHECKING:
-    from pi2.plan.arithmetic.units import Needs
     from pi2.plan.reading.thresholds import Thresholds
 
-Alone = Literal["logits", "text"]
-"""Output of a unit that has a whole model."""
 _T = TypeVar("_T")
 
 
@@ -77,63 +74,6 @@ class ResolvedLayer:
         return range(first, self.hot_neurons)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileFacts:
-    """What the metadata and the list of tensors say."""
-
-    path: Path
-    said: Mapping[str, object]
-    """Values of keys that the file settles; a plan may state the same."""
-    matrices: int
-    """Matrices; the experts of a layer count as one."""
-    matrix_bytes: int
-    token_bytes: int
-    """Bytes that a token reads of them: the embedding is looked up where it is not the head, and of
-    experts some are chosen."""
-    streamed_bytes: int
-    """Bytes of dense ones that are not resident: what each step reads."""
-    expert_bytes: int = 0
-    """Bytes of experts that come into slots when they are chosen; 0 where all are resident."""
-    slot_bytes: int = 0
-    """Bytes of these slots."""
-    needs: Needs
-    """Bytes that the segments need at least."""
-    threads: int
-    """Compute threads that the workspace has room for."""
-    source: object = field(default=None, compare=False, repr=False)
-    """The open file, for what runs the plan."""
-    draft: FilledPlan | None = field(default=None, compare=False, repr=False)
-    """The plan of the file's MTP head, if that drafts."""
-    shared: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the dense matrices that both read whole, by name."""
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes of weights that memory has no room for."""
-        return self.streamed_bytes + max(0, self.expert_bytes - self.slot_bytes)
-
-    def describe_missing(self) -> str:
-        """The parts that come from disk, if any do."""
-        parts = []
-        if self.streamed_bytes:
-            parts.append(f"{approximate_bytes(self.streamed_bytes)} are read for every step")
-        if self.expert_bytes:
-            experts, slots = map(approximate_bytes, (self.expert_bytes, self.slot_bytes))
-            parts.append(f"{experts} are experts, of which memory has {slots} at a time")
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilledPlan:
-    """A plan for a GGUF file with every value that it did not state."""
-
-    values: dict[str, Any]
-    model: Model
-    facts: FileFacts
-    reasons: Mapping[KeyPath, str]
-    """The reasons for values that the plan did not state."""
-
-
 class FillPlan(Protocol):
     """The facts of this machine's files and memory."""
 
@@ -171,12 +111,16 @@ class ResolvedPlan:
     """The facts of the GGUF file, if the plan runs one as it is."""
     derived: Mapping[KeyPath, str] = field(default_factory=dict, compare=False)
     """Values that the plan does not state, with their reasons."""
-    find_alone: Callable[[str], Alone | None] = field(compare=False, repr=False)
-    """Output of units that have whole models, by the name of their backend; None for a backend
-    without such units."""
+    find_source: Callable[[ResolvedPlan], Source] = field(compare=False, repr=False)
+    """Tells how the backends take a plan's neuron store."""
     draft: ResolvedPlan | None = None
     """The plan of the model that drafts tokens, if `decode.speculation` names one."""
     _derived: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def source(self) -> Source:
+        """Where the weights lie."""
+        return self.file or self.find_source(self)
 
     @property
     def store_path(self) -> Path:
@@ -192,10 +136,7 @@ class ResolvedPlan:
         experts."""
         layout = lay_out_plan_bundle(self.plan, self.model)
         absent = sum(self.model.layer_neurons - layer.hot_neurons for layer in self.layers)
-        streamed, moe = 0 if self.file is None else self.file.streamed_bytes, self.model.moe
-        if self.file is not None and moe is not None:
-            # With the chosen experts of a token comes all of what streams.
-            streamed = self.file.expert_bytes + streamed * moe.experts // moe.active_experts
+        streamed = self.source.count_streamed(self.model)
         if not streamed or not absent:
             return layout
         return replace(layout, stride=max(1, streamed // absent))
@@ -211,20 +152,6 @@ class ResolvedPlan:
         """Bytes that its segments take in the process of another plan, for which it drafts."""
         segments: Mapping[str, int] = dict(self.plan.memory.segments)
         return sum(segments.values()) - segments["runtime"]
-
-    @cached_property
-    def has_whole_unit(self) -> bool:
-        """Whether the sparse unit is a GPU or NPU that has the whole model in its own memory."""
-        unit = self.sparse_unit
-        if not self.has_backend(unit) or self.device.units[unit].kind == "cpu":
-            return False
-        return self.find_alone(self.name_backend(unit)) is not None
-
-    @property
-    def gives_text(self) -> bool:
-        """Whether that unit's backend drives a program that gives text, not logits."""
-        name = self.sparse_unit
-        return self.has_whole_unit and self.find_alone(self.name_backend(name)) == "text"
 
     @property
     def names_by_cutoff(self) -> bool:
@@ -250,7 +177,7 @@ class ResolvedPlan:
 
     def list_unit_kinds(self) -> list[UnitKind]:
         """Kinds of the units that compute next to the processor, or in its place."""
-        names = [*self.dense_units, *([self.sparse_unit] if self.has_whole_unit else [])]
+        names = [*self.dense_units, *self.source.whole_units]
         return [self.device.units[name].kind for name in names if name in self.device.units]
 
     @property
@@ -460,7 +387,7 @@ def compute_digest(resolved: ResolvedPlan) -> str:
             limits = [[*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)]
         plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
     # Which matrices of a file are in memory changes nothing.
-    layers = [] if resolved.file is not None else [_dump_layer(layer) for layer in resolved.layers]
+    layers = [_dump_layer(layer) for layer in resolved.source.list_set(resolved.layers)]
     return hash_json(
         {"plan": plan, "layers": layers, "device": dump_plain(resolved.device), "model": model}
     )

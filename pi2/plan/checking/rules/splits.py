@@ -157,8 +157,8 @@ def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Ite
 @rule("P263", "error", "resolved")
 def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
     seen = set()
-    if facts.resolved.has_whole_unit:
-        yield from _check_whole(facts)
+    for unit in facts.resolved.source.whole_units:
+        yield from _check_whole(facts, unit)
         return
     for layer in facts.resolved.layers:
         if layer.dense is None or layer.dense.kept <= layer.hot_neurons:
@@ -184,9 +184,9 @@ def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _check_whole(facts: Facts) -> Iterator[Finding]:
+def _check_whole(facts: Facts, unit: str) -> Iterator[Finding]:
     resolved = facts.resolved
-    unit, seen = resolved.sparse_unit, set()
+    seen = set()
     for layer in resolved.layers:
         if layer.hot_neurons == resolved.model.layer_neurons or layer.hot_path in seen:
             continue

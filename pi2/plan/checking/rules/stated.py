@@ -157,8 +157,7 @@ def _count_free(facts: Facts) -> int:
 
 
 def _count_shared(facts: Facts) -> int:
-    file = facts.resolved.file
-    return 0 if file is None else sum(file.shared.values())
+    return sum(facts.resolved.source.shared.values())
 
 
 def _count_bundle(facts: Facts) -> int | None:
