@@ -1,10 +1,12 @@
 """What guessing tokens brings: tokens a step and bytes for each token, by kind of text.
 
     python tools/measure_speculation.py plans/demo.plan.toml --text repeated.txt --text plain.txt
+    python tools/measure_speculation.py qwen-1.5b.gguf --draft qwen-0.5b.gguf --text chat.txt
 
 The first half of each text's tokens is a prompt, after which the model goes on as the plan draws
 tokens, or greedily with ``--greedy``: without guesses, with those of each kind whenever there are
-some, and as long as they pay.  Prints a Markdown table.  Bytes are counted; seconds are those of a
+some, and as long as they pay.  With ``--draft`` a smaller model guesses instead of the neurons in
+memory.  Prints a Markdown table.  Bytes are counted; seconds are those of a
 machine that may have other work.
 """
 
@@ -64,12 +66,26 @@ def silence(model: LoadedModel) -> None:
     )
 
 
+def list_kinds(draft: Path | None) -> Mapping[str, Mapping[str, Any] | None]:
+    """Settings of each kind of guess, None without guesses."""
+    if draft is None:
+        return KINDS
+    own = {"drafts": "plan", "plan": str(draft.resolve())}
+    kept = {kind: found for kind, found in KINDS.items() if not kind.startswith("resident")}
+    return {**kept, "model, always": {**own, "when": "always"}, "model, while it pays": own}
+
+
 def measure(
-    plan: Path, texts: list[Path], tokens: int, settings: dict[str, Any], drawing: dict[str, Any]
+    plan: Path,
+    texts: list[Path],
+    tokens: int,
+    settings: dict[str, Any],
+    drawing: dict[str, Any],
+    draft: Path | None,
 ) -> Iterator[Row]:
     """Run every kind of guess on every text."""
     plain: dict[str, tuple[int, ...]] = {}
-    for kind, speculation in KINDS.items():
+    for kind, speculation in list_kinds(draft).items():
         chosen = speculation or {"drafts": "prompt"}
         with pi2.load(plan, set={**settings, "decode.speculation": chosen}) as model:
             if speculation is None:
@@ -105,6 +121,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--draft", type=Path, help="a smaller model with the same tokenizer")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     from pi2.plan.toml.source import parse_assignments
@@ -113,7 +130,9 @@ def main() -> None:
     drawing = {"temperature": 0.0, "repetition_penalty": 1.0} if options.greedy else {"seed": 1}
     print("| text | guesses | guessed | kept | tokens a step | KiB a token | from flash ", end="")
     print("| tokens/s | same text |\n|---|---|---|---|---|---|---|---|---|")
-    for row in measure(options.plan, options.text, options.tokens, settings, drawing):
+    for row in measure(
+        options.plan, options.text, options.tokens, settings, drawing, options.draft
+    ):
         print(
             f"| {row.text} | {row.kind} | {row.guessed} | {row.kept} | {row.tokens_a_step:.2f} "
             f"| {row.bytes_a_token / 1024:.0f} | {row.flash_bytes_a_token / 1024:.0f} "
