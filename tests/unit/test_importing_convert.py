@@ -101,26 +101,16 @@ def test_the_store_holds_the_quantised_checkpoint(tmp_path: Path, case: str) -> 
     expect_store(tmp_path / "store", model, weights)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("dtype", "shards"), [("float32", 3), ("float16", 1), ("bfloat16", 3)])
 def test_types_and_shards(tmp_path: Path, dtype: Dtype, shards: int) -> None:
     model = make_model()
     weights = draw_weights(model)
-    checkpoint = write_checkpoint(
-        tmp_path / "checkpoint", model, weights, dtype=dtype, shards=shards
-    )
+    # The model names no such tensor.
+    extra = {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, extra, dtype=dtype, shards=shards)
     convert_checkpoint(checkpoint, model, tmp_path / "store")
     narrowed = {name: narrow(values, dtype) for name, values in weights.items()}
     expect_store(tmp_path / "store", model, narrowed)
-
-
-def test_tensors_that_the_model_does_not_name_are_ignored(tmp_path: Path) -> None:
-    model = make_model()
-    weights = draw_weights(model)
-    extra = {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, extra)
-    convert_checkpoint(checkpoint, model, tmp_path / "store")
-    expect_store(tmp_path / "store", model, weights)
 
 
 # Order
@@ -137,15 +127,10 @@ def test_activation_counts_put_the_most_active_neuron_first(tmp_path: Path) -> N
         assert (np.diff(counts[layer][order]) < 0).all()
     expect_store(tmp_path / "store", model, weights, original)
     assert (tmp_path / "store/activations.parquet").read_bytes() == file.read_bytes()
-
-
-def test_equally_active_neurons_stay_in_the_checkpoints_order(tmp_path: Path) -> None:
-    model, _, checkpoint = prepare(tmp_path)
-    counts = np.zeros((model.shape.layers, model.shape.ffn), np.int64)
-    counts[:, 50] = 7
-    file = write_counts(tmp_path / "counts.parquet", counts)
-    convert_checkpoint(checkpoint, model, tmp_path / "store", activations=file)
-    with NeuronStore.open(tmp_path / "store") as store:
+    counts[:], counts[:, 50] = 0, 7  # equally active ones stay in the checkpoint's order
+    write_counts(file, counts)
+    convert_checkpoint(checkpoint, model, tmp_path / "equal", activations=file)
+    with NeuronStore.open(tmp_path / "equal") as store:
         assert store.layers[1].original.tolist() == [50, *range(50), *range(51, 96)]
 
 
@@ -154,12 +139,16 @@ def test_predictors_may_come_in_a_file_of_their_own(tmp_path: Path) -> None:
     model = make_model()
     weights = draw_weights(model)
     inside, outside = split_predictors(model, weights)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, inside)
-    write_safetensors(tmp_path / "predictors.safetensors", outside)
-    convert_checkpoint(
-        checkpoint, model, tmp_path / "store", predictors=tmp_path / "predictors.safetensors"
-    )
+    checkpoint, file = tmp_path / "checkpoint", tmp_path / "predictors.safetensors"
+    write_checkpoint(checkpoint, model, inside)
+    write_safetensors(file, outside)
+    convert_checkpoint(checkpoint, model, tmp_path / "store", predictors=file)
     expect_store(tmp_path / "store", model, weights)
+    biasless = {name: values for name, values in outside.items() if not name.endswith("bias")}
+    write_safetensors(file, biasless)
+    convert_checkpoint(checkpoint, model, tmp_path / "biasless", predictors=file)
+    with NeuronStore.open(tmp_path / "biasless") as store:
+        assert not store.tensors["layers.1.predictor_bias"].weights.any()
 
 
 def test_predictors_may_come_in_a_folder_of_powerinfer(
@@ -199,16 +188,6 @@ def test_predictors_may_come_in_a_folder_of_powerinfer(
         file.unlink()
     with pytest.raises(UserError, match=r"P533.*model_0\.pt"):
         convert_checkpoint(checkpoint, model, tmp_path / "other", predictors=folder)
-
-
-def test_predictors_without_bias_have_a_zero_bias(tmp_path: Path) -> None:
-    model = make_model()
-    weights = draw_weights(model)
-    biasless = {name: values for name, values in weights.items() if "predictor.bias" not in name}
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, biasless)
-    convert_checkpoint(checkpoint, model, tmp_path / "store")
-    with NeuronStore.open(tmp_path / "store") as store:
-        assert not store.tensors["layers.1.predictor_bias"].weights.any()
 
 
 def test_predictors_of_experts_lie_one_after_the_other_in_stored_order(tmp_path: Path) -> None:
@@ -264,25 +243,21 @@ def test_a_rank_that_cannot_be_packed_is_filled_with_zeros(tmp_path: Path) -> No
 
 
 # The whole
-def test_the_tokenizer_and_extra_files_come_along(tmp_path: Path) -> None:
+def test_other_files_come_along_and_progress_grows_to_one(tmp_path: Path) -> None:
     model, _, checkpoint = prepare(tmp_path)
-    (tmp_path / "card.json").write_text("{}")
-    convert_checkpoint(
-        checkpoint, model, tmp_path / "store", extras={"training.json": tmp_path / "card.json"}
-    )
+    card = tmp_path / "card.json"
+    card.write_text("{}")
+    shares: list[float] = []
+
+    def note(label: str, share: float) -> None:
+        shares.append(share)
+
+    extras = {"training.json": card}
+    convert_checkpoint(checkpoint, model, tmp_path / "store", extras=extras, progress=note)
+    assert shares == sorted(shares) and (shares[0], shares[-1]) == (0.0, 1.0)
     with NeuronStore.open(tmp_path / "store", model=model) as store:
         assert store.tokenizer_path.read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
         assert store.manifest.find_file("training.json") is not None
-
-
-def test_progress_grows_to_one(tmp_path: Path) -> None:
-    model, _, checkpoint = prepare(tmp_path)
-    shares: list[float] = []
-    convert_checkpoint(
-        checkpoint, model, tmp_path / "store", progress=lambda label, share: shares.append(share)
-    )
-    assert shares == sorted(shares) and shares[0] == 0.0
-    assert shares[-1] == 1.0
 
 
 def interrupt_conversion(checkpoint: Path, model: Model, store: Path) -> None:
