@@ -331,7 +331,7 @@ def is_computed_whole(model: Model) -> bool:
     """Whether every neuron of a chosen expert, or of a dense FFN, is computed: such a model is a
     GGUF file, others are neuron stores."""
     from pi2.backends.blocks.contract import find_unknown
-    from pi2.importing.dense_rows import make_plain
+    from pi2.importing.rows import make_plain
 
     return model.is_smooth and model.predictor is None and not find_unknown(make_plain(model))
 

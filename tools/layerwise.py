@@ -20,8 +20,7 @@ from pi2.backends.reference.executor import NeuronSums, ReferenceExecutor
 from pi2.backends.reference.neurons import activate, weigh_activations
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import pad_columns
-from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
-from pi2.importing.rows import Rows
+from pi2.importing.rows import Rows, find_dense_rows, find_ffn_rows, read_factors, read_state_vector
 from pi2.measuring.texts import Window
 from pi2.model.tensor import EMBEDDING, LAYER_EMBEDDING
 from pi2.model.tensors import list_tensors

@@ -369,8 +369,7 @@ def rename_tensors(
 
 
 _SAMPLING = "generation_config.json"
-_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "penalty_window")
-_GGUF_SAMPLING = {
+GGUF_SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
     "general.sampling.top_p": "top_p",
@@ -396,7 +395,7 @@ def read_sampling(checkpoint: Checkpoint) -> Sampling | None:
     if is_drawn is not True and (is_drawn is not None or found.get("temperature") is None):
         return None
     given: dict[str, Any] = {"temperature": 1.0}
-    given |= {key: found[key] for key in _SAMPLING_KEYS if found.get(key) is not None}
+    given |= {key: found[key] for key in GGUF_SAMPLING.values() if found.get(key) is not None}
     for key in given:
         if key not in ("top_k", "penalty_window") and type(given[key]) is int:
             given[key] = float(given[key])
@@ -410,7 +409,7 @@ def read_sampling(checkpoint: Checkpoint) -> Sampling | None:
 
 def make_generation_config(metadata: Mapping[str, Any]) -> bytes | None:
     """``generation_config.json`` of a GGUF file's metadata; None if they recommend nothing."""
-    given = {name: metadata[key] for key, name in _GGUF_SAMPLING.items() if key in metadata}
+    given = {name: metadata[key] for key, name in GGUF_SAMPLING.items() if key in metadata}
     # Numbers of single precision have more digits than people have written.
     rounded = {key: round(v, 6) if isinstance(v, float) else v for key, v in given.items()}
     return json.dumps({"do_sample": True, **rounded}).encode() if rounded else None

@@ -26,11 +26,18 @@ from pi2.importing.conversion_job import (
     plan_steps,
     read_extra_files,
 )
-from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
 from pi2.importing.predictors import LayerPredictor, find_predictors, list_predictor_files
 from pi2.importing.quantizers import Quantizer
 from pi2.importing.requirements import check_checkpoint
-from pi2.importing.rows import ExpertMatrices, Rows, is_by_expert
+from pi2.importing.rows import (
+    ExpertMatrices,
+    Rows,
+    find_dense_rows,
+    find_ffn_rows,
+    is_by_expert,
+    read_factors,
+    read_state_vector,
+)
 from pi2.importing.safetensors_file import Shards, SourceTensor, list_files
 from pi2.model.ffn import find_factors
 from pi2.model.tensor import DenseTensor, Place, StoredPrecision, split_name

@@ -17,6 +17,7 @@ import tomli
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
+from pi2.importing.config import GGUF_SAMPLING
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, parse_config
 from pi2.importing.gguf_tokens import (
     BYTE,
@@ -45,16 +46,6 @@ if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
     from pi2.plan.documents.model import Model
     from pi2.tokens.table_tokenizer import Coder
-
-
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-    "penalty_last_n": "penalty_window",
-}
 
 
 @cache
@@ -90,9 +81,9 @@ def describe_keys(
     if model.licence:
         general["general.license"] = model.licence
     if model.sampling is not None:
-        for key, field in _SAMPLING.items():
+        for key, field in GGUF_SAMPLING.items():
             if field in model.sampling.model_fields_set:
-                general[f"general.sampling.{key}"] = getattr(model.sampling, field)
+                general[key] = getattr(model.sampling, field)
     return general | {f"{name}.{key}": value for key, value in own.items()}
 
 

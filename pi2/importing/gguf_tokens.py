@@ -79,33 +79,10 @@ ORDINARY, UNKNOWN, CONTROL, OWN, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 WHOLE = "tokenizer.huggingface.json"
 """Key of a ``tokenizer.json``, which counts before any lists."""
 
-_ENDS = frozenset(
-    (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
-        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
-        *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
-        *("<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
-    )
-)
+_ENDS = frozenset(TABLE["marks"]["ends"])
 """Texts of tokens that end an answer."""
-_ROLES: Mapping[str, tuple[str, ...]] = {
-    "fim_pre": (
-        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
-        *("<|code_prefix|>", "<|prefix|>"),
-    ),
-    "fim_suf": (
-        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
-        *("<|code_suffix|>", "<|suffix|>"),
-    ),
-    "fim_mid": (
-        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
-        *("<|code_middle|>", "<|middle|>"),
-    ),
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
-}
-"""Tokens of code that is filled in, by their keys in a file; a key goes before a text."""
+_ROLES: Mapping[str, list[str]] = TABLE["marks"]["roles"]
+"""Texts of tokens of code that is filled in, by their keys in a file; a key goes before a text."""
 _OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 _DEFAULTS = {"llama": {"bos": 1, "eos": 2}, "t5": {"eos": 1}}
 """Begin and end tokens where a file names none, by its kind of tokenizer."""

@@ -17,7 +17,6 @@ from pi2.formats import find_format
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import compute_tensor
-from pi2.importing.dense_rows import PARTS, Arrangement, Laid, find_plain, make_plain, pick_rows
 from pi2.importing.families import describe_family
 from pi2.importing.gguf_architectures import (
     Architecture,
@@ -37,7 +36,7 @@ from pi2.importing.gguf_writer import (
     write_outline,
 )
 from pi2.importing.new_model import describe_metadata
-from pi2.importing.rows import Rows
+from pi2.importing.rows import PARTS, Arrangement, Laid, Rows, find_plain, make_plain, pick_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensor import Source
 from pi2.model.tensors import list_sources

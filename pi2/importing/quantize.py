@@ -21,7 +21,6 @@ from pi2.caches import open_stream
 from pi2.formats import Format, find_format, list_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import explain_weight, map_in_order
-from pi2.importing.dense_rows import Arrangement, Laid, find_plain, make_plain
 from pi2.importing.gguf_architectures import (
     choose_names,
     find_architecture,
@@ -50,6 +49,7 @@ from pi2.importing.gguf_writer import (
 from pi2.importing.llama_layout import arrange_for_llama
 from pi2.importing.new_model import find_mtp
 from pi2.importing.quantizers import ErrorReport, Importance, refuse_imatrix
+from pi2.importing.rows import Arrangement, Laid, find_plain, make_plain
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensors import MIXTURES, Mixture, choose_formats, fit_width, list_sources
 from pi2.plan.documents.model import Model

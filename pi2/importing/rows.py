@@ -1,19 +1,28 @@
-"""Which rows of a checkpoint's tensors become which tensor of the store, and in which order."""
+"""Which rows of a checkpoint's tensors become the dense tensors and neurons of a store.
 
+And how the program of files reads them: a matrix has a row for each output, experts are apart, all
+queries come first, gates come before ups."""
+
+import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F32, I32, I64, Raw
+from pi2.arrays import F16, F32, F64, I32, I64, U8, Raw
 from pi2.importing.decoded_tensor import compute_tensor
+from pi2.importing.gguf_states import RateLogarithms
 from pi2.importing.safetensors_file import SourceTensor, ViewTensor
-from pi2.model.tensor import Source
+from pi2.model.attention import Attention, list_fused_heads
+from pi2.model.ffn import find_factors, find_neurons
+from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import Precision
 
 _KEPT_EXPERTS = 2 * (os.cpu_count() or 1) + 2
 """Experts that pieces which are packed at the same time may need."""
@@ -174,3 +183,260 @@ def find_rows(tensors: Mapping[str, SourceTensor], model: Model, source: Source)
         tensor = fill_heads(tensor, heads, size, by_columns=by_columns)
     index = None if source.rows is None else np.asarray(source.rows(), np.int64)
     return Rows(tensor=tensor, index=index, missing=source.missing)
+
+
+def find_dense_rows(
+    tensors: Mapping[str, SourceTensor], model: Model, tensor: DenseTensor
+) -> list[Rows]:
+    """Neighbouring rows of ``tensor``; of vectors of states, as `read_state_vector` has them."""
+    found = [find_rows(tensors, model, source) for source in tensor.sources]
+    first = found[0].tensor
+    if tensor.transform == "stack":
+
+        def stack(start: int, stop: int) -> F32:
+            return np.stack([part.read() for part in found[start:stop]])
+
+        parts = (part.tensor for part in found)
+        shape = (tensor.rows, *first.shape)
+        return [Rows(tensor=compute_tensor(first.name, shape, stack, *parts))]
+    if tensor.transform == "turned keys":
+        return [Rows(tensor=_turn_keys(first, model))]
+    if tensor.transform == "cutoff":
+        layer = tensor.layer
+        assert layer is not None
+        deviations = model.blocks[layer].ffn.cutoff
+        assert deviations is not None
+        maker = CutoffMaker(found[0], deviations, tensor.packing.is_plain)
+
+        def cut(start: int, stop: int) -> F32:
+            return maker.make()[start:stop]
+
+        shape = (tensor.rows, model.shape.hidden)
+        return [Rows(tensor=compute_tensor(first.name, shape, cut, first))]
+    return found
+
+
+def read_state_vector(
+    tensors: Mapping[str, SourceTensor], model: Model, tensor: DenseTensor
+) -> tuple[F32, SourceTensor]:
+    """A float32 tensor [rows, length] of a layer with a state, and where it comes from."""
+    found = find_dense_rows(tensors, model, tensor)
+    kind, first = split_mixer_kind(split_name(tensor.name)[1])[0], found[0].tensor
+    is_rate = isinstance(first, RateLogarithms)
+    read = [_read_vector(rows) for rows in found]
+    if kind == "state_part_norm":
+        values = np.concatenate([each.reshape(-1) for each in read])[None]
+    elif kind == "state_convolution":
+        values = np.concatenate([each.reshape(-1, tensor.rows) for each in read]).T
+    elif kind == "state_decay":
+        values = read[0].T if len(tensor.sources[0].shape) == 2 else read[0].reshape(1, -1)
+        values = values if is_rate else -np.exp(values)
+    else:
+        values = read[0].reshape(1, -1)
+        for bias in read[1:]:
+            values = values + bias
+    return np.ascontiguousarray(values), first
+
+
+def _read_vector(rows: Rows) -> F32:
+    tensor = rows.tensor
+    values = tensor.read_rates() if isinstance(tensor, RateLogarithms) else tensor.read()
+    return values if rows.index is None else values[rows.index]
+
+
+def find_ffn_rows(
+    tensors: Mapping[str, SourceTensor], model: Model, part: str, layer: int, expert: int
+) -> Rows:
+    """Rows of a part of the neurons of an FFN; of ``down`` the columns."""
+    own = model.blocks[layer].ffn
+    return find_rows(tensors, model, find_neurons(Place(model, layer), own, part, expert))
+
+
+def read_factors(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> F32:
+    """Weights of the norm of a layer's activations, float32 [neurons]."""
+    rows = find_rows(tensors, model, find_factors(Place(model, layer)))
+    return rows.read() + np.float32(model.norm.weight_offset)
+
+
+_BLOCK = 4096
+"""Gates that are in memory at once."""
+
+
+class CutoffMaker:
+    """Makes the matrix when it is first asked for; several threads may ask."""
+
+    def __init__(self, gates: Rows, deviations: float, has_remainders: bool) -> None:
+        """``deviations``: how many of them the cutoff is above the mean of ``gates``.
+        ``has_remainders``: whether rows follow that have what fp16 leaves of the first."""
+        self._gates = gates
+        self._deviations = deviations
+        self._has_remainders = has_remainders
+        self._made: F32 | None = None
+        self._lock = threading.Lock()
+
+    def make(self) -> F32:
+        """The mean gate row, and rows whose products with an input are, as a vector, as long as
+        the deviations: float32 [1 + min(n, hidden), hidden], or twice as many rows."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._compute()
+            return self._made
+
+    def _compute(self) -> F32:
+        count = self._gates.count
+        mean, factor = _factor_products(self._gates)
+        scale = abs(self._deviations) / math.sqrt(count)
+        matrix = np.concatenate([mean[None], scale * factor])
+        if self._has_remainders:
+            matrix = np.concatenate([matrix, matrix - matrix.astype(np.float16)])
+        return matrix.astype(np.float32)
+
+
+def _factor_products(gates: Rows) -> tuple[F64, F64]:
+    """The mean [hidden] of ``gates``, and a matrix F [min(n, hidden), hidden]: F^T F equals the
+    product of the gates without their mean.
+
+    The Cholesky factor of that product, summed up in float64, takes a small part of the time of a
+    QR decomposition. It is no less exact for the length of F u. The error of the product is some
+    1e-13 of its norm, and F is stored as float32 at best (docs/howto/convert-a-model.md)."""
+    blocks = _list_blocks(gates.count)
+    shift = gates.read(*blocks[0]).mean(axis=0, dtype=np.float64)
+    if gates.count <= len(shift):
+        return _factor_rows(gates)
+    # About a point near the mean, products lose nothing when the mean is taken off.
+    sums = np.zeros(len(shift))
+    products = np.zeros((len(shift), len(shift)))
+    for block in blocks:
+        rows = gates.read(*block) - shift
+        sums += rows.sum(axis=0)
+        products += rows.T @ rows
+    rest = sums / gates.count
+    products -= gates.count * np.outer(rest, rest)
+    try:
+        factor: F64 = np.linalg.cholesky(products).astype(np.float64, copy=False)
+        return shift + rest, factor.T
+    except np.linalg.LinAlgError:
+        # Some input adds nothing to any gate, or the same to all.
+        return _factor_rows(gates)
+
+
+def _factor_rows(gates: Rows) -> tuple[F64, F64]:
+    blocks = _list_blocks(gates.count)
+    sums = [gates.read(*block).sum(axis=0, dtype=np.float64) for block in blocks]
+    mean: F64 = np.sum(sums, axis=0) / gates.count
+    factor = np.zeros((0, len(mean)))
+    for block in blocks:
+        # The triangle of all blocks so far, and the next block, have the triangle of both.
+        both = np.concatenate([factor, gates.read(*block) - mean])
+        # Types know results with both factors only.
+        triangle: Any = np.linalg.qr(both, "r")
+        factor = triangle
+    return mean, factor
+
+
+def _list_blocks(count: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK)]
+
+
+def _turn_keys(whole: SourceTensor, model: Model) -> SourceTensor:
+    """What turns the plain part of each head's query into a query of what keys are made of:
+    [heads rank, plain], of [heads (plain + value), rank]."""
+    shape, latent = model.shape, model.attention.latent
+    assert latent is not None
+    rank, plain, head_rows = latent.rank, latent.plain, latent.plain + shape.head_dim
+
+    def turn(start: int, stop: int) -> F32:
+        first, found = start // rank, []
+        for head in range(first, -(-stop // rank)):
+            keys = whole.read(head * head_rows, head * head_rows + plain)
+            found.append(np.ascontiguousarray(keys.T))
+        return np.concatenate(found)[start - first * rank : stop - first * rank]
+
+    return compute_tensor(whole.name, (shape.heads * rank, plain), turn, whole)
+
+
+PARTS = ("gate", "up", "down", "gate_bias", "up_bias")
+"""Keys of the parts of neurons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """A tensor of a new file."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensors: tuple[SourceTensor, ...]
+    """Its parts, one after the other."""
+    matrix: str
+    """What importance matrices call it."""
+    key: str
+    """Name in the checkpoint, by which its format is chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Tensors and keys of a new file."""
+
+    laid: Sequence[Laid]
+    keys: Mapping[str, bytes]
+    models: Sequence[Model]
+    """The model, and its MTP head if the file has it, with the names of `Laid.key`."""
+    vectors: Mapping[str, F32]
+    """Tensors that no checkpoint has."""
+
+
+def make_plain(model: Model) -> Model:
+    """The same model in that layout; names of all other tensors stay."""
+    names = model.tensors
+    changes: dict[str, object] = {}
+    if names.fused_qkv is not None and names.fused_order != "stacked":
+        changes["fused_order"] = "stacked"
+    is_mixed = names.fused_gate_up is not None and names.gate_up_order != "stacked"
+    if is_mixed or (model.moe is not None and names.experts_turned):
+        start = names.ffn_norm.partition("{layer}")[0] + "{layer}.pi2."
+        start += "" if model.moe is None else "experts.{expert}."
+        changes |= {key: start + key for key in PARTS}
+        changes |= {"fused_gate_up": None, "fused_gate_up_bias": None}
+        changes |= {"gate_up_order": "stacked", "experts_turned": False}
+    return model.model_copy(update={"tensors": names.model_copy(update=changes)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickedTensor(ViewTensor):
+    """Rows of another tensor."""
+
+    rows: Rows
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return self.rows.read_raw(start, stop)
+
+    def read_turned(self) -> Raw:
+        return self.rows.read_turned()
+
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        return self.stored.take_codes(raw, precision)
+
+
+def pick_rows(rows: Rows) -> SourceTensor:
+    if rows.index is None:
+        return rows.tensor
+    shape = (rows.count, *rows.tensor.shape[1:])
+    return PickedTensor.of(rows.tensor, shape=shape, size_bytes=rows.size_bytes, rows=rows)
+
+
+def find_plain(
+    tensors: Mapping[str, SourceTensor], model: Model, source: Source
+) -> SourceTensor | None:
+    """What `make_plain` of ``model`` calls ``source``, out of the tensors of its checkpoint; None
+    if the checkpoint has it not."""
+    names, key = model.tensors, source.key
+    if key in PARTS and model.blocks[source.layer].ffn.kind != "none":
+        return pick_rows(find_ffn_rows(tensors, model, key, source.layer, source.expert))
+    tensor = tensors.get(source.name(names))
+    if tensor is None or not key.startswith("fused_qkv") or names.fused_order == "stacked":
+        return tensor
+    own = next(own for own in model.blocks[source.layer].mixers if isinstance(own, Attention))
+    parts = (list_fused_heads(own, part, "grouped") for part in ("query", "key", "value"))
+    heads: I64 = np.concatenate([np.array(part, np.int64) for part in parts])
+    index = heads[:, None] * own.head_dim + np.arange(own.head_dim)
+    return pick_rows(Rows(tensor=tensor, index=index.reshape(-1)))

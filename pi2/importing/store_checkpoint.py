@@ -15,7 +15,7 @@ from pi2.fitting.check import check_file
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.decoded_tensor import ComputedTensor
-from pi2.importing.dense_rows import make_plain
+from pi2.importing.rows import make_plain
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
@@ -124,6 +124,9 @@ class _Store:
     def __init__(self, store: NeuronStore, model: Model) -> None:
         self.store, self.model = store, model
         self.lock = threading.Lock()
+        self._parts: dict[str, tuple[list[Tensor], I64]] = {}
+        """Tensors of the store, and rows, by names of the checkpoint's, which may come in parts."""
+        self._known: dict[str, F32] = {}
         self.read_downs = lru_cache(_KEPT_EXPERTS)(self._read_downs)
 
     def _take_downs(self, layer: int, first: int, count: int, start: int, stop: int) -> F32:
@@ -232,20 +235,11 @@ class _Store:
         described = self._describe(source, source.shape, dtype)
         return StoredRows(**described, stored=known, places=places, columns=source.shape[1])
 
-    @cached_property
-    def _parts(self) -> dict[str, tuple[list[Tensor], I64]]:
-        """Tensors of the store, and rows, by names of the checkpoint's, which may come in parts."""
-        return {}
-
     def _take_vector(self, source: Source, row: F32) -> F32:
         """The numbers of a vector, of which a tensor may have parts."""
         values = self._known.setdefault(self._name(source), np.zeros(source.shape[0], np.float32))
         values[source.rows() if source.rows is not None else slice(None)] = row
         return values
-
-    @cached_property
-    def _known(self) -> dict[str, F32]:
-        return {}
 
     def _make(
         self, source: Source, compute: Callable[[int, int], F32], *, is_half: bool = False
@@ -263,7 +257,7 @@ class _Store:
     def _list_state(
         self, tensor: DenseTensor, stored: Tensor
     ) -> Iterator[tuple[str, SourceTensor]]:
-        """The reverse of `pi2.importing.dense_rows.read_state_vector`."""
+        """The reverse of `pi2.importing.rows.read_state_vector`."""
         values = np.array(stored.weights, np.float32)
         kind = split_mixer_kind(split_name(tensor.name)[1])[0]
         if kind == "state_convolution":

@@ -182,7 +182,7 @@ class GgufWeights(TensorFiles):
         Raises `UserError` P532 or P535 as `SourceTensor.read`."""
         own = self._find_state_vector(key, layer, mixer)
         if own is not None:
-            from pi2.importing.dense_rows import read_state_vector
+            from pi2.importing.rows import read_state_vector
 
             return read_state_vector(self.checkpoint.tensors, self.model, own)[0].reshape(-1)
         found = self._list_parts(key, layer, mixer)

@@ -16,10 +16,9 @@ from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.importing.checkpoint import list_tensors
 from pi2.importing.config import Config
-from pi2.importing.dense_rows import CutoffMaker
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
-from pi2.importing.rows import Rows
+from pi2.importing.rows import CutoffMaker, Rows
 from pi2.model.blocks import find_attention
 from pi2.model.tensors import list_tensors as list_model_tensors
 from pi2.plan.documents.model import Model
