@@ -16,6 +16,7 @@ from pi2.engine.loaded_model import LoadedModel
 from tests.helpers.goldens import UNROUNDED, make_golden_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.slow import keep_quick
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 DRAWN: dict[str, Any] = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
@@ -38,7 +39,7 @@ def check_together(plan: Path, settings: dict[str, Any], places: int = 4) -> Non
     assert result.rounds.prompt_tokens == readers * len(PROMPT)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", keep_quick(CASES, {*CASES} - {"cpu"}))
 def test_each_text_is_the_one_that_its_seed_gives_alone(plan: Path, name: str) -> None:
     check_together(plan, CASES[name])
 
