@@ -317,15 +317,13 @@ class Builder(Products):
             values = {**x.put("x"), "heads": heads, "head_dim": width, "block": block}
             self.add("spread_heads", values, each=heads, grain=4)
 
-    def add_parts_norm(
-        self, x: Area, parts: int, width: int, weights: int = 0, *, waits: bool = True
-    ) -> None:
+    def add_parts_norm(self, x: Area, parts: int, width: int, weights: int = 0) -> None:
         """Normalise so many parts of vectors; the address of no weights stands for ones."""
         if weights == 0:
             weights = self.fill(1.0, width)
         names = ("cos", "sin", "table_stride", "rotated", "neighbours", "swapped")
         still = dict.fromkeys(names, 0)
-        self._add_turn(x, parts, width, Norm(weights, "before"), still, waits=waits)
+        self._add_turn(x, parts, width, Norm(weights, "before"), still, waits=True)
 
     def _add_turn(
         self, x: Area, heads: int, width: int, norm: Norm, turn: dict[str, int], *, waits: bool

@@ -115,7 +115,6 @@ class Library:
         function: str,
         given: str,
         *arrays: Mapping[str, View],
-        sizes: Mapping[str, int] | None = None,
         layer: int | None = None,
         name: str | None = None,
     ) -> BoundCall:
@@ -129,7 +128,7 @@ class Library:
             views.update(pool)
         tensors = []
         # Thousands of calls are bound when a model is loaded.
-        for parameter, dtype, least, most in self._list_needs(function, sizes):
+        for parameter, dtype, least, most in self._list_needs(function):
             view = views.get(parameter)
             assert view is not None, f"{function} needs an array {parameter}"
             assert view.dtype == dtype, (
@@ -145,15 +144,12 @@ class Library:
         self._calls.append(call)
         return call
 
-    def _list_needs(self, function: str, sizes: Mapping[str, int] | None) -> list[Need]:
+    def _list_needs(self, function: str) -> list[Need]:
         """Return what ``function`` needs of its bound arrays, in its order."""
-        if sizes is None and function in self._needs:
-            return self._needs[function]
-        lengths = self._sizes | dict(sizes or {})
-        needs = [_find_need(item, lengths) for item in self.signatures[function].bound]
-        if sizes is None:
-            self._needs[function] = needs
-        return needs
+        if function not in self._needs:
+            bound = self.signatures[function].bound
+            self._needs[function] = [_find_need(item, self._sizes) for item in bound]
+        return self._needs[function]
 
     def observe(self, note: NoteKernel | None) -> None:
         """Call ``note`` after every call of every function from now on; None ends it."""

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 from pi2.backends.blocks.counting import MOST_LANES, ProgramSize, count_program
 from pi2.backends.blocks.operands import Area, Extent
 from pi2.backends.blocks.room import Memory
-from pi2.backends.cpu.request import count_tokens, describe_extent, make_spec
+from pi2.backends.cpu.request import (
+    count_tokens,
+    describe_extent,
+    describe_request,
+    describe_tensors,
+    make_spec,
+)
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.kernels.isa import ARCHITECTURES, BLOCK_TOKENS, count_blocks_bytes, list_newest
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.requests import describe_request, describe_tensors
 from pi2.plan.weights.layout import GROUP, round_up
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pi2.arrays import U8
+from pi2.backends.cpu.request import describe_request
 from pi2.backends.protocol import BuildRequest, Executor, RowDivider, Tensor
-from pi2.backends.requests import describe_request
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows

@@ -175,10 +175,6 @@ class Budget:
         """Bytes given out so far, by segment."""
         return self._used
 
-    def remaining(self, segment: str) -> int:
-        """Bytes that ``segment`` can still give."""
-        return self._limits[segment] - self._used[segment]
-
     def charge(self, segment: str, size: int) -> None:
         """Count ``size`` bytes.  Needs of a plan's segments are known before anything is given
         out: more is a programmer's fault.  UserError P610 where a unit's own memory is short."""

@@ -19,12 +19,12 @@ from pi2.arrays import F32
 from pi2.backends.blocks.contract import BlockSpec, describe_libraries, list_libraries
 from pi2.backends.blocks.room import GRIDS, make_tables, place_tables
 from pi2.backends.compiler.cache import compile_ahead
+from pi2.backends.cpu.request import describe_tensors
 from pi2.backends.cpu.request import list_specs as list_cpu_specs
 from pi2.backends.hexagon.backend import describe_sizes
 from pi2.backends.hexagon.library import PROGRAM, describe_library, write_library
 from pi2.backends.hexagon.specification import HexagonSpec
 from pi2.backends.protocol import Tensor
-from pi2.backends.requests import describe_tensors
 from pi2.diagnostics import UserError
 from pi2.engine.assembly import make_request
 from pi2.fitting.misfits import find_store_misfits

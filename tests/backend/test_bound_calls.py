@@ -106,14 +106,6 @@ def test_mistakes_are_found_when_arrays_are_bound(
         library.bind("scale", given, arrays)
 
 
-def test_sizes_may_differ_from_call_to_call(library: Library) -> None:
-    arrays = make_arrays(library, target=allocate("float32", 1, 4))
-    with pytest.raises(AssertionError):
-        library.bind("scale", "count source factor", arrays)
-    library.bind("scale", "count source factor", arrays, sizes={"rows": 1})(4, NUMBERS, 1.0)
-    assert kept[-1]["target"][0].tolist() == NUMBERS[:4].tolist()
-
-
 def test_names_are_declared_once() -> None:
     from pi2.backends.compiler.vectors import make_bindable_function
 

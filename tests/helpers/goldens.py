@@ -15,7 +15,7 @@ import pi2
 from pi2.arrays import F32
 from pi2.backends.cpu.arrays import count_arrays
 from pi2.backends.cpu.executor import CpuExecutor
-from pi2.backends.requests import describe_request, describe_tensors
+from pi2.backends.cpu.request import describe_request, describe_tensors
 from pi2.engine.layer_model import LayerModel
 from pi2.fitting.sizes import count_chunks
 from pi2.importing.convert import convert_checkpoint

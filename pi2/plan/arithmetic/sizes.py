@@ -6,6 +6,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from pi2.model.blocks import list_attention
+from pi2.model.ffn import list_predictor_tensors
 from pi2.model.tensor import (
     EMBEDDING,
     FINAL_NORM,
@@ -16,18 +17,12 @@ from pi2.model.tensor import (
     LAYER_PROJECTION,
     LAYER_PROJECTION_NORM,
     POSITIONS,
+    Place,
 )
 from pi2.plan.arithmetic.units import Need
 from pi2.plan.documents.plan_units import list_cores
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import (
-    ALIGNMENT,
-    align_bytes,
-    matrix_bytes,
-    round_up,
-    scale_bytes,
-    weight_bytes,
-)
+from pi2.plan.weights.layout import ALIGNMENT, align_bytes, round_up, scale_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
@@ -138,8 +133,7 @@ def count_read_rows(plan: Plan, model: Model) -> int:
 def need_predictor(resolved: ResolvedPlan) -> Need:
     """Memory for finding the active neurons.
 
-    low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice if an expert's
-    are not a multiple of 64 bytes). gate: weights and scales of all gate rows (of the up rows if
+    low-rank: the predictors' tensors. gate: weights and scales of all gate rows (of the up rows if
     neurons have no gate), and f floats if they have biases; if a cutoff closes gates, only for
     layers with one. low-rank and gate with experts: e f integers, the expert of each
     neuron. Others: nothing."""
@@ -154,13 +148,12 @@ def need_predictor(resolved: ResolvedPlan) -> Need:
         count = len(resolved.named_layers)
         return Need(count * layer, f"gate rows of {count} layers of {approximate_bytes(layer)}")
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
-        precision, rank = model.quantization.predictor, model.predictor.rank
-        layer = align_bytes(matrix_bytes(rank, width, precision))
-        layer += align_bytes(matrix_bytes(shape.ffn, rank, precision)) + align_bytes(4 * shape.ffn)
-        if model.moe is not None and 4 * shape.ffn % ALIGNMENT:
-            layer += align_bytes(4 * shape.ffn)
-        layer *= model.expert_count
-        layer += align_bytes(4 * model.layer_neurons) if model.moe is not None else 0
+        rank = model.predictor.rank
+        layer = sum(own.size_bytes for own in list_predictor_tensors(Place(model, 0), rank))
+        if model.moe is not None:
+            # The expert of each neuron, and copies of biases that do not begin at a line.
+            is_copied = 4 * shape.ffn % ALIGNMENT > 0
+            layer += align_bytes(4 * model.layer_neurons) * (1 + is_copied)
         return Need(
             shape.layers * layer,
             f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
