@@ -186,8 +186,8 @@ class ExecutorBackend(Backend, Protocol):
         architecture: str | None,
         features: Collection[str] | None,
     ) -> int:
-        """Bytes that its executor takes of ``workspace`` on such a processor, None: on any, where
-        so many ``chunks`` of a prompt go through a layer before the next layer begins."""
+        """Bytes that its executor takes of ``workspace`` on such a processor, None: on any;
+        ``chunks`` of a prompt go through a layer before the next layer begins."""
 
     def build(self, request: BuildRequest) -> Executor:
         """Compile or load kernels and make the executor."""

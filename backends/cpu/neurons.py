@@ -215,7 +215,7 @@ class Neurons:
 
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None) -> Bits:
         """Return whether the gates of the neurons in ``slots`` are open."""
-        assert self._find_gates, "every neuron counts whatever its gate is"
+        assert self._find_gates, "every neuron counts, with any gate"
         count = len(slots)
         self._slots[:count] = slots
         self._find_gates[layer](count, *self._token, self._take_bundles(arena, indices))
