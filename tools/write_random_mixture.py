@@ -6,7 +6,7 @@
 For measuring speed in shapes that nobody has at hand: the text means nothing.  Routers choose
 experts about evenly, which is the worst case for a cache; with ``--routing published`` they choose
 so that a cache hits as often as was published of such mixtures, if tokens follow each other in the
-vocabulary's order.
+vocabulary's order.  With ``--empty`` the file has zeros that take no room, for `pi2 simulate`.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--format", help="one for all, such as q4_0; default: as in Q4_K_M")
     parser.add_argument("--routing", choices=("even", "published"), default="even")
+    parser.add_argument("--empty", action="store_true", help="write no numbers")
     options = parser.parse_args()
     own = shapes[options.shape]
     if one := options.format:
@@ -192,6 +193,14 @@ def main() -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    if options.empty:
+        assert writer.fout is not None
+        sizes = (part.nbytes for part in writer.tensors[0].values())
+        whole = sum(writer.ggml_pad(size, writer.data_alignment) for size in sizes)
+        end = writer.ggml_pad(writer.fout[0].tell(), writer.data_alignment)
+        writer.fout[0].truncate(end + whole)
+        writer.close()
+        return
     pools: dict[tuple[str, int, float], U8] = {}
     for number, tensor in enumerate(tensors):
         if routing is not None and tensor.name == _EMBEDDING:

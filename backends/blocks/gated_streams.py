@@ -89,7 +89,7 @@ class NgramBuilder:
         memory: StateMemory,
     ) -> None:
         self._builder, self._own, self._streams, self._memory = builder, own, streams, memory
-        self._hidden, self._each = model.shape.hidden, len(own.sizes)
+        self._hidden, self._each = model.shape.hidden, own.count
         self._numbers: I32 = builder.take("int32", builder.extent.tokens * self._each)
 
     def add(self) -> None:

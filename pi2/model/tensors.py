@@ -75,7 +75,7 @@ def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
         source = at.take("layer_projection_norm", own.width)
         yield at.vector(LAYER_PROJECTION_NORM, own.stored_width, source)
     if model.ngrams is not None:
-        length = hidden // len(model.ngrams.sizes)
+        length = hidden // model.ngrams.count
         source = at.take("ngram_rows", model.ngrams.rows, length)
         yield at.matrix("ngram_rows", model.ngrams.rows, fill_groups(length), source)
     if model.altup is not None:

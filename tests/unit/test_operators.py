@@ -192,6 +192,17 @@ def test_what_no_document_states_is_refused(
 SHARED = "[moe]\nshared_experts = 1\n"
 
 
+NGRAMS = """[ngrams]
+layer = 1
+rows = 4
+kernel = 1
+end_token = 0
+multipliers = [1, 1]
+sizes = [4]
+offsets = [1]
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "before", "after", "problem"),
     [
@@ -210,6 +221,8 @@ SHARED = "[moe]\nshared_experts = 1\n"
         ),
         ("llama4", "curves = []", "curves = [[1, 1, 1]]", "P253.*need activation ="),
         ("gemma3n", "[ffn]\n", "[hyper]\nstreams = 2\n[ffn]\n", "P253.*no other streams, altup"),
+        ("gemma3n", "[ffn]\n", f"{NGRAMS}[ffn]\n", r"P253.*streams with gates, a table"),
+        ("gemma3n", "[ffn]\n", f"{NGRAMS}[ffn]\n", "P253.*each with an offset inside"),
         ("kimi-linear", "key_heads = 3", "key_heads = 1", "as many key heads as value heads"),
         ("kimi-linear", 'decay_of = "key"', 'decay_of = "head"', "are of decays of keys"),
         ("bailing-hybrid", 'decay_of = "key"', 'decay_of = "head"', "are of decays of keys"),

@@ -126,7 +126,7 @@ def reads_embedding(plan: Plan, model: Model) -> bool:
 
 def count_read_rows(plan: Plan, model: Model) -> int:
     """Rows that are read when a token comes: of embeddings and of n-grams."""
-    ngrams = 0 if model.ngrams is None else len(model.ngrams.sizes)
+    ngrams = 0 if model.ngrams is None else model.ngrams.count
     return reads_embedding(plan, model) + (model.layer_embedding is not None) + ngrams
 
 

@@ -46,19 +46,34 @@ class Ngrams(Table):
     """Rows of the table."""
     kernel: Annotated[int, Field(ge=1, le=16, examples=[4])]
     """Tokens that the convolution reads."""
-    end_token: Annotated[int, Field(ge=0)]
+    end_token: Annotated[int, Field(ge=0, examples=[151643])]
     """Token that ends a text."""
-    multipliers: Annotated[tuple[_Whole, ...], Field(min_length=2, max_length=8)]
+    multipliers: Annotated[
+        tuple[_Whole, ...], Field(min_length=2, max_length=8, examples=[[3, 5, 7]])
+    ]
     """Factors of a token and those before it: as many as the longest n."""
-    sizes: Annotated[tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...], Field(min_length=1)]
+    sizes: Annotated[tuple[Count, ...], Field(min_length=1, examples=[[499_979, 499_957]])]
     """Rows that a row is chosen from, of all n in turn."""
-    offsets: tuple[_Whole, ...]
+    offsets: Annotated[tuple[_Whole, ...], Field(min_length=1, examples=[[0, 499_979]])]
     """The first of these."""
 
     @property
     def length(self) -> int:
         """Tokens of the longest n-gram."""
         return len(self.multipliers)
+
+    @property
+    def count(self) -> int:
+        """Rows of a token."""
+        return len(self.sizes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every n has equally many rows, and the table all of them."""
+        if len(self.offsets) != self.count or self.count % (self.length - 1):
+            return False
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return max(first + size for first, size in pairs) <= self.rows
 
     @property
     def window(self) -> int:
