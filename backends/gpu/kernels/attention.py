@@ -80,10 +80,8 @@ def make_keep(attention: AttentionKernels, is_normed: bool, name: str) -> c.Kern
             is_key = c.let(T.cast(vector >= attention.heads, "int32") - is_value)
             shared = c.share(size)
             turns = -(-half // _PAIR_THREADS)
-            with T.serial(-(-size // _PAIR_THREADS)) as turn:
-                element = c.let(turn * _PAIR_THREADS + thread)
-                with c.when(element < size):
-                    c.store(shared, element, qkv[first + element])
+            with c.walk(size, thread, _PAIR_THREADS) as element:
+                c.store(shared, element, qkv[first + element])
             c.wait_for_group()
             norm = None
             if norms is not None and not attention.norm_after:
@@ -283,11 +281,9 @@ class _Queries:
         begin = 0
         for array, size, pitch in self._parts:
             first = c.let(token * pitch + head * size)
-            with T.serial(-(-size // _KEYS)) as turn:
-                element = c.let(turn * _KEYS + thread)
-                with c.when(element < size):
-                    scaled = array[first + element] * c.number(self._attention.scale)
-                    c.store(query, element + begin, scaled)
+            with c.walk(size, thread, _KEYS) as element:
+                scaled = array[first + element] * c.number(self._attention.scale)
+                c.store(query, element + begin, scaled)
             begin += size
         return query
 

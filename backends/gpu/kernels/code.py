@@ -91,10 +91,25 @@ def wait_for_group() -> None:
     T.evaluate(T.tvm_storage_sync("shared"))
 
 
-def add_in_group(shared: Buffer, thread: Expr, value: Expr, threads: int) -> Expr:
-    """Return the sum of ``value`` over all ``threads`` (a power of 2), the same in each; ``shared``
-    has an element for each."""
-    store(shared, thread, value)
+@contextmanager
+def walk(count: int, thread: Expr, threads: int) -> Iterator[Expr]:
+    """Add the body for each of ``count`` elements, which ``threads`` have in turns."""
+    with T.serial(-(-count // threads)) as turn:
+        element = let(turn * threads + thread)
+        with when(element < count):
+            yield element
+
+
+def add_in_group(
+    read: Read, count: int, thread: Expr, threads: int, shared: Buffer | None = None
+) -> Expr:
+    """Return the sum of ``read(element)`` over ``count`` elements, the same in all ``threads`` (a
+    power of 2); ``shared`` has an element for each of them."""
+    own = Cell(number(0.0))
+    with walk(count, thread, threads) as element:
+        own.add(read(element))
+    shared = share(threads) if shared is None else shared
+    store(shared, thread, own.get())
     wait_for_group()
     half = threads // 2
     while half:
@@ -105,6 +120,25 @@ def add_in_group(shared: Buffer, thread: Expr, value: Expr, threads: int) -> Exp
     total = let(shared[0])
     wait_for_group()
     return total
+
+
+def find_norm(
+    read: Read, count: int, epsilon: float, thread: Expr, threads: int, shared: Buffer | None = None
+) -> Expr:
+    """Return the factor that makes the root mean square of ``count`` elements 1, the same in all
+    threads."""
+
+    def square(element: Expr) -> Expr:
+        value = let(read(element))
+        return value * value
+
+    mean = add_in_group(square, count, thread, threads, shared) * number(1.0 / count)
+    return let(number(1.0) / T.sqrt(mean + number(epsilon)))
+
+
+def squash(value: Expr) -> Expr:
+    """Return 1 / (1 + exp(-value))."""
+    return number(1.0) / (number(1.0) + T.exp(number(0.0) - value))
 
 
 def store(buffer: Buffer, index: Expr, value: Expr) -> None:
@@ -177,6 +211,17 @@ class Kernel:
                 for letter, extent in zip("xyz", self.block, strict=True)
             ]
             yield Place(group=(groups[0], groups[1]), thread=(threads[0], threads[1], threads[2]))
+
+    @contextmanager
+    def run_elements(self, count: int) -> Iterator[tuple[Expr, Expr]]:
+        """Add the body for a thread for each of ``count`` elements of ``tokens``."""
+        if "tokens" not in self.numbers:
+            self.take_number("tokens")
+        width = self.block[0]
+        with self.run(Axis(times=-(-count // width)), Axis(number="tokens")) as place:
+            element = let(place.group[0] * width + place.thread[0])
+            with when(element < count):
+                yield element, place.group[1]
 
     def _count(self, axis: Axis) -> Expr:
         if axis.number is None:

@@ -270,17 +270,14 @@ def make_join(ffn: FfnKernels) -> c.Kernel:
         sums = kernel.take_array("sums", "float32")
         tokens, parts = kernel.take_number("tokens"), kernel.take_number("parts")
         adds = kernel.take_number("adds")
-        groups = Axis(times=-(-ffn.hidden // _JOINED))
-        with kernel.run(groups, Axis(number="tokens")) as place:
-            element = c.let(place.group[0] * _JOINED + place.thread[0])
-            with c.when(element < ffn.hidden):
-                index = c.let(place.group[1] * ffn.hidden + element)
-                total = c.Cell(c.number(0.0))
-                with c.when(adds > 0):
-                    total.add(sums[index])
-                with T.serial(parts) as part:
-                    total.add(partials[part * tokens * ffn.hidden + index])
-                c.store(sums, index, total.get())
+        with kernel.run_elements(ffn.hidden) as (element, token):
+            index = c.let(token * ffn.hidden + element)
+            total = c.Cell(c.number(0.0))
+            with c.when(adds > 0):
+                total.add(sums[index])
+            with T.serial(parts) as part:
+                total.add(partials[part * tokens * ffn.hidden + index])
+            c.store(sums, index, total.get())
     return kernel
 
 

@@ -123,13 +123,14 @@ def make_latent_norm(attention: AttentionKernels, latent: Latent, query_rank: in
         kernel.take_number("tokens")
         with kernel.run(Axis(number="tokens")) as place:
             first = c.let(place.group[0] * attention.latent_rows)
-            factor = _find_factor(latent, qkv, first, query_rank, place.thread[0])
-            with T.serial(-(-filled // _THREADS)) as turn:
-                element = c.let(turn * _THREADS + place.thread[0])
-                with c.when(element < filled):
-                    # Weights are 0 where the vector is filled up.
-                    value = qkv[first + T.min(element, query_rank - 1)] * factor * weights[element]
-                    c.store(made, place.group[0] * filled + element, value)
+            thread, epsilon = place.thread[0], latent.epsilon
+            factor = c.find_norm(
+                lambda index: qkv[first + index], query_rank, epsilon, thread, _THREADS
+            )
+            with c.walk(filled, thread, _THREADS) as element:
+                # Weights are 0 where the vector is filled up.
+                value = qkv[first + T.min(element, query_rank - 1)] * factor * weights[element]
+                c.store(made, place.group[0] * filled + element, value)
     return kernel
 
 
@@ -167,12 +168,12 @@ def make_latent_keep(attention: AttentionKernels, latent: Latent) -> c.Kernel:
                     c.store(plain, (token * heads + head) * filled + element, kept)
             # Of the token.
             first = c.let(token * rows + (rows - latent.kept))
-            factor = _find_factor(latent, qkv, first, latent.rank, thread)
+            factor = c.find_norm(
+                lambda index: qkv[first + index], latent.rank, latent.epsilon, thread, _THREADS
+            )
             shared = c.share(latent.kept)
-            with T.serial(-(-latent.rank // _THREADS)) as turn:
-                element = c.let(turn * _THREADS + thread)
-                with c.when(element < latent.rank):
-                    c.store(shared, element, qkv[first + element] * factor * weights[element])
+            with c.walk(latent.rank, thread, _THREADS) as element:
+                c.store(shared, element, qkv[first + element] * factor * weights[element])
             for turn_number in range(-(-half // _THREADS)):
                 pair = c.let(thread + turn_number * _THREADS)
                 index = c.let(T.min(pair, half - 1))
@@ -200,21 +201,6 @@ def make_latent_keep(attention: AttentionKernels, latent: Latent) -> c.Kernel:
                 with c.when(T.And(group == heads, thread == 0)):
                     c.store(keys.scales, target, scale)
     return kernel
-
-
-def _find_factor(
-    latent: Latent, vectors: c.Buffer, first: c.Expr, width: int, thread: c.Expr
-) -> c.Expr:
-    """Return what the RMSNorm multiplies the vector at ``first`` with, the same in all threads."""
-    own = c.Cell(c.number(0.0))
-    with T.serial(-(-width // _THREADS)) as turn:
-        index = c.let(turn * _THREADS + thread)
-        with c.when(index < width):
-            value = c.let(vectors[first + index])
-            own.add(value * value)
-    total = c.add_in_group(c.share(_THREADS), thread, own.get(), _THREADS)
-    mean = total * c.number(1.0 / width)
-    return c.let(c.number(1.0) / T.sqrt(mean + c.number(latent.epsilon)))
 
 
 def _turn(

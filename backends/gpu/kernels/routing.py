@@ -103,13 +103,9 @@ def make_add(norm: NormKernels) -> c.Kernel:
     kernel = c.Kernel("add", (_NORM_WIDTH, 1, 1))
     with kernel.declare():
         x, y = kernel.take_array("x", "float32"), kernel.take_array("y", "float32")
-        kernel.take_number("tokens")
-        groups = Axis(times=-(-norm.length // _NORM_WIDTH))
-        with kernel.run(groups, Axis(number="tokens")) as place:
-            element = c.let(place.group[0] * _NORM_WIDTH + place.thread[0])
-            with c.when(element < norm.length):
-                index = c.let(place.group[1] * norm.length + element)
-                c.store(x, index, x[index] + y[index] * c.number(norm.residual_factor))
+        with kernel.run_elements(norm.length) as (element, token):
+            index = c.let(token * norm.length + element)
+            c.store(x, index, x[index] + y[index] * c.number(norm.residual_factor))
     return kernel
 
 
@@ -118,19 +114,15 @@ def make_spread(norm: NormKernels) -> c.Kernel:
     with kernel.declare():
         y, biases = kernel.take_array("y", "float32"), kernel.take_array("biases", "float32")
         routes = kernel.take_array("routes", "float32") if norm.experts else None
-        kernel.take_number("tokens")
-        groups = Axis(times=-(-norm.length // _NORM_WIDTH))
-        with kernel.run(groups, Axis(number="tokens")) as place:
-            element = c.let(place.group[0] * _NORM_WIDTH + place.thread[0])
-            first = c.let(place.group[1] * norm.experts)
+        with kernel.run_elements(norm.length) as (element, token):
             total = c.Cell(c.number(0.0))
-            with c.when(element < norm.length):
-                if routes is None:
-                    total.set(biases[element])
-                else:
-                    with T.serial(norm.experts) as expert:
-                        total.add(routes[first + expert] * biases[expert * norm.length + element])
-                c.store(y, place.group[1] * norm.length + element, total.get())
+            if routes is None:
+                total.set(biases[element])
+            else:
+                first = c.let(token * norm.experts)
+                with T.serial(norm.experts) as expert:
+                    total.add(routes[first + expert] * biases[expert * norm.length + element])
+            c.store(y, token * norm.length + element, total.get())
     return kernel
 
 
@@ -149,33 +141,19 @@ def _emit_norm(
     write: c.Write,
 ) -> None:
     """Normalise the vector at ``first``; elements beyond the width become 0, as weights are."""
-    shared = c.share(_NORM_WIDTH)
-    mean = c.number(0.0)
+    shared, mean = c.share(_NORM_WIDTH), c.number(0.0)
     if norm.norm.kind == "layernorm":
-        mean = c.let(_average(norm, lambda index: x[first + index], shared, thread))
-
-    def square(index: c.Expr) -> c.Expr:
-        value = c.let(x[first + index] - mean)
-        return value * value
-
-    mean_square = _average(norm, square, shared, thread)
-    factor = c.let(c.number(1.0) / T.sqrt(mean_square + c.number(norm.norm.epsilon)))
-    with T.serial(-(-norm.length // _NORM_WIDTH)) as turn:
-        element = c.let(turn * _NORM_WIDTH + thread)
-        with c.when(element < norm.length):
-            value = (x[first + element] - mean) * factor * weights[element]
-            write(element, c.let(value if biases is None else value + biases[element]))
-
-
-def _average(norm: NormKernels, read: c.Read, shared: c.Buffer, thread: c.Expr) -> c.Expr:
-    """Return the mean of ``read(index)`` over the norm's width, the same in all threads."""
-    own = c.Cell(c.number(0.0))
-    with T.serial(-(-norm.width // _NORM_WIDTH)) as turn:
-        index = c.let(turn * _NORM_WIDTH + thread)
-        with c.when(index < norm.width):
-            own.add(read(index))
-    total = c.add_in_group(shared, thread, own.get(), _NORM_WIDTH)
-    return c.let(total * c.number(1.0 / norm.width))
+        total = c.add_in_group(
+            lambda index: x[first + index], norm.width, thread, _NORM_WIDTH, shared
+        )
+        mean = c.let(total * c.number(1.0 / norm.width))
+    epsilon = norm.norm.epsilon
+    factor = c.find_norm(
+        lambda index: x[first + index] - mean, norm.width, epsilon, thread, _NORM_WIDTH, shared
+    )
+    with c.walk(norm.length, thread, _NORM_WIDTH) as element:
+        value = (x[first + element] - mean) * factor * weights[element]
+        write(element, c.let(value if biases is None else value + biases[element]))
 
 
 _ROW_WIDTH = 64
@@ -196,23 +174,19 @@ def make_embed(embedding: EmbeddingKernels, fp16: bool) -> c.Kernel:
         ids = kernel.take_array("ids", "int32")
         weights = Weights.take(kernel, "matrix", precision, VECTOR, fp16)
         x = kernel.take_array("x", "float32")
-        kernel.take_number("tokens")
-        with kernel.run(Axis(times=-(-groups // _ROW_WIDTH)), Axis(number="tokens")) as place:
-            group = c.let(place.group[0] * _ROW_WIDTH + place.thread[0])
-            token = place.group[1]
-            with c.when(group < groups):
-                row = c.let(ids[token])
-                tile, in_tile = c.let(T.floordiv(row, ROWS)), c.let(T.floormod(row, ROWS))
-                tiles = Tiles(weights, 1, embedding.length)
-                words = tiles.load_group(tile, 0, group, in_tile)
-                scale = tiles.load_scale(tile, 0, group, in_tile)
-                factor = c.let(scale * c.number(embedding.factor))
-                first = c.let(token * embedding.length + group * GROUP)
-                for number in range(count_words(precision)):
-                    elements = list_elements(precision, number)
-                    values = unpack_word(precision, words[number])
-                    for element, value in zip(elements, values, strict=True):
-                        c.store(x, first + element, value * factor)
+        with kernel.run_elements(groups) as (group, token):
+            row = c.let(ids[token])
+            tile, in_tile = c.let(T.floordiv(row, ROWS)), c.let(T.floormod(row, ROWS))
+            tiles = Tiles(weights, 1, embedding.length)
+            words = tiles.load_group(tile, 0, group, in_tile)
+            scale = tiles.load_scale(tile, 0, group, in_tile)
+            factor = c.let(scale * c.number(embedding.factor))
+            first = c.let(token * embedding.length + group * GROUP)
+            for number in range(count_words(precision)):
+                elements = list_elements(precision, number)
+                values = unpack_word(precision, words[number])
+                for element, value in zip(elements, values, strict=True):
+                    c.store(x, first + element, value * factor)
     return kernel
 
 
@@ -224,15 +198,12 @@ def make_add_positions(embedding: EmbeddingKernels) -> c.Kernel:
         places = kernel.take_array("places", "int32")
         positions = kernel.take_array("positions", "uint32")
         x = kernel.take_array("x", "float32")
-        kernel.take_number("tokens")
-        with kernel.run(Axis(times=-(-words // _ROW_WIDTH)), Axis(number="tokens")) as place:
-            word, token = c.let(place.group[0] * _ROW_WIDTH + place.thread[0]), place.group[1]
-            with c.when(word < words):
-                packed = c.let(positions[places[token * 2 + 1] * words + word])
-                first = c.let(token * embedding.length + word * 2)
-                for half in range(2):
-                    value = widen_half(packed, half == 1)
-                    c.store(x, first + half, x[first + half] + value)
+        with kernel.run_elements(words) as (word, token):
+            packed = c.let(positions[places[token * 2 + 1] * words + word])
+            first = c.let(token * embedding.length + word * 2)
+            for half in range(2):
+                value = widen_half(packed, half == 1)
+                c.store(x, first + half, x[first + half] + value)
     return kernel
 
 
@@ -283,12 +254,11 @@ def make_route_scores(router: RouterKernels) -> c.Kernel:
         with kernel.run(Axis(times=router.rows), Axis(number="tokens")) as place:
             row, token, thread = place.group[0], place.group[1], place.thread[0]
             first, begin = c.let(token * router.length), c.let(row * router.length)
-            own = c.Cell(c.number(0.0))
-            with T.serial(-(-router.length // _THREADS)) as turn:
-                index = c.let(turn * _THREADS + thread)
-                with c.when(index < router.length):
-                    own.add(inputs[first + index] * rows[begin + index])
-            total = c.add_in_group(c.share(_THREADS), thread, own.get(), _THREADS)
+
+            def multiply(index: c.Expr) -> c.Expr:
+                return inputs[first + index] * rows[begin + index]
+
+            total = c.add_in_group(multiply, router.length, thread, _THREADS)
             if biases is not None:
                 bias = biases[T.min(row, router.moe.experts - 1)]
                 total = total + T.Select(row < router.moe.experts, bias, c.number(0.0))
@@ -345,7 +315,7 @@ def make_route(router: RouterKernels) -> c.Kernel:
                     c.store(routes, begin + expert, weights[expert] * factor)
             shared = c.Cell(c.number(1.0))
             if router.moe.shared_gate:
-                shared.set(_squash(c.let(scores[first + experts])))
+                shared.set(c.squash(c.let(scores[first + experts])))
             for turn in range(-(-(router.pitch - experts) // _THREADS)):
                 expert = c.let(thread + turn * _THREADS)
                 with c.when(expert < router.pitch - experts):
@@ -361,13 +331,9 @@ def make_route_first(router: RouterKernels) -> c.Kernel:
     with kernel.declare():
         routes = kernel.take_array("routes", "float32")
         count = kernel.take_number("count")
-        kernel.take_number("tokens")
-        groups = Axis(times=-(-router.pitch // _THREADS))
-        with kernel.run(groups, Axis(number="tokens")) as place:
-            expert = c.let(place.group[0] * _THREADS + place.thread[0])
-            with c.when(expert < router.pitch):
-                weight = T.Select(expert < count, c.number(1.0), c.number(0.0))
-                c.store(routes, place.group[1] * router.pitch + expert, weight)
+        with kernel.run_elements(router.pitch) as (expert, token):
+            weight = T.Select(expert < count, c.number(1.0), c.number(0.0))
+            c.store(routes, token * router.pitch + expert, weight)
     return kernel
 
 
@@ -385,7 +351,7 @@ class _Shares:
     def __call__(self, expert: c.Expr) -> c.Expr:
         score = c.let(self._scores[self._first + expert])
         if self._router.moe.router == "sigmoid":
-            return c.let(_squash(score))
+            return c.let(c.squash(score))
         return c.let(T.exp(score - self._top) / self._total)
 
 
@@ -425,7 +391,3 @@ def _count_better(values: c.Buffer, place: c.Expr, count: int) -> c.Expr:
         is_before = T.And(value == own, other < place)
         better.add(T.cast(T.Or(value > own, is_before), "int32"))
     return better.get()
-
-
-def _squash(score: c.Expr) -> c.Expr:
-    return c.number(1.0) / (c.number(1.0) + T.exp(c.number(0.0) - score))

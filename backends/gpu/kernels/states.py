@@ -83,7 +83,7 @@ def make_convolve(kernels: StateKernels) -> c.Kernel:
                 if tail:
                     tail[-1].set(value)
                 named = c.let(total.get())
-                behind = projected[row + shape.width] if is_short else _squash(named)
+                behind = projected[row + shape.width] if is_short else c.squash(named)
                 with c.when(own < channels):
                     c.store(convolved, (first + turn) * pitch + own, named * behind)
             if tails is not None:
@@ -213,7 +213,7 @@ class _Reads:
         gate = c.let(self._gates[first])
         if shape.kind == "delta":
             step = c.let(self._gates[first + shape.value_heads] + self._step)
-            return c.let(_squash(gate)), c.let(T.exp(self._rate * _soften(step)))
+            return c.let(c.squash(gate)), c.let(T.exp(self._rate * _soften(step)))
         entry = T.max(_soften(c.let(gate + self._step)), c.number(shape.shortest_step))
         if shape.longest_step is not None:
             entry = T.min(entry, c.number(shape.longest_step))
@@ -264,34 +264,20 @@ def make_gate_state(kernels: StateKernels) -> c.Kernel:
 
             def read_gate(index: c.Expr) -> c.Expr:
                 gate = c.let(projected[token * shape.rows + shape.channels + begin + index])
-                return c.let(gate * _squash(gate))
+                return c.let(gate * c.squash(gate))
 
             def read(index: c.Expr) -> c.Expr:
                 value = recurred[token * shape.width + begin + index]
                 return c.let(value * read_gate(index) if is_mamba else value)
 
-            own = c.Cell(c.number(0.0))
-            with T.serial(-(-size // _THREADS)) as turn:
-                index = c.let(turn * _THREADS + thread)
-                with c.when(index < size):
-                    value = read(index)
-                    own.add(value * value)
-            total = c.add_in_group(c.share(_THREADS), thread, own.get(), _THREADS)
-            mean = total * c.number(1.0 / size)
-            factor = c.let(c.number(1.0) / T.sqrt(mean + c.number(kernels.epsilon)))
-            with T.serial(-(-size // _THREADS)) as turn:
-                index = c.let(turn * _THREADS + thread)
-                with c.when(index < size):
-                    weight = weights[begin + index] if is_mamba else weights[index]
-                    value = c.let(read(index) * factor * weight)
-                    if not is_mamba:
-                        value = value * read_gate(index)
-                    c.store(mixed, token * shape.stored_width + begin + index, value)
+            factor = c.find_norm(read, size, kernels.epsilon, thread, _THREADS)
+            with c.walk(size, thread, _THREADS) as index:
+                weight = weights[begin + index] if is_mamba else weights[index]
+                value = c.let(read(index) * factor * weight)
+                if not is_mamba:
+                    value = value * read_gate(index)
+                c.store(mixed, token * shape.stored_width + begin + index, value)
     return kernel
-
-
-def _squash(value: c.Expr) -> c.Expr:
-    return c.number(1.0) / (c.number(1.0) + T.exp(c.number(0.0) - value))
 
 
 def _soften(value: c.Expr) -> c.Expr:
