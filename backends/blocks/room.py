@@ -298,8 +298,8 @@ class KvCache:
         return self._pools[layer][1]
 
     def _list_rows(self, first: int, end: int) -> Iterator[tuple[Raw, I64]]:
-        """Yield every array, and its rows of the tokens from ``first`` to ``end``; pooled vectors have
-        rows of the blocks that end there."""
+        """Yield every array, and its rows of the tokens from ``first`` to ``end``.  Pooled vectors
+        have rows of the blocks that end there."""
         import numpy as np
 
         positions = np.arange(first, end)
