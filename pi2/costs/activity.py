@@ -22,6 +22,7 @@ from pi2.costs.hotness import (
     compute_hit_chances,
     find_read_chances,
     find_spread,
+    halve,
     make_counted,
     measure_skew,
     read_counts,
@@ -180,12 +181,12 @@ class LayerActivity:
         if hot + cold >= 1.0:
             return np.ones(CLASSES)
         if policy == "lru":
-            return self._find_recent(hot, cold)
+            return compute_hit_chances(self.named, hot, cold, self.chosen, self.again)
         stays = self._find_frequent(hot, cold)
         missing = self._count(hot, stays)
         if missing < _CROWDED * cold * self.varied:
             return stays
-        recent = self._find_recent(hot, cold)
+        recent = self.find_hits(hot, cold, "lru")
         return stays if missing <= self._count(hot, recent) else recent
 
     def _count(self, hot: float, hits: F64, read: F64 | float = 1.0) -> float:
@@ -215,20 +216,19 @@ class LayerActivity:
         counts = self._chances * self.chosen * _MEMORY_TOKENS
         spread = np.sqrt(np.maximum(counts / 2.0, 1e-12))
         uses = absent * self._chances * self._class_uses
-        low, high = -_MEMORY_TOKENS, _MEMORY_TOKENS
-        for _ in range(_STEPS):
-            least = (low + high) / 2.0
+        stays, missing = absent, 0.0
+
+        def is_full(least: float) -> bool:
+            nonlocal stays, missing
             stays = _compute_normal((counts - least) / spread)
             missing = float((uses * (1.0 - stays)).sum())
-            taken = float((absent * stays).mean()) + _CHURN * missing / self.varied
-            low, high = (least, high) if taken > cold else (low, least)
+            return float((absent * stays).mean()) + _CHURN * missing / self.varied > cold
+
+        halve(-_MEMORY_TOKENS, _MEMORY_TOKENS, is_full, _STEPS)
         # What the last token read is still there, as far as there is room for it.
         room = min(cold * self.varied / max(missing, 1e-9), 1.0)
         repeated = self.again * (1.0 - self._chances) * self.chosen * room
         return np.asarray(stays + (1.0 - stays) * repeated)
-
-    def _find_recent(self, hot: float, cold: float) -> F64:
-        return compute_hit_chances(self.named, hot, cold, self.chosen, self.again)
 
     @property
     def _chances(self) -> F64:
@@ -289,9 +289,11 @@ Described = tuple[tuple[LayerActivity, ...], str]
 
 
 def _make_layers(
-    model: Model, shares: Sequence[tuple[float, float]], spread: float, batch: int
+    model: Model, shares: Sequence[tuple[float, float]], spread: float | None = None, batch: int = 1
 ) -> tuple[LayerActivity, ...]:
     """Layers that compute a share of their neurons, and of these fire a part: (share, part)."""
+    if spread is None:
+        _, spread = _read_model(model, "gate", Constants())
 
     @cache  # layers that are alike stay the same object
     def make(share: float, fired: float) -> LayerActivity:
@@ -321,9 +323,8 @@ def _describe_single(
     if mode == "router":
         return describe_routing(model, store, constants)
     if mode == "gate" and model.is_smooth and model.cut_layers:
-        _, spread = _read_model(model, "gate", constants)
         shares = [(1.0 - block.ffn.closed, 1.0) for block in model.blocks]
-        return _make_layers(model, shares, spread, 1), "the model's cutoffs of gates"
+        return _make_layers(model, shares), "the model's cutoffs of gates"
     layers, source = model.shape.layers, "the store's statistics"
     known = find_statistics(model, store)
     if store is None or known is None or read_statistics(store, layers) is None:
@@ -331,7 +332,7 @@ def _describe_single(
         source = f"the model's document ({stated})"
     if known is None:
         active, spread = _read_model(model, mode, constants)
-        return _make_layers(model, [(active, 1.0)] * layers, spread, 1), source
+        return _make_layers(model, [(active, 1.0)] * layers, spread), source
     counts = None
     if store is not None and mode != "none":
         counts = read_counts(store, layers, model.layer_neurons)
@@ -434,19 +435,17 @@ def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistic
 
 def describe_cut_activity(model: Model, thresholds: Thresholds, *, batch: int = 1) -> Described:
     """Activity of an MoE model whose gates are cut by thresholds."""
-    _, spread = _read_model(model, "gate", Constants())
     shares = [
         (layer.computed, min(1.0, layer.active / max(layer.computed, 1e-9)))
         for layer in thresholds.layers
     ]
-    return _make_layers(model, shares, spread, batch), "the plan's thresholds"
+    return _make_layers(model, shares, batch=batch), "the plan's thresholds"
 
 
 def describe_target_activity(model: Model, target: float, *, batch: int = 1) -> Described:
     """Activity of a model of which thresholds will leave out a share."""
-    _, spread = _read_model(model, "gate", Constants())
     shares = [(1.0 - target, 1.0)] * model.shape.layers
-    return _make_layers(model, shares, spread, batch), "the plan's sparsity.target"
+    return _make_layers(model, shares, batch=batch), "the plan's sparsity.target"
 
 
 @lru_cache(maxsize=512)

@@ -25,7 +25,7 @@ from pi2.costs.constants import Range
 from pi2.costs.cost_layer import LayerCost, cost_layer
 from pi2.costs.description import Description, describe_plan, describe_range
 from pi2.costs.kernel_times import Rates
-from pi2.costs.prompts import PROMPT, cost_prompt
+from pi2.costs.prompts import PROMPT, PromptCost, cost_prompt
 from pi2.costs.settings import POSITION, Settings
 from pi2.diagnostics import UserError
 from pi2.memory.arena import count_lent_bytes
@@ -43,7 +43,7 @@ class Cost:
 
     inputs: Description
     layers: tuple[LayerCost, ...]
-    prefill_tokens_s: float | None
+    prefill: PromptCost | None
     """None where no arithmetic rate is known."""
     prompt: int = PROMPT
     """Tokens of the prompt."""
@@ -71,6 +71,10 @@ class Cost:
     def range_tokens_s(self) -> Range:
         """Tokens per second that a plan promises, that are expected, and at most."""
         return self._find_range(self.tokens_s, *(x.tokens_s for x in self.ends or ()))
+
+    @property
+    def prefill_tokens_s(self) -> float | None:
+        return None if self.prefill is None else self.prefill.tokens_s
 
     @property
     def range_prefill_tokens_s(self) -> Range | None:
@@ -155,7 +159,7 @@ def cost_description(
     return Cost(
         inputs=description,
         layers=tuple(costs[number] for number in range(description.layers)),
-        prefill_tokens_s=cost_prompt(description, prompt),
+        prefill=cost_prompt(description, prompt),
         prompt=prompt,
         memory_bytes=memory_bytes,
         ends=ends and (cost_description(ends[0], prompt), cost_description(ends[1], prompt)),

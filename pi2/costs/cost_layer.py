@@ -123,7 +123,7 @@ def cost_counts(terms: LayerKind, counts: Counts, chance: float) -> LayerCost:
         if settings.stream is not None:
             read_s = settings.stream.time_read(terms.streamed)
             before_s = terms.before_s + gathered_s + terms.gathers.call_s
-            wait_s = settings.stream.time_wait(terms.streamed, before_s, missing_s + calls_s)
+            wait_s = settings.stream.time_wait(pieces, read_s, before_s, missing_s + calls_s)
         elif settings.reads is not None:
             missing = counts.missing / chance
             read_s = chance * settings.reads.time(missing, terms.merged, counts.absent)

@@ -10,8 +10,10 @@ the last T tokens used are present, and T fills the capacity."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import erf, sqrt
 from pathlib import Path
 from statistics import NormalDist
 
@@ -22,8 +24,17 @@ from pi2.arrays import F64
 _NORMAL = NormalDist()
 _MOST_LIMIT = 16.0
 """Limit, in standard deviations of a score, from which nothing is read."""
-_STEPS = 40
 _LEAST_CHANCE = 1e-12
+
+
+def halve(
+    low: float, high: float, is_below: Callable[[float], bool], steps: int = 40
+) -> tuple[float, float]:
+    """Narrow a range down to the place up to which ``is_below`` holds."""
+    for _ in range(steps):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return low, high
 
 
 def find_read_chances(chances: F64, missing: F64, share: float) -> F64:
@@ -35,14 +46,15 @@ def find_read_chances(chances: F64, missing: F64, share: float) -> F64:
     means = _find_means(chances.tobytes())
     density = _compute_density(means)
     allowance = share * float((density + means * chances).sum())
-    low, high = 0.0, _MOST_LIMIT
-    for _ in range(_STEPS):
-        limit = (low + high) / 2.0
-        above = _compute_normal(means - limit)
+
+    def is_allowed(limit: float) -> bool:
+        above = _compute_cdf(means - limit)
         # The mean of a score between 0 and the limit, times its chance to be there.
         mass = means * (chances - above) + density - _compute_density(means - limit)
-        low, high = (low, limit) if float((missing * mass).sum()) > allowance else (limit, high)
-    return np.asarray(np.clip(_compute_normal(means - low) / chances, 0.0, 1.0))
+        return float((missing * mass).sum()) <= allowance
+
+    limit, _ = halve(0.0, _MOST_LIMIT, is_allowed)
+    return np.asarray(np.clip(_compute_cdf(means - limit) / chances, 0.0, 1.0))
 
 
 @lru_cache(maxsize=64)
@@ -53,15 +65,9 @@ def _find_means(chances: bytes) -> F64:
     return found
 
 
-def _compute_normal(values: F64) -> F64:
-    """Normal distribution function [n], error below 1e-7 (Abramowitz and Stegun, 26.2.17)."""
-    size = np.abs(values)
-    t = 1.0 / (1.0 + 0.2316419 * size)
-    series = np.zeros_like(t)
-    for factor in (1.330274429, -1.821255978, 1.781477937, -0.356563782, 0.319381530):
-        series = (series + factor) * t
-    tail = _compute_density(values) * series
-    return np.asarray(np.where(values >= 0.0, 1.0 - tail, tail))
+def _compute_cdf(values: F64) -> F64:
+    """Normal distribution function [n]."""
+    return np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in values.tolist()])
 
 
 def _compute_density(values: F64) -> F64:
@@ -155,14 +161,11 @@ def find_spread(active: float, skew: float) -> float:
     """Spread for which the hottest ``skew`` of all neurons make 80 % of the activations."""
     if active >= 1.0 or skew >= 0.8:
         return 0.0
-    low, high = 0.0, 6.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        if measure_skew(Hotness(active=active, spread=middle)) > skew:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+
+    def is_even(spread: float) -> bool:
+        return measure_skew(Hotness(active=active, spread=spread)) > skew
+
+    return sum(halve(0.0, 6.0, is_even)) / 2
 
 
 def measure_skew(hotness: Hotness) -> float:
@@ -261,23 +264,16 @@ def _find_centre(active: float, spread: float) -> float:
     """Mean of the neurons' means at which the classes' chances average ``active``."""
     usual = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5
     quantiles = spread * _list_quantiles()
-    low, high = usual - 1.0, usual + 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        less = float(_compute_cdf(middle + quantiles).mean()) < active
-        low, high = (middle, high) if less else (low, middle)
-    return float(low + high) / 2
+
+    def is_low(centre: float) -> bool:
+        return float(_compute_cdf(centre + quantiles).mean()) < active
+
+    return float(sum(halve(usual - 1.0, usual + 1.0, is_low, 30))) / 2
 
 
 def _list_quantiles() -> F64:
     """Normal quantiles of equal classes, largest first."""
     return np.array([_NORMAL.inv_cdf((CLASSES - i - 0.5) / CLASSES) for i in range(CLASSES)])
-
-
-def _compute_cdf(values: F64) -> F64:
-    from math import erf, sqrt
-
-    return np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in values.tolist()])
 
 
 _LONGEST = 1 << 20
@@ -317,13 +313,8 @@ def compute_hit_chances(
     low, high = 0.0, 1.0
     while occupy(high) < cold_share and high < _LONGEST:
         low, high = high, high * 2
-    for _ in range(30):
-        middle = (low + high) / 2
-        if occupy(middle) < cold_share:
-            low = middle
-        else:
-            high = middle
-    hits = 1.0 - find_unused((low + high) / 2)
+    age = sum(halve(low, high, lambda age: occupy(age) < cold_share, 30)) / 2
+    hits = 1.0 - find_unused(age)
     hits.flags.writeable = False
     return hits
 
@@ -398,16 +389,11 @@ def make_counted(shares: F64, named: float) -> CountedHotness:
     classes = shares[: size * CLASSES].reshape(CLASSES, size).mean(axis=1)
     active = float(classes.mean())
     safe = np.clip(classes, 1e-4, 1.0 - 1e-4)
-    inputs = np.array([_NORMAL.inv_cdf(chance) for chance in safe.tolist()])
-    low, high = -4.0, 4.0
-    for _ in range(40):
-        shift = (low + high) / 2
-        low, high = (shift, high) if _name(inputs, shift).mean() < named else (low, shift)
-    chances = _name(inputs, (low + high) / 2) if named > active else classes * (named / active)
+    inputs = _find_means(safe.tobytes())
+    chances = classes * (named / active)
+    if named > active:
+        ends = halve(-4.0, 4.0, lambda shift: _compute_cdf(inputs + shift).mean() < named)
+        chances = _compute_cdf(inputs + sum(ends) / 2)
     return CountedHotness(
         active=float(chances.mean()), spread=0.0, chances=tuple(np.minimum(chances, 1.0).tolist())
     )
-
-
-def _name(inputs: F64, shift: float) -> F64:
-    return np.array([_NORMAL.cdf(value + shift) for value in inputs.tolist()])

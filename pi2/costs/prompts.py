@@ -3,7 +3,6 @@ kernels are taken to read whole layers ahead, as PowerInfer-2 does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -129,34 +128,42 @@ def list_prompt_layers(description: Description, tokens: int) -> list[PromptLaye
     return found
 
 
-def cost_prompt(description: Description, tokens: int = PROMPT) -> float | None:
-    """Tokens per second of a prompt; None without an arithmetic rate."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCost:
+    """Time of a prompt."""
+
+    tokens: int
+    tokens_s: float
+    read_bytes: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.tokens / self.tokens_s
+
+
+def cost_prompt(description: Description, tokens: int = PROMPT) -> PromptCost | None:
+    """Cost of a prompt; None without an arithmetic rate."""
     layers = list_prompt_layers(description, tokens)
     if layers is None:
         return None
     stream = description.prompts.stream
-    overlap = 0.0 if stream is None else stream.overlap
     seconds = time_once(description, tokens)
-    seconds += sum(_time_layer(layer, overlap) * layer.count for layer in layers)
-    return tokens / (seconds + _time_start(layers, overlap))
-
-
-def _time_layer(layer: PromptLayer, overlap: float) -> float:
-    seconds = layer.before_s + layer.streamed_s + layer.read_s
-    if not layer.pieces:
-        return seconds
-    read_s, piece_s = layer.read_s / layer.pieces, layer.streamed_s / layer.pieces
-    hidden_s = min(layer.before_s + piece_s, read_s) + (layer.pieces - 1) * min(piece_s, read_s)
-    return seconds - overlap * hidden_s
-
-
-def _time_start(layers: Sequence[PromptLayer], overlap: float) -> float:
+    seconds += sum(_time_layer(layer, stream, layer.before_s) * layer.count for layer in layers)
     first = next((layer for layer in layers if layer.pieces), None)
-    if first is None:
-        return 0.0
-    read_s, piece_s = first.read_s / first.pieces, first.streamed_s / first.pieces
-    hidden_s = min(first.before_s + piece_s, read_s) - min(first.before_s, read_s)
-    return overlap * hidden_s
+    if first is not None:
+        # Nothing has been read before the first piece is asked for.
+        seconds += _time_layer(first, stream, first.before_s - first.streamed_s / first.pieces)
+        seconds -= _time_layer(first, stream, first.before_s)
+    size = sum(layer.count * layer.read_bytes for layer in layers)
+    return PromptCost(tokens=tokens, tokens_s=tokens / seconds, read_bytes=size)
+
+
+def _time_layer(layer: PromptLayer, stream: Stream | None, ready_s: float) -> float:
+    """Seconds of a layer whose first piece is read during ``ready_s`` and its own arithmetic."""
+    seconds = layer.before_s + layer.streamed_s
+    if stream is None:
+        return seconds
+    return seconds + stream.time_wait(layer.pieces, layer.read_s, ready_s, layer.streamed_s)
 
 
 def time_once(description: Description, tokens: int) -> float:

@@ -149,14 +149,14 @@ class Stream:
         """Number of pieces that hold ``absent`` neurons."""
         return float(ceil(absent / self.neurons - 1e-9)) if absent > 0.0 else 0.0
 
-    def time_wait(self, absent: float, before_s: float, compute_s: float) -> float:
-        """Seconds of a layer beyond arithmetic: ``before_s``, ``compute_s`` for ``absent``."""
-        pieces = self.count_pieces(absent)
-        if pieces == 0.0:
+    def time_wait(self, pieces: float, read_s: float, before_s: float, compute_s: float) -> float:
+        """Seconds of a layer beyond arithmetic, which takes ``before_s`` and ``compute_s`` with the
+        ``pieces`` that are read in ``read_s``."""
+        if pieces == 0:
             return 0.0
-        read_s, piece_s = self.time_read(absent) / pieces, compute_s / pieces
-        first = read_s - self.overlap * min(before_s + piece_s, read_s)
-        return first + (pieces - 1.0) * (read_s - self.overlap * min(piece_s, read_s))
+        each_s, piece_s = read_s / pieces, compute_s / pieces
+        first = each_s - self.overlap * min(before_s + piece_s, each_s)
+        return first + (pieces - 1.0) * (each_s - self.overlap * min(piece_s, each_s))
 
     def time_read(self, absent: float) -> float:
         """Seconds of reading ``absent`` neurons, nothing else going on."""

@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -325,14 +325,13 @@ def _describe_cpu(found: Measurements) -> dict[str, Any]:
         default=None,
     )
     if gemm is not None:
-        values["compute"] = [
-            {
-                "giga_ops": gemm["giga_ops"],
-                "precision": "int8",
-                **{key: gemm[key] for key in ("status", "source", "samples", "spread")},
-            }
-        ]
+        values["compute"] = [{"precision": "int8", **keep_rate(gemm)}]
     return values
+
+
+def keep_rate(kernel: Mapping[str, Any]) -> dict[str, Any]:
+    """A kernel's arithmetic, as a figure of its unit."""
+    return {key: kernel[key] for key in ("giga_ops", "status", "source", "samples", "spread")}
 
 
 def _describe_clusters(machine: Machine) -> list[dict[str, Any]]:
@@ -373,7 +372,8 @@ def describe_step(step: StepFacts, times: Sequence[float], what: str) -> dict[st
         values["bytes"] = f"{step.read_bytes} B"
     if step.operations is not None:
         values["giga_ops"] = round_digits(step.operations / summary.value / 1e9)
-    values["width"] = step.width
+    if step.width is not None:
+        values["width"] = step.width
     if step.kv != "fp16":
         values["kv"] = step.kv
     if step.activations != "int16":
@@ -406,21 +406,14 @@ def _describe_unit(item: UnitMeasurements) -> dict[str, Any]:
     if facts.is_emulated:
         values["emulated"] = True
         what = f"emulated by the processor: {what}"
-    values["kernels"] = []
-    for step in item.steps:
-        summary = summarise(item.step_s[step.key], "less")
-        origin = {**_origin(what, summary.samples), "spread": summary.spread}
-        kernel: dict[str, Any] = {"kernel": step.kernel, "size": step.size}
-        kernel |= {"time": _write_seconds(summary.value), "bytes": f"{step.read_bytes} B"}
-        if step.operations is not None:
-            rate = round_digits(step.operations / summary.value / 1e9)
-            kernel["giga_ops"] = rate
-            values["compute"] = [{"giga_ops": rate, "precision": "fp32", **origin}]
-        values["kernels"].append({**kernel, **origin})
+    values["kernels"] = [describe_step(step, item.step_s[step.key], what) for step in item.steps]
+    values["compute"] = [
+        {"precision": "fp32", **keep_rate(x)} for x in values["kernels"] if "giga_ops" in x
+    ]
     largest = max(
         (step for step in item.steps if step.kernel == "multiply"), key=lambda step: step.size
     )
-    rates = [largest.read_bytes / seconds for seconds in item.step_s[largest.key]]
+    rates = [(largest.read_bytes or 0) / seconds for seconds in item.step_s[largest.key]]
     bandwidth = _rate(rates, f"a matrix of {largest.size} rows, {what}")
     if facts.memory_bytes is None:
         values["read_bandwidth"] = bandwidth

@@ -15,9 +15,8 @@ from pi2.backends.gpu.kernels.specification import Api, GpuSpec, ProductKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import load_kernels, pack_matrix
 from pi2.formats import find_packing
-from pi2.plan.documents.device import KernelName
 from pi2.plan.weights.layout import matrix_bytes
-from pi2.probing.steps import Key
+from pi2.probing.steps import Key, StepFacts
 from pi2.progress import Progress
 
 WIDTH = 4096
@@ -33,36 +32,19 @@ _SIMILAR = 1e-3
 _CHECKED_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitStep:
-    """One product that was measured."""
-
-    kernel: KernelName
-    size: int
-    rows: int
-    tokens: int
-    operations: float | None
-
-    @property
-    def read_bytes(self) -> int:
-        return matrix_bytes(self.rows, WIDTH, "int4")
-
-    @property
-    def key(self) -> Key:
-        return (self.kernel, str(self.size))
-
-
 STEPS = (
     *(
-        UnitStep(kernel="multiply", size=rows, rows=rows, tokens=1, operations=None)
+        StepFacts(
+            kernel="multiply", size=rows, read_bytes=matrix_bytes(rows, WIDTH, "int4"), width=None
+        )
         for rows in ROWS
     ),
-    UnitStep(
+    StepFacts(
         kernel="dense",
         size=TOKENS,
-        rows=DENSE_ROWS,
-        tokens=TOKENS,
+        read_bytes=matrix_bytes(DENSE_ROWS, WIDTH, "int4"),
         operations=2.0 * DENSE_ROWS * WIDTH * TOKENS,
+        width=None,
     ),
 )
 
@@ -104,21 +86,22 @@ class DeviceBench:
         self._kernels = load_kernels(launcher, spec, progress)
         self._queue = launcher.open_queue()
 
-    def prepare(self, step: UnitStep) -> Callable[[], None]:
+    def prepare(self, step: StepFacts) -> Callable[[], None]:
         """A function that runs the step and waits for it; its result was compared with numpy's."""
+        rows, tokens = (step.size, 1) if step.kernel == "multiply" else (DENSE_ROWS, step.size)
         random = np.random.default_rng(5)
-        matrix = random.standard_normal((step.rows, WIDTH), np.float32)
+        matrix = random.standard_normal((rows, WIDTH), np.float32)
         weights, scales = find_packing("int4").quantize(matrix)
-        inputs = random.standard_normal((step.tokens, WIDTH), np.float32)
-        outputs = np.zeros((step.tokens, step.rows), np.float32)
+        inputs = random.standard_normal((tokens, WIDTH), np.float32)
+        outputs = np.zeros((tokens, rows), np.float32)
         packed = pack_matrix(weights, scales, WIDTH, "int4")
         sent: dict[str, Raw] = {**packed, "inputs": inputs, "outputs": outputs}
         arrays = {name: self._launcher.allocate(value.nbytes) for name, value in sent.items()}
         for name, value in sent.items():
             self._queue.upload(arrays[name], value)
-        size = 1 if step.tokens == 1 else 64
+        size = 1 if tokens == 1 else 64
         launch = self._launcher.bind(self._kernels[f"{self._product.name}_{size}"], arrays)
-        recording = self._queue.record([(launch, {"rows": step.rows, "tokens": step.tokens})])
+        recording = self._queue.record([(launch, {"rows": rows, "tokens": tokens})])
 
         def run() -> None:
             self._queue.replay(recording)
@@ -127,7 +110,7 @@ class DeviceBench:
         run()
         self._queue.download(arrays["outputs"], outputs)
         self._queue.submit().wait()
-        some = slice(0, None, max(1, step.rows // _CHECKED_ROWS))
+        some = slice(0, None, max(1, rows // _CHECKED_ROWS))
         few = None if scales is None else scales[some]
         wanted = inputs @ find_packing("int4").dequantize(weights[some], few, WIDTH).T
         _check_product(outputs[:, some], wanted)

@@ -7,10 +7,10 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pi2.backends.blocks.contract import BlockSpec
 from pi2.backends.cpu.request import list_specs
@@ -45,15 +45,10 @@ from pi2.probing.steps import (
     collect_rounds,
     is_agreed,
     keep_possible,
-    make_timer,
 )
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
 from pi2.probing.tokens import SMALL
 from pi2.progress import Progress, ignore_progress
-
-if TYPE_CHECKING:
-    from pi2.probing.gpus import UnitStep
-
 
 MEASURED: tuple[Api, ...] = ("cuda", "webgpu", "opencl")
 """APIs whose devices are measured, best first: a GPU that several find is measured through one."""
@@ -76,7 +71,7 @@ class UnitMeasurements:
     """A unit and the seconds of its steps."""
 
     facts: DeviceFacts
-    steps: tuple[UnitStep, ...]
+    steps: tuple[StepFacts, ...]
     step_s: dict[Key, list[float]]
 
 
@@ -203,7 +198,7 @@ class KernelBench:
         self._loops = load_host_loops(progress, frozenset(recipe.features))
         used_bytes = request.bundle.used_bytes
         self._made = Steps(self._executor, self._loops, model, recipe.sizes, used_bytes=used_bytes)
-        self._steps = self._made.list_all()
+        self._steps = list(self._made.list_all())
         layers = min(recipe.sizes.layers, recipe.sizes.arena_neurons // recipe.sizes.neurons)
         self._others: list[Executor] = []
         self._tokens = []
@@ -227,10 +222,7 @@ class KernelBench:
 
     def list_steps(self) -> list[StepFacts]:
         listed = [facts for item in self._tokens for facts in item.list_facts()]
-        return listed + [
-            StepFacts(**{item.name: getattr(step, item.name) for item in fields(StepFacts)})
-            for step in self._steps
-        ]
+        return listed + [facts for facts, _ in self._steps]
 
     def measure(self, rounds: int, keys: Collection[Key] | None = None) -> dict[Key, list[float]]:
         """``rounds`` figures of seconds per call of each step, or of those with ``keys``."""
@@ -244,9 +236,8 @@ class KernelBench:
                 bind_calling_thread(self._free)
 
     def _measure(self, rounds: int, keys: Collection[Key] | None) -> dict[Key, list[float]]:
-        wanted = [step for step in self._steps if keys is None or step.key in keys]
-        measures = [(step.key, make_timer(step)) for step in wanted]
-        found = collect_rounds(measures, rounds)
+        timers = [(facts.key, timer) for facts, timer in self._steps]
+        found = collect_rounds([x for x in timers if keys is None or x[0] in keys], rounds)
         for _ in range(rounds):
             for item in self._tokens:
                 own = {facts.key for facts in item.list_facts()}

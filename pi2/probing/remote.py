@@ -27,7 +27,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device, IsaFeature
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens as synthetic
-from pi2.probing.document import describe_step
+from pi2.probing.document import describe_step, keep_rate
 from pi2.probing.steps import Key, StepFacts, choose_times
 from pi2.progress import Progress
 
@@ -276,8 +276,7 @@ def make_remote_device(
         "kernels": kernels,
     }
     best = max((item for item in kernels if item["kernel"] == "dense"), key=lambda i: i["size"])
-    keys = ("giga_ops", "status", "source", "samples", "spread")
-    cpu["compute"] = [{"precision": "int8", **{key: best[key] for key in keys}}]
+    cpu["compute"] = [{"precision": "int8", **keep_rate(best)}]
     text = f"Kernels measured through RPC with {machine.threads} threads; flash was not measured."
     values = {
         "schema_version": 2,

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,7 +18,6 @@ from pi2.plan.documents.device import KernelName
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.layout import matrix_bytes
-from pi2.probing import tokens
 from pi2.probing import tokens as synthetic
 from pi2.probing.tokens import NAMED, TokenSample, TokenTimes, TokenWork
 
@@ -95,8 +94,8 @@ class StepFacts:
     size: int
     read_bytes: int | None = None
     operations: float | None = None
-    width: int = tokens.LARGE.width
-    """Width of the model."""
+    width: int | None = synthetic.LARGE.width
+    """Width of the model, if the time depends on it."""
     kv: KvType = "fp16"
     activations: ActivationType = "int16"
 
@@ -127,45 +126,35 @@ def choose_times(
     return {key: times for key, times in found.items() if times}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step(StepFacts):
-    run: Callable[[int], float | None]
-    """The timed calls; it may say itself how many seconds count."""
-    base: Callable[[int], float | None] | None = None
-    """Call whose time is subtracted: only the step's addition is measured."""
-    stir: Callable[[int], None] | None = None
-    """Runs before every call, untimed: it leaves the caches as other steps of a token do."""
+Run = Callable[[int], float | None]
+"""A timed call, by its number; it may say itself how many seconds count."""
+Timer = Callable[[], float]
+"""Measures a step: the median seconds of one round's calls."""
 
 
-def make_timer(step: Step) -> Callable[[], float]:
-    """What measures a step: the median of one round's calls, in seconds."""
+def make_timer(run: Run, base: Run | None = None, stir: Run | None = None) -> Timer:
+    """Time ``run`` less the time of ``base``; ``stir`` runs before every call, untimed, and leaves
+    the caches as other steps of a token do."""
 
     def measure() -> float:
-        taken = _time_calls(step.run, step.stir)
-        return taken if step.base is None else max(taken - _time_calls(step.base, step.stir), 0.0)
+        taken = _time_calls(run, stir)
+        return taken if base is None else max(taken - _time_calls(base, stir), 0.0)
 
     return measure
 
 
-def _time_calls(
-    run: Callable[[int], float | None], stir: Callable[[int], None] | None = None
-) -> float:
+def _time_calls(run: Run, stir: Run | None) -> float:
     """Median seconds of a call; the first ones make ready and do not count."""
-    for index in range(2):
-        if stir is not None:
-            stir(index)
-        run(index)
     times: list[float] = []
-    end = time.perf_counter() + ROUND_S
-    index = 2
-    while len(times) < 5 or time.perf_counter() < end:
+    index, end = 0, time.perf_counter() + ROUND_S
+    while len(times) < 7 or time.perf_counter() < end:
         if stir is not None:
             stir(index)
         start = time.perf_counter()
         own_s = run(index)
         times.append(time.perf_counter() - start if own_s is None else own_s)
         index += 1
-    return statistics.median(times)
+    return statistics.median(times[2:])
 
 
 SERIES_S, CACHED_S = 0.4, 0.2
@@ -203,6 +192,12 @@ _SHARES = {USUAL: (1.0, 0.95, 0.5), GATES: (1.0, 0.5)}
 """Shares of resident neurons at which the engine's own part is measured."""
 
 
+Read = Callable[[Mapping[float, TokenTimes]], float]
+"""Seconds of a step by the times of tokens, which are kept by the share of resident neurons."""
+_ALL = 2.0
+"""Stands for tokens of all works, whose neurons are all resident."""
+
+
 class TokenSteps:
     """Steps of one variety, measured in tokens of ``model``."""
 
@@ -219,7 +214,6 @@ class TokenSteps:
     ) -> None:
         """``arena`` [n, stride]: neurons; ``used_bytes``: of one, without padding."""
         self._model, self._sizes, self._variety = model, sizes, variety
-        self._used_bytes = used_bytes
         # Not the first token: what a block of keys holds beyond it takes time, too.
         self._first = sizes.context // 8
         works = [
@@ -228,108 +222,97 @@ class TokenSteps:
             for position in (self._first, sizes.context)
         ]
         named = TokenWork(position=0, named=round(NAMED * model.shape.ffn))
-
-        def make(works: list[TokenWork], hot: float) -> TokenSample:
-            predictor: Literal["gate", "low-rank"] = "gate" if variety.has_gates else "low-rank"
-            return TokenSample(
-                executor, arena, model, predictor=predictor, works=works, hot=hot, loops=loops
+        predictor: Literal["gate", "low-rank"] = "gate" if variety.has_gates else "low-rank"
+        self._samples = {
+            share: TokenSample(
+                executor, arena, model, predictor=predictor, works=own, hot=hot, loops=loops
             )
-
-        self._sample = make(works, 1.0)
-        self._cached = {share: make([named], share) for share in _SHARES.get(variety, ())}
-        self._named = named.named
+            for share, hot, own in (
+                (_ALL, 1.0, works),
+                *((share, share, [named]) for share in _SHARES.get(variety, ())),
+            )
+        }
+        self._steps = list(self._list_steps(used_bytes, named.named))
 
     def list_facts(self) -> list[StepFacts]:
-        shape, precision, sizes = self._model.shape, self._model.quantization, self._sizes
-        width, ffn = shape.stored_hidden, shape.ffn
-        query = shape.heads * shape.head_dim
-        qkv = query + 2 * shape.kv_heads * shape.head_dim
-        attention = matrix_bytes(qkv, width, precision.attention)
-        attention += matrix_bytes(width, shape.stored_query, precision.attention)
-        context = sizes.context * count_kv_token_bytes(self._model, self._variety.kv)
-        facts = [
-            self._state("project", qkv + width, attention),
-            self._state("attend", sizes.context, context),
-        ]
-        if self._variety.has_gates:
-            gates = matrix_bytes(ffn, self._model.stored_neuron_width, precision.gates)
-            facts.append(self._state("predict-gate", ffn, gates))
-            # Gates are known: up and down are read.
-            part = 2 * self._used_bytes // 3
-            facts += [self._state("gather-open", n, n * part) for n in sizes.gathered]
-            found = [sample.count_cached(self._named) for sample in self._cached.values()]
-            return [*facts, *(self._state("find", count) for count in found)]
-        predictor = matrix_bytes(sizes.rank, width, precision.predictor)
-        predictor += matrix_bytes(ffn, sizes.rank, precision.predictor)
-        facts += [
-            self._state("multiply", shape.vocab, matrix_bytes(shape.vocab, width, precision.head)),
-            self._state("predict", ffn, predictor),
-            *(self._state("gather", n, n * self._used_bytes) for n in sizes.gathered),
-        ]
-        if self._variety == USUAL:
-            facts += [
-                self._state("norm", width),
-                self._state("engine", shape.layers),
-                self._state("engine-token", shape.layers),
-            ]
-            facts += [
-                self._state("engine-cached", sample.count_cached(self._named))
-                for share, sample in self._cached.items()
-                if share < 1.0
-            ]
-        return facts
-
-    def _state(self, kernel: KernelName, size: int, read_bytes: int | None = None) -> StepFacts:
-        return StepFacts(
-            kernel=kernel,
-            size=size,
-            read_bytes=read_bytes,
-            width=self._sizes.width,
-            kv=self._variety.kv,
-            activations=self._variety.activations,
-        )
+        return [facts for facts, _ in self._steps]
 
     def measure(self) -> dict[Key, float]:
-        times = self._sample.measure(SERIES_S)
-        cached = {share: item.measure(CACHED_S) for share, item in self._cached.items()}
-        found: dict[Key, float] = {}
-        for facts in self.list_facts():
-            found[facts.key] = self._read(facts, times)
-        for share, sample in self._cached.items():
-            count, own = sample.count_cached(self._named), cached[share]
-            if self._variety.has_gates:
-                found[self._state("find", count).key] = own.average("find")
-            elif share == 1.0:
-                found[self._state("engine", self._model.shape.layers).key] = own.python_s
-            else:
-                # Behind more Python, threads sleep and caches are cold: that belongs to it.
-                later_s = own.average("add_neurons") - cached[1.0].average("add_neurons")
-                found[self._state("engine-cached", count).key] = own.python_s + max(later_s, 0.0)
-        return found
+        times = {
+            share: sample.measure(SERIES_S if share == _ALL else CACHED_S)
+            for share, sample in self._samples.items()
+        }
+        return {facts.key: read(times) for facts, read in self._steps}
 
-    def _read(self, facts: StepFacts, times: TokenTimes) -> float:
-        context = self._sizes.context
-        early_s = times.average("attend", position=self._first)
-        late_s = times.average("attend", position=context)
-        token_s = max(late_s - early_s, 0.0) / (context - self._first)
-        match facts.kernel:
-            case "project":
-                return max(early_s - self._first * token_s, early_s / 2)
-            case "attend":
-                return context * token_s
-            case "multiply":
-                return times.average("logits")
-            case "predict":
-                return times.average("predict_low_rank")
-            case "predict-gate":
-                return times.average("predict_gate")
-            case "gather" | "gather-open":
-                return times.average("add_neurons", named=facts.size)
-            case "norm":
-                return times.average("begin_ffn") + times.average("end_ffn")
-            case "engine-token":
-                return times.average("embed") + times.average("count_active")
-        return times.python_s
+    def _list_steps(self, used_bytes: int, named: int) -> Iterator[tuple[StepFacts, Read]]:
+        model, sizes, variety = self._model, self._sizes, self._variety
+        shape, precision, gathered = model.shape, model.quantization, sizes.gathered
+        width, ffn = shape.stored_hidden, shape.ffn
+        cached = {share: item for share, item in self._samples.items() if share != _ALL}
+
+        def state(kernel: KernelName, size: int, read_bytes: int | None = None) -> StepFacts:
+            return StepFacts(
+                kernel=kernel,
+                size=size,
+                read_bytes=read_bytes,
+                width=sizes.width,
+                kv=variety.kv,
+                activations=variety.activations,
+            )
+
+        def add(*names: str, share: float = _ALL, named: int | None = None) -> Read:
+            return lambda times: sum(times[share].average(name, named=named) for name in names)
+
+        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        attention = matrix_bytes(qkv, width, precision.attention)
+        attention += matrix_bytes(width, shape.stored_query, precision.attention)
+        context = sizes.context * count_kv_token_bytes(model, variety.kv)
+        yield state("project", qkv + width, attention), self._time_projections
+        yield state("attend", sizes.context, context), self._time_context
+        if variety.has_gates:
+            gates = matrix_bytes(ffn, model.stored_neuron_width, precision.gates)
+            yield state("predict-gate", ffn, gates), add("predict_gate")
+            part = 2 * used_bytes // 3  # gates are known: up and down are read
+            for count in gathered:
+                yield state("gather-open", count, count * part), add("add_neurons", named=count)
+            for share, sample in cached.items():
+                yield state("find", sample.count_cached(named)), add("find", share=share)
+            return
+        head = matrix_bytes(shape.vocab, width, precision.head)
+        predictor = matrix_bytes(sizes.rank, width, precision.predictor)
+        predictor += matrix_bytes(ffn, sizes.rank, precision.predictor)
+        yield state("multiply", shape.vocab, head), add("logits")
+        yield state("predict", ffn, predictor), add("predict_low_rank")
+        for count in gathered:
+            yield state("gather", count, count * used_bytes), add("add_neurons", named=count)
+        if not cached:
+            return
+        yield state("norm", width), add("begin_ffn", "end_ffn")
+        yield state("engine", shape.layers), lambda times: times[1.0].python_s
+        yield state("engine-token", shape.layers), add("embed", "count_active")
+        for share in [share for share in cached if share < 1.0]:
+
+            def read(times: Mapping[float, TokenTimes], share: float = share) -> float:
+                # Behind more Python, threads sleep and caches are cold: that belongs to it.
+                computed_s, usual_s = (times[x].average("add_neurons") for x in (share, 1.0))
+                return times[share].python_s + max(computed_s - usual_s, 0.0)
+
+            yield state("engine-cached", cached[share].count_cached(named)), read
+
+    def _find_context(self, times: Mapping[float, TokenTimes]) -> tuple[float, float]:
+        """Seconds of the first position, and of every further token of the context."""
+        early_s, late_s = (
+            times[_ALL].average("attend", position=position)
+            for position in (self._first, self._sizes.context)
+        )
+        return early_s, max(late_s - early_s, 0.0) / (self._sizes.context - self._first)
+
+    def _time_projections(self, times: Mapping[float, TokenTimes]) -> float:
+        early_s, token_s = self._find_context(times)
+        return max(early_s - self._first * token_s, early_s / 2)
+
+    def _time_context(self, times: Mapping[float, TokenTimes]) -> float:
+        return self._sizes.context * self._find_context(times)[1]
 
 
 TOKENS = (8, 128)
@@ -361,79 +344,66 @@ class Steps:
         self._many = np.arange(synthetic.CHUNK, dtype=np.int32)
         self._one = self._many[:1]
 
-    def list_all(self) -> list[Step]:
+    def list_all(self) -> Iterator[tuple[StepFacts, Timer]]:
         """Every step, in the order in which they are measured."""
-        steps = [
-            *(self._project(tokens) for tokens in TOKENS),
-            *(self._dense(tokens) for tokens in TOKENS),
-            *(self._look_up(missing) for missing in self._sizes.missing),
-            self._wake(),
-        ]
-        return [replace(step, width=self._sizes.width) for step in steps]
-
-    def _project(self, tokens: int) -> Step:
-        executor, layers, shape = self._executor, self._sizes.layers, self._model.shape
+        shape, layers = self._model.shape, self._sizes.layers
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        weights = qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query
-
-        def run(index: int) -> None:
-            if index == 0:
-                executor.embed(self._many[:tokens])
-            executor.attend(index % layers, 0)
-
-        return Step(kernel="project-many", size=tokens, operations=2.0 * tokens * weights, run=run)
-
-    def stir(self, index: int) -> None:
-        """Read a layer's projections, and make the FFN's input anew: all ones."""
-        executor = self._executor
-        executor.embed(self._one)
-        executor.attend(index % self._sizes.layers, 0)
-        executor.embed(self._one)
-        executor.begin_ffn(0)
-
-    def _wake(self) -> Step:
-        executor, count = self._executor, self._sizes.gathered[0]
-        slots = synthetic.choose_slots(count, self._sizes.arena_neurons, VARIANTS)
-
+        projected = qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query
+        neurons = self._sizes.dense_neurons
+        dense = 3 * neurons * self._model.stored_neuron_width
+        for count in TOKENS:
+            facts = self._state("project-many", count, operations=2.0 * count * projected)
+            yield facts, make_timer(self._begin(count, lambda at: self._attend(at % layers)))
+        for count in TOKENS:
+            facts = self._state("dense", count, operations=2.0 * count * dense)
+            facts = replace(facts, read_bytes=neurons * self._used_bytes)
+            yield facts, make_timer(self._begin(count, self._add_dense))
+        for missing in self._sizes.missing:
+            look_up = self._make_look_up(missing)
+            base = self._make_look_up(0) if missing else None
+            yield self._state("look-up", missing), make_timer(look_up, base, self.stir)
         self.stir(0)
+        slots = synthetic.choose_slots(self._sizes.gathered[0], self._sizes.arena_neurons, VARIANTS)
 
         def compute(index: int) -> float:
             start = time.perf_counter()
-            executor.add_neurons(0, self.arena, slots[index % VARIANTS])
+            self._executor.add_neurons(0, self.arena, slots[index % VARIANTS])
             return time.perf_counter() - start
 
         def rest(index: int) -> float:
             time.sleep(REST_US / 1e6)
             return compute(index)
 
-        return Step(kernel="wake", size=REST_US, run=rest, base=compute)
+        yield self._state("wake", REST_US), make_timer(rest, compute)
 
-    def _dense(self, tokens: int) -> Step:
-        executor, chunk = self._executor, self._many[:tokens]
-        neurons = self._sizes.dense_neurons
-        pieces = [
-            self.arena[start : start + neurons] for start in range(0, VARIANTS * neurons, neurons)
-        ]
+    def _state(self, kernel: KernelName, size: int, operations: float | None = None) -> StepFacts:
+        return StepFacts(kernel=kernel, size=size, operations=operations, width=self._sizes.width)
 
-        def run(index: int) -> None:
+    def stir(self, index: int) -> None:
+        """Read a layer's projections, and make the FFN's input anew: all ones."""
+        self._executor.embed(self._one)
+        self._attend(index % self._sizes.layers)
+        self._executor.embed(self._one)
+        self._executor.begin_ffn(0)
+
+    def _begin(self, tokens: int, run: Callable[[int], None]) -> Run:
+        """``run`` with ``tokens``, which its first call sets."""
+
+        def call(index: int) -> None:
             if index == 0:
-                executor.embed(chunk)
-                executor.begin_ffn(0)
-            executor.add_dense(0, pieces[index % VARIANTS])
+                self._executor.embed(self._many[:tokens])
+                self._executor.begin_ffn(0)
+            run(index)
 
-        operations = 2.0 * 3 * neurons * self._model.stored_neuron_width * tokens
-        size = neurons * self._used_bytes
-        return Step(kernel="dense", size=tokens, read_bytes=size, operations=operations, run=run)
+        return call
 
-    def _look_up(self, missing: int) -> Step:
-        """Neurons that were predicted; what ``missing`` ones that are not in memory add."""
-        return Step(
-            kernel="look-up",
-            size=missing,
-            run=self._make_look_up(missing),
-            base=self._make_look_up(0) if missing else None,
-            stir=self.stir,
-        )
+    def _attend(self, layer: int) -> None:
+        self._executor.attend(layer, 0)
+
+    def _add_dense(self, index: int) -> None:
+        neurons = self._sizes.dense_neurons
+        start = index % VARIANTS * neurons
+        self._executor.add_dense(0, self.arena[start : start + neurons])
 
     def _make_look_up(self, missing: int) -> Callable[[int], None]:
         neurons, first = self._sizes.neurons, self._sizes.neurons * 2 // 7

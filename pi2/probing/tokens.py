@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -244,7 +245,7 @@ def choose_slots(count: int, among: int, variants: int) -> Sequence[I32]:
 NAMED = 0.14
 """Share of the neurons that a predictor names, about."""
 _RECORDED = frozenset(
-    {
+    [
         "embed",
         "attend",
         "begin_ffn",
@@ -254,7 +255,7 @@ _RECORDED = frozenset(
         "end_ffn",
         "logits",
         "count_active",
-    }
+    ]
 )
 _LEAST_TOKENS = 8
 _KEPT = 0.95
@@ -367,38 +368,28 @@ class _RecordingExecutor:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._token = np.zeros(1, np.int32)
-        self._named = cycle([self._token])
-        self.calls: list[tuple[str, float]] = []
-        self.busy_s = 0.0
-        """Seconds in all calls, including calls that only the measurement makes."""
+        self.begin([self._token])
 
     def begin(self, named: Sequence[I32]) -> None:
         """Begin a token, whose layers compute ``named`` in turn."""
-        self.calls = []
+        self.calls: list[tuple[str, float]] = []
         self.busy_s = 0.0
+        """Seconds in all calls, including calls that only the measurement makes."""
         self._named = cycle(named)
 
-    def begin_ffn(self, layer: int) -> None:
-        start = time.perf_counter()
-        self._executor.embed(self._token)
-        self.busy_s += time.perf_counter() - start
-        self._time("begin_ffn", self._executor.begin_ffn, layer)
+    def time_with(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            if name == "begin_ffn":
+                self._executor.embed(self._token)
+            ready = time.perf_counter()
+            result = method(*arguments)
+            end = time.perf_counter()
+            self.calls.append((name, end - ready))
+            self.busy_s += end - start
+            return next(self._named) if name.startswith("predict_") else result
 
-    def predict_low_rank(self, *arguments: Any) -> I32:
-        self._time("predict_low_rank", self._executor.predict_low_rank, *arguments)
-        return next(self._named)
-
-    def predict_gate(self, *arguments: Any) -> I32:
-        self._time("predict_gate", self._executor.predict_gate, *arguments)
-        return next(self._named)
-
-    def _time(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        start = time.perf_counter()
-        result = method(*arguments)
-        taken_s = time.perf_counter() - start
-        self.calls.append((name, taken_s))
-        self.busy_s += taken_s
-        return result
+        return call
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._executor, name)
@@ -406,9 +397,6 @@ class _RecordingExecutor:
             method = self.time_with(name, method)
             self.__dict__[name] = method  # the next look-up does not come here
         return method
-
-    def time_with(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: self._time(name, method, *arguments)
 
 
 def average_most(values: Sequence[float]) -> float:
@@ -426,14 +414,10 @@ def _time_recording() -> float:
     """Least seconds that recording adds to a call."""
     trials = []
     for _ in range(20):
-        recorder = _RecordingExecutor(_Nothing())  # type: ignore[arg-type]
+        nothing: Any = SimpleNamespace(embed=lambda token: None)
+        recorder = _RecordingExecutor(nothing)
         start = time.perf_counter()
         for _ in range(20):
             recorder.embed(None)
         trials.append((time.perf_counter() - start - recorder.busy_s) / 20)
     return max(min(trials), 0.0)
-
-
-class _Nothing:
-    def embed(self, token: None) -> None:
-        """Do nothing."""

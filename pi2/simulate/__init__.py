@@ -10,7 +10,7 @@ from pi2.costs.constants import Constants, Range, describe_statuses
 from pi2.costs.cost import Cost, cost_description
 from pi2.costs.description import Description, describe_range, list_dense_units, read_plan_rates
 from pi2.costs.kernel_times import Rates
-from pi2.costs.prompts import cost_prompt, list_prompt_layers
+from pi2.costs.prompts import PromptCost, cost_prompt
 from pi2.costs.rates import list_missing_reads
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -19,28 +19,6 @@ from pi2.simulate.decode import DecodeRun, Progress, simulate_decode
 from pi2.tracing import add_legend, make_figure, save_figure
 
 PERCENTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRun:
-    """Outcome of a simulated prompt."""
-
-    tokens_s: float
-    tokens: int
-    read_bytes: float
-
-    @property
-    def duration_s(self) -> float:
-        return self.tokens / self.tokens_s
-
-
-def simulate_prefill(description: Description, tokens: int) -> PrefillRun | None:
-    """Process a prompt of ``tokens``; None where the device states no arithmetic rate."""
-    layers, tokens_s = list_prompt_layers(description, tokens), cost_prompt(description, tokens)
-    if layers is None or tokens_s is None:
-        return None
-    size = sum(layer.count * layer.read_bytes for layer in layers)
-    return PrefillRun(tokens_s=tokens_s, tokens=tokens, read_bytes=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +36,8 @@ class SimulationResult:
     inputs: Description
     seed: int
     prompt_tokens: int
-    prefill: PrefillRun | None
+    prefill: PromptCost | None
+    """None where the device states no arithmetic rate."""
     decode: DecodeRun
 
     @property
@@ -248,7 +227,7 @@ def simulate(
         inputs=description,
         seed=seed,
         prompt_tokens=prompt_tokens,
-        prefill=simulate_prefill(description, prompt_tokens),
+        prefill=cost_prompt(description, prompt_tokens),
         decode=simulate_decode(
             description, prompt_tokens=prompt_tokens, tokens=tokens, seed=seed, progress=progress
         ),

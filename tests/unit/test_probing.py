@@ -282,7 +282,7 @@ def test_a_gpu_that_was_measured_is_a_unit_that_plans_count_with(tmp_path: Path)
     }
     rates = read_rates(device)
     assert rates.dense is not None and rates.dense.name == "gpu"
-    assert rates.dense.bytes_s == pytest.approx(GPU_STEPS[1].read_bytes / 2.05e-3, rel=1e-3)
+    assert rates.dense.bytes_s == pytest.approx((GPU_STEPS[1].read_bytes or 0) / 2.05e-3, rel=1e-3)
     assert 0 < rates.dense.launch_s < 1.1e-4, "what the small matrix takes beside its bytes"
     (line,) = describe_units(device, ())
     assert line.startswith("gpu: Adreno (TM) 750; ") and "GB/s for one" in line
@@ -371,7 +371,7 @@ def test_kernels_that_are_measured_compute_what_numpy_does(api: Api) -> None:
     """On whatever GPU this machine has; PoCL and lavapipe are the processor itself."""
     bench = DeviceBench(require_launcher(api), ignore_progress)
     bench.prepare(GPU_STEPS[0])()  # compares the result with numpy's
-    bench.prepare(dataclasses.replace(GPU_STEPS[-1], tokens=8))()
+    bench.prepare(dataclasses.replace(GPU_STEPS[-1], size=8))()
 
 
 @pytest.mark.parametrize(
