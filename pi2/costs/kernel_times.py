@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,8 +17,9 @@ USUAL_WIDTH = 4096
 """Width of the model that kernels were measured with, if a figure does not state it."""
 _ENOUGH_SHARE = 0.6
 """Share of the cores that reads as fast as all."""
-_TYPED = ("multiply", "project", "attend", "predict", "gather")
-"""Kernels that depend on what keys, values and activations are rounded to."""
+Step = Literal["multiply", "project", "attend", "predict", "gather", "gate", "open"]
+"""A step whose time depends on its bytes: ``gate`` computes all gates, ``open`` the neurons whose
+gates are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,9 @@ class KernelTimes:
         lines = [(width, _draw_look_up(items)) for width, items in found]
         call_s, neuron_s, place_s = self._interpolate_each(lines)
         touch_s = 0.0
-        touches = [(width, _draw_touches(x)) for width, x in self._list_widths("engine-cached")]
+        touches = [
+            (width, draw_line(x[0], x[-1])) for width, x in self._list_widths("engine-cached")
+        ]
         if touches:
             fixed_s, touch_s = self._interpolate_each(touches)
             call_s = max(fixed_s - self.find_time("engine", 0.0), 0.0)
@@ -228,11 +231,13 @@ def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
     return float(none.time), neuron_s, float(most.time) - most.size * neuron_s
 
 
-def _draw_touches(items: list[KernelFigure]) -> tuple[float, float]:
-    """Seconds of a layer without cached neurons, and per cached neuron."""
-    few, many = items[0], items[-1]
-    touch_s = max(float(many.time - few.time), 0.0) / max(many.size - few.size, 1)
-    return float(few.time) - few.size * touch_s, touch_s
+def draw_line(
+    few: KernelFigure, many: KernelFigure, *, by_bytes: bool = False
+) -> tuple[float, float]:
+    """Seconds of a call, and of each of its things, or bytes, by two measurements."""
+    first, last = ((item.bytes or 0) if by_bytes else item.size for item in (few, many))
+    each_s = max(float(many.time - few.time), 0.0) / max(last - first, 1)
+    return float(few.time) - first * each_s, each_s
 
 
 def _draw_many(items: list[KernelFigure]) -> tuple[float, float] | None:
@@ -240,9 +245,8 @@ def _draw_many(items: list[KernelFigure]) -> tuple[float, float] | None:
     if not few.giga_ops or not many.giga_ops or few.size == many.size:
         return None
     weights = many.giga_ops * 1e9 * float(many.time) / (2.0 * many.size)
-    token_s = max(float(many.time - few.time), 0.0) / (many.size - few.size)
-    once_s = max(float(few.time) - few.size * token_s, 0.0)
-    return once_s / weights, token_s / weights
+    once_s, token_s = draw_line(few, many)
+    return max(once_s, 0.0) / weights, token_s / weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,15 +290,7 @@ class Rates:
     measured."""
     bandwidth_bytes_s: float
     """Rate at which the processor reads memory."""
-    multiply: Linear
-    project: Linear
-    attend: Linear
-    predict: Linear
-    gather: Linear
-    gate: Linear
-    """Time to compute all gates."""
-    open: Linear
-    """Time to compute neurons whose gates are known."""
+    steps: Mapping[Step, Linear]
     norm_s: float
     route_s: float = 0.0
     """Time to choose an MoE model's experts."""
@@ -337,8 +333,10 @@ class Rates:
     """Power of the whole device while the other unit computes as well."""
     bandwidths: tuple[tuple[int, float], ...] = ()
     """Read bandwidth by number of threads."""
-    types: Mapping[tuple[KvType, ActivationType], Mapping[str, Any]] = field(default_factory=dict)
-    """Kernels of other keys, values and activations than those above: fp16 and int16."""
+    types: Mapping[tuple[KvType, ActivationType], Mapping[Step, Linear]] = field(
+        default_factory=dict
+    )
+    """Steps with other keys, values and activations than fp16 and int16."""
     sources: dict[str, str] = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
     """Figures of the device's document that the rates come from."""
@@ -381,20 +379,17 @@ class Rates:
     def scale_kernels(self, share: float, calls: float = 1.0) -> Rates:
         """These rates with kernels that read at ``share`` of their rate, and start at ``calls``."""
 
-        def scale(line: Linear) -> Linear:
-            return Linear(call_s=line.call_s / calls, bytes_s=share * line.bytes_s)
+        def scale(steps: Mapping[Step, Linear]) -> Mapping[Step, Linear]:
+            return {
+                name: Linear(call_s=line.call_s / calls, bytes_s=share * line.bytes_s)
+                for name, line in steps.items()
+            }
 
-        own: dict[str, Any] = {
-            name: scale(getattr(self, name)) for name in (*_TYPED, "gate", "open")
-        }
-        types = {
-            key: {name: scale(line) for name, line in found.items()}
-            for key, found in self.types.items()
-        }
-        return replace(self, types=types, **own)
+        types = {key: scale(steps) for key, steps in self.types.items()}
+        return replace(self, steps=scale(self.steps), types=types)
 
     def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
-        return replace(self, **self.types.get((kv, activations), {}))
+        return replace(self, steps={**self.steps, **self.types.get((kv, activations), {})})
 
     @property
     def stream_overlap(self) -> float:

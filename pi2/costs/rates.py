@@ -3,10 +3,10 @@
 from dataclasses import replace
 from math import isinf
 from statistics import median
-from typing import Any, get_args
+from typing import get_args
 
 from pi2.costs.constants import Constants, Figure, Flash, Spread, count_pipes, keep_core
-from pi2.costs.kernel_times import DenseUnit, KernelTimes, Linear, Rates, count_ops
+from pi2.costs.kernel_times import DenseUnit, KernelTimes, Linear, Rates, Step, count_ops, draw_line
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import EXAMPLE_READS, CpuCluster, Device, ShareFigure, Unit
 from pi2.plan.documents.plan import ActivationType, KvType
@@ -46,13 +46,14 @@ LAST_KERNELS = 2
 """Norm and head; with the embedding, three a token."""
 
 
-def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[str, Any]:
-    found = {
-        name: times.find_linear(name, bandwidth, norm_s)
-        for name in ("multiply", "project", "predict")
+def _read_steps(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[Step, Linear]:
+    return {
+        "multiply": times.find_linear("multiply", bandwidth, norm_s),
+        "project": times.find_linear("project", bandwidth, norm_s),
+        "predict": times.find_linear("predict", bandwidth, norm_s),
+        "gather": times.find_gather(bandwidth),
+        "attend": times.find_attend(bandwidth),
     }
-    gather, attend = times.find_gather(bandwidth), times.find_attend(bandwidth)
-    return {**found, "attend": attend, "gather": gather}
 
 
 def _is_apple(device: Device) -> bool:
@@ -93,11 +94,12 @@ class _Reader:
             shared_s = (
                 constants.dense_of_peak * float(peak.value) if peak is not None else bandwidth
             )
-        usual = _read_kernels(self._times, bandwidth, norm_s)
-        gate = usual["predict"]
+        steps = _read_steps(self._times, bandwidth, norm_s)
+        steps["gate"] = steps["predict"]
+        steps["open"] = self._times.find_gather(bandwidth, "gather-open")
         find_hot_s = 0.0
         if self._times.has("predict-gate"):
-            gate = self._times.find_linear("predict-gate", bandwidth, norm_s)
+            steps["gate"] = self._times.find_linear("predict-gate", bandwidth, norm_s)
             find_hot_s = self._times.find_time("find", 0.0)
         own_spread = self._find_processor_spread()
         rates = Rates(
@@ -107,9 +109,7 @@ class _Reader:
             core_ops_s=self._find_core_ops(),
             enough_cores=4.0 if cpu.architecture == "x86-64" else _ENOUGH_CORES,
             bandwidth_bytes_s=bandwidth,
-            **usual,
-            gate=gate,
-            open=self._times.find_gather(bandwidth, "gather-open"),
+            steps=steps,
             norm_s=norm_s,
             route_s=self._times.find_time("route", 0.0),
             python_s=self._times.find_time("engine", 0.0),
@@ -177,12 +177,12 @@ class _Reader:
 
     def _read_types(
         self, bandwidth: float, norm_s: float
-    ) -> dict[tuple[KvType, ActivationType], dict[str, Any]]:
+    ) -> dict[tuple[KvType, ActivationType], dict[Step, Linear]]:
         measured = {(item.kv, item.activations) for item in self._cpu.kernels}
         if measured <= {("fp16", "int16")}:
             return {}
         return {
-            (kv, activations): _read_kernels(
+            (kv, activations): _read_steps(
                 KernelTimes(
                     self._cpu, self._width, self._constants, kv=kv, activations=activations
                 ),
@@ -305,13 +305,15 @@ class _Reader:
             whole_unit=name,
             cores=1,
             bandwidth_bytes_s=bytes_s,
-            multiply=replace(linear, call_s=LAST_KERNELS * kernel_s),
-            project=replace(linear, call_s=ATTENTION_KERNELS * kernel_s),
-            attend=replace(linear, call_s=0.0),
-            predict=linear,
-            gather=gather,
-            gate=linear,
-            open=gather,
+            steps={
+                "multiply": replace(linear, call_s=LAST_KERNELS * kernel_s),
+                "project": replace(linear, call_s=ATTENTION_KERNELS * kernel_s),
+                "attend": replace(linear, call_s=0.0),
+                "predict": linear,
+                "gather": gather,
+                "gate": linear,
+                "open": gather,
+            },
             norm_s=kernel_s,
             route_s=ROUTER_KERNELS * kernel_s,
             token_s=constants.card_launch_s + kernel_s,
@@ -361,10 +363,7 @@ class _Reader:
         if len(found) < 2:
             constants = self._constants
             return constants.dense_launch_s if unit.memory is None else constants.card_launch_s
-        small, large = found[0], found[-1]
-        assert small.bytes is not None and large.bytes is not None
-        byte_s = max(float(large.time - small.time), 0.0) / max(large.bytes - small.bytes, 1)
-        return max(float(small.time) - small.bytes * byte_s, 0.0)
+        return max(draw_line(found[0], found[-1], by_bytes=True)[0], 0.0)
 
     def _read_power(self) -> float | None:
         figure = self._cpu.power or self._device.power

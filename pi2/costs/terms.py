@@ -121,7 +121,7 @@ class LayerKind:
         sizes, settings = self.sizes, self.settings
         seconds = divide_matrix(
             self.rates,
-            self.rates.project,
+            self.rates.steps["project"],
             sizes.projections,
             sizes.projection_weights,
             settings.attention_share,
@@ -134,12 +134,12 @@ class LayerKind:
         return seconds
 
     def _time_keys(self, size_bytes: float) -> float:
-        return self.settings.batch * size_bytes / self.rates.attend.bytes_s / self.speed
+        return self.settings.batch * size_bytes / self.rates.steps["attend"].bytes_s / self.speed
 
     @cached_property
     def predict(self) -> Work:
         rates, sizes = self.rates, self.sizes
-        kernel = rates.gate if self.settings.predictor == "gate" else rates.predict
+        kernel = rates.steps["gate" if self.settings.predictor == "gate" else "predict"]
         calls, weight_s = max(sizes.predictors, 1), time_weight(rates, self.settings)
         seconds = time_matrix(
             kernel, sizes.predictor, sizes.predictor_weights, weight_s, calls=calls
@@ -152,7 +152,7 @@ class LayerKind:
     def gathers(self) -> Linear:
         """Computing resident neurons, or a part of the read ones."""
         rates = self.rates
-        found = rates.open if self.settings.predictor == "gate" else rates.gather
+        found = rates.steps["open" if self.settings.predictor == "gate" else "gather"]
         if not rates.measured and (self.activity.grain > 1 or not self.settings.is_predicted):
             # Nothing is gathered: an expert's neurons lie together, and whole layers stream by.
             return Linear(call_s=found.call_s, bytes_s=rates.bandwidth_bytes_s)
@@ -290,7 +290,7 @@ def time_weight(rates: Rates, settings: Settings) -> float:
 def time_head(rates: Rates, settings: Settings) -> float:
     seconds = divide_matrix(
         rates,
-        rates.multiply,
+        rates.steps["multiply"],
         settings.sizes.head,
         settings.sizes.head_weights,
         settings.head_share,

@@ -2,16 +2,17 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pi2.costs.cost import Cost, cost_plan, cost_range, cost_resolved
+from pi2.costs.cost import Cost, cost_plan
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import Shortage, fit_plan, write_memory
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes, approximate_share, write_table
-from pi2.planning.planner import PlannedPlan, score_plan
+from pi2.planning.planner import PlannedPlan, finish_plan, score_plan
 from pi2.planning.refinement import Decision
 from pi2.tracing import make_figure, save_figure
 
@@ -26,25 +27,19 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
     if not usable or cost.settings.predictor != "router" or is_whole:
         return planned
     found = [(WITHOUT, planned)]
-    for label, values in _list_candidates(planned):
-        budget = planned.resolved.plan.memory.budget
-        try:
-            fitted = fit_plan(_resolve(planned, values), budget).plan
-        except Shortage:
-            continue
+    values = _cut_gates(planned)
+
+    def resolve() -> ResolvedPlan:
+        resolved = resolve_values(values, wish.device, wish.model)
+        return replace(resolved, thresholds=wish.thresholds)
+
+    with suppress(Shortage):
+        fitted = fit_plan(resolve(), planned.resolved.plan.memory.budget).plan
         values["memory"] |= write_memory(fitted)
         values["layers"] = fitted.layers.model_dump(exclude_unset=True)
-        resolved = _resolve(planned, values)
-        own = cost_range(resolved, store=wish.store)
-        full = cost_resolved(resolved, store=wish.store, position=wish.context)
-        found.append(
-            (
-                label,
-                replace(
-                    planned, values=values, resolved=resolved, cost=own, full_tokens_s=full.tokens_s
-                ),
-            )
-        )
+        own = finish_plan(wish, values, resolve())
+        own = replace(own, left_out=planned.left_out, layout=planned.layout)
+        found.append(("all gates in memory", own))
     found.sort(key=lambda item: score_plan(wish, item[1]))
     chosen, best = found[0]
     decision = Decision(
@@ -55,7 +50,8 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
     return replace(best, decisions=(*planned.decisions, decision))
 
 
-def _list_candidates(planned: PlannedPlan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _cut_gates(planned: PlannedPlan) -> dict[str, Any]:
+    """Values of the plan with the wish's thresholds."""
     thresholds = planned.wish.thresholds
     assert thresholds is not None
     sparsity: dict[str, Any] = {"method": thresholds.method}
@@ -67,12 +63,7 @@ def _list_candidates(planned: PlannedPlan) -> Iterator[tuple[str, dict[str, Any]
     whole = copy.deepcopy(planned.values)
     whole["sparsity"] = sparsity
     whole["decode"] |= {"predictor": "gate", "look_ahead": "none"}
-    yield "all gates in memory", whole
-
-
-def _resolve(planned: PlannedPlan, values: dict[str, Any]) -> ResolvedPlan:
-    wish = planned.wish
-    return replace(resolve_values(values, wish.device, wish.model), thresholds=wish.thresholds)
+    return whole
 
 
 LEAST_TOKENS = 16

@@ -146,9 +146,7 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
         return None
     best = min(found, key=lambda item: score_plan(wish, item))
     rates = read_whole_rates(wish.device, best.resolved.sparse_unit)
-    full = cost_resolved(best.resolved, rates, store=wish.store, position=wish.context)
-    cost = cost_range(best.resolved, rates, store=wish.store)
-    return replace(best, cost=cost, full_tokens_s=full.tokens_s)
+    return finish_plan(wish, best.values, best.resolved, rates)
 
 
 def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
@@ -272,9 +270,7 @@ def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
         # The search rounds otherwise: in a hair's breadth there may be no plan.
         with suppress(Shortage):
             values = write_values(problem, choices, layout, memory)
-            resolved = resolve_values(values, wish.device, wish.model)
-            activity = problem.activities[choices.predictor]
-            cost = cost_resolved(resolved, problem.rates, store=wish.store, activity=activity)
+            resolved, cost = problem.cost_values(values)
             yield PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
 
 
@@ -285,20 +281,29 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
     def score(cost: Cost) -> float:
         return (cost.token_j if energy else None) or cost.token_s
 
-    values, _, decisions = refine_values(problem, planned.values, score)
+    values, decisions = refine_values(problem, planned.values, score)
     resolved = resolve_values(values, wish.device, wish.model)
     activity = problem.activities[resolved.plan.decode.predictor]
-    cost = cost_range(resolved, problem.rates, store=wish.store, activity=activity)
-    full = cost_resolved(
-        resolved, problem.rates, store=wish.store, activity=activity, position=wish.context
-    )
-    return replace(
-        planned,
+    found = finish_plan(wish, values, resolved, problem.rates, activity=activity)
+    return replace(found, decisions=decisions)
+
+
+def finish_plan(
+    wish: Wish,
+    values: dict[str, Any],
+    resolved: ResolvedPlan,
+    rates: Rates | None = None,
+    **known: Any,
+) -> PlannedPlan:
+    """The plan with its ranges, and its speed once the context is full."""
+    known = {"store": wish.store, **known}
+    full = cost_resolved(resolved, rates, position=wish.context, **known)
+    return PlannedPlan(
+        wish=wish,
         values=values,
         resolved=resolved,
-        cost=cost,
+        cost=cost_range(resolved, rates, **known),
         full_tokens_s=full.tokens_s,
-        decisions=decisions,
     )
 
 

@@ -231,14 +231,14 @@ class _Option:
 
 def refine_values(
     problem: Problem, values: Values, score: Score
-) -> tuple[Values, Cost, tuple[Decision, ...]]:
+) -> tuple[Values, tuple[Decision, ...]]:
     """The best of the plans that differ from ``values`` in these settings only."""
     known: dict[str, Cost] = {}
 
     def find_cost(values: Values) -> Cost:
         key = json.dumps(values, sort_keys=True)
         if key not in known:
-            known[key] = _cost(problem, values)
+            _, known[key] = problem.cost_values(values)
         return known[key]
 
     best, cost = values, find_cost(values)
@@ -262,7 +262,7 @@ def refine_values(
             )
         if score(cost) >= before * (1.0 - _LEAST_GAIN):
             break
-    return best, cost, tuple(decisions.values())
+    return best, tuple(decisions.values())
 
 
 def _list_dimensions(
@@ -315,10 +315,3 @@ def _apply(values: Values, option: _Option) -> Values:
     for table, keys in option.changes.items():
         changed.setdefault(table, {}).update(keys)
     return changed
-
-
-def _cost(problem: Problem, values: Values) -> Cost:
-    wish = problem.wish
-    resolved = resolve_values(values, wish.device, wish.model)
-    activity = problem.activities[resolved.plan.decode.predictor]
-    return cost_resolved(resolved, problem.rates, store=wish.store, activity=activity)

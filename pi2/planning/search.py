@@ -21,6 +21,7 @@ from pi2.costs.activity import (
     average_chances,
     describe_activity,
 )
+from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.cost_layer import cost_layer
 from pi2.costs.description import Description, describe_plan
 from pi2.costs.kernel_times import Rates
@@ -162,6 +163,13 @@ class Problem:
         if choices.lends:
             values["kv"]["lend"] = True
         return values
+
+    def cost_values(self, values: Mapping[str, Any]) -> tuple[ResolvedPlan, Cost]:
+        """A plan with all sizes, and what it costs."""
+        resolved = resolve_values(values, self.wish.device, self.wish.model)
+        activity = self.activities[resolved.plan.decode.predictor]
+        cost = cost_resolved(resolved, self.rates, store=self.wish.store, activity=activity)
+        return resolved, cost
 
     def find_frame(self, choices: Choices, *, whole: bool) -> Frame:
         """The plan around its neurons, all of which are in memory if it is ``whole``."""
@@ -448,7 +456,7 @@ def _time_prompt_token(problem: Problem, choices: Choices) -> float:
     """Seconds per prompt token that depend on the chunk: all neurons stream or unpack."""
     wish, rates = problem.wish, problem.rates
     layers = wish.model.shape.layers
-    rate = rates.gather.bytes_s if rates.flash is None else rates.flash.find_stream_rate()
+    rate = rates.steps["gather"].bytes_s if rates.flash is None else rates.flash.find_stream_rate()
     weights = problem.find_frame(choices, whole=True).description.settings.sizes.neuron_weights
     once_s = 0.0 if rates.dense_many is None else rates.dense_many[0]
     touched = 1.0

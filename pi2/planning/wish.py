@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import floor, log10
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.caches import is_gguf
 from pi2.costs.activity import LOOK_AHEAD_MODES
@@ -36,12 +37,10 @@ from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.sharing.references import LockedReferences
 
 if TYPE_CHECKING:
-    from pi2.planning.planner import PlannedPlan
-
-if TYPE_CHECKING:
     from pi2.costs.kernel_times import Rates
     from pi2.fitting.check import Report
     from pi2.plan.toml.source import Kind
+    from pi2.planning.planner import PlannedPlan
     from pi2.planning.search import Choices, Layout, Problem
 
 LEAST_DENSE = 0.02
@@ -232,7 +231,6 @@ _CLOSE = 1 / 1024
 _MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
 """Parts of the time of a token that the program may take for a plan of least energy."""
 
-_Given = TypeVar("_Given", Wish, int)
 Planner = Callable[[Wish], "PlannedPlan"]
 """The best plan within a memory, however fast; UserError where there is none."""
 
@@ -313,25 +311,23 @@ def _shrink(
     high = best.resolved.plan.memory.budget
     while high - low > max(MIB, high * _CLOSE):
         size = round_up((low + high) // 2, MIB)
-        found = next(_try(plan_at, size), None)
-        if found is not None and found.promised_tokens_s >= tokens_s:
+        try:
+            found = plan_at(size)
+        except UserError:
+            low = size
+            continue
+        if found.promised_tokens_s >= tokens_s:
             best, high = found, size
         else:
             low = size
     return best
 
 
-def _try(make: Callable[[_Given], PlannedPlan], value: _Given) -> Iterator[PlannedPlan]:
-    try:
-        yield make(value)
-    except UserError:
-        return
-
-
 def _list_sparing(wish: Wish, make_plan: Planner) -> Iterator[PlannedPlan]:
     assert wish.tokens_s is not None
     for margin in _MARGINS:
-        yield from _try(make_plan, replace(wish, tokens_s=wish.tokens_s / margin))
+        with suppress(UserError):
+            yield make_plan(replace(wish, tokens_s=wish.tokens_s / margin))
 
 
 def _explain(wish: Wish, fastest: PlannedPlan, needed: PlannedPlan | None) -> UserError:
