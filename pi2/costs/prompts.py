@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from pi2.costs.kernel_times import Rates
+from pi2.costs.kernel_times import DenseUnit, Rates
 from pi2.costs.rates import check_flash
 from pi2.costs.settings import Sizes, Stream, find_stream, list_dense_graphs
 from pi2.costs.terms import LayerKind
@@ -23,35 +23,39 @@ PROMPT = 128
 """Tokens of a prompt whose speed is stated."""
 
 
+Many = tuple[float, float]
+"""Seconds per weight for a pass, and for each token of it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings:
     """A plan's choices about prompts."""
 
     unit: str
-    """Its name: what computes prompts."""
+    """Name of the unit that computes them."""
+    dense: DenseUnit | None
+    """That unit; None for the processor."""
     chunk: int
     together: int
     """Tokens that go through a layer before the next layer begins."""
-    ffn: tuple[float, float] | None
-    """Seconds per weight for a pass, and for each token of it; None without an arithmetic rate."""
-    project: tuple[float, float] | None
-    bytes_s: float
-    """Rate at which the prompt's unit reads weights; bounds a pass from below."""
-    launch_s: float
-    skips: bool
-    """Whether closed gates skip ups, and zero activations skip downs."""
     reads_all: bool
     """Whether all of a layer is read that does not fit as a whole."""
     stream: Stream | None
     """None where nothing is read."""
-    slowed: float = 1.0
-    """Part of its arithmetic rate that a unit keeps while weights come from flash."""
-    neuron_bytes: int = 0
-    """Bytes of a neuron that the unit which computes prompts reads from memory."""
-    interleaves: bool = False
+    neuron_bytes: int
+    """Bytes of a neuron that the unit reads from memory."""
+    interleaves: bool
     """Whether neurons in memory are computed between pieces that are read, wherever they lie."""
-    graphs: tuple[int, ...] = ()
-    """Numbers of tokens, ascending, that the unit which computes prompts takes; none for any."""
+    graphs: tuple[int, ...]
+    """Numbers of tokens, ascending, that the unit takes; none for any."""
+
+    def find_many(self, rates: Rates) -> tuple[Many, Many] | None:
+        """Times of neurons and of projections; None without an arithmetic rate."""
+        neurons, projections = rates.dense_many, rates.project_many
+        if self.dense is not None:
+            ops_s = self.dense.ops_s
+            neurons = projections = None if ops_s is None else (0.0, 2.0 / ops_s)
+        return None if neurons is None or projections is None else (neurons, projections)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,60 +75,45 @@ class PromptLayer:
 
 
 def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> PromptSettings:
-    plan, model = resolved.plan, resolved.model
+    plan, model, bundle = resolved.plan, resolved.model, resolved.bundle
     dense = rates.dense
-    chunk = plan.prefill.chunk
-    computes = dense is not None and plan.prefill.unit == dense.name
-    ffn, project, skips = rates.dense_many, rates.project_many, rates.measured
-    launch_s, bytes_s = 0.0, rates.bandwidth_bytes_s
-    neuron_bytes = resolved.bundle.neuron_bytes
-    if computes and dense is not None:
-        ffn = project = None if dense.ops_s is None else (0.0, 2.0 / dense.ops_s)
-        launch_s, bytes_s, skips = dense.launch_s, dense.bytes_s, False
-        if dense.is_npu:
-            neuron_bytes = sizes.dense_neuron
-    whole = all(layer.hot >= 1.0 for layer in resolved.layers)
+    if dense is not None and plan.prefill.unit != dense.name:
+        dense = None
     stream = None
-    slowed = 1.0
-    if not whole and rates.measured:
+    if any(layer.hot < 1.0 for layer in resolved.layers):
         stream = find_stream(resolved, rates)
-    elif not whole:
-        flash = check_flash(rates, resolved.device)
-        stream = Stream(
-            byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
-            overlap=rates.beside_overlap if computes else rates.stream_overlap,
-            neurons=model.layer_neurons,
-            stride=resolved.bundle.neuron_bytes,
-        )
-        slowed = rates.constants.streaming_compute_share if computes else 1.0
+        if not rates.measured:
+            flash = check_flash(rates, resolved.device)
+            stream = Stream(
+                byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
+                overlap=rates.stream_overlap if dense is None else rates.beside_overlap,
+                neurons=model.layer_neurons,
+                stride=bundle.neuron_bytes,
+            )
     return PromptSettings(
-        unit=dense.name if computes and dense is not None else resolved.sparse_unit,
-        chunk=chunk,
-        together=chunk * count_chunks(resolved),
-        ffn=ffn,
-        project=project,
-        bytes_s=bytes_s,
-        launch_s=launch_s,
-        skips=skips,
+        unit=resolved.sparse_unit if dense is None else dense.name,
+        dense=dense,
+        chunk=plan.prefill.chunk,
+        together=plan.prefill.chunk * count_chunks(resolved),
         reads_all=not rates.measured and plan.pipeline.prefill == "layers-first",
         stream=stream,
-        slowed=slowed,
-        neuron_bytes=neuron_bytes,
+        neuron_bytes=sizes.dense_neuron if dense and dense.is_npu else bundle.neuron_bytes,
         interleaves=rates.measured and model.moe is not None and plan.decode.predictor == "router",
-        graphs=list_dense_graphs(resolved, rates) if computes else (),
+        graphs=() if dense is None else list_dense_graphs(resolved, rates),
     )
 
 
 def list_prompt_layers(description: Description, tokens: int) -> list[PromptLayer] | None:
     """Layers of a prompt of ``tokens`` in order; None without an arithmetic rate."""
     prompts = description.prompts
-    if prompts.ffn is None or prompts.project is None:
+    many = prompts.find_many(description.rates)
+    if many is None:
         return None
     found = []
     for start in range(0, tokens, prompts.together):
         taken = min(prompts.together, tokens - start)
         chunks = [min(prompts.chunk, taken - first) for first in range(0, taken, prompts.chunk)]
-        found += [_describe_layer(description, kind, chunks) for kind in description.kinds]
+        found += [_describe_layer(description, kind, chunks, *many) for kind in description.kinds]
     return found
 
 
@@ -171,36 +160,36 @@ def time_once(description: Description, tokens: int) -> float:
     return description.head_s + tokens * description.embedding_s
 
 
-def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]) -> PromptLayer:
+def _describe_layer(
+    description: Description, kind: LayerKind, chunks: list[int], ffn: Many, project: Many
+) -> PromptLayer:
     prompts, rates, sizes = description.prompts, kind.rates, kind.sizes
-    assert prompts.ffn is not None and prompts.project is not None
-    activity, stream = kind.activity, prompts.stream
+    activity, stream, dense = kind.activity, prompts.stream, prompts.dense
     tokens = sum(chunks)
     padded = [pad_tokens(count, prompts.graphs) for count in chunks]
     # Whole layers are read ahead before a router has chosen.
     touched = 1.0 if prompts.reads_all else kind.count_touched(tokens) / activity.neurons
     absent = activity.neurons - round(kind.hot * activity.neurons)
-    fits = kind.hot >= 1.0
-    if prompts.reads_all and not rates.measured:
-        fits = kind.hot + kind.cold >= 1.0 - 1e-3
-        absent = 0 if fits else activity.neurons
+    if prompts.reads_all:
+        absent = 0 if kind.hot + kind.cold >= 1.0 - 1e-3 else activity.neurons
     reading = stream is not None and absent > 0
-    slow = 1.0 / prompts.slowed if reading else 1.0
-    fixed_s = len(chunks) * (
-        rates.norm_s + rates.python_s + rates.route_s * (sizes.experts > 0) + prompts.launch_s
-    )
-    project_s = sum(
-        _time_many(prompts.project, sizes.projection_weights, count) for count in padded
-    )
+    slow = 1.0
+    if reading and dense is not None and not rates.measured:
+        slow = 1.0 / rates.constants.streaming_compute_share
+    fixed_s = rates.norm_s + rates.python_s + rates.route_s * (sizes.experts > 0)
+    fixed_s = len(chunks) * (fixed_s + (0.0 if dense is None else dense.launch_s))
+    project_s = sum(_time_many(project, sizes.projection_weights, count) for count in padded)
     share = 1.0
-    if prompts.skips and not description.is_smooth and activity.grain == 1:
-        # Gates, and ups of neurons without a gate, are computed for all tokens.
+    skips = rates.measured and dense is None and not description.is_smooth
+    if skips and activity.grain == 1:
+        # Closed gates skip ups, and zero activations downs. Gates, and ups of neurons without a
+        # gate, are computed for all tokens.
         parts = sizes.neuron_weights // sizes.hidden
         rest = activity.opened * (parts - 2) + activity.fired
         share = (1.0 + activity.named.active * rest) / parts
     ffn_s = sum(
         _time_many(
-            prompts.ffn,
+            ffn,
             sizes.neuron_weights,
             count * kind.count_touched(1) * share,
             kind.count_touched(count),
@@ -210,7 +199,8 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     if not rates.measured:
         # A pass reads its weights once from memory, whatever it computes with them.
         touched_bytes = prompts.neuron_bytes * sum(map(kind.count_touched, chunks))
-        least_s = (len(chunks) * sizes.projections + touched_bytes) / prompts.bytes_s
+        bytes_s = rates.bandwidth_bytes_s if dense is None else dense.bytes_s
+        least_s = (len(chunks) * sizes.projections + touched_bytes) / bytes_s
         scale = max(1.0, least_s / ((project_s + ffn_s) * slow))
         project_s, ffn_s = project_s * scale, ffn_s * scale
     part = absent / activity.neurons
@@ -230,9 +220,7 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     )
 
 
-def _time_many(
-    rate: tuple[float, float], weights: float, products: float, passes: float = 1.0
-) -> float:
+def _time_many(rate: Many, weights: float, products: float, passes: float = 1.0) -> float:
     """Seconds of ``passes`` over ``weights``, and of the ``products`` with a token."""
     once_s, token_s = rate
     return weights * (once_s * passes + token_s * products)

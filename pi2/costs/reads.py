@@ -89,7 +89,7 @@ class Reads:
     threads: int
     cluster: int
     """Fewest neurons of a part."""
-    choices: tuple[IoChoice, ...]
+    choices: tuple[IoChoice, ...] = ()
     """Measurements by number of threads, ascending."""
     overlap: float
     request_share: float = 0.0
@@ -210,49 +210,30 @@ def list_io_choices(
 
 
 def find_reads(
-    flash: Flash,
-    stride: int,
-    range_bytes: int,
-    *,
-    engine: str,
-    threads: int,
-    depth: int,
-    cluster: int,
-    overlap: float,
-    place_s: float = 0.0,
-    phases: Phases | None = None,
-    merge_gap: int | None = None,
-    streams: bool = False,
-    run: int = 1,
+    flash: Flash, range_bytes: int, wanted: Reads, *, depth: int, streams: bool
 ) -> Reads:
-    """Reads of a plan's settings, from the nearest measured ones; else with ``overlap``."""
-    if phases is None:
+    """The reads that are ``wanted``, with the nearest measured settings."""
+    stride, run, place_s = wanted.stride, wanted.run, wanted.place_s
+    if wanted.phases is None:
         choices = list_io_choices(flash, stride, range_bytes, place_s, run=run)
     else:
-        choices = _divide_reads(flash, stride, range_bytes, place_s, phases)
-    same = [item for item in choices if item.engine == engine] or choices
+        choices = _divide_reads(flash, stride, range_bytes, place_s, wanted.phases)
+    same = [item for item in choices if item.engine == wanted.engine] or choices
 
     def distance(item: IoChoice) -> tuple[int, int]:
-        if engine == "io_uring":
-            return abs(item.depth - depth), abs(item.threads - threads)
-        return abs(item.threads - threads), abs(item.depth - depth)
+        near = abs(item.depth - depth), abs(item.threads - wanted.threads)
+        return near if wanted.engine == "io_uring" else near[::-1]
 
     if run > 1:
         same = [replace(item, neuron_s=run * item.run_s, few=1) for item in same]
     chosen = min(same, key=distance)
     alike = sorted(same, key=lambda item: item.threads) if chosen.engine == "pread" else [chosen]
-    return Reads(
+    return replace(
+        wanted,
         engine=chosen.engine,
-        threads=threads,
-        cluster=cluster,
         choices=tuple(alike),
-        overlap=overlap if chosen.overlap is None else chosen.overlap,
+        overlap=wanted.overlap if chosen.overlap is None else chosen.overlap,
         request_share=_find_request_share(flash, stride, range_bytes),
-        merge_gap=merge_gap,
-        phases=phases,
-        stride=stride,
-        run=run,
-        place_s=place_s,
         whole_byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG) if streams else None,
         most_parts=inf if streams else None,
     )

@@ -262,21 +262,21 @@ def read_settings(
         # What does not stay streams by, whatever the cache has room for.
         stream = None if whole else find_stream(resolved, rates)
     elif not whole and not _fits_cache(resolved, position):
-        reads = find_reads(
-            check_flash(rates, resolved.device),
-            resolved.bundle.stride,
-            find_range_bytes(resolved.model, resolved.bundle.stride, store),
+        wanted = Reads(
             engine=plan.io.engine,
             threads=plan.io.threads,
-            depth=plan.io.depth,
             cluster=plan.pipeline.cluster,
             overlap=rates.overlap,
-            place_s=rates.room_s,
-            phases=_divide_bundle(resolved, rates),
             merge_gap=_find_merge_gap(resolved, store),
-            streams=not rates.measured,
+            phases=_divide_bundle(resolved, rates),
+            stride=resolved.bundle.stride,
             run=count_run(resolved, store),
+            place_s=rates.room_s,
         )
+        flash = check_flash(rates, resolved.device)
+        reach = find_range_bytes(resolved.model, wanted.stride, store)
+        streams = not rates.measured
+        reads = find_reads(flash, reach, wanted, depth=plan.io.depth, streams=streams)
     rows = plan.projections
     dense = None if rates.dense is None else rates.dense.name
     return Settings(
