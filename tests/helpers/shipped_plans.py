@@ -1,6 +1,7 @@
 """Documents that come with pi2: plans as far as their weights are here, devices and models."""
 
 import importlib.util
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -41,6 +42,25 @@ def read_model(name: str) -> Model:
     document = read_document(name, "model").document
     assert isinstance(document, Model)
     return document
+
+
+ORIGIN = {"status": "estimated", "source": "a test"}
+BOX: dict[str, Any] = {
+    "schema_version": 3,
+    "id": "box",
+    "units": {
+        "cpu": {
+            "kind": "cpu",
+            "clusters": [{"id": "cores", "cores": 4}],
+            "read_bandwidth": {"value": "20 GB/s", **ORIGIN},
+        }
+    },
+}
+
+
+def make_box(changes: Mapping[str, Any]) -> Device:
+    """A device of four cores with tables of its own."""
+    return Device.model_validate_json(json.dumps({**BOX, **changes}))
 
 
 @cache

@@ -1,7 +1,6 @@
 """What the planner weighs: layouts of stores, whole models, streams, promises and thresholds."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,35 +19,20 @@ from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.refinement import describe_layout, list_bundles
 from pi2.planning.text import describe_choices, write_planned
 from pi2.planning.wish import Wish
-from tests.helpers.shipped_plans import read_device, read_model
+from tests.helpers.shipped_plans import ORIGIN, make_box, read_device, read_model
 
 GIB = 1 << 30
-ORIGIN = {"status": "estimated", "source": "a test"}
+SEQUENTIAL = {"pattern": "sequential", "block": "1 MiB", "rate": "1 GB/s", **ORIGIN}
 
 
 def make_device(rates: Mapping[str, str], block: str = "512 B") -> Device:
-    values = {
-        "schema_version": 3,
-        "id": "box",
-        "units": {
-            "cpu": {
-                "kind": "cpu",
-                "clusters": [{"id": "cores", "cores": 4}],
-                "read_bandwidth": {"value": "20 GB/s", **ORIGIN},
-            }
-        },
-        "storage": {
-            "block_size": block,
-            "reads": [
-                {"pattern": "sequential", "block": "1 MiB", "rate": "1 GB/s", **ORIGIN},
-                *(
-                    {"pattern": "random", "block": size, "rate": rate, "depth": 64, **ORIGIN}
-                    for size, rate in rates.items()
-                ),
-            ],
-        },
-    }
-    return Device.model_validate_json(json.dumps(values))
+    """A box of four cores whose random reads have these rates by size."""
+    random = [
+        {"pattern": "random", "block": size, "rate": rate, "depth": 64, **ORIGIN}
+        for size, rate in rates.items()
+    ]
+    reads = [SEQUENTIAL, *random]
+    return make_box({"storage": {"block_size": block, "reads": reads}})
 
 
 def make_wish(device: Device, **changes: Any) -> Wish:

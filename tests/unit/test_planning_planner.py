@@ -29,35 +29,23 @@ from pi2.planning.planner import PlannedPlan, plan, trace_pareto
 from pi2.planning.text import describe_choices, write_planned
 from pi2.planning.wish import Wish
 from tests.helpers.programs import Ask
-from tests.helpers.shipped_plans import read_device, read_model
+from tests.helpers.shipped_plans import BOX, ORIGIN, make_box, read_device, read_model
 
 GIB, MIB = 1 << 30, 1 << 20
-ORIGIN = {"status": "estimated", "source": "a test"}
 RANDOM = {"pattern": "random", "block": "8 KiB", "threads": 1, **ORIGIN}
-DEVICE: dict[str, Any] = {
-    "schema_version": 3,
-    "id": "box",
-    "units": {
-        "cpu": {
-            "kind": "cpu",
-            "clusters": [{"id": "cores", "cores": 4}],
-            "read_bandwidth": {"value": "20 GB/s", **ORIGIN},
-            "compute": [{"giga_ops": 200, "precision": "int8", **ORIGIN}],
-        }
-    },
-    "storage": {
-        "block_size": "512 B",
-        "reads": [
-            {"pattern": "sequential", "block": "1 MiB", "rate": "1 GB/s", **ORIGIN},
-            {**RANDOM, "rate": "100 MB/s", "depth": 8},
-            {**RANDOM, "rate": "300 MB/s", "depth": 64},
-        ],
-    },
+CPU = {**BOX["units"]["cpu"], "compute": [{"giga_ops": 200, "precision": "int8", **ORIGIN}]}
+STORAGE: dict[str, Any] = {
+    "block_size": "512 B",
+    "reads": [
+        {"pattern": "sequential", "block": "1 MiB", "rate": "1 GB/s", **ORIGIN},
+        {**RANDOM, "rate": "100 MB/s", "depth": 8},
+        {**RANDOM, "rate": "300 MB/s", "depth": 64},
+    ],
 }
 
 
 def make_device(changes: Mapping[str, Any] | None = None) -> Device:
-    return Device.model_validate_json(json.dumps({**DEVICE, **(changes or {})}))
+    return make_box({"units": {"cpu": CPU}, "storage": STORAGE, **(changes or {})})
 
 
 def make_wish(**changes: Any) -> Wish:
@@ -106,7 +94,7 @@ def test_the_embedding_and_the_unused_context_make_room_for_neurons(planned: Pla
     "changes",
     [
         {"memory_bytes": 8 * GIB},
-        {"device": make_device({"storage": {**DEVICE["storage"], "latency": "50 ms"}})},
+        {"device": make_device({"storage": {**STORAGE, "latency": "50 ms"}})},
     ],
     ids=["everything fits", "a row takes longer than what it saves"],
 )
@@ -332,7 +320,7 @@ def test_more_sequences_use_more_neurons_and_give_more_to_the_dense_unit() -> No
 
 def test_energy_is_joules_of_the_power_figures() -> None:
     power = {"value": "10 W", "status": "estimated", "source": "a test"}
-    device = make_device({"units": {"cpu": {**DEVICE["units"]["cpu"], "power": power}}})
+    device = make_device({"units": {"cpu": {**CPU, "power": power}}})
     found = plan(make_wish(device=device, objective="energy"))
     assert found.cost.token_j == pytest.approx(10.0 * found.cost.token_s)
     fastest = plan(make_wish(device=device))
