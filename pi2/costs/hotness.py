@@ -175,18 +175,9 @@ def measure_skew(hotness: Hotness) -> float:
     return float(np.interp(0.8, sums, np.arange(CLASSES + 1) / CLASSES))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDraws:
-    """Active neurons per token and layer [tokens, layers]."""
-
-    dense: F64
-    """Active neurons among the densely computed ones."""
-    hot: F64
-    """Active neurons among the other hot ones."""
-    cached: F64
-    """Active cold neurons that are found in the cache."""
-    missing: F64
-    """Active cold neurons that have to be read."""
+PLACES = ("dense", "hot", "cached", "missing")
+"""Places of a token's active neurons: on the dense unit, the other resident ones, in the cache, and
+on flash."""
 
 
 def draw_tokens(
@@ -201,8 +192,8 @@ def draw_tokens(
     random: np.random.Generator,
     shifts: F64,
     read_chances: F64 | float = 1.0,
-) -> TokenDraws:
-    """Draw active and missing neurons of ``shape`` [tokens, layers].
+) -> F64:
+    """Draw active neurons [tokens, layers, PLACES] of ``shape`` [tokens, layers].
 
     ``hit_chances`` [CLASSES]: chance that an active cold neuron is in the cache. The hottest
     ``hot_share`` is resident, and ``read_chances`` [CLASSES] is the chance that a missing one is
@@ -225,12 +216,9 @@ def draw_tokens(
         return np.asarray(np.clip(np.rint(means[:, None] + noise), 0.0, neurons))
 
     hot, dense = weigh_hot(hot_share), weigh_hot(dense_share)
-    return TokenDraws(
-        dense=draw(dense),
-        hot=draw(hot - dense),
-        cached=draw((1.0 - hot) * hit_chances),
-        missing=draw((1.0 - hot) * (1.0 - hit_chances) * read_chances),
-    )
+    missing = (1.0 - hot) * (1.0 - hit_chances) * read_chances
+    shares = (dense, hot - dense, (1.0 - hot) * hit_chances, missing)
+    return np.stack([draw(share) for share in shares], axis=-1)
 
 
 def draw_experts(
@@ -240,8 +228,8 @@ def draw_experts(
     shape: tuple[int, int],
     random: np.random.Generator,
     always: float = 0.0,
-) -> TokenDraws:
-    """Draw the places of a token's experts: on the dense unit, hot, cached or missing."""
+) -> F64:
+    """Draw the places of a token's experts [tokens, layers, PLACES]."""
     fixed, left = [], always
     for share in shares:
         fixed.append(min(share, left))
@@ -250,8 +238,7 @@ def draw_experts(
     count = max(round((used - always) / grain), 1)
     parts = varied / max(varied.sum(), 1e-9)
     drawn = random.multinomial(count, parts, size=shape) * (varied.sum() / count)
-    dense, hot, cached, missing = np.moveaxis(drawn + fixed, -1, 0)
-    return TokenDraws(dense=dense, hot=hot, cached=cached, missing=missing)
+    return np.asarray(drawn + fixed)
 
 
 def weigh_hot(hot_share: float) -> F64:

@@ -29,10 +29,6 @@ class Linear:
     call_s: float
     bytes_s: float
 
-    def time(self, size_bytes: float) -> float:
-        """Seconds for so many bytes; nothing takes no time."""
-        return self.call_s + size_bytes / self.bytes_s if size_bytes > 0 else 0.0
-
 
 _NOTHING = Linear(call_s=0.0, bytes_s=inf)
 """A step that takes no time."""

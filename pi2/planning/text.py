@@ -315,21 +315,11 @@ def _describe_predictor(mode: str) -> str:
     }[mode]
 
 
-_TERMS = {
-    "attention": "attention_s",
-    "norm": "norm_s",
-    "predict": "predict_s",
-    "look up": "look_up_s",
-    "python": "python_s",
-    "compute": "compute_s",
-    "dense": "dense_s",
-    "read": "read_s",
-    "wait": "wait_s",
-    "total": "total_s",
-}
+_FFN = ("predict", "look_up", "python", "compute", "dense", "read", "wait")
+_TERMS = ("attention", "norm", *_FFN, "total")
 _SEEN = 1e-3
 """Part of a layer's time below which a term cannot be seen in a picture."""
-_STACKED = ("attention_s", "norm_s", "predict_s", "look_up_s", "python_s", "busy_s", "wait_s")
+_STACKED = ("attention", "norm", "predict", "look_up", "python", "busy", "wait")
 
 
 def write_cost(cost: Cost) -> Iterator[str]:
@@ -340,9 +330,10 @@ def write_cost(cost: Cost) -> Iterator[str]:
     yield ""
     groups = groupby(enumerate(cost.layers), key=lambda item: item[1])
     rows = [_list_figures([number for number, _ in group], layer) for layer, group in groups]
-    yield from write_table(" | ".join(("layers", "hot", "used", "missing", *_TERMS)), rows)
-    total = [sum(getattr(layer, name) for layer in cost.layers) * 1e3 for name in _TERMS.values()]
-    shown = ", ".join(f"{name} {ms:.1f}" for name, ms in zip(_TERMS, total, strict=True))
+    titles = ("layers", "hot", "used", "missing", *map(_name_term, _TERMS))
+    yield from write_table(" | ".join(titles), rows)
+    total = [sum(_find_term(layer, name) for layer in cost.layers) * 1e3 for name in _TERMS]
+    shown = ", ".join(f"{_name_term(x)} {ms:.1f}" for x, ms in zip(_TERMS, total, strict=True))
     yield ""
     shown += f", head {cost.inputs.head_s * 1e3:.1f}"
     if cost.embedding_s:
@@ -357,7 +348,15 @@ def write_cost(cost: Cost) -> Iterator[str]:
 def _list_figures(numbers: list[int], layer: LayerCost) -> list[str]:
     name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
     cells = [name, approximate_bytes(layer.hot_bytes), f"{layer.used:.0f}", f"{layer.missing:.1f}"]
-    return cells + [f"{getattr(layer, field) * 1e6:.0f}" for field in _TERMS.values()]
+    return cells + [f"{_find_term(layer, name) * 1e6:.0f}" for name in _TERMS]
+
+
+def _find_term(layer: LayerCost, name: str) -> float:
+    return float(getattr(layer, f"{name}_s"))
+
+
+def _name_term(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
@@ -368,12 +367,10 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
     base = [0.0] * len(cost.layers)
     most_ms = max((layer.total_s for layer in cost.layers), default=0.0) * 1e3
     for number, name in enumerate(_STACKED):
-        values = [float(getattr(layer, name)) * 1e3 for layer in cost.layers]
+        values = [_find_term(layer, name) * 1e3 for layer in cost.layers]
         if max(values, default=0.0) < _SEEN * most_ms:
             continue
-        label = {"busy_s": "compute", "wait_s": "wait for flash"}.get(
-            name, name.removesuffix("_s").replace("_", " ")
-        )
+        label = {"busy": "compute", "wait": "wait for flash"}.get(name, _name_term(name))
         axes.bar(places, values, bottom=base, label=label, color=f"C{number}")
         base = [a + b for a, b in zip(base, values, strict=True)]
     axes.set_xlabel("layer")

@@ -219,17 +219,21 @@ def _measure(
     def add_dense(count: int) -> Callable[[], None]:
         return lambda: neurons.add_dense(arena[: shape.dense_neurons], count)
 
+    width = shape.width
+    norms = StepFacts(kernel="norm", size=width, width=width)
+    matrix = matrix_bytes(rows, width, "int8")
+    multiply = replace(norms, kernel="multiply", size=rows, read_bytes=matrix)
     steps: list[tuple[StepFacts, int, Callable[[], object]]] = [
-        (_describe("multiply", rows, shape), 1, neurons.predict),
-        (_describe("norm", shape.width, shape), 1, norm),
+        (multiply, 1, neurons.predict),
+        (norms, 1, norm),
     ]
-    steps += [
-        (_describe("gather", count, shape, read_bytes=count * used_bytes), 1, gather(count))
-        for count in shape.gathered
-    ]
+    for count in shape.gathered:
+        facts = replace(norms, kernel="gather", size=count, read_bytes=count * used_bytes)
+        steps.append((facts, 1, gather(count)))
     for count in (8, 128):
-        dense = 2.0 * 3 * shape.dense_neurons * shape.width * count
-        steps.append((_describe("dense", count, shape, operations=dense), count, add_dense(count)))
+        dense = 2.0 * 3 * shape.dense_neurons * width * count
+        facts = replace(norms, kernel="dense", size=count, operations=dense)
+        steps.append((facts, count, add_dense(count)))
     found: dict[Key, list[float]] = {facts.key: [] for facts, _, _ in steps}
     for number in range(ROUNDS + 1):
         for facts, count, run in steps:
@@ -240,21 +244,6 @@ def _measure(
                 found[facts.key].append(clock.seconds)
         progress("measuring there", number / ROUNDS)
     return tuple(facts for facts, _, _ in steps), found
-
-
-def _describe(
-    kernel: Any,
-    size: int,
-    shape: synthetic.ProbeShape,
-    *,
-    read_bytes: int | None = None,
-    operations: float | None = None,
-) -> StepFacts:
-    if kernel == "multiply":
-        read_bytes = matrix_bytes(size, shape.width, "int8")
-    return StepFacts(
-        kernel=kernel, size=size, read_bytes=read_bytes, operations=operations, width=shape.width
-    )
 
 
 def make_remote_device(

@@ -1,14 +1,14 @@
 """Token generation: draws what every token asks of every layer, and adds up what that takes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from pi2.arrays import F64, I64
 from pi2.costs.cost_layer import Counts, LayerCost, cost_counts, count_read_bytes
 from pi2.costs.description import Description
-from pi2.costs.hotness import TokenDraws, draw_experts, draw_shifts, draw_tokens
+from pi2.costs.hotness import draw_experts, draw_shifts, draw_tokens
 from pi2.costs.settings import Settings
 from pi2.costs.terms import LayerKind
 from pi2.tracing import Recorder
@@ -90,8 +90,8 @@ def list_counts(
 ) -> tuple[list[Counts], I64]:
     """Different counts of neurons, and the place among them of each token and layer."""
     drawn = _draw_neurons(description.settings, kind, shifts, random)
-    hot, cached, missing = drawn.hot, drawn.cached, drawn.missing
-    active = drawn.dense + hot + cached + missing
+    dense, hot, cached, missing = np.moveaxis(drawn, -1, 0)
+    active = dense + hot + cached + missing
     rows = np.stack([active, missing, hot + cached, cached, hot * kind.hot_part], axis=-1)
     unique, where = np.unique(rows.reshape(-1, rows.shape[-1]), axis=0, return_inverse=True)
     absent = kind.activity.neurons * kind.activity.chosen * (1.0 - kind.hot)
@@ -104,14 +104,15 @@ def list_counts(
 
 def _draw_neurons(
     settings: Settings, kind: LayerKind, shifts: F64, random: np.random.Generator
-) -> TokenDraws:
+) -> F64:
+    """Active neurons [tokens, layers, PLACES]."""
     activity, dense_share = kind.activity, kind.dense_share
     shape = (len(shifts), kind.count)
     if kind.is_whole:
         # What does not stay streams by, whatever the cache has room for.
         every = np.full(shape, activity.neurons * activity.chosen)
         own, kept = every * dense_share, every * kind.hot
-        return TokenDraws(dense=own, hot=kept - own, cached=0.0 * every, missing=every - kept)
+        return np.stack([own, kept - own, 0.0 * every, every - kept], axis=-1)
     if activity.grain > 1:
         used = activity.used
         missing = min(activity.count_missing(kind.hot, kind.cold, settings.policy), used)
@@ -120,8 +121,8 @@ def _draw_neurons(
         drawn = draw_experts(shares, used, activity.grain, shape, random, activity.always)
         if settings.limits is None:
             return drawn
-        read = settings.limits.limit(drawn.missing / activity.grain) * activity.grain
-        return replace(drawn, missing=read)
+        drawn[..., -1] = settings.limits.limit(drawn[..., -1] / activity.grain) * activity.grain
+        return drawn
     hot, cold = activity.divide_room(kind.hot, kind.cold)
     hits = activity.find_hits(hot, cold, settings.policy)
     return draw_tokens(
