@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,15 +48,9 @@ STEPS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuRecipe:
-    """Makes a `GpuBench` in a process of its own."""
-
-    def __call__(self, progress: Progress) -> GpuBench:
-        return GpuBench(progress)
-
-
 class GpuBench:
+    """Measures in a process of its own."""
+
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 

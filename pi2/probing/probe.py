@@ -38,6 +38,7 @@ from pi2.probing.steps import (
     USUAL,
     VARIANTS,
     Key,
+    Probed,
     StepFacts,
     Steps,
     TokenSteps,
@@ -101,14 +102,14 @@ def measure_accelerators(
 
 def _measure_api(survey: Accelerators, api: Api, progress: Progress, rounds: int) -> str | None:
     """Measure what an API has and no other API had; return why it has none."""
-    from pi2.probing.gpus import STEPS, GpuRecipe
+    from pi2.probing.gpus import STEPS, GpuBench
 
     number, count = 0, 1
     while number < count:
         # A process for each: what one driver does wrong is not the next one's loss.
         name = f"{api} device {number}"
         try:
-            with Worker(GpuRecipe(), progress) as bench:
+            with Worker(GpuBench, progress) as bench:
                 found: Survey = bench.call("survey", api)
                 count = len(found.devices)
                 if not found.devices:
@@ -180,7 +181,6 @@ class KernelBench:
     def __init__(self, recipe: KernelRecipe, progress: Progress) -> None:
         backend = find_executor_backend("cpu")
         assert backend is not None, "the CPU's backend computes models"
-        self._sizes = recipe.sizes
         self._free = list_allowed_cores()
         cores = tuple(self._free) if len(self._free) == recipe.threads else ()
         model = tokens.make_model(recipe.sizes)
@@ -194,30 +194,24 @@ class KernelBench:
         # Each thread has a core of its own: else the system puts two on one where others work.
         request = replace(request, cores=cores)
         self._bound = cores[:1]
-        self._executor: Executor = backend.build(request)
-        self._loops = load_host_loops(progress, frozenset(recipe.features))
-        used_bytes = request.bundle.used_bytes
-        self._made = Steps(self._executor, self._loops, model, recipe.sizes, used_bytes=used_bytes)
-        self._steps = list(self._made.list_all())
         layers = min(recipe.sizes.layers, recipe.sizes.arena_neurons // recipe.sizes.neurons)
-        self._others: list[Executor] = []
-        self._tokens = []
-        for variety in recipe.varieties:
-            executor = self._executor
-            if variety != USUAL:
-                executor = backend.build(variety.apply(request, layers))
-                self._others.append(executor)
-            self._tokens.append(
-                TokenSteps(
-                    executor,
-                    self._made.arena,
-                    model,
-                    recipe.sizes,
-                    variety,
-                    used_bytes=used_bytes,
-                    loops=self._loops,
-                )
-            )
+        executors = {
+            variety: backend.build(variety.apply(request, layers))
+            for variety in dict.fromkeys((USUAL, *recipe.varieties))
+        }
+        self._executors: list[Executor] = list(executors.values())
+        self._probed = Probed(
+            model=model,
+            sizes=recipe.sizes,
+            arena=tokens.make_arena(model, recipe.sizes.arena_neurons),
+            used_bytes=request.bundle.used_bytes,
+            loops=load_host_loops(progress, frozenset(recipe.features)),
+        )
+        self._made = Steps(executors[USUAL], self._probed)
+        self._steps = list(self._made.list_all())
+        self._tokens = [
+            TokenSteps(executors[variety], self._probed, variety) for variety in recipe.varieties
+        ]
         self._storage: StorageBench | None = None
 
     def list_steps(self) -> list[StepFacts]:
@@ -258,7 +252,7 @@ class KernelBench:
         return times
 
     def open_storage(self, path: str, size_bytes: int) -> None:
-        self._storage = StorageBench(path, size_bytes, self._loops)
+        self._storage = StorageBench(path, size_bytes, self._probed.loops)
 
     def measure_reads(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
         """Bytes per second of each kind of reads, ``rounds`` times."""
@@ -271,19 +265,18 @@ class KernelBench:
 
     def measure_overlap(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
         assert self._storage is not None, "open_storage comes first"
-        slots = tokens.choose_slots(256, self._sizes.arena_neurons, VARIANTS)
+        arena, executor = self._probed.arena, self._executors[0]
+        slots = tokens.choose_slots(256, len(arena), VARIANTS)
         self._made.stir(0)
         numbers = itertools.cycle(range(VARIANTS))
         return self._storage.measure_overlap(
-            specs,
-            lambda: self._executor.add_neurons(0, self._made.arena, slots[next(numbers)]),
-            rounds,
+            specs, lambda: executor.add_neurons(0, arena, slots[next(numbers)]), rounds
         )
 
     def close(self) -> None:
         if self._storage is not None:
             self._storage.close()
-        for executor in (self._executor, *self._others):
+        for executor in self._executors:
             executor.close()
 
 

@@ -198,21 +198,25 @@ _ALL = 2.0
 """Stands for tokens of all works, whose neurons are all resident."""
 
 
-class TokenSteps:
-    """Steps of one variety, measured in tokens of ``model``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """A model whose steps are measured, with neurons in memory."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        arena: U8,
-        model: Model,
-        sizes: synthetic.ProbeShape,
-        variety: Variety,
-        *,
-        used_bytes: int,
-        loops: HostLoops | None = None,
-    ) -> None:
-        """``arena`` [n, stride]: neurons; ``used_bytes``: of one, without padding."""
+    model: Model
+    sizes: synthetic.ProbeShape
+    arena: U8
+    """Neurons [n, stride]."""
+    used_bytes: int
+    """Bytes of a neuron, without padding."""
+    loops: HostLoops | None = None
+    """Loops of the neuron cache."""
+
+
+class TokenSteps:
+    """Steps of one variety, measured in tokens of a model."""
+
+    def __init__(self, executor: Executor, probed: Probed, variety: Variety) -> None:
+        model, sizes = probed.model, probed.sizes
         self._model, self._sizes, self._variety = model, sizes, variety
         # Not the first token: what a block of keys holds beyond it takes time, too.
         self._first = sizes.context // 8
@@ -225,14 +229,20 @@ class TokenSteps:
         predictor: Literal["gate", "low-rank"] = "gate" if variety.has_gates else "low-rank"
         self._samples = {
             share: TokenSample(
-                executor, arena, model, predictor=predictor, works=own, hot=hot, loops=loops
+                executor,
+                probed.arena,
+                model,
+                predictor=predictor,
+                works=own,
+                hot=hot,
+                loops=probed.loops,
             )
             for share, hot, own in (
                 (_ALL, 1.0, works),
                 *((share, share, [named]) for share in _SHARES.get(variety, ())),
             )
         }
-        self._steps = list(self._list_steps(used_bytes, named.named))
+        self._steps = list(self._list_steps(probed.used_bytes, named.named))
 
     def list_facts(self) -> list[StepFacts]:
         return [facts for facts, _ in self._steps]
@@ -323,24 +333,11 @@ VARIANTS = 16
 
 
 class Steps:
-    """Steps of a model that ``executor`` runs, with neurons in ``arena``."""
+    """Steps of prompts, and steps that tokens do not show."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        loops: HostLoops,
-        model: Model,
-        sizes: synthetic.ProbeShape,
-        *,
-        used_bytes: int,
-    ) -> None:
-        """``loops``: the neuron cache's; ``used_bytes``: of a bundle, without what fills it up."""
+    def __init__(self, executor: Executor, probed: Probed) -> None:
         self._executor = executor
-        self._loops = loops
-        self._model = model
-        self._sizes = sizes
-        self.arena = synthetic.make_arena(model, sizes.arena_neurons)
-        self._used_bytes = used_bytes
+        self._probed, self._model, self._sizes = probed, probed.model, probed.sizes
         self._many = np.arange(synthetic.CHUNK, dtype=np.int32)
         self._one = self._many[:1]
 
@@ -356,7 +353,7 @@ class Steps:
             yield facts, make_timer(self._begin(count, lambda at: self._attend(at % layers)))
         for count in TOKENS:
             facts = self._state("dense", count, operations=2.0 * count * dense)
-            facts = replace(facts, read_bytes=neurons * self._used_bytes)
+            facts = replace(facts, read_bytes=neurons * self._probed.used_bytes)
             yield facts, make_timer(self._begin(count, self._add_dense))
         for missing in self._sizes.missing:
             look_up = self._make_look_up(missing)
@@ -367,7 +364,7 @@ class Steps:
 
         def compute(index: int) -> float:
             start = time.perf_counter()
-            self._executor.add_neurons(0, self.arena, slots[index % VARIANTS])
+            self._executor.add_neurons(0, self._probed.arena, slots[index % VARIANTS])
             return time.perf_counter() - start
 
         def rest(index: int) -> float:
@@ -403,13 +400,13 @@ class Steps:
     def _add_dense(self, index: int) -> None:
         neurons = self._sizes.dense_neurons
         start = index % VARIANTS * neurons
-        self._executor.add_dense(0, self.arena[start : start + neurons])
+        self._executor.add_dense(0, self._probed.arena[start : start + neurons])
 
     def _make_look_up(self, missing: int) -> Callable[[int], None]:
         neurons, first = self._sizes.neurons, self._sizes.neurons * 2 // 7
         arena = np.zeros((2 * first, 64), np.uint8)
         cache = NeuronCache(arena, [first], neurons, policy="lfu")
-        cache.loops = self._loops
+        cache.loops = self._probed.loops
         hot = np.linspace(0, first - 1, self._sizes.named - missing).astype(np.int32)
         random = np.random.default_rng(2)
         cold = [

@@ -249,11 +249,15 @@ class StorageBench:
             reader.close()
 
     def _measure(self, spec: ReadSpec) -> float:
-        if spec.pattern == "sequential" and spec.block_bytes >= _STREAMED_BYTES:
-            return self._stream(spec)
-        if spec.pattern == "sequential":
+        if spec.pattern == "random":
+            return self._read_at_random(spec)
+        if spec.block_bytes < _STREAMED_BYTES:
             return self._read_in_order(spec.block_bytes)
-        return self._read_at_random(spec)
+        reader = self._make_reader(spec, 1)
+        try:
+            return _find_rate(spec.block_bytes, lambda: self._begin_stream(reader, spec)())
+        finally:
+            reader.close()
 
     def _open(self) -> int:
         try:
@@ -261,42 +265,28 @@ class StorageBench:
         except OSError:
             return os.open(self._path, os.O_RDONLY)
 
-    def _stream(self, spec: ReadSpec) -> float:
-        reader = self._make_reader(spec, 1)
-        done, start = 0, time.perf_counter()
-        try:
-            while time.perf_counter() - start < ROUND_S:
-                self._begin_stream(reader, spec)()
-                done += spec.block_bytes
-            return done / (time.perf_counter() - start)
-        finally:
-            reader.close()
-
     def _read_in_order(self, block: int) -> float:
         fd = self._open()
         target = self._long[:block].data
-        done, start = 0, time.perf_counter()
+
+        def read() -> None:
+            if self._at + block > self._size:
+                self._at = 0
+            os.preadv(fd, [target], self._at)
+            self._at += block
+
         try:
-            while time.perf_counter() - start < ROUND_S:
-                if self._at + block > self._size:
-                    self._at = 0
-                done += os.preadv(fd, [target], self._at)
-                self._at += block
-            return done / (time.perf_counter() - start)
+            return _find_rate(block, read)
         finally:
             os.close(fd)
 
     def _read_at_random(self, spec: ReadSpec) -> float:
-        reader = self._readers.get(spec.key)
         batch = spec.burst or min(_MOST_BATCH, max(32, _BATCH_BYTES // spec.block_bytes))
-        if reader is None:
-            reader = self._make_reader(spec, batch)
-            self._readers[spec.key] = reader
-        done, start = 0, time.perf_counter()
-        while time.perf_counter() - start < ROUND_S:
-            self._begin_batch(reader, spec, batch)()
-            done += batch
-        return done * spec.block_bytes / (time.perf_counter() - start)
+        if spec.key not in self._readers:
+            self._readers[spec.key] = self._make_reader(spec, batch)
+        reader = self._readers[spec.key]
+        size = batch * spec.block_bytes
+        return _find_rate(size, lambda: self._begin_batch(reader, spec, batch)())
 
     def _make_reader(self, spec: ReadSpec, batch: int) -> FlashReader:
         engine: EngineName = "pread" if spec.depth is None else "io_uring"
@@ -315,3 +305,12 @@ class StorageBench:
         )
         arena = allocate("", batch * spec.block_bytes).reshape(batch, spec.block_bytes)
         return FlashReader([file], arena, settings, self._loops)
+
+
+def _find_rate(size_bytes: int, read: Callable[[], object]) -> float:
+    """Bytes per second of calls that read so many, over a round."""
+    done, start = 0, time.perf_counter()
+    while time.perf_counter() - start < ROUND_S:
+        read()
+        done += size_bytes
+    return done / (time.perf_counter() - start)

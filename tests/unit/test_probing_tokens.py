@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pi2.probing import tokens as synthetic
-from pi2.probing.steps import EXACT, GATES, USUAL, TokenSteps, Variety
+from pi2.probing.steps import EXACT, GATES, USUAL, Probed, TokenSteps, Variety
 from pi2.probing.tokens import TokenSample, TokenWork, average_most
 
 SIZES = synthetic.SMALL
@@ -94,7 +94,8 @@ def test_every_step_that_is_announced_is_measured(
     for name in ("SERIES_S", "CACHED_S"):
         monkeypatch.setattr(f"pi2.probing.steps.{name}", 0.0)
     model = synthetic.make_model(SIZES)
-    steps = TokenSteps(FakeExecutor(), arena, model, SIZES, variety, used_bytes=432)  # type: ignore[arg-type]
+    probed = Probed(model=model, sizes=SIZES, arena=arena, used_bytes=432)
+    steps = TokenSteps(FakeExecutor(), probed, variety)  # type: ignore[arg-type]
     facts = steps.list_facts()
     assert {item.key for item in facts} == set(steps.measure())
     assert {(item.kv, item.activations) for item in facts} == {(variety.kv, variety.activations)}
