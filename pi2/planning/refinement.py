@@ -222,11 +222,8 @@ class Decision:
     """Speed predicted with each, the best one first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    label: str
-    changes: Mapping[str, Mapping[str, Any]]
-    """Tables of a plan, and the keys that are replaced."""
+_Options = Sequence[tuple[str, Mapping[str, Any]]]
+"""Names of choices, and the keys of a table of a plan that each replaces."""
 
 
 def refine_values(
@@ -247,18 +244,18 @@ def refine_values(
         before = score(cost)
         for key, options in _list_dimensions(problem, best, cost):
             tried = []
-            for option in options:
-                changed = _apply(best, option)
-                tried.append((option, changed, find_cost(changed)))
+            for label, keys in options:
+                changed = copy.deepcopy(best)
+                changed.setdefault(key.partition(".")[0], {}).update(keys)
+                tried.append((label, changed, find_cost(changed)))
             ranked = sorted(tried, key=lambda item: score(item[2]))
-            winner = ranked[0]
-            if score(winner[2]) < score(cost) * (1.0 - _LEAST_GAIN) or key not in decisions:
-                best, cost = winner[1], winner[2]
-            chosen = next((o.label for o, changed, _ in ranked if changed == best), "")
+            chosen, changed, found = ranked[0]
+            if score(found) < score(cost) * (1.0 - _LEAST_GAIN) or key not in decisions:
+                best, cost = changed, found
             decisions[key] = Decision(
                 key=key,
-                chosen=chosen or winner[0].label,
-                tokens_s=tuple((o.label, found.tokens_s) for o, _, found in ranked),
+                chosen=next((label for label, own, _ in ranked if own == best), chosen),
+                tokens_s=tuple((label, found.tokens_s) for label, _, found in ranked),
             )
         if score(cost) >= before * (1.0 - _LEAST_GAIN):
             break
@@ -267,35 +264,34 @@ def refine_values(
 
 def _list_dimensions(
     problem: Problem, values: Values, cost: Cost
-) -> Iterator[tuple[str, Sequence[_Option]]]:
+) -> Iterator[tuple[str, _Options]]:
     cores = problem.rates.cores
     counts = sorted({cores, max(cores - 1, 1), max(cores // 2, 1)}, reverse=True)
     if len(counts) > 1:
         yield _offer("threads.compute", counts)
     if cost.hit_rate >= 1.0 or all(layer.read_s == 0.0 for layer in cost.layers):
         return
-    if problem.look_aheads != ("none",) and cost.settings.predictor in LOOK_AHEAD_MODES:
+    predictor = cost.settings.predictor
+    if problem.look_aheads != ("none",) and predictor in LOOK_AHEAD_MODES:
         yield _offer("decode.look_ahead", problem.look_aheads)
-    if cost.settings.predictor == "low-rank" and _has_two_reads(problem, values):
+    if predictor == "low-rank" and _has_two_reads(problem, values):
         yield _offer("pipeline.phases", (1, 2))
-    yield "io.engine", [_offer_io(io) for io in problem.ios]
-    if cost.settings.predictor == "low-rank" and problem.by_expert:
+    yield "io.engine", list(map(_offer_io, problem.ios))
+    if predictor == "low-rank" and problem.by_expert:
         yield _offer("io.merge_gap", MERGE_GAPS)
     yield _offer("pipeline.cluster", CLUSTERS)
 
 
-def _offer(key: str, values: Sequence[int | str]) -> tuple[str, Sequence[_Option]]:
-    table, _, name = key.partition(".")
-    return key, [_Option(label=str(value), changes={table: {name: value}}) for value in values]
+def _offer(key: str, values: Sequence[int | str]) -> tuple[str, _Options]:
+    return key, [(str(value), {key.partition(".")[2]: value}) for value in values]
 
 
-def _offer_io(io: IoChoice) -> _Option:
+def _offer_io(io: IoChoice) -> tuple[str, Mapping[str, Any]]:
     label, threads = f"{io.engine}, {io.threads} thread{'s' * (io.threads > 1)}", io.threads
     if io.engine == "io_uring":
         # With a queue, half of the parts that a layer's reads are divided into.
         label, threads = f"{io.engine}, {io.depth} deep", max(io.threads, 4)
-    settings = {"engine": io.engine, "threads": threads, "depth": io.depth}
-    return _Option(label=label, changes={"io": settings})
+    return label, {**io.write(), "threads": threads}
 
 
 def _has_two_reads(problem: Problem, values: Values) -> bool:
@@ -308,10 +304,3 @@ def _has_two_reads(problem: Problem, values: Values) -> bool:
     bundle = problem.bundle
     block = find_block_bytes(problem.wish.device)
     return bundle.is_gated and round_up(bundle.first_bytes, block) < bundle.stride
-
-
-def _apply(values: Values, option: _Option) -> Values:
-    changed = copy.deepcopy(values)
-    for table, keys in option.changes.items():
-        changed.setdefault(table, {}).update(keys)
-    return changed

@@ -309,22 +309,22 @@ def _show(outcome: Outcome | None) -> str:
 
 def write_matrix(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """A Markdown table, which device runs what: the fastest cell of each device and model."""
-    devices = list(dict.fromkeys(item.device for item in outcomes))
-    models = list(dict.fromkeys(item.model for item in outcomes))
     yield "Fastest tokens/s, simulated, and the memory it takes; `-`: no plan fits."
     yield ""
-    best, rows = find_fastest(outcomes), []
-    for device in devices:
-        cells = []
-        for model in models:
-            found = best.get((device, model))
-            if found is None or found.simulated_tokens_s is None:
-                cells.append("-")
-                continue
-            speed = approximate_number(found.simulated_tokens_s)
-            cells.append(f"{speed} ({approximate_bytes(found.memory_bytes)})")
-        rows.append((device, *cells))
+    devices, models = list_names(outcomes)
+    best = find_fastest(outcomes)
+
+    def show(found: Outcome | None) -> str:
+        return "-" if found is None else f"{_show(found)} ({approximate_bytes(found.memory_bytes)})"
+
+    rows = [(device, *(show(best.get((device, model))) for model in models)) for device in devices]
     yield from write_table(" | ".join(("device", *models)), rows)
+
+
+def list_names(outcomes: Sequence[Outcome]) -> tuple[list[str], list[str]]:
+    """Devices and models, in order."""
+    devices = dict.fromkeys(item.device for item in outcomes)
+    return list(devices), list(dict.fromkeys(item.model for item in outcomes))
 
 
 def find_fastest(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Outcome]:
@@ -341,8 +341,7 @@ def find_fastest(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Outcome]:
 def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
     """Draw the speed of each model on each device; UserError P632 without matplotlib."""
     figure = make_figure(4.0, 1.5)
-    devices = list(dict.fromkeys(item.device for item in outcomes))
-    models = list(dict.fromkeys(item.model for item in outcomes))
+    devices, models = list_names(outcomes)
     # Long names lie below and beside the fields, and take nothing of them.
     below, beside = (max(map(len, names), default=0) for names in (models, devices))
     figure.set_size_inches(
@@ -370,8 +369,7 @@ def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
 
 def draw_summary(outcomes: Sequence[Outcome], form: str) -> bytes:
     """Speed over memory, a picture per device; UserError P632 without matplotlib."""
-    devices = list(dict.fromkeys(item.device for item in outcomes))
-    models = list(dict.fromkeys(item.model for item in outcomes))
+    devices, models = list_names(outcomes)
     styles = dict(zip(models, pick_styles(len(models)), strict=True))  # the same on every device
     figure = make_figure(9.0, max(3.0, 0.25 * len(models)) * len(devices))
     memories = [item.memory_bytes / 2**30 for item in outcomes]

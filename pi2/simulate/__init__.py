@@ -1,7 +1,9 @@
 """Simulation of a plan on a device that need not be at hand: numbers of neurons are drawn for each
 token and layer, and `pi2.costs` gives their times."""
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -258,20 +260,17 @@ def read_inputs(
     return description
 
 
-def _check_units(resolved: ResolvedPlan) -> list[Diagnostic]:
-    names = list_dense_units(resolved)
-    found: dict[str, str] = {}
+def _check_units(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
+    names, span = list_dense_units(resolved), Span.of_file(str(resolved.path))
+    refuse = partial(Diagnostic, code=UNSUPPORTED_SPLIT, span=span)
     if len(names) > 1:
         message = f"layers are given to {', '.join(names)}: the simulator knows the CPU and one "
-        found[f"{message}other unit"] = f"give the layers of `{names[-1]}` to `{names[0]}`"
+        yield refuse(
+            message=f"{message}other unit", help=f"give the layers of `{names[-1]}` to `{names[0]}`"
+        )
     if names and resolved.device.units[names[0]].emulated:
         message = f"the unit {names[0]!r} is the processor itself, emulating another one"
-        found[message] = "give the layers to `cpu`"
-    span = Span.of_file(str(resolved.path))
-    return [
-        Diagnostic(code=UNSUPPORTED_SPLIT, message=message, help=text, span=span)
-        for message, text in found.items()
-    ]
+        yield refuse(message=message, help="give the layers to `cpu`")
 
 
 __all__ = ["SimulationResult", "read_inputs", "simulate"]
