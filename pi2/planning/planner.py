@@ -266,10 +266,10 @@ def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
     memory = count_least(problem)[0][0] if goal == "memory" else wish.memory_bytes
     if memory is None or memory > (wish.memory_bytes or memory):
         return
-    for choices, layout in find_best(problem, goal, memory):
+    for choices, described in find_best(problem, goal, memory):
         # The search rounds otherwise: in a hair's breadth there may be no plan.
         with suppress(Shortage):
-            values = write_values(problem, choices, layout, memory)
+            values = write_values(problem, choices, described, memory)
             resolved, cost = problem.cost_values(values)
             yield PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
 

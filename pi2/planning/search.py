@@ -87,23 +87,6 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Places of neurons, by kind of layers."""
-
-    frame: Frame
-    kinds: tuple[LayerKind, ...]
-
-    def write(self) -> tuple[list[float], list[float]]:
-        """Hot and dense shares of each layer."""
-        hots: dict[int, float] = {}
-        denses: dict[int, float] = {}
-        for kind in self.kinds:
-            hots |= dict.fromkeys(kind.layers, kind.hot)
-            denses |= dict.fromkeys(kind.layers, kind.dense)
-        return [hots[n] for n in sorted(hots)], [denses[n] for n in sorted(denses)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A wish, what its device does, and what the model and device leave open."""
 
@@ -286,7 +269,7 @@ def count_least(problem: Problem) -> list[tuple[int, Choices]]:
     return sorted(found, key=lambda item: item[0])
 
 
-def find_best(problem: Problem, goal: Goal, memory_bytes: int) -> list[tuple[Choices, Layout]]:
+def find_best(problem: Problem, goal: Goal, memory_bytes: int) -> list[tuple[Choices, Description]]:
     """The best choices of each predictor within a memory, the best first."""
     ranked = []
     for start in list_least(problem):
@@ -302,10 +285,10 @@ def find_best(problem: Problem, goal: Goal, memory_bytes: int) -> list[tuple[Cho
                         best, least = option, found
             if best == before:
                 break
-        layout = lay_out(problem, best, memory_bytes)
-        if layout is not None and least < inf:
-            ranked.append((least, best, layout))
-    return [(best, layout) for _, best, layout in sorted(ranked, key=lambda item: item[0])]
+        described = lay_out(problem, best, memory_bytes)
+        if described is not None and least < inf:
+            ranked.append((least, best, described))
+    return [(best, described) for _, best, described in sorted(ranked, key=lambda item: item[0])]
 
 
 def _list_cached(predictor: PredictorMode) -> tuple[float, ...]:
@@ -352,19 +335,19 @@ def _list_dense(problem: Problem, choices: Choices, memory_bytes: int) -> list[f
     low, high = least, max(most, least)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        layout = lay_out(problem, replace(choices, dense=middle), memory_bytes)
-        if layout is None:
+        described = lay_out(problem, replace(choices, dense=middle), memory_bytes)
+        if described is None:
             high = middle
             continue
-        kind = max(layout.kinds, key=lambda item: item.count)
+        kind = max(described.kinds, key=lambda item: item.count)
         cost = cost_layer(kind)
         busy_s = cost.predict_s + cost.look_up_s + cost.compute_s
         low, high = (middle, high) if cost.dense_s < busy_s else (low, middle)
     return [least, max(low / 2, least), low, high, max(most, least)]
 
 
-def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Layout | None:
-    """Places of the neurons within a memory; None if it is too small."""
+def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Description | None:
+    """The plan with its neurons placed within a memory; None if it is too small."""
     wish, unit = problem.wish, problem.rates.dense
     streams = problem.rates.flash is None
     frame = problem.find_frame(choices, whole=streams)
@@ -397,7 +380,7 @@ def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Layout | N
     return _place(frame, choices, max(hot, 0.0), cached / problem.bundle.stride, dense)
 
 
-def _place(frame: Frame, choices: Choices, hot: float, slots: float, dense: float) -> Layout | None:
+def _place(frame: Frame, choices: Choices, hot: float, slots: float, dense: float) -> Description:
     """Divide hot neurons and the cache's ``slots`` among the layers."""
     kinds = frame.description.kinds
     hots = _find_hot_shares(kinds, hot) if choices.by_activity else [hot] * len(kinds)
@@ -407,15 +390,11 @@ def _place(frame: Frame, choices: Choices, hot: float, slots: float, dense: floa
     ]
     total = sum(item * kind.count for item, kind in zip(absent, kinds, strict=True))
     part = min(slots / total, 1.0) if total > 0.0 else 0.0
-    return Layout(
-        frame=frame,
-        kinds=tuple(
-            replace(
-                kind, hot=share, cold=part * item / kind.activity.neurons, dense=min(dense, share)
-            )
-            for kind, share, item in zip(kinds, hots, absent, strict=True)
-        ),
+    placed = tuple(
+        replace(kind, hot=share, cold=part * item / kind.activity.neurons, dense=min(dense, share))
+        for kind, share, item in zip(kinds, hots, absent, strict=True)
     )
+    return replace(frame.description, kinds=placed)
 
 
 def _find_hot_shares(kinds: Sequence[LayerKind], hot: float) -> list[float]:
@@ -436,11 +415,10 @@ def _find_hot_shares(kinds: Sequence[LayerKind], hot: float) -> list[float]:
 
 def _score(problem: Problem, goal: Goal, memory_bytes: int, choices: Choices) -> float:
     """Seconds or joules of a token and a part of a prompt's; infinite if it is too large."""
-    layout = lay_out(problem, choices, memory_bytes)
-    if layout is None:
+    described = lay_out(problem, choices, memory_bytes)
+    if described is None:
         return inf
-    described = layout.frame.description
-    costs = [(kind.count, cost_layer(kind)) for kind in layout.kinds]
+    costs = [(kind.count, cost_layer(kind)) for kind in described.kinds]
     token_s = described.head_s + problem.wish.batch * described.embedding_s
     token_s += sum(count * (cost.total_s + _READ_PART * cost.read_s) for count, cost in costs)
     token_s += _PROMPT_PART * _time_prompt_token(problem, choices)

@@ -37,11 +37,12 @@ from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.sharing.references import LockedReferences
 
 if TYPE_CHECKING:
+    from pi2.costs.description import Description
     from pi2.costs.kernel_times import Rates
     from pi2.fitting.check import Report
     from pi2.plan.toml.source import Kind
     from pi2.planning.planner import PlannedPlan
-    from pi2.planning.search import Choices, Layout, Problem
+    from pi2.planning.search import Choices, Problem
 
 LEAST_DENSE = 0.02
 """Share of a layer that a unit is given which does not compute more for waiting for flash."""
@@ -135,18 +136,19 @@ class Wish:
 
 
 def write_values(
-    problem: Problem, choices: Choices, layout: Layout, memory_bytes: int
+    problem: Problem, choices: Choices, described: Description, memory_bytes: int
 ) -> dict[str, Any]:
     """The plan of what a search found, with sizes; raises `Shortage` by a hair's breadth."""
     wish, values = problem.wish, problem.make_values(choices)
-    hots, denses = layout.write()
-    hots = [1.0 if hot >= 1.0 - 1e-6 else round_share(hot) for hot in hots]
-    denses = [round_share(min(dense, hot)) for dense, hot in zip(denses, hots, strict=True)]
+    layers = {number: kind for kind in described.kinds for number in kind.layers}
+    kinds = [layers[number] for number in sorted(layers)]
+    hots = [1.0 if kind.hot >= 1.0 - 1e-6 else round_share(kind.hot) for kind in kinds]
+    denses = [round_share(min(kind.dense, hot)) for kind, hot in zip(kinds, hots, strict=True)]
     values["layers"] = _write_layers(problem, hots, denses)
     if max(denses) > 0.0:
         divide_rest(wish, problem.rates, values)
-    kinds = {wish.device.units[name].kind for name in list_split_units(values["layers"])}
-    values["backends"] = choose_backends(kinds)
+    units = {wish.device.units[name].kind for name in list_split_units(values["layers"])}
+    values["backends"] = choose_backends(units)
     unit, whole = problem.rates.dense, min(hots) >= 1.0
     if unit is not None and unit.name in wish.unit_memory and max(denses) > 0.0:
         size = round_size(wish.unit_memory[unit.name])
