@@ -287,7 +287,7 @@ def describe_cost(cost: Cost) -> Iterator[str]:
         f"Predicted: {cost.range_tokens_s.write()} tokens/s{together} after "
         f"{settings.position} tokens of context; "
         f"{cost.token_s * 1e3:.1f} ms {what}, "
-        f"{waits * 1e3:.1f} ms of it waiting for flash."
+        f"{waits * 1e3:.1f} ms waiting for flash."
     )
     if cost.token_j is not None:
         energy = approximate_number(cost.token_j)
