@@ -100,7 +100,7 @@ def is_control(letter: str) -> bool:
 
 
 def is_guided() -> bool:
-    """Whether somebody can be asked."""
+    """Whether questions can be asked: on a terminal."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 

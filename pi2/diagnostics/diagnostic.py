@@ -27,10 +27,12 @@ class Span:
 
     @classmethod
     def of_file(cls, file: str) -> Span:
+        """The span that means a file as a whole."""
         return cls(file, 1, 1, 1, 1)
 
     @property
     def is_whole_file(self) -> bool:
+        """Whether it means the file as a whole."""
         return (self.line, self.column, self.end_line, self.end_column) == (1, 1, 1, 1)
 
     @property

@@ -257,7 +257,7 @@ def _list_named_units(facts: Facts) -> dict[KeyPath, str]:
 
 
 def _list_batches(facts: Facts) -> dict[KeyPath, tuple[int, int]]:
-    """Sequences of entries of batches, and those of the entry before each."""
+    """Sequences of entries of batches, and of the entry before each."""
     layers = facts.plan.layers
     tables: dict[KeyPath, Sequence[BatchSplit]] = {("layers", "batches"): layers.batches}
     for number, override in enumerate(layers.overrides):
