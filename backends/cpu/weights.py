@@ -20,6 +20,7 @@ _SAME = frozenset(
     {
         *("positions", "layer_embedding", "layer_projection", "layer_projection_norm"),
         *("stream_in", "stream_out", "final_norm", "final_norm_bias", "head", "head_bias"),
+        *("hyper_head", "hyper_head_bias", "hyper_head_scale"),
         *("embedding", "embedding_norm", "embedding_norm_bias", "ngram_rows"),
         *("hyper_head_norm", "hyper_head_down", "hyper_head_up"),
     }

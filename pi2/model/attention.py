@@ -334,7 +334,8 @@ def list_pooled_tensors(
         bias = at.take("pool_bias", own.block, width)
         yield at.vector("pool_bias", width, bias, rows=own.block)
     for key, (rows, length) in sizes.items():
-        yield at.matrix(key, rows, length, at.take(key, rows, length))
+        stored = at.model.shape.stored_hidden if key == "output" else rows
+        yield at.matrix(key, stored, fill_groups(length), at.take(key, rows, length))
     for key, length in vectors.items():
         yield at.vector(key, length, at.take(key, length))
 

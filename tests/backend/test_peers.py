@@ -25,10 +25,7 @@ ALONE = {
     "phimoe": "llama.cpp has RMSNorm where the model has LayerNorm, and another choice of experts",
 }
 """What llama.cpp does not compute, with the reasons; transformers' logits are expected."""
-FILES_ONLY = {
-    **dict.fromkeys(("apertus", "deepseek4", "step35"), "ffn."),
-    "qwen4exp": "gated_streams",
-}
+FILES_ONLY = {**dict.fromkeys(("apertus", "step35"), "ffn."), "qwen4exp": "gated_streams"}
 """Architectures with options that no store computes: activations of layers, n-grams."""
 ROUNDED = {"prefill.activations": "int8", "decode.activations": "int8"}
 
