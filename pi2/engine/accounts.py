@@ -1,4 +1,4 @@
-"""What a run says of the weights that it had: how they were kept, and what took its time."""
+"""A run's account of its weights and of its time."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ class Account:
     is_timed = True
     """Whether times are of computing and reading."""
     remarks: tuple[str, ...] = ()
-    """What reports say first."""
+    """First lines of reports."""
     counted = "neurons"
-    """What a cache has, or has not."""
+    """Contents of the cache."""
     expected: Expected | None = None
     """Measured rates of weights that stream, and the speed to expect; None where none do."""
 

@@ -101,7 +101,8 @@ class StoreWeights:
 
     def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
         """Begin to compare the store's files with their hashes, if the plan wants it, while the
-        rest is loaded; ``reads_all``: the reader compares what it reads. Returns what ends it."""
+        rest is loaded; ``reads_all``: the reader compares its own reads. Returns a call that
+        ends it."""
         if self.resolved.plan.io.verify == "never":
             return lambda: None
         compares = reads_all and not keeps_mapped(self.resolved)
@@ -153,8 +154,8 @@ class StoreWeights:
         batch: Batch,
         blocks: BlockTensors,
     ) -> BuildRequest:
-        """What the executor is built of: dense weights and scales, which ``batch`` reads, and room;
-        ``blocks`` arranges the weights that ``batch`` has read."""
+        """Complete a request with dense weights and scales, which ``batch`` reads and ``blocks``
+        arranges, and with room."""
         resolved = self.resolved
         tensors = self._begin_dense(rows, budget, batch, blocks)
         scales = self._begin_scales(budget, batch)
@@ -183,7 +184,7 @@ class StoreWeights:
     ) -> Mapping[str, Tensor]:
         """Begin to read used tensors into their segments; others stay mapped, as do all if the plan
         lets the system read again. ``rows`` replace embeddings whose rows are read; ``blocks``
-        arranges what was read."""
+        arranges the read bytes."""
         resolved, store = self.resolved, self.store
         is_mapped = keeps_mapped(resolved)
         loaded = dict(map_blocks(store) if is_mapped else store.tensors)
@@ -246,7 +247,7 @@ class StoreWeights:
     def begin_neurons(
         self, reader: FlashReader | NullReader, cache: NeuronCache, batch: Batch
     ) -> None:
-        """Begin to fill the hot region in stored order, and the cold one if the plan says so."""
+        """Begin to fill the hot region in stored order, and the cold one as the plan states."""
         fill, read_run = list_filled_layers(self.resolved), self._reader.read_run
         runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
         for layer, hot in enumerate(cache.hot_slots):
@@ -272,7 +273,7 @@ class StoreWeights:
 
 
 class AbsentWeights(StoreWeights):
-    """A store that is not opened, because nothing is computed; its reads are counted."""
+    """A store that stays closed, because nothing is computed; reads are counted."""
 
     tensors: Mapping[str, Tensor] = MappingProxyType({})
     is_by_hotness = False

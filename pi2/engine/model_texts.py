@@ -1,4 +1,4 @@
-"""What makes tokens of texts, and texts of tokens, for a loaded model."""
+"""Tokens of texts, and texts of tokens, for a loaded model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelTexts:
     """The texts of a GGUF file's model."""
 
     advice = ""
-    """What helps where there is no chat template, after other help."""
+    """More help for a model without a chat template."""
 
     def __init__(
         self, resolved: ResolvedPlan, coder: Coder, folder: FileTexts, file: Path | None = None
@@ -49,7 +49,7 @@ class ModelTexts:
 
     @property
     def coder(self) -> Coder:
-        """What makes tokens of texts; UserError P605 if the run has no tokenizer."""
+        """The tokenizer; UserError P605 for a run without one."""
         return self._coder
 
     @property
@@ -67,15 +67,15 @@ class ModelTexts:
 
     @property
     def identity(self) -> bytes | None:
-        """Bytes that change if the weights do; None if prefixes are of no use."""
+        """Bytes that change with the weights; None if prefixes are of no use."""
         return self._folder.identity
 
     def go_on_with(self, before: ModelTexts) -> None:
-        """Keep the tokenizer of ``before``, which answers under way go on with, and its process."""
+        """Keep the tokenizer of ``before``, for answers under way, and its process."""
         self._coder, self._child, self._shaped = before._coder, before._child, before._shaped
 
     def has_tokens_of(self, other: ModelTexts) -> bool:
-        """Whether its tokens are those of ``other``."""
+        """Whether ``other`` has the same tokens."""
         own, others = self.coder, other.coder
         if isinstance(own, TableTokenizer) and isinstance(others, TableTokenizer):
             return own.has_tokens_of(others)

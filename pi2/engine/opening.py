@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from pi2.progress import Progress
 
 MakeObserver = Callable[["Executor", "BuildRequest"], "ExecutorObserver | None"]
-"""Gives what observes an executor's dense layers, if anything."""
+"""Makes an observer of an executor's dense layers, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """How a model is loaded, besides its plan."""
+    """Settings of loading that no plan states."""
 
     progress: Progress
     start: float

@@ -168,7 +168,7 @@ class WholeSource(StoreSource):
 
 
 class TextSource(WholeSource):
-    """Weights in the own layout of a program that gives text."""
+    """Weights in the layout of a program that writes text."""
 
     gives_text = True
 
@@ -180,7 +180,7 @@ class TextSource(WholeSource):
 
 
 class _Dry(Source):
-    """What is not opened."""
+    """A source that stays closed."""
 
     verdict: Literal["runs", "dry run"] = "dry run"
 

@@ -162,7 +162,7 @@ class Built:
 
 
 class Contents(ABC):
-    """What a bundle has of a plan's weights, and for them."""
+    """A plan's weights in a bundle, and the libraries for them."""
 
     def __init__(self, aimed: ResolvedPlan, mode: StoreMode) -> None:
         self.aimed, self.mode = aimed, mode
@@ -181,7 +181,7 @@ class Contents(ABC):
 
 
 class FileContents(Contents):
-    """A GGUF file, and what was read of it."""
+    """A GGUF file, and its metadata."""
 
     def __init__(self, facts: FileFacts, aimed: ResolvedPlan, mode: StoreMode) -> None:
         super().__init__(aimed, mode)

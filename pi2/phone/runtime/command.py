@@ -165,7 +165,7 @@ def _(facts: FileFacts, resolved: ResolvedPlan) -> dict[Path, str]:
 
 
 def verify_store(resolved: ResolvedPlan) -> int:
-    """Read all weights; UserError P507 if they are not those that the bundle was built with."""
+    """Read all weights; UserError P507 if they differ from the ones that were built in."""
     from pi2.store.files import hash_file
 
     for file, digest in read_digests(resolved.source, resolved).items():

@@ -119,7 +119,7 @@ class ResolvedPlan:
 
     @cached_property
     def source(self) -> Source:
-        """Where the weights lie."""
+        """The source of the weights."""
         return self.file or self.find_source(self)
 
     @property

@@ -1,4 +1,4 @@
-"""Where the weights of a plan lie, which answers for what depends on it."""
+"""The source of a plan's weights, which answers for everything that depends on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """The answers of a neuron store that is asked nothing: others say what differs."""
+    """Common answers; each kind of source replaces some."""
 
     whole_units: tuple[str, ...] = ()
     """Units with the whole model in their own memory."""
@@ -33,9 +33,9 @@ class Source:
     shared: Mapping[str, int] = MappingProxyType({})
     """Bytes of the matrices that an MTP head reads whole as well, by name."""
     counted = "neurons"
-    """What is in memory or missing."""
+    """Parts that are in memory or missing, in words."""
     hot_part, own_part = "its hot neurons", "neurons"
-    """What a unit has in memory, in words."""
+    """Contents of a unit's memory, in words."""
     verdict: Literal["runs", "dry run"] = "runs"
 
     def count_streamed(self, model: Model) -> int:
@@ -43,7 +43,7 @@ class Source:
         return 0
 
     def list_set(self, layers: Sequence[ResolvedLayer]) -> Sequence[ResolvedLayer]:
-        """The layers whose settings say what is in memory."""
+        """The layers whose settings choose resident weights."""
         return layers
 
     def see_experts(self, resolved: ResolvedPlan) -> ResolvedPlan:
@@ -79,8 +79,8 @@ class Source:
         return resolved.plan.prefill.chunk
 
     def find_hot(self, resolved: ResolvedPlan, layer: ResolvedLayer, alone: bool) -> range:
-        """Stored indices of the neurons that main memory keeps; ``alone``: of all units that use
-        it."""
+        """Stored indices of the neurons in main memory; with ``alone``, for every unit that
+        uses it."""
         if alone and layer.dense is not None and resolved.name_segment(layer.dense.unit) == "hot":
             return range(layer.hot_neurons)
         return layer.own_hot
@@ -94,19 +94,19 @@ class Source:
         raise NotImplementedError
 
     def describe_more(self, resolved: ResolvedPlan, more_bytes: int) -> str:
-        """What ``more_bytes`` of memory keep."""
+        """Weights that ``more_bytes`` of memory would keep, in words."""
         raise NotImplementedError
 
     def describe(self, resolved: ResolvedPlan) -> Iterator[str]:
-        """Where the weights are, a line each."""
+        """Places of the weights, a line each."""
         raise NotImplementedError
 
     def describe_all(self, ffn_bytes: int) -> str:
-        """Where neurons are that all stay in memory."""
+        """The place of neurons that all stay in memory, in words."""
         return f"All neurons stay in memory: {approximate_bytes(ffn_bytes)}."
 
     def choose_judge(self, name: str) -> str:
-        """The backend that says what a plan may ask of backend ``name``."""
+        """The backend that knows the limits of backend ``name``."""
         return name
 
     def can_compute(self, resolved: ResolvedPlan, unit: str) -> bool:
@@ -114,11 +114,11 @@ class Source:
         raise NotImplementedError
 
     def find_file(self, refusal: UserError) -> Path:
-        """The GGUF file; raises ``refusal`` if there is none."""
+        """The GGUF file; raises ``refusal`` for other sources."""
         raise refusal
 
     def find_absent(self, resolved: ResolvedPlan) -> str | None:
-        """What is not on this machine, in words; None if all is there."""
+        """Weights that this machine lacks, in words; None if it has all."""
         return None
 
     def list_stores(self, resolved: ResolvedPlan) -> tuple[Path, ...]:
@@ -126,7 +126,7 @@ class Source:
         return ()
 
     def check_once(self, progress: Progress) -> None:
-        """Raises `UserError` if a number of the weights is none."""
+        """Raises `UserError` for weights that are no numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
