@@ -148,7 +148,7 @@ class Problem:
         return values
 
     def cost_values(self, values: Mapping[str, Any]) -> tuple[ResolvedPlan, Cost]:
-        """A plan with all sizes, and what it costs."""
+        """A plan with all sizes, and its cost."""
         resolved = resolve_values(values, self.wish.device, self.wish.model)
         activity = self.activities[resolved.plan.decode.predictor]
         cost = cost_resolved(resolved, self.rates, store=self.wish.store, activity=activity)

@@ -39,7 +39,7 @@ class SimulationResult:
     seed: int
     prompt_tokens: int
     prefill: PromptCost | None
-    """None where the device states no arithmetic rate."""
+    """None if the device states no arithmetic rate."""
     decode: DecodeRun
 
     @property
