@@ -10,7 +10,7 @@ from pi2.backends.blocks.contract import PIECE
 from pi2.backends.blocks.operands import Area, Gates, HeadNorm, Product
 from pi2.backends.blocks.room import StateMemory
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_streams import GatedStreams, Ngrams
+from pi2.plan.documents.model_parts import GatedStreams, Ngrams
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.operands import Area, Norm, Product, put_optional
-from pi2.backends.blocks.sizes import PARTS
+from pi2.backends.blocks.sizes import PARTS, count_pooled_rows
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_mixing import Index
+from pi2.plan.documents.model_mixing import Index, Pooled
+
+if TYPE_CHECKING:
+    from pi2.arrays import I32
 
 
 class Indexing:
@@ -88,3 +93,85 @@ class Indexing:
                 index,
                 each=each,
             )
+
+
+class PooledAttention:
+    """Adds `pi2.plan.documents.model_mixing.Pooled` to a program."""
+
+    def __init__(self, model: Model, builder: Builder, pooled: Pooled) -> None:
+        self._hidden, self._builder, self._pooled = model.shape.hidden, builder, pooled
+        self._starts, self._rows = (self._take_numbers() for _ in range(2))
+        """Position of the first token of a token's block, and place of the vector that ends."""
+
+    def _take_numbers(self) -> int:
+        numbers: I32 = self._builder.take("int32", self._builder.extent.tokens)
+        return numbers.ctypes.data
+
+    def add(self, layer: int, own: Attention, read: Area) -> Area:
+        """Add attention to ``read``; return the outputs of groups of heads."""
+        builder, pooled, heads, width = self._builder, self._pooled, own.heads, own.head_dim
+        queries = builder.take_area("queries", own.query, is_tight=True)
+        vectors = builder.take_area("vectors", width)
+        made = builder.take_area("query vectors", pooled.query_rank)
+        pairs = [("latent_query", made), ("latent", vectors)]
+        if own.block:
+            parts = builder.take_area("pooled parts", 2 * own.pool_width)
+            pairs += [("pool_values", parts), ("pool_gates", parts.skip(own.pool_width))]
+        products = [builder.make_product(key, layer, y) for key, y in pairs]
+        builder.add_products(read, self._hidden, products)
+        builder.add_norm("latent_query_norm", made, made, pooled.query_rank, norm=builder.rms)
+        out = builder.make_product("latent_query_out", layer, queries)
+        builder.add_products(made, pooled.query_rank, [out])
+        builder.add_parts_norm(queries, heads, width)
+        builder.add_norm("latent_norm", vectors, vectors, width, norm=builder.rms)
+        self._turn(queries, heads, own)
+        self._turn(vectors, 1, own)
+        builder.add_keep(vectors, None, own, layer)
+        if own.block:
+            self._add_pooled(layer, own, parts)
+        mixed = builder.take_area("mixed", own.query, is_tight=True)
+        builder.add_attention(queries, mixed, own, layer)
+        self._turn(mixed, heads, own, swapped=1)
+        given = builder.take_area("groups give", own.given, is_tight=True)
+        each = own.query // pooled.groups
+        product = builder.make_product(
+            "output_group", layer, Area(given.address, pooled.output_rank)
+        )
+        builder.add_heads(Area(mixed.address, each), each, product, pooled.groups)
+        return given
+
+    def _turn(self, x: Area, heads: int, own: Attention, **more: int) -> None:
+        """Turn the last elements of heads."""
+        x, more["neighbours"] = x.skip(own.head_dim - own.turned_width), 1
+        self._builder.add_part_turn(x, heads, own.head_dim, own, Norm(0, "none"), **more)
+
+    def _add_pooled(self, layer: int, own: Attention, parts: Area) -> None:
+        """Add the vectors of blocks that the call's tokens end, and lists of visible places."""
+        builder, context, width = self._builder, self._builder.extent.positions, own.head_dim
+        memory = dict[str, int]()
+        if builder.is_real:
+            array = builder.cache.find_pool(layer)
+            stride = array.strides[0] // array.itemsize
+            memory = {"memory": array.ctypes.data, "sequence_stride": stride}
+            memory |= {"ring": array.shape[2], **builder.put_tokens()}
+        builder.add("record", {**parts.put("x"), "length": 2 * own.pool_width, **memory}, each=1)
+        vectors = builder.take_area("pooled vectors", width)
+        values = {
+            **memory,
+            "width": width,
+            "block": own.block,
+            "overlaps": int(own.overlaps),
+            "bias": builder.read_vector("pool_bias", layer),
+            **vectors.put("y"),
+            "starts": self._starts,
+            "rows": self._rows,
+            "base": context,
+            "spare": context + count_pooled_rows(own, context) - 1,
+        }
+        builder.add("pool", values, each=1)
+        builder.add_norm("pool_norm", vectors, vectors, width, norm=builder.rms)
+        self._turn(vectors, 1, own, positions=self._starts)
+        builder.add_keep(vectors, None, own, layer, self._rows)
+        seen = {key: builder.put_seen(own)[key] for key in ("chosen", "list_stride")}
+        seen |= {"window": own.window or context, "block": own.block, "base": context}
+        builder.add("see", seen | {"positions": builder.positions.ctypes.data}, each=1)

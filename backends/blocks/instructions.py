@@ -63,7 +63,7 @@ class Weight:
 
 
 class FindWeight(Protocol):
-    """Finds a tensor by the key that `pi2.plan.documents.model_tensors.Tensors` has for its name.
+    """Finds a tensor by the key that `pi2.plan.documents.model_parts.Tensors` has for its name.
 
     In an MoE model, tensors of experts have all of them (`Weight.experts`)."""
 

@@ -10,6 +10,7 @@ from pi2.backends.blocks.attention import count_ring
 from pi2.backends.blocks.contract import KV_TYPES
 from pi2.backends.blocks.elements import round_half_even, walk
 from pi2.backends.blocks.machine import Table
+from pi2.backends.blocks.sizes import LIST_HEAD
 from pi2.backends.compiler import vectors as v
 
 if TYPE_CHECKING:
@@ -89,3 +90,103 @@ def _keep_codes(
         v.store(cache, target + place, v.cast(codes, "int8", lanes), lanes)
 
     walk(T.int64(0), width, emit)
+
+
+_LEAST = -3.0e38
+"""Below every gate."""
+
+
+class _Memory:
+    """Values and gates of earlier tokens [sequences, ring, .]."""
+
+    def __init__(self, table: Table) -> None:
+        self.values = table.take_array("memory", "float32")
+        self._stride, self._ring = table.take("sequence_stride"), table.take("ring")
+        self._sequences = table.take_array("sequences", "int32")
+        self._positions = table.take_array("positions", "int32")
+
+    def find_position(self, token: v.Expr) -> v.Expr:
+        return v.let(v.wide(self._positions[token]))
+
+    def find_row(self, token: v.Expr, position: v.Expr, length: v.Expr) -> v.Expr:
+        """Return the first element of a position of the token's sequence."""
+        first = v.wide(self._sequences[token]) * self._stride
+        return v.let(first + position % self._ring * length)
+
+
+def emit_record(table: Table) -> None:
+    """Keep a token's values for pooled vectors, then its gates."""
+    own, length = _Memory(table), table.take("length")
+    x, stride = table.take_array("x", "float32"), table.take("x_stride")
+    with T.serial(table.first, table.end) as token:
+        target = own.find_row(token, own.find_position(token), length)
+        source = v.let(token * stride)
+
+        def copy(place: v.Expr, lanes: int) -> None:
+            v.store(own.values, target + place, v.load(x, source + place, lanes), lanes)
+
+        walk(T.int64(0), length, copy)
+
+
+def emit_pool(table: Table) -> None:
+    """Make the vector of a block that a token ends.  Write the position of its first token, and the
+    row of the KV cache for the vector: ``spare`` if the block goes on."""
+    own = _Memory(table)
+    width, block, overlaps = table.take("width"), table.take("block"), table.take("overlaps")
+    bias, base, spare = table.take_array("bias", "float32"), table.take("base"), table.take("spare")
+    y, y_stride = table.take_array("y", "float32"), table.take("y_stride")
+    starts, rows = table.take_array("starts", "int32"), table.take_array("rows", "int32")
+    given = v.let(width * (overlaps + 1))
+    with T.serial(table.first, table.end) as token:
+        position = own.find_position(token)
+        number = v.let(position // block)
+        start, target = v.let(number * block), v.let(token * y_stride)
+        is_last = position + 1 >= start + block
+        T.buffer_store(starts, T.cast(start, "int32"), [token])
+        row = T.Select(is_last, base + number, spare)
+        T.buffer_store(rows, T.cast(row, "int32"), [token])
+        first = v.let(T.max(start - block * overlaps, T.int64(0)))
+
+        def mix(element: v.Expr, lanes: int) -> None:
+            def load(place: v.Expr) -> tuple[v.Expr, v.Expr]:
+                """Return values and gates of a position."""
+                part = v.let(T.Select(place >= start, width * overlaps, T.int64(0)) + element)
+                source = v.let(own.find_row(token, place, given * 2) + part)
+                gates = v.load(own.values, source + given, lanes)
+                gates = gates + v.load(bias, place % block * given + part, lanes)
+                return v.load(own.values, source, lanes), v.let(gates)
+
+            top = v.Cell(v.constant(_LEAST, "float32", lanes))
+            with T.serial(first, position + 1) as place:
+                top.set(T.max(top.get(), load(place)[1]))
+            total, mixed = (v.Cell(v.constant(0.0, "float32", lanes)) for _ in range(2))
+            with T.serial(first, position + 1) as place:
+                values, gates = load(place)
+                weights = v.let(v.take_exponential(gates - top.get(), lanes))
+                total.set(total.get() + weights)
+                mixed.set(T.fma(weights, values, mixed.get()))
+            v.store(y, target + element, mixed.get() / total.get(), lanes)
+
+        with T.If(is_last), T.Then():
+            walk(T.int64(0), width, mix)
+
+
+def emit_see(table: Table) -> None:
+    """List the rows of the KV cache that a token sees: of its window, and of blocks before its
+    end."""
+    window, block, base = table.take("window"), table.take("block"), table.take("base")
+    chosen, stride = table.take_array("chosen", "int32"), table.take("list_stride")
+    positions = table.take_array("positions", "int32")
+    with T.serial(table.first, table.end) as token:
+        end = v.let(v.wide(positions[token]) + 1)
+        count, blocks = v.let(T.min(end, window)), v.let(end // block)
+        first = v.let(token * stride + LIST_HEAD)
+
+        def put(place: v.Expr, value: v.Expr) -> None:
+            T.buffer_store(chosen, T.cast(value, "int32"), [v.let(place)])
+
+        put(first - LIST_HEAD, count + blocks)
+        with T.serial(count) as number:
+            put(first + number, end - count + number)
+        with T.serial(blocks) as number:
+            put(first + count + number, base + number)

@@ -17,7 +17,6 @@ from pi2.backends.blocks import (
     kept,
     numbers,
     panels,
-    pooled,
     rows,
     states,
     stream_kernels,
@@ -372,9 +371,9 @@ class Program:
                 "keep_index": partial(kept.emit_keep, find_index_type(kind)),
                 "rank": partial(index.emit_rank, isa, kind),
                 "choose": partial(index.emit_choose, isa, kind),
-                "record": pooled.emit_record,
-                "pool": pooled.emit_pool,
-                "see": pooled.emit_see,
+                "record": kept.emit_record,
+                "pool": kept.emit_pool,
+                "see": kept.emit_see,
             }
         if library.startswith(ATTENTION):
             kind, counts = read_attention(library)

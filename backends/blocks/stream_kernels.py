@@ -9,7 +9,7 @@ from pi2.backends.blocks.elements import add_up, split_item, walk
 from pi2.backends.blocks.machine import Table
 from pi2.backends.compiler import vectors as v
 from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
-from pi2.plan.documents.model_streams import SMALLEST_PRODUCT
+from pi2.plan.documents.model_parts import SMALLEST_PRODUCT
 
 
 class _Streams:

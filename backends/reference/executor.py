@@ -14,7 +14,7 @@ from pi2.backends.blocks.instructions import FindWeight, Planes
 from pi2.backends.cpu.program_executor import ProgramExecutor
 from pi2.backends.executor import add_one_by_one, noted
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.reference.instructions import attention, elements, pooled, products, states
+from pi2.backends.reference.instructions import attention, elements, products, states
 from pi2.backends.reference.instructions.arguments import Arguments
 from pi2.backends.reference.neurons import Prediction, compute_activations, multiply_down, widen
 from pi2.model.ffn import count_cutoff_rows
@@ -223,7 +223,7 @@ class ReferenceExecutor(ProgramExecutor):
 INSTRUCTIONS: Mapping[str, Callable[[Arguments], None]] = {
     name: next(
         getattr(module, name)
-        for module in (attention, elements, pooled, products, states)
+        for module in (attention, elements, products, states)
         if hasattr(module, name)
     )
     for name in FIELDS

@@ -66,7 +66,7 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
 
 def name_other(name: str) -> str:
     """The path of another plan; UserError P663 for a name that nothing has."""
-    from pi2.cli.named_plans import find_plan_path
+    from pi2.cli.documents import find_plan_path
 
     try:
         return str(find_plan_path(Path(name)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.named_plans import find_document_path
+from pi2.cli.documents import find_document_path
 from pi2.cli.options import add_json_option, measure_host, print_found, read_sound, suggest_plans
 from pi2.diagnostics import UserError
 

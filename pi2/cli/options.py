@@ -452,7 +452,7 @@ def choose_plan(
     tokenizer: Path | None = None,
     draft: Path | None = None,
 ) -> ChosenPlan:
-    from pi2.cli.named_plans import find_retokenized
+    from pi2.cli.documents import find_retokenized
     from pi2.weights.file_reading import FileFiller
 
     files = FileFiller()
@@ -465,7 +465,7 @@ def choose_plan(
 def name_draft(draft: Path | None) -> dict[str, object]:
     """Values of a plan for which the model of ``draft`` drafts."""
     from pi2.caches import is_gguf
-    from pi2.cli.named_plans import find_plan_path
+    from pi2.cli.documents import find_plan_path
     from pi2.importing.gguf_checkpoint import is_head
 
     if draft is None:

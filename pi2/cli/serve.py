@@ -15,7 +15,7 @@ import click
 from pi2.caches import show_path
 from pi2.cli import collect_as_usual
 from pi2.cli.commands import ProgressBar, show_controls
-from pi2.cli.named_plans import find_retokenized
+from pi2.cli.documents import find_retokenized
 from pi2.cli.options import (
     DRAFT,
     SET,

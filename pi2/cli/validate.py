@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.cli.commands import ProgressBar
+from pi2.cli.documents import find_document_path
 from pi2.cli.main import print_diagnostics, wants_colour
-from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import (
     FILE,
     MEMORY,

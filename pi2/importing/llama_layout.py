@@ -41,7 +41,7 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensor import Source
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_tensors import Tensors
+from pi2.plan.documents.model_parts import Tensors
 
 PIECES = {"attn_k_b": 0, "attn_v_b": 1}
 """Parts of the KV matrix of latent attention that files have apart."""

@@ -25,7 +25,7 @@ from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_tensors import TENSOR_OPTIONS, Tensors
+from pi2.plan.documents.model_parts import TENSOR_OPTIONS, Tensors
 from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
 from pi2.plan.reading.block_entries import gather_blocks, list_entries, write_entries
 from pi2.plan.toml.text import write_key, write_value

@@ -13,7 +13,7 @@ from pi2.formats.packing import align_bytes
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_tensors import Tensors
+    from pi2.plan.documents.model_parts import Tensors
 
 
 EMBEDDING = "embedding"

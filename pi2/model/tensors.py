@@ -44,7 +44,7 @@ from pi2.model.tensor import (
 if TYPE_CHECKING:
     from pi2.arrays import F32
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_streams import GatedStreams, Ngrams
+    from pi2.plan.documents.model_parts import GatedStreams, Ngrams
 
 
 def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:

@@ -12,8 +12,8 @@ import pytest
 
 import pi2
 from pi2.arrays import F32
+from pi2.cli.documents import find_plan_path
 from pi2.cli.main import run
-from pi2.cli.named_plans import find_plan_path
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint

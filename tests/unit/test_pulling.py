@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
 from huggingface_hub import hf_hub_download
 
+from pi2.cli.documents import find_plan_path
 from pi2.cli.main import run
-from pi2.cli.named_plans import find_plan_path
 from pi2.diagnostics import UserError
 from pi2.importing.hub import HubReference, Repository, choose_files, fetch_files, parse_reference
 from pi2.pulled_models import find_models_folder

@@ -11,7 +11,7 @@ from pi2.arrays import F32, F64, I64
 from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, ROUTERS, XIELU_END
 from pi2.backends.reference.instructions.arguments import Arguments, widen
 from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
-from pi2.plan.documents.model_streams import SMALLEST_PRODUCT
+from pi2.plan.documents.model_parts import SMALLEST_PRODUCT
 
 
 def take_sigmoid(x: F64) -> F64:

@@ -29,18 +29,19 @@ from pi2.plan.documents.model_mixing import (
 from pi2.plan.documents.model_parts import (
     SMOOTH_ACTIVATIONS,
     Ffn,
+    GatedStreams,
     Moe,
     Multipliers,
+    Ngrams,
     Norm,
     Predictor,
     Quantization,
     Shape,
     SideFfn,
     Sparsity,
+    Tensors,
     Tokenizer,
 )
-from pi2.plan.documents.model_streams import GatedStreams, Ngrams
-from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
 
 

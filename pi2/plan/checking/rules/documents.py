@@ -10,7 +10,7 @@ from pi2.plan.documents.common import Origin as Source
 from pi2.plan.documents.common import find_type, list_known_keys, suggest
 from pi2.plan.documents.family import Sections
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_tensors import TENSOR_OPTIONS
+from pi2.plan.documents.model_parts import TENSOR_OPTIONS
 from pi2.plan.documents.plan_units import parse_selector
 from pi2.plan.documents.private import walk_values
 from pi2.plan.toml.expressions import is_expression, parse_expression
