@@ -281,7 +281,7 @@ def ask_ahead(weights: v.Buffer, place: v.Expr, size: int) -> None:
 
 
 def _find_mins(block: Block) -> tuple[v.Expr | None, v.Expr]:
-    """Return the minima of a block, int16, and what they are taken off with: float32 [4]."""
+    """Return the minima of a block, int16, and the factor of their sums, float32 [4]."""
     mins, scale = block.mins, block.min_scale
     if mins is None and block.offset:
         scale = block.scale * T.float32(float(block.offset))

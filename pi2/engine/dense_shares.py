@@ -35,7 +35,7 @@ class BesideUnit:
     """Who is told of waiting for it."""
 
     def observe(self, observer: ShareObserver | None) -> None:
-        """Tell ``observer`` what it does, and of waiting for it; None ends it."""
+        """Tell ``observer`` of its work and of waiting for it; None ends it."""
         assert self.observer is None or observer is None, "one observer at a time"
         self.observer = observer
         if self.lost is None:
