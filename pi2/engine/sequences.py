@@ -80,8 +80,7 @@ class Sequences:
         self.positions = [0] * sequences
         """Tokens of each sequence that are in the KV cache."""
         self.earliest = [0] * sequences
-        """Earliest position from which each may go on: layers with a window may lack what earlier tokens
-        see."""
+        """Earliest position from which each may go on: windows may lack what earlier tokens see."""
         self._touched = [0] * sequences
         """Most tokens that each has had since all of them were empty."""
         self._has_states = has_states
