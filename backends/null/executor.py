@@ -113,6 +113,9 @@ class NullExecutor(ProgramExecutor):
     """Executor of `pi2.backends.protocol`: the program of the plan's model, which an interpreter
     runs that computes nothing, and drawn neurons."""
 
+    # It shows nothing that the head reads, and divides no rows: `isinstance` of protocols sees it.
+    read_head_input = None  # type: ignore[assignment]
+
     def __init__(self, request: BuildRequest) -> None:
         model = request.model
         tensors = {own.name: own for own in model.dense_tensors}
