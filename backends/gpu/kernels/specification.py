@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter
-
 from pi2.model.states import StateShape
 from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn, Moe, Norm
@@ -68,7 +66,7 @@ class Signature:
 class KernelImage:
     """Compiled kernels."""
 
-    __pydantic_config__: ClassVar = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+    __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
 
     api: Api
     codes: tuple[bytes, ...]
@@ -76,11 +74,15 @@ class KernelImage:
     kernels: Mapping[str, Signature]
 
     def to_json(self) -> str:
+        from pydantic import TypeAdapter
+
         return TypeAdapter(KernelImage).dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> KernelImage:
         """Read what `to_json` wrote."""
+        from pydantic import TypeAdapter
+
         return TypeAdapter(cls).validate_json(text)
 
 
@@ -337,9 +339,13 @@ class GpuSpec:
         return "pi2.backends.gpu.kernels.compile"
 
     def to_json(self) -> str:
+        from pydantic import TypeAdapter
+
         return TypeAdapter(GpuSpec).dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> GpuSpec:
         """Read what `to_json` wrote."""
+        from pydantic import TypeAdapter
+
         return TypeAdapter(cls).validate_json(text)

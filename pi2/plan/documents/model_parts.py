@@ -377,7 +377,7 @@ class Ngrams(Table):
         return (self.kernel - 1) * self.length + 1
 
 
-_KEYS = tomllib.loads(Path(__file__).with_name("model_tensors.toml").read_text("utf-8"))
+_KEYS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 TENSOR_OPTIONS = frozenset(key for key, own in _KEYS.items() if "default" in own)
 """Keys of `Tensors` that are not names."""
 
