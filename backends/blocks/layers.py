@@ -9,8 +9,7 @@ from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.contract import cuts_normed
 from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.gated_streams import GatedStreamBuilder, NgramBuilder
-from pi2.backends.blocks.indexed import Indexing, PooledAttention
-from pi2.backends.blocks.latent import LatentAttention
+from pi2.backends.blocks.indexed import Indexing, LatentAttention, PooledAttention
 from pi2.backends.blocks.operands import Area, Extent, Gates, Product
 from pi2.backends.blocks.outside import OutsideFeedForward
 from pi2.backends.blocks.residual import Residual

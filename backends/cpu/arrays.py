@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from pi2.arrays import F32
-from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.blocks.counting import MOST_LANES, ProgramSize, count_program
 from pi2.backends.blocks.operands import Area, Extent
-from pi2.backends.blocks.room import GRIDS, Memory, make_tables
-from pi2.backends.compiler.runtime import Library, View
+from pi2.backends.blocks.room import Memory
 from pi2.backends.cpu.request import (
     count_tokens,
     describe_extent,
@@ -23,8 +18,8 @@ from pi2.backends.cpu.request import (
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.kernels.isa import ARCHITECTURES, BLOCK_TOKENS, count_blocks_bytes, list_newest
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, PANEL, PARTS, KernelSpec
-from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.plan.weights.layout import GROUP, Precision, round_up
+from pi2.backends.protocol import BuildRequest
+from pi2.plan.weights.layout import GROUP, round_up
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -209,58 +204,3 @@ class NeuronArrays:
         if spec.sub_norm:
             shapes["token_squares"] = "float32", rows, threads
         return shapes
-
-
-Views = dict[str, View]
-"""Views of arrays by the names that parameters of kernels have."""
-
-
-def wrap_all(library: Library, arrays: Arrays) -> Views:
-    return {name: library.wrap(array) for name, array in arrays.items()}
-
-
-def wrap_table(library: Library, precision: Precision, name: str) -> Views:
-    """Return a view of what codes of blocks are looked up in, if they are."""
-    return {name: library.wrap(make_tables(precision))} if precision in GRIDS else {}
-
-
-class TensorViews:
-    """Makes views of a store's tensors."""
-
-    def __init__(self, library: Library, memory: Memory, tensors: Mapping[str, Tensor]) -> None:
-        self._library, self._memory, self._tensors = library, memory, tensors
-
-    def wrap_parts(self, part: int, parts: int, **names: str) -> Views:
-        """Views of a part of tensors by kernels' names. fp16 weights replace missing scales."""
-        views: Views = {}
-        for parameter, name in names.items():
-            if name not in self._tensors:
-                continue
-            tensor = slice_tensor(self._tensors[name], part, parts)
-            if tensor.precision is None:
-                views[parameter] = self.wrap_floats(np.asarray(tensor.weights).view(np.float32))
-                continue
-            weights = self._library.wrap(np.asarray(tensor.weights).view(np.uint8))
-            views[f"{parameter}_weights"] = views[f"{parameter}_scales"] = weights
-            if tensor.scales is not None:
-                scales = np.asarray(tensor.scales).view(np.uint8)
-                views[f"{parameter}_scales"] = self._library.wrap(scales)
-        return views
-
-    def wrap_floats(self, values: F32) -> View:
-        """Return a kernel's view of float32 values, of an aligned copy where they lie badly."""
-        flat = values.reshape(-1)
-        if flat.ctypes.data % 64:
-            flat = self._memory.keep(len(flat), lambda: values.reshape(-1), segment="predictor")
-        return self._library.wrap(flat)
-
-
-def measure_arrays(request: BuildRequest) -> dict[str, int]:
-    """Return what the symbols in shapes of kernels' parameters stand for."""
-    return {
-        "tokens": count_tokens(request),
-        "sequences": request.step_tokens,
-        "neurons": request.neurons,
-        "expert": request.model.shape.ffn,
-        "threads": request.threads,
-    }

@@ -12,18 +12,11 @@ from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.arithmetic import read_rows
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.arrays import (
-    Arrays,
-    NeuronArrays,
-    TensorViews,
-    Views,
-    measure_arrays,
-    wrap_all,
-    wrap_table,
-)
+from pi2.backends.cpu.arrays import Arrays, NeuronArrays
 from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.program_executor import ProgramExecutor
+from pi2.backends.cpu.views import TensorViews, Views, measure_arrays, wrap_all, wrap_table
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, add_one_by_one

@@ -8,8 +8,9 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.arrays import NeuronArrays, Views, wrap_all
+from pi2.backends.cpu.arrays import NeuronArrays
 from pi2.backends.cpu.prediction import Prediction
+from pi2.backends.cpu.views import Views, wrap_all
 from pi2.backends.kernels.spec import DENSE_FLOATS, MOST_NAMING, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing

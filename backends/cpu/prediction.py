@@ -6,7 +6,8 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.compiler.runtime import BoundCall, Library, View
-from pi2.backends.cpu.arrays import NeuronArrays, TensorViews, Views, wrap_all, wrap_table
+from pi2.backends.cpu.arrays import NeuronArrays
+from pi2.backends.cpu.views import TensorViews, Views, wrap_all, wrap_table
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.model.tensor import name_layer_tensor

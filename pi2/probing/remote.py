@@ -16,10 +16,11 @@ from pi2.backends.blocks.room import Memory
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.compiler.signature import Parameter
-from pi2.backends.cpu.arrays import NeuronArrays, TensorViews, measure_arrays, wrap_all
+from pi2.backends.cpu.arrays import NeuronArrays
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.request import make_spec
+from pi2.backends.cpu.views import TensorViews, measure_arrays, wrap_all
 from pi2.backends.kernels.spec import DENSE_FLOATS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
