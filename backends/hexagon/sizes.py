@@ -161,9 +161,8 @@ class Piece:
 
     first: int
     count: int
-    """Those that are asked for."""
     size: int
-    """Those of the graph."""
+    """Of the graph; ``count`` of them are asked for."""
 
 
 def choose_tokens(most: int, allowed: Sequence[int] = TOKENS) -> tuple[int, ...]:

@@ -135,8 +135,6 @@ _DESCRIBED = {int: "a whole number", float: "a number", bool: "true or false", s
 
 ROTATED_SHARE = "gguf_rotated_share"
 """Key of a configuration that pi2 makes of a GGUF file: it counts for any family."""
-NORMALISED_EXPERTS = "gguf_normalised_experts"
-"""Another: whether weights of experts add up to 1, if the family's code takes no word on it."""
 TURN_FACTOR = "gguf_turn_factor"
 """Another: factor of sines and cosines, in addition to the scaling of positions."""
 

@@ -211,8 +211,14 @@ class GgufWeights(TensorFiles):
         matrix = self.describe(key, layer, mixer)
         if matrix is not None:
             return matrix
-        own = self._find_state_vector(key, layer, mixer)
-        size = sum(math.prod(part.shape) for part in self._list_parts(key, layer, mixer))
+        own, parts = self._find_state_vector(key, layer, mixer), self._list_parts(key, layer, mixer)
+        if key in EXPERTS and any(len(part.shape) > 1 for part in parts):
+            raise UserError.of(
+                "P544",
+                f"experts of layer {layer} do not lie side by side in {self.path}",
+                help="write one tensor for all experts of a layer, or 32-byte multiples of each",
+            )
+        size = sum(math.prod(part.shape) for part in parts)
         size = size if own is None else own.rows * own.length
         return Weight(format="f32", rows=1, length=size) if size else None
 

@@ -32,12 +32,7 @@ _ATTRIBUTES = {
 _ENUMS: dict[str, Any] = {
     "CUresult": enum.IntEnum(
         "CUresult",
-        {
-            "CUDA_SUCCESS": 0,
-            "CUDA_ERROR_OUT_OF_MEMORY": 2,
-            "CUDA_ERROR_INVALID_IMAGE": 200,
-            "CUDA_ERROR_NOT_READY": 600,
-        },
+        {"CUDA_SUCCESS": 0, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_INVALID_IMAGE": 200},
     ),
     "CUdevice_attribute": enum.IntEnum("CUdevice_attribute", list(_ATTRIBUTES)),
     "CUstream_flags": enum.IntEnum("CUstream_flags", {"CU_STREAM_NON_BLOCKING": 1}),
@@ -223,11 +218,6 @@ class Driver(ModuleType):
 
     def cuEventRecord(self, event: int, stream: int) -> Any:
         return self._answer()
-
-    def cuEventQuery(self, event: int) -> Any:
-        if self._events[event]:
-            return self._answer()
-        return (self.CUresult.CUDA_ERROR_NOT_READY,)
 
     def cuEventSynchronize(self, event: int) -> Any:
         self._events[event] = True

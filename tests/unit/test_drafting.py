@@ -372,6 +372,14 @@ def test_the_head_in_a_file_drafts_and_the_text_stays(
     assert (counters.accepted_tokens == counters.draft_tokens) == is_blind
 
 
+def test_experts_that_lie_apart_are_refused(tmp_path: Path) -> None:
+    checkpoint, file = copy_checkpoint("glm4-moe", tmp_path / "checkpoint"), tmp_path / "tiny.gguf"
+    add_head("glm4-moe", checkpoint)
+    assert run(["convert", str(checkpoint), "-o", str(file), "--quantization", "q8_0"]) == 0
+    with pytest.raises(pi2.UserError, match=r"P544.*experts of layer 1 do not lie side by side"):
+        pi2.load(file)
+
+
 @pytest.mark.parametrize("is_head", [True, False])
 def test_a_second_file_drafts_if_it_is_a_head_or_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_head: bool

@@ -41,7 +41,6 @@ def test_a_configuration_without_positions_has_those_of_its_family() -> None:
     assert (plain.theta, plain.kind) == (7, "plain")
 
 
-NO_POSITIONS = {"kind": "none", "layers": [3]}
 WINDOW = {"sliding_window": 7}
 
 

@@ -45,10 +45,8 @@ ELSEWHERE = {
     "ffn.activation = 'xielu'": "llama.cpp's logits", "ffn.curves": "llama.cpp's logits",
     "ffn.limits": "llama.cpp's logits", "ffn.other_limits": "llama.cpp's logits",
     "ffn.limit_of = 'activation'": "llama.cpp's logits",
-    **{
-        f"attention.pooled.{key}": "llama.cpp's logits"
-        for key in ("blocks", "groups", "output_rank", "overlapping", "query_rank", "rotated")
-    },
+    **{f"attention.pooled.{key}": "llama.cpp's logits"
+       for key in ("blocks", "groups", "output_rank", "overlapping", "query_rank", "rotated")},
     "moe.listed_layers": "llama.cpp's logits", "moe.router = 'root_softplus'": "llama.cpp's logits",
     "layer_embedding.vocab": "a table with fewer rows (test_layer_embeddings)",
     "predictor.recall": "a figure, no operator", "predictor.active": "a figure, no operator",
