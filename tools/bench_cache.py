@@ -24,8 +24,10 @@ from typing import get_args
 import numpy as np
 
 from pi2.arrays import I32
+from pi2.backends.host import load_host_loops
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import PolicyName, expect_uses
+from pi2.progress import ignore_progress
 from synthesis.hotness import find_biases, normal_cdf, solve_chances
 
 Trace = list[list[I32]]
@@ -113,8 +115,9 @@ def measure(
     slots = int(room * neurons * layers)
     cache = NeuronCache(
         np.zeros((slots, 1), np.uint8),
-        [hot_count] * layers,
+        [range(hot_count)] * layers,
         neurons,
+        load_host_loops(ignore_progress),
         policy=policy,
         expected=expect_uses(layers, neurons) if seeded else None,
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.backends.cpu.request import describe_request
+from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import BuildRequest, Executor, RowDivider, Tensor
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
@@ -72,7 +73,7 @@ class LayersOpening(Opening):
         check_backends(resolved, self.request)
         preparer = find_preparer(name)
         self._build = backend.build if preparer is None else preparer.prepare(self.request)
-        self._loops = self.weights.load_loops(progress, self.machine.features)
+        self._loops = load_host_loops(progress, self.machine.features)
 
     def build(self) -> Parts:
         resolved, weights, budget, cleanup = self.resolved, self.weights, self.budget, self.cleanup
@@ -86,9 +87,8 @@ class LayersOpening(Opening):
         rows = [own for own in (embedding, layer_embedding) if own is not None]
         request = weights.complete_request(self.request, rows, grouped, budget, dense, blocks)
         cache = allocate_cache(
-            resolved, budget, by_hotness=weights.is_by_hotness, alone=self._alone
+            resolved, budget, self._loops, by_hotness=weights.is_by_hotness, alone=self._alone
         )
-        cache.loops = self._loops
         reader = weights.open_reader(cache)
         # Its reads end before their files are closed.
         cleanup.callback(bulk.close)

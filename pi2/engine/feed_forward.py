@@ -12,7 +12,6 @@ from pi2.engine.neuron_stream import NeuronStream, PieceOrder, choose_piece
 from pi2.engine.waves import Foresight, Wave, Waves
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
-from pi2.memory.policy import unite_named
 from pi2.plan.arithmetic.sizes import PART_NEURONS
 from pi2.plan.documents.plan import Decode
 
@@ -290,7 +289,7 @@ class FeedForward(Waves):
         self, layer: int, bounds: tuple[int, int | None], late: list[I32] | None, name: Namer
     ) -> tuple[I32, I64 | None, F32 | None]:
         """Neurons within ``bounds`` that ``name`` names for any token, the owners if there are
-        several tokens (`unite_named`), and scores to leave some out by."""
+        several tokens (`HostLoops.unite_named`), and scores to leave some out by."""
         self._reader.advance()
         if self._tokens == 1:
             indices, scores = self._take_named(layer, 0, bounds, late is None, name)
@@ -303,7 +302,7 @@ class FeedForward(Waves):
             # What a prediction returns is valid until the next one.
             indices, _ = self._take_named(layer, token, bounds, late is None, name)
             lists.append(indices.copy())
-        return (*unite_named(lists, self.cache.neurons, self.cache.loops), None)
+        return (*self.cache.loops.unite_named(lists, self.cache.neurons), None)
 
     def _name(self, layer: int, late: list[I32] | None, token: int) -> tuple[I32, F32 | None]:
         """The neurons that the predictor names for ``token``, of all its experts or of ``late``

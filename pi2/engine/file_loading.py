@@ -86,11 +86,6 @@ class FileOpening(Opening):
         loaded = sum(piece.size for piece, _ in self._ranges)
         looked_up = weights.list_looked_up()
         whole = [own for name, own in placed.items() if name not in looked_up]
-        loops = None
-        if self._backend.NATIVE and (division.streamed or facts.expert_bytes):
-            from pi2.backends.host import load_host_loops
-
-            loops = load_host_loops(progress, self.machine.features)
         routers = [own.name for key, _, own in weights.list_matrices() if key == "router"]
         predicts = bool(facts.expert_bytes) and set(routers) <= placed.keys()
         slots, ring_bytes = None, plan.memory.segments.cold - facts.slot_bytes
@@ -98,13 +93,13 @@ class FileOpening(Opening):
             # Also what is left where the next matrix is too large to be resident.
             sizes = {"cold": facts.slot_bytes, "hot": max(0, plan.memory.segments.hot - loaded)}
             region = budget.allocate_spanning(sizes)
-            slots = open_slots(resolved, weights, files, region, loops)
+            slots = open_slots(resolved, weights, files, region, self._load_loops())
         ring = np.zeros(0, np.uint8)
         if ring_bytes:
             ring = budget.allocate("cold", ring_bytes // BLOCK * BLOCK, is_filled=True)
 
         def make_stream(pieces: Sequence[Piece], region: U8) -> WeightStream:
-            engine = files.open_engine(plan.io, loops, has_one_caller=False)
+            engine = files.open_engine(plan.io, self._load_loops(), has_one_caller=False)
             return WeightStream(files, pieces, region, engine)
 
         model = FileModel(
@@ -148,6 +143,11 @@ class FileOpening(Opening):
             check=self._watched.check,
             compute_threads=self._count_threads(),
         )
+
+    def _load_loops(self) -> HostLoops:
+        from pi2.backends.host import load_host_loops
+
+        return load_host_loops(self.wish.progress, self.machine.features)
 
     def _count_threads(self) -> int:
         """Return the threads that compute: no more than the workspace has room for."""
@@ -255,11 +255,7 @@ def place_resident(
 
 
 def open_slots(
-    resolved: ResolvedPlan,
-    weights: GgufWeights,
-    files: DirectFiles,
-    region: U8,
-    loops: HostLoops | None,
+    resolved: ResolvedPlan, weights: GgufWeights, files: DirectFiles, region: U8, loops: HostLoops
 ) -> ExpertSlots:
     plan, moe = resolved.plan, resolved.model.moe
     assert moe is not None

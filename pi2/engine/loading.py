@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pi2.arrays import I32, U8, Scales
-from pi2.backends.host import HostLoops, load_host_loops
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
@@ -94,10 +93,6 @@ class StoreWeights:
     def is_by_hotness(self) -> bool:
         """Whether stored order says which neurons are used often."""
         return self.store.manifest.order != "index"
-
-    def load_loops(self, progress: Progress, features: frozenset[str]) -> HostLoops | None:
-        """The compiled loops of reads and of the cache."""
-        return load_host_loops(progress, features)
 
     def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
         """Begin to compare the store's files with their hashes, if the plan wants it, while the
@@ -286,9 +281,6 @@ class AbsentWeights(StoreWeights):
 
     def make_whole_account(self) -> Account:
         return DryWholeAccount(self.resolved)
-
-    def load_loops(self, progress: Progress, features: frozenset[str]) -> HostLoops | None:
-        return None
 
     def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
         return lambda: None

@@ -11,6 +11,7 @@ from functools import partial, singledispatch
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pi2.backends.host import load_host_loops
 from pi2.backends.units import WholeRequest
 from pi2.diagnostics import UserError
 from pi2.engine.parts import Parts
@@ -173,7 +174,8 @@ class WholeOpening(Opening):
             )
         )
         self.cleanup.callback(model.close)
-        reader = self.weights.open_reader(allocate_cache(resolved, budget))
+        loops = load_host_loops(progress, self.machine.features)
+        reader = self.weights.open_reader(allocate_cache(resolved, budget, loops))
         staging = allocate_staging(resolved, budget)
         buffer = budget.allocate("workspace", count_piece_bytes(resolved))
         self.weights.copy_dense(model, buffer, progress)

@@ -14,6 +14,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64
 from pi2.backends.executor import ExecutorObserver
+from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import Executor, InputReader
 from pi2.caches import check_regular
 from pi2.diagnostics import UserError
@@ -283,10 +284,11 @@ def _replay_engine(
 ) -> I32:
     """Hits [tokens, layers]; experts for which a token leaves no slot are missed, not kept."""
     tokens, layers, _ = requests.shape
+    loops = load_host_loops(ignore_progress)
 
     def make(count: int, of_layers: int) -> NeuronCache:
         arena = np.zeros((count, 1), np.uint8)
-        return NeuronCache(arena, [0] * of_layers, experts, policy=policy)
+        return NeuronCache(arena, [range(0)] * of_layers, experts, loops, policy=policy)
 
     if by_layer:
         caches = [make(count, 1) for count in _share_slots(slots, layers)]

@@ -8,6 +8,7 @@ from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
+from pi2.memory.host_loops import HostLoops
 from pi2.memory.policy import expect_uses
 from pi2.model.blocks import list_attention
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -106,16 +107,25 @@ class ContextLoan:
 
 
 def allocate_cache(
-    resolved: ResolvedPlan, budget: Budget, *, by_hotness: bool = False, alone: bool = False
+    resolved: ResolvedPlan,
+    budget: Budget,
+    loops: HostLoops,
+    *,
+    by_hotness: bool = False,
+    alone: bool = False,
 ) -> NeuronCache:
-    """One arena for hot and cold neurons; UserError P610 without room. ``alone``: without the
-    neurons of other units."""
+    """One arena for hot and cold neurons, which ``loops`` look up; UserError P610 without room.
+    ``alone``: without the neurons of other units."""
     stride = resolved.bundle.stride
-    ranges = [resolved.source.find_hot(resolved, layer, alone) for layer in resolved.layers]
-    hot, first = [len(own) for own in ranges], [own.start for own in ranges]
+    hot = [resolved.source.find_hot(resolved, layer, alone) for layer in resolved.layers]
     neurons = resolved.model.layer_neurons
     cold_slots, most_slots = count_cold_slots(resolved)
-    if not cold_slots and any(first) and alone and resolved.plan.decode.predictor != "none":
+    if (
+        not cold_slots
+        and any(own.start for own in hot)
+        and alone
+        and resolved.plan.decode.predictor != "none"
+    ):
         raise UserError.of(
             "P610",
             "neurons of units with memory of their own are computed by "
@@ -123,20 +133,14 @@ def allocate_cache(
             help="raise memory.segments.cold, or give all of layers.split to "
             f"{resolved.sparse_unit!r}",
         )
-    sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
+    sizes = {"hot": sum(map(len, hot)) * stride, "cold": cold_slots * stride}
     reserved = most_slots - cold_slots
     arena = budget.allocate_spanning(sizes, reserved_bytes=reserved * stride).reshape(-1, stride)
     # Only an order by hotness tells beforehand which neurons will be used often.
     expected = expect_uses(len(hot), neurons) if by_hotness else None
     policy = resolved.plan.cache.policy
     return NeuronCache(
-        arena,
-        hot,
-        neurons,
-        first_hot=first,
-        policy=policy,
-        expected=expected,
-        give_back=budget.give_back,
+        arena, hot, neurons, loops, policy=policy, expected=expected, give_back=budget.give_back
     )
 
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class NeuronChecks:
     """State of the neurons of every layer: their checks, and which have been compared."""
 
-    def __init__(self, checks: Sequence[U32], loops: HostLoops | None) -> None:
-        """``checks``: CRC-32 [neurons] of the bundles of each layer; ``loops`` compute them in
-        compiled code, if a backend has it."""
+    def __init__(self, checks: Sequence[U32], loops: HostLoops) -> None:
+        """``checks``: CRC-32 [neurons] of the bundles of each layer; ``loops`` compute them where
+        the processor has an instruction for it."""
         self._checks = checks
         self._compared = [np.zeros(len(layer), bool) for layer in checks]
         self._loops = loops
@@ -53,7 +53,7 @@ class NeuronChecks:
         return [int(place) for place in places[~good]]
 
     def _compute(self, arena: U8, slots: I32) -> U32:
-        compiled = None if self._loops is None else self._loops.compute_checks(arena, slots)
+        compiled = self._loops.compute_checks(arena, slots)
         if compiled is not None:
             return compiled
         return np.array([zlib.crc32(arena[slot]) for slot in slots.tolist()], np.uint32)

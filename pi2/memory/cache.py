@@ -8,12 +8,13 @@ all layers, one neuron a slot."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
 from pi2.memory.host_loops import HostLoops, LayerPlace
-from pi2.memory.policy import ABSENT, LeastFrequentlyUsed, PolicyName, carry_over, make_policy
+from pi2.memory.policy import ABSENT, PolicyName, Replacement
 from pi2.memory.read_sieve import ReadSieve
 
 
@@ -63,24 +64,23 @@ class NeuronCache:
     def __init__(
         self,
         arena: U8,
-        hot: Sequence[int],
+        hot: Sequence[range],
         neurons: int,
+        loops: HostLoops,
         *,
-        first_hot: Sequence[int] | None = None,
         policy: PolicyName = "lru",
         expected: F32 | None = None,
         give_back: Callable[[U8], None] = lambda unused: None,
     ) -> None:
-        """``neurons`` of a layer; ``hot`` ones of each start at ``first_hot``; ``expected``
-        [layers, neurons]: uses per token; ``give_back`` gets unused arena parts."""
-        self.arena, self.neurons = arena, neurons
-        self.loops: HostLoops | None = None
-        """What looks neurons up in compiled code, if a backend has it."""
+        """``neurons`` of a layer; ``hot``: stored indices of those of each; ``loops`` look them
+        up; ``expected`` [layers, neurons]: uses per token; ``give_back`` gets unused arena
+        parts."""
+        self.arena, self.neurons, self.loops = arena, neurons, loops
         self._give_back = give_back
         layers = len(hot)
-        self._first = tuple(first_hot or [0] * layers)
-        bases: list[int] = [0, *np.cumsum(hot).astype(np.int64).tolist()]
-        self.hot_slots = [range(bases[i], bases[i] + hot[i]) for i in range(layers)]
+        self._first = [own.start for own in hot]
+        bases = [0, *accumulate(map(len, hot))]
+        self.hot_slots = [range(*bounds) for bounds in pairwise(bases)]
         self._first_cold = bases[-1]
         self.cold_capacity = len(arena) - bases[-1]
         assert self.cold_capacity >= 0, (bases[-1], len(arena))
@@ -90,16 +90,15 @@ class NeuronCache:
         self._keys = self._slot_of.reshape(-1)
         for layer, slots in enumerate(self.hot_slots):
             self._slot_of[layer, self.hot_range(layer)] = np.arange(slots.start, slots.stop)
-        self._owner = np.full(self.cold_capacity, ABSENT, np.int64)
-        self._held = np.zeros(self.cold_capacity, bool)
         self._held_count = 0
-        self._policy = make_policy(
+        self._replacement = Replacement(
             policy,
+            loops,
+            self._keys,
             self.cold_capacity,
-            layers * neurons,
             None if expected is None else expected.reshape(-1),
         )
-        self._bind_tables()
+        self._tables = self._replacement.tables
         self._places = [
             LayerPlace(
                 row, self.hot_range(i), self.hot_slots[i].start, i * neurons, self._first_cold
@@ -107,11 +106,6 @@ class NeuronCache:
             for i, row in enumerate(self._rows)
         ]
         self.counters = [LayerCounters() for _ in range(layers)]
-
-    def _bind_tables(self) -> None:
-        if isinstance(self._policy, LeastFrequentlyUsed):
-            tables = self._policy.tables
-            tables.slot_of, tables.owner, tables.held = self._keys, self._owner, self._held
 
     def hot_range(self, layer: int) -> slice:
         first = self._first[layer]
@@ -147,7 +141,7 @@ class NeuronCache:
         if self.cold_capacity == 0 or self.is_whole(layer):
             return hot
         cold = slots - np.int32(self._first_cold)
-        owners = self._owner[np.maximum(cold, 0)] - layer * self.neurons
+        owners = self._tables.owner[np.maximum(cold, 0)] - layer * self.neurons
         return np.where(cold < 0, hot, owners).astype(np.int32)
 
     @property
@@ -182,41 +176,30 @@ class NeuronCache:
             return Lookup(
                 resident_slots=resident, missing=none, missing_slots=none, cold=none, rest=none
             )
-        policy = self._policy if isinstance(self._policy, LeastFrequentlyUsed) else None
-        loops = None if policy is None else self.loops
-        skipped = 0
+        skipped, limits = 0, None if sieve is None else sieve.limits
         # Where there may be too little room, what is left for later is of those worth a read.
-        if (
-            scores is not None
-            and sieve is not None
-            and (loops is None or len(indices) > self.free_capacity)
-        ):
+        if scores is not None and sieve is not None and len(indices) > self.free_capacity:
             wanted = self.leave_out(layer, indices, scores, sieve)
             indices, scores, skipped = wanted, None, len(indices) - len(wanted)
-        if policy is not None and loops is not None:
-            found = self._look_up_compiled(loops, policy, layer, indices, scores, sieve)
-            found.skipped += skipped
-            return found
-        # Hot ones come first, and are in memory; below them lie those of a unit that is lost.
-        taken = self.count_taken(layer, indices)
-        indices, rest = indices[:taken], indices[taken:].copy()
-        below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
-        own, others = indices[below:above], np.concatenate([indices[:below], indices[above:]])
-        slots = self._rows[layer].take(others)
-        present = slots >= 0
-        cold = slots.compress(present) - np.int32(self._first_cold)
-        self._policy.touch(cold, self._owner.take(cold))
-        missing = others.compress(~present)
-        resident = np.concatenate([own + np.int32(start - hot.start), slots.compress(present)])
-        counters.hits += len(resident)
-        given = self._place(layer, missing) if len(missing) else missing
+        found = self._replacement.find(
+            self._places[layer], indices, self.free_capacity, scores, limits
+        )
+        if scores is not None and sieve is not None:
+            sieve.count(len(indices), found.mass, found.left_out_mass, found.tried_mass)
+        lists, count, missing = found.lists, len(indices), found.missing
+        cold = 3 * count
+        counters.skips += found.skipped
+        counters.hits += found.present
+        counters.misses += missing
+        counters.evictions += found.left
+        counters.read_bytes += missing * self.arena.shape[1]
         return Lookup(
-            resident_slots=resident,
-            missing=missing,
-            missing_slots=given + np.int32(self._first_cold),
-            cold=np.concatenate([cold, given]),
-            rest=rest,
-            skipped=skipped,
+            resident_slots=lists[: found.present],
+            missing=lists[count : count + missing],
+            missing_slots=lists[2 * count : 2 * count + missing],
+            cold=lists[cold : cold + found.present - found.hot + missing],
+            rest=indices[found.taken :].copy(),
+            skipped=skipped + found.skipped,
         )
 
     def count_taken(self, layer: int, indices: I32) -> int:
@@ -228,51 +211,6 @@ class NeuronCache:
         hot = self.hot_range(layer)
         below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
         return int(min(above + free - below, end) if below <= free else free)
-
-    def _look_up_compiled(
-        self,
-        loops: HostLoops,
-        policy: LeastFrequentlyUsed,
-        layer: int,
-        indices: I32,
-        scores: F32 | None,
-        sieve: ReadSieve | None,
-    ) -> Lookup:
-        counters = self.counters[layer]
-        limits = None if sieve is None else sieve.limits
-        found = policy.find(loops, self._places[layer], indices, self.free_capacity, scores, limits)
-        if scores is not None and sieve is not None:
-            sieve.count(len(indices), found.mass, found.left_out_mass, found.tried_mass)
-        counters.skips += found.skipped
-        lists, count, missing = found.lists, len(indices), found.missing
-        cold = 3 * count
-        counters.hits += found.present
-        counters.misses += missing
-        counters.evictions += found.left
-        counters.read_bytes += missing * self.arena.shape[1]
-        return Lookup(
-            resident_slots=lists[: found.present],
-            missing=lists[count : count + missing],
-            missing_slots=lists[2 * count : 2 * count + missing],
-            cold=lists[cold : cold + found.present - found.hot + missing],
-            rest=indices[found.taken :].copy(),
-            skipped=found.skipped,
-        )
-
-    def _place(self, layer: int, missing: I32) -> I32:
-        """Give cold slots to ``missing`` [m], counted from the first cold one."""
-        keys = missing.astype(np.int64) + layer * self.neurons
-        cold = self._policy.replace(keys, self._held)
-        owners = self._owner.take(cold)
-        evicted = owners.compress(owners >= 0)
-        self._keys[evicted] = ABSENT
-        self._owner[cold] = keys
-        self._rows[layer][missing] = cold + np.int32(self._first_cold)
-        counters = self.counters[layer]
-        counters.misses += len(missing)
-        counters.evictions += len(evicted)
-        counters.read_bytes += len(missing) * self.arena.shape[1]
-        return cold
 
     def resize_cold(self, capacity: int) -> None:
         """Set the number of cold slots between tokens; the policy chooses what goes."""
@@ -288,22 +226,22 @@ class NeuronCache:
     def _shrink_cold(self, fewer: int) -> None:
         """Give up the last ``fewer`` cold slots."""
         capacity = self.cold_capacity - fewer
-        order = self._policy.list_order()
-        kept = np.sort(order[self._owner[order] != ABSENT][-capacity:] if capacity else order[:0])
+        order = self._replacement.list_order()
+        owner = self._tables.owner
+        kept = np.sort(order[owner[order] != ABSENT][-capacity:] if capacity else order[:0])
         source = np.full(capacity, ABSENT, np.int32)
         stay = kept[kept < capacity]
         source[stay] = stay
         moved = kept[kept >= capacity]
         source[np.flatnonzero(source == ABSENT)[: len(moved)]] = moved
         # Not `setdiff1d`, which takes seconds for millions of slots.
-        goes = self._owner != ABSENT
+        goes = owner != ABSENT
         goes[kept] = False
         gone = np.flatnonzero(goes)
-        slot_of = self._slot_of.reshape(-1)
-        lost = np.bincount(self._owner[gone] // self.neurons, minlength=len(self.counters))
+        lost = np.bincount(owner[gone] // self.neurons, minlength=len(self.counters))
         for counters, count in zip(self.counters, lost.tolist(), strict=True):
             counters.evictions += count
-        slot_of[self._owner[gone]] = ABSENT
+        self._keys[owner[gone]] = ABSENT
         targets = np.flatnonzero(source >= capacity)
         first = self._first_cold
         self.arena[first + targets] = self.arena[first + moved]
@@ -312,24 +250,21 @@ class NeuronCache:
 
     def _renumber(self, source: I32) -> None:
         """Cold slot i is what slot ``source[i]`` was."""
-        owner = carry_over(self._owner, source, ABSENT)
-        self._owner = owner
+        self._replacement.renumber(source)
+        owner = self._tables.owner
         self.cold_capacity = len(source)
-        self._held = np.zeros(len(source), bool)
         taken = np.flatnonzero(owner != ABSENT)
         self._keys[owner[taken]] = taken + self._first_cold
-        self._policy.renumber(source, owner)
-        self._bind_tables()
 
     def hold(self, found: Lookup) -> None:
         """Keep neurons that nothing else holds until they are released: they are in use, or on
         their way from flash."""
-        self._held[found.cold] = True
+        self._tables.held[found.cold] = True
         self._held_count += len(found.cold)
 
     def release(self, found: Lookup) -> None:
         """Undo ``hold``, before any of them is forgotten."""
-        self._held[found.cold] = False
+        self._tables.held[found.cold] = False
         self._held_count -= len(found.cold)
 
     def forget(self, layer: int, missing: I32, *, unread_bytes: int = 0) -> None:
@@ -337,13 +272,13 @@ class NeuronCache:
         each: nothing may compute with them."""
         self.counters[layer].read_bytes -= len(missing) * unread_bytes
         slots = self._slot_of[layer, missing] - self._first_cold
-        self._owner[slots] = ABSENT
+        self._tables.owner[slots] = ABSENT
         self._slot_of[layer, missing] = ABSENT
-        self._policy.drop(slots)
+        self._replacement.drop(slots)
 
     def fill(self, layers: Collection[int] | None = None) -> Iterator[Filling]:
         """Give cold slots of an empty cache to neurons behind the hot ones, equally per layer."""
-        assert (self._owner == ABSENT).all(), "only an empty cache is filled"
+        assert (self._tables.owner == ABSENT).all(), "only an empty cache is filled"
         firsts = np.array([self.hot_range(layer).stop for layer in range(len(self.hot_slots))])
         rest = self.neurons - firsts
         if layers is not None:
@@ -357,10 +292,10 @@ class NeuronCache:
             indices = np.arange(first, first + count)
             slots = range(self._first_cold + start, self._first_cold + end)
             places[start:end] = indices
-            self._owner[start:end] = indices + layer * self.neurons
+            self._tables.owner[start:end] = indices + layer * self.neurons
             self._slot_of[layer, first : first + count] = np.arange(slots.start, slots.stop)
             start = end
             if count:
                 yield Filling(layer=layer, first=first, slots=slots)
         # Least needed: empty slots, then the neurons that are last in the stored order.
-        self._policy.adopt(self._owner, np.argsort(-places, kind="stable").astype(np.int32))
+        self._replacement.adopt(np.argsort(-places, kind="stable").astype(np.int32))

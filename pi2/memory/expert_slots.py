@@ -141,6 +141,7 @@ class _Group:
         region: U8,
         experts: int,
         reads: SlotReads,
+        loops: HostLoops,
     ) -> None:
         self.rooms = [count_slot_bytes(size) for size in sizes]
         self.stride = sum(self.rooms)
@@ -151,8 +152,9 @@ class _Group:
         self._touched = 0
         self.cache = NeuronCache(
             self.region.reshape(capacity, self.stride),
-            [0] * len(layers),
+            [range(0)] * len(layers),
             experts,
+            loops,
             policy=reads.policy,
             expected=np.full((len(layers), experts), reads.active / experts, np.float32),
         )
@@ -215,16 +217,14 @@ class ExpertSlots:
         experts: int,
         region: U8,
         reads: SlotReads,
-        loops: HostLoops | None = None,
+        loops: HostLoops,
     ) -> None:
-        """``region`` begins at a block; ``loops`` look up and read in compiled code."""
+        """``region`` begins at a block; ``loops`` look up and read."""
         assert region.ctypes.data % BLOCK == 0
         self._files = files
         unit = min(matrix.unit for matrices in layers.values() for matrix in matrices)
         region = region[: _MOST_PLACES * unit]
-        self._groups = _divide(layers, experts, region, reads)
-        for group in self._groups:
-            group.cache.loops = loops
+        self._groups = _divide(layers, experts, region, reads, loops)
         by_layer = {layer: group for group in self._groups for layer in group.row_of}
         self._layers = {
             layer: _Layer(matrices, by_layer[layer], experts) for layer, matrices in layers.items()
@@ -412,7 +412,11 @@ class ExpertSlots:
 
 
 def _divide(
-    layers: Mapping[int, Sequence[ExpertMatrix]], experts: int, region: U8, reads: SlotReads
+    layers: Mapping[int, Sequence[ExpertMatrix]],
+    experts: int,
+    region: U8,
+    reads: SlotReads,
+    loops: HostLoops,
 ) -> list[_Group]:
     """Layers by the sizes of their slots, each with its share of the region; all layers with the
     largest size where a group had too few slots."""
@@ -427,10 +431,10 @@ def _divide(
         share // strides[sizes] >= least for sizes, share in zip(by_sizes, shares, strict=True)
     ]
     if not all(enough):
-        return [_Group(list(layers), _find_largest(layers), region, experts, reads)]
+        return [_Group(list(layers), _find_largest(layers), region, experts, reads, loops)]
     groups, begin = [], 0
     for (sizes, own), share in zip(by_sizes.items(), shares, strict=True):
         share = share // BLOCK * BLOCK
-        groups.append(_Group(own, sizes, region[begin : begin + share], experts, reads))
+        groups.append(_Group(own, sizes, region[begin : begin + share], experts, reads, loops))
         begin += share
     return groups

@@ -77,14 +77,9 @@ class FlashReader:
     """Reads bundles as a plan says; one caller at a time."""
 
     def __init__(
-        self,
-        files: Sequence[BundleFile],
-        arena: U8,
-        settings: ReadSettings,
-        loops: HostLoops | None = None,
+        self, files: Sequence[BundleFile], arena: U8, settings: ReadSettings, loops: HostLoops
     ) -> None:
-        """``arena`` [slots, stride]; ``loops`` prepare and issue reads in compiled code; numpy and
-        Python do without."""
+        """``arena`` [slots, stride]; ``loops`` prepare and issue reads in compiled code."""
         self._arena = arena
         self._address: int = arena.ctypes.data
         self._loops = loops
@@ -146,7 +141,6 @@ class FlashReader:
         engine = self._engine
         if (
             isinstance(engine, UringEngine)
-            and engine.plans
             and len(indices)
             and not self._gate_bytes
             and not self._merging.gap

@@ -196,9 +196,7 @@ class FoundNeurons(NamedTuple):
 
 class HostLoops:
     """Compiled loops over the arrays of `pi2.memory`: the neuron cache, reads, io_uring's rings.
-
-    They belong to no compute unit. `pi2.memory` does the same with numpy, several times as slowly,
-    if nothing is compiled (plans that compute nothing) and for tests to compare with.
+    They belong to no compute unit.
 
     Order of calls for the neurons that a layer needs, as `NeuronCache` and `FlashReader` make
     them::
@@ -312,17 +310,16 @@ class HostLoops:
         )
         return FoundNeurons(lists, *self._found.tolist(), *self._masses.tolist())
 
-    def unite_named(self, lists: Sequence[I32], named: I64) -> I32:
-        """Set bit k of ``named`` [neurons] for every neuron of list k, at most 64 of them, and
-        clear all others; return the neurons that any list has, ascending."""
-        united = np.empty(len(named), np.int32)
+    def unite_named(self, lists: Sequence[I32], neurons: int) -> tuple[I32, I64]:
+        """Return the neurons of at most 64 ``lists``, each once and ascending, and a number for
+        each of all ``neurons``: its bit k is set if list k has the neuron."""
+        united, named = np.empty(neurons, np.int32), np.zeros(neurons, np.int64)
         flat = np.concatenate(lists)
         if len(flat) == 0:
-            named[:] = 0
-            return united[:0]
+            return united[:0], named
         ends = np.cumsum([len(own) for own in lists], dtype=np.int32)
-        self._unite(len(lists), len(named), ends, flat, named, united)
-        return united[: self._found[0]]
+        self._unite(len(lists), neurons, ends, flat, named, united)
+        return united[: self._found[0]], named
 
     def place_neurons(
         self, tables: CacheTables, place: LayerPlace, missing: I32, given: I32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -71,19 +70,18 @@ def make_batch(
     file: int,
     indices: I32,
     slots: I32,
+    loops: HostLoops,
     *,
     address: int,
     base: int,
     stride: int,
     merging: Merging | None = None,
-    loops: HostLoops | None = None,
 ) -> ReadBatch:
     """Plan reads of the bundles ``indices`` [b] (ascending) into ``slots`` [b], of which slot 0 is
     at ``address``; ``loops`` do it in compiled code, unless gaps are read across.
 
     Bundle i is at byte ``base + i stride``."""
-    merging = merging or Merging()
-    if loops is not None and not merging.gap:
+    if merging is None or not merging.gap:
         arrays = loops.plan_reads(
             indices,
             slots,
@@ -94,30 +92,32 @@ def make_batch(
             pending=PENDING,
         )
         return ReadBatch(file, *arrays)
-    count, addresses = len(indices), find_addresses(slots, address, stride)
     # Whether a bundle begins a request: far from the one before it, or after MOST_BUNDLES.
-    begins = np.ones(count, bool)
+    begins = np.ones(len(indices), bool)
     np.greater(indices[1:] - indices[:-1], merging.gap + 1, out=begins[1:])
-    starts, counts = _measure_runs(begins)
-    if len(starts) < count and (merging.gap or counts.max() > MOST_BUNDLES):
-        place = indices - indices.take(starts).repeat(counts)
-        begins[1:] |= np.diff(place // MOST_BUNDLES) > 0
-        if merging.gap:
-            return _make_merged(file, indices, addresses, begins, base, stride, merging)
-        starts, counts = _measure_runs(begins)
-    vectors = np.empty((count, 2), np.int64)
-    vectors[:, 0] = addresses
-    vectors[:, 1] = stride
-    number = len(starts)
+    (starts,) = begins.nonzero()
+    place = indices - indices.take(starts).repeat(np.diff(starts, append=len(indices)))
+    begins[1:] |= np.diff(place // MOST_BUNDLES) > 0
+    # Bundles between two wanted ones go to the scratch.
+    skipped = np.zeros(len(indices), np.int64)
+    skipped[1:] = np.where(begins[1:], 0, np.diff(indices) - 1)
+    places = np.arange(len(indices)) + np.cumsum(skipped)
+    total = len(indices) + int(skipped.sum())
+    vectors = np.empty((total, 2), np.int64)
+    vectors[:, 0], vectors[:, 1] = merging.scratch, stride
+    vectors[places, 0] = find_addresses(slots, address, stride)
+    starts = np.flatnonzero(begins)
+    firsts = places[starts].astype(np.int32)
+    counts = np.diff(firsts, append=np.int32(total)).astype(np.int32)
     return ReadBatch(
         file=file,
         vectors=vectors,
-        firsts=starts.astype(np.int32),
-        counts=counts.astype(np.int32),
-        offsets=np.multiply(indices.take(starts), stride, dtype=np.int64) + base,
-        sizes=counts * stride,
-        requests=np.arange(number, dtype=np.int32).repeat(counts),
-        results=np.full(number, PENDING, np.int64),
+        firsts=firsts,
+        counts=counts,
+        offsets=indices[starts].astype(np.int64) * stride + base,
+        sizes=counts.astype(np.int64) * stride,
+        requests=(np.cumsum(begins) - 1).astype(np.int32),
+        results=np.full(len(starts), PENDING, np.int64),
     )
 
 
@@ -142,42 +142,6 @@ def find_addresses(slots: I32, address: int, stride: int) -> I64:
     addresses: I64 = np.multiply(slots, stride, dtype=np.int64)
     addresses += address
     return addresses
-
-
-def _measure_runs(begins: Bits) -> tuple[I64, I64]:
-    """Beginnings and lengths of runs, by whether a bundle [b] begins one."""
-    (starts,) = begins.nonzero()
-    ends = np.empty_like(starts)
-    ends[:-1] = starts[1:]
-    ends[-1:] = len(begins)
-    return starts, ends - starts
-
-
-def _make_merged(
-    file: int, indices: I32, addresses: I64, begins: Bits, base: int, stride: int, merging: Merging
-) -> ReadBatch:
-    """Plan reads that take bundles between two wanted ones along: these go to the scratch."""
-    skipped = np.zeros(len(indices), np.int64)
-    skipped[1:] = np.where(begins[1:], 0, np.diff(indices) - 1)
-    places = np.arange(len(indices)) + np.cumsum(skipped)
-    total = int(places[-1]) + 1
-    vectors = np.empty((total, 2), np.int64)
-    vectors[:, 0] = merging.scratch
-    vectors[places, 0] = addresses
-    vectors[:, 1] = stride
-    starts = np.flatnonzero(begins)
-    firsts = places[starts].astype(np.int32)
-    counts = np.diff(firsts, append=np.int32(total)).astype(np.int32)
-    return ReadBatch(
-        file=file,
-        vectors=vectors,
-        firsts=firsts,
-        counts=counts,
-        offsets=indices[starts].astype(np.int64) * stride + base,
-        sizes=counts.astype(np.int64) * stride,
-        requests=(np.cumsum(begins) - 1).astype(np.int32),
-        results=np.full(len(starts), PENDING, np.int64),
-    )
 
 
 def keep_gates(batch: ReadBatch, gate_bytes: int, whole: Bits) -> tuple[ReadBatch, Bits]:
@@ -239,9 +203,6 @@ NotePart = Callable[[ReadBatch, int, float, float], None]
 """Is told of every part that a thread has read: batch, number of the part, and from when to when
 (`time.perf_counter`)."""
 
-RunRead = Callable[[int, I64, I32, I32, I64, I64], None]
-"""``HostLoops.read_runs`` of `pi2.memory.host_loops`."""
-
 
 class IoEngine(Protocol):
     """Reads batches.  One caller at a time."""
@@ -281,29 +242,14 @@ def make_readers(threads: int, name: str) -> ThreadPoolExecutor:
     return Pool(threads, thread_name_prefix=name, initializer=let_go)
 
 
-def read_in_python(
-    fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
-) -> None:
-    """Do what ``HostLoops.read_runs`` does, request by request in Python."""
-    for i in range(len(firsts)):
-        buffers = [
-            (ctypes.c_uint8 * size).from_address(address)
-            for address, size in vectors[firsts[i] : firsts[i] + counts[i]].tolist()
-        ]
-        try:
-            results[i] = os.preadv(fd, buffers, int(offsets[i]))
-        except OSError:
-            results[i] = -1
-
-
 class PreadEngine:
     """Threads that issue reads one after the other, in compiled code."""
 
-    def __init__(self, files: Sequence[int], threads: int, read_runs: RunRead) -> None:
+    def __init__(self, files: Sequence[int], threads: int, loops: HostLoops) -> None:
         """``files``: descriptors."""
         self._files = files
         self._threads = threads
-        self._read_runs = read_runs
+        self._read_runs = loops.read_runs
         self._pool = make_readers(threads, "pi2-read")
         self._jobs: dict[int, list[Future[None]]] = {}
         self.note_part: NotePart | None = None

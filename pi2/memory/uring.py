@@ -20,15 +20,7 @@ import numpy as np
 
 from pi2.arrays import I32, I64, U32
 from pi2.memory.host_loops import BundlePlaces, HostLoops, RingArrays, RingControl
-from pi2.memory.io_engine import (
-    MOST_BUNDLES,
-    PENDING,
-    EngineName,
-    IoEngine,
-    PreadEngine,
-    ReadBatch,
-    read_in_python,
-)
+from pi2.memory.io_engine import MOST_BUNDLES, PENDING, EngineName, IoEngine, PreadEngine, ReadBatch
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 """System calls: the same numbers on x86-64 and aarch64."""
@@ -39,10 +31,6 @@ _GET_EVENTS = 1
 _DEFERRED = 1 << 9 | 1 << 12 | 1 << 13
 """Setup flags: one thread submits, and completions are noted when it asks for them, not in the
 middle of its computations; the ring says when there are any (Linux 6.1)."""
-_NOTED_A_CALL = 20
-"""Completions that a system call notes at least, if there are as many (since Linux 6.13)."""
-_HAS_COMPLETIONS = 1 << 2
-"""Flag of the submission ring: completions wait to be asked for."""
 _PARAMETERS_BYTES = 120
 _FLAGS_OFFSET = 8
 _SQ_OFFSETS, _CQ_OFFSETS = 40, 80
@@ -117,9 +105,6 @@ class Ring:
         np.frombuffer(rings, np.uint32, entries, array)[:] = np.arange(entries)
         self.slots: I64 = np.frombuffer(table, np.int64).reshape(entries, ENTRY_WORDS)
         """Entries that are submitted, [entries, 8]."""
-        raw = np.frombuffer(rings, np.uint8, 16 * completions, events)
-        self._events: I64 = raw.view(np.int64).reshape(completions, 2)
-        """Ring of completions: names, and results in the lower halves of the second words."""
         control = {
             RingControl.DESCRIPTOR: self._fd,
             RingControl.DEPTH: depth,
@@ -137,10 +122,7 @@ class Ring:
         self.control: I64 = np.zeros(len(RingControl), np.int64)
         """Numbers that the ring is driven by, by `RingControl`."""
         self.control[list(control)] = list(control.values())
-        places = (head, tail, flags, done_head, done_tail)
-        self._head, self._tail, self._flags, self._done_head, self._done_tail = (
-            place // 4 for place in places
-        )
+        self._head, self._tail, self._done_head = (own // 4 for own in (head, tail, done_head))
 
     def register_files(self, files: Sequence[int]) -> None:
         """Let entries name ``files`` by their numbers."""
@@ -157,53 +139,6 @@ class Ring:
         """Entries whose completions have not been taken, handed over or not."""
         count: int = (self._words[self._tail] - self._words[self._done_head]) & _WORD
         return count
-
-    def drive(self, pool: I64, results: I64, begin: int, end: int) -> int:
-        """Hand over, note and wait as `pi2.memory.host_loops.HostLoops.drive_ring` does;
-        return how many are still pending."""
-        words, control = self._words, self.control
-        self._note(results)
-        hidden = self._is_deferred and bool(words[self._flags] & _HAS_COMPLETIONS)
-        while True:
-            pending = int(np.count_nonzero(results[begin:end] == PENDING))
-            room = int(control[RingControl.DEPTH]) - self.in_flight
-            if room > 0 and (pending or room >= control[RingControl.LEAST_ROOM]):
-                self._push(pool, room)
-            # The ring knows what was handed over, also after an interrupt.
-            queued = (words[self._tail] - words[self._head]) & _WORD
-            least = min(pending, self.in_flight)
-            if not queued and not least and not hidden:
-                return pending
-            known = words[self._done_tail]
-            self.enter(least)
-            # The flag tells nothing of what a call leaves over: how many it has noted does.
-            noted = (words[self._done_tail] - known) & _WORD
-            hidden = self._is_deferred and noted >= _NOTED_A_CALL
-            self._note(results)
-
-    def _push(self, pool: I64, room: int) -> None:
-        """Write waiting entries into the ring, up to ``room`` of them, except cancelled ones."""
-        control, tail = self.control, self._words[self._tail]
-        handed, named = control[: RingControl.HANDED_OVER + 1].tolist()[::-1]
-        taken = pool.take(np.arange(handed, named) & (len(pool) - 1), axis=0)
-        (valid,) = taken[:, 0].nonzero()
-        valid = valid[:room]
-        end = handed + int(valid[-1]) + 1 if len(valid) == room else named
-        self.slots[(tail + np.arange(len(valid))) % len(self.slots)] = taken[valid]
-        # What is handed over is noted before the ring's tail: an interrupt in between loses
-        # requests, the other way round it would repeat them, into slots that by then are others'.
-        control[RingControl.HANDED_OVER] = end
-        # The system call that follows makes the kernel see entries before the tail.
-        self._words[self._tail] = (tail + len(valid)) & _WORD
-
-    def _note(self, results: I64) -> None:
-        """Note results. Completions leave the ring at the end: an interrupt notes them again."""
-        words = self._words
-        head, tail = words[self._done_head], words[self._done_tail]
-        count = (tail - head) & _WORD
-        taken = self._events.take((head + np.arange(count)) % len(self._events), axis=0)
-        results[taken[:, 0] & (len(results) - 1)] = taken.view(np.int32)[:, 2]
-        words[self._done_head] = tail
 
     def enter(self, least: int) -> None:
         """Hand over all entries of the ring, wait for ``least`` completions, and let the kernel
@@ -288,12 +223,7 @@ class UringEngine:
     (``has_one_caller``)."""
 
     def __init__(
-        self,
-        files: Sequence[int],
-        depth: int,
-        loops: HostLoops | None = None,
-        *,
-        has_one_caller: bool = True,
+        self, files: Sequence[int], depth: int, loops: HostLoops, *, has_one_caller: bool = True
     ) -> None:
         """``files``: descriptors; ``loops``: compiled code for the work per request. Raises
         `RingUnavailable`."""
@@ -333,24 +263,26 @@ class UringEngine:
         control = self._ring.control
         first = self._make_room(int(control[RingControl.NAMED]), count)
         place = first & (len(self._results) - 1)
-        self._fill_entries(self._entries[place : place + count], batch, first)
+        self._loops.fill_entries(
+            self._entries[place : place + count],
+            head=_READV | _FIXED_FILE | batch.file << 32,
+            first_name=first,
+            vectors=batch.vectors,
+            firsts=batch.firsts,
+            counts=batch.counts,
+            offsets=batch.offsets,
+        )
         batch.results = self._results[place : place + count]
         batch.results.fill(PENDING)
         self._jobs.append(_Job(batch, first, first + count))
         control[RingControl.NAMED] = first + count
         self._drive(0, 0)
 
-    @property
-    def plans(self) -> bool:
-        """Whether `submit_bundles` may be called."""
-        return self._loops is not None
-
     def submit_bundles(
         self, file: int, indices: I32, slots: I32, *, base: int, stride: int, address: int
     ) -> ReadBatch:
         """Plan reads as `pi2.memory.io_engine.make_batch` does, without gaps, and submit them, in
         one compiled call; there is at least one."""
-        assert self._loops is not None
         self._follow_caller()
         ring, count = self._ring, len(indices)
         first = self._make_room(int(ring.control[RingControl.NAMED]), count)
@@ -404,28 +336,6 @@ class UringEngine:
         """Wait until ``jobs`` are over; their results are not in the pool any more."""
         for job in jobs:
             self._wait(job.batch, slice(None))
-
-    def _fill_entries(self, entries: I64, batch: ReadBatch, first: int) -> None:
-        """Write entries [n, 8] of a batch's requests, the first of which is called ``first``."""
-        head = _READV | _FIXED_FILE | batch.file << 32
-        if self._loops is not None:
-            self._loops.fill_entries(
-                entries,
-                head=head,
-                first_name=first,
-                vectors=batch.vectors,
-                firsts=batch.firsts,
-                counts=batch.counts,
-                offsets=batch.offsets,
-            )
-            return
-        entries[:] = 0
-        entries[:, 0] = head
-        entries[:, 1] = batch.offsets
-        np.multiply(batch.firsts, 16, out=entries[:, 2])
-        entries[:, 2] += batch.vectors.ctypes.data
-        entries[:, 3] = batch.counts
-        entries[:, 4] = np.arange(first, first + len(entries))
 
     def _follow_caller(self) -> None:
         if not self._has_one_caller or self._thread == threading.get_ident():
@@ -483,12 +393,7 @@ class UringEngine:
     def _drive(self, begin: int, end: int) -> int:
         """Submit as many entries as have room, note finished ones, and wait for the results [begin,
         end) of the pool; return how many will never come."""
-        ring, pool, results = self._ring, self._entries, self._results
-        if self._loops is None:
-            pending = ring.drive(pool, results, begin, end)
-            handed, named = ring.control[[RingControl.HANDED_OVER, RingControl.NAMED]].tolist()
-            self._waits = handed < named
-            return pending
+        ring = self._ring
         while True:
             failed, pending, self._waits = self._loops.drive_ring(
                 self._list_arrays(), begin=begin, end=end, pending=PENDING
@@ -519,11 +424,7 @@ class EngineSettings(Protocol):
 
 
 def open_engine(
-    settings: EngineSettings,
-    files: Sequence[int],
-    loops: HostLoops | None,
-    *,
-    has_one_caller: bool = True,
+    settings: EngineSettings, files: Sequence[int], loops: HostLoops, *, has_one_caller: bool = True
 ) -> tuple[IoEngine, EngineName, str | None]:
     """Open an engine for the descriptors ``files``: ``pread`` where there is no io_uring; return it
     with its name, and why it is another than wanted."""
@@ -534,5 +435,4 @@ def open_engine(
             return engine, "io_uring", None
         except RingUnavailable as reason:
             fallback = str(reason)
-    read_runs = read_in_python if loops is None else loops.read_runs
-    return PreadEngine(files, settings.threads, read_runs), "pread", fallback
+    return PreadEngine(files, settings.threads, loops), "pread", fallback

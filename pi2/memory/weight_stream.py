@@ -89,7 +89,7 @@ class DirectFiles:
             raise refuse_weights(path, 0, error) from None
 
     def open_engine(
-        self, settings: EngineSettings, loops: HostLoops | None, *, has_one_caller: bool = True
+        self, settings: EngineSettings, loops: HostLoops, *, has_one_caller: bool = True
     ) -> IoEngine:
         """Open what reads ahead from the files; see `pi2.memory.uring.open_engine`."""
         engine, self.engine, self.engine_fallback = open_engine(

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
+from pi2.backends.host import load_host_loops
 from pi2.machine import Machine, detect_machine
 from pi2.measuring.contestant import BandwidthMeter
 from pi2.plan.documents.device import (
@@ -35,6 +36,7 @@ from pi2.plan.weights.layout import round_up
 from pi2.probing.probe import Measurements, UnitMeasurements
 from pi2.probing.steps import StepFacts, choose_times, round_digits, summarise
 from pi2.probing.storage import LEAST_BYTES, ReadSpec, StorageBench, open_sample
+from pi2.progress import ignore_progress
 
 Measure = Literal["B/s", "s", "GOP/s", "share"]
 
@@ -223,7 +225,7 @@ def sketch_device(device: Device, folder: Path) -> Device:
     specs = [ReadSpec(pattern="random", block_bytes=4096, depth=128)]
     specs.append(ReadSpec(pattern="sequential", block_bytes=512 << 10))
     with open_sample(folder, LEAST_BYTES) as (path, size_bytes):
-        bench = StorageBench(str(path), size_bytes)
+        bench = StorageBench(str(path), size_bytes, load_host_loops(ignore_progress))
         rates = bench.measure(specs, rounds=2)
         bench.close()
     values = device.model_dump(mode="json", exclude_none=True)

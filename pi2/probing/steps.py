@@ -208,7 +208,7 @@ class Probed:
     """Neurons [n, stride]."""
     used_bytes: int
     """Bytes of a neuron, without padding."""
-    loops: HostLoops | None = None
+    loops: HostLoops
     """Loops of the neuron cache."""
 
 
@@ -405,8 +405,7 @@ class Steps:
     def _make_look_up(self, missing: int) -> Callable[[int], None]:
         neurons, first = self._sizes.neurons, self._sizes.neurons * 2 // 7
         arena = np.zeros((2 * first, 64), np.uint8)
-        cache = NeuronCache(arena, [first], neurons, policy="lfu")
-        cache.loops = self._probed.loops
+        cache = NeuronCache(arena, [range(first)], neurons, self._probed.loops, policy="lfu")
         hot = np.linspace(0, first - 1, self._sizes.named - missing).astype(np.int32)
         random = np.random.default_rng(2)
         cold = [

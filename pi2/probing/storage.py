@@ -141,7 +141,7 @@ def _write_sample(path: Path, size: int) -> int:
 
 
 class StorageBench:
-    def __init__(self, path: str, size_bytes: int, loops: HostLoops | None = None) -> None:
+    def __init__(self, path: str, size_bytes: int, loops: HostLoops) -> None:
         """``loops`` as in `pi2.memory.flash.FlashReader`."""
         self._path = Path(path)
         self._size = size_bytes

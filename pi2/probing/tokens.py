@@ -299,15 +299,15 @@ class TokenSample:
         *,
         predictor: Literal["low-rank", "gate"],
         works: Sequence[TokenWork],
+        loops: HostLoops,
         hot: float = 1.0,
-        loops: HostLoops | None = None,
     ) -> None:
         """``arena`` [n, stride]: some layers; ``hot``: share that stays, a cache holds the rest."""
         shape = model.shape
         layers = min(shape.layers, len(arena) // shape.ffn)
         stay = round(hot * shape.ffn)
-        cache = NeuronCache(arena[: layers * shape.ffn], [stay] * layers, shape.ffn, policy="lfu")
-        cache.loops = loops
+        room = arena[: layers * shape.ffn]
+        cache = NeuronCache(room, [range(stay)] * layers, shape.ffn, loops, policy="lfu")
         for _ in cache.fill():
             pass
         recorder = _RecordingExecutor(executor)

@@ -18,6 +18,7 @@ from pi2.memory.weight_stream import BLOCK, DirectFiles
 from pi2.plan.documents.model import Model
 from tests.backend.test_blocks import MODELS, make_model, open_model
 from tests.helpers.blocks import RandomWeights
+from tests.helpers.kernels import make_loops
 
 
 def write_experts(model: BlockModel, folder: Path) -> dict[int, list[ExpertMatrix]]:
@@ -74,6 +75,7 @@ class Streamed:
             model.moe.experts,
             draw_region(size),
             SlotReads(active=active, **(reads | changes)),
+            make_loops(),
         )
         self.course = ExpertCourse(self.own, self.slots)
 

@@ -1,9 +1,10 @@
-"""The compiled loops of the host do what `pi2.memory` does with numpy and Python."""
+"""The compiled loops of the host: the neuron cache, plans of reads, reads, checks."""
 
 import functools
 import os
 import threading
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi2.backends.host import HostLoops, load_host_loops
+from pi2.backends.host import load_host_loops
 from pi2.backends.host.program import emit_compute_checks
 from pi2.machine.cpu import detect_cpu
 from pi2.memory import uring
@@ -21,34 +22,27 @@ from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.host_loops import HostSpec, RingControl, choose_checks
-from pi2.memory.io_engine import RunRead, make_batch, read_in_python
-from pi2.memory.policy import expect_uses, unite_named
+from pi2.memory.io_engine import MOST_BUNDLES, make_batch
+from pi2.memory.policy import expect_uses
 from pi2.memory.read_sieve import ReadSieve
 from pi2.progress import ignore_progress
 from tests.helpers.aarch64 import Emulated, generate, needs_emulator
-from tests.helpers.kernels import allocate
+from tests.helpers.kernels import allocate, make_loops
 
 LAYERS, NEURONS, HOT, COLD = 2, 200, 20, 60
 
 
-@functools.cache
-def make_loops() -> HostLoops:
-    return load_host_loops(ignore_progress, frozenset(detect_cpu().features))
-
-
-def make_cache(filled: bool) -> NeuronCache:
+def make_cache(filled: bool = False) -> NeuronCache:
     arena = np.zeros((LAYERS * HOT + COLD, 8), np.uint8)
     expected = expect_uses(LAYERS, NEURONS)
-    cache = NeuronCache(arena, [HOT] * LAYERS, NEURONS, policy="lfu", expected=expected)
+    cache = NeuronCache(arena, [range(HOT)] * LAYERS, NEURONS, make_loops(), expected=expected)
     for _ in cache.fill() if filled else ():
         pass
     return cache
 
 
-def make_sieve(limits: tuple[float, float, float] | None) -> ReadSieve | None:
+def make_sieve(limits: tuple[float, float, float]) -> ReadSieve:
     """A sieve of a share that has come to a limit, a lower one beside reads, and an allowance."""
-    if limits is None:
-        return None
     least, beside, allowance = limits
     sieve = ReadSieve(0.0, share=0.01, neuron_bytes=8)
     sieve._margin, sieve._beside, sieve._allowance = least, beside, allowance
@@ -63,84 +57,67 @@ indices = st.sets(st.integers(0, NEURONS - 1), max_size=COLD).map(sorted)
 @given(
     requests=st.lists(st.tuples(st.integers(0, LAYERS - 1), indices), max_size=40),
     filled=st.booleans(),
-    forgotten=st.sets(st.integers(0, 39)),
-    limits=st.none() | st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 20.0)),
+    limits=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 20.0)),
 )
-def test_a_compiled_look_up_finds_and_evicts_what_numpy_does(
-    requests: list[tuple[int, list[int]]],
-    filled: bool,
-    forgotten: set[int],
-    limits: tuple[float, float, float] | None,
+def test_a_compiled_look_up_leaves_out_what_the_sieve_does(
+    requests: list[tuple[int, list[int]]], filled: bool, limits: tuple[float, float, float]
 ) -> None:
     scores = np.random.default_rng(0).random(NEURONS).astype(np.float32)
     plain_sieve, compiled_sieve = make_sieve(limits), make_sieve(limits)
     plain, compiled = make_cache(filled), make_cache(filled)
-    compiled.loops = make_loops()
-    held = None
-    for turn, (layer, wanted) in enumerate(requests):
+    for layer, wanted in requests:
         array = np.array(wanted, np.int32)
-        expected = plain.look_up(layer, array, scores, plain_sieve)
+        kept = plain.leave_out(layer, array, scores, plain_sieve)
+        expected = plain.look_up(layer, kept)
         found = compiled.look_up(layer, array, scores, compiled_sieve)
-        if plain_sieve is not None and compiled_sieve is not None:
-            assert compiled_sieve.mass == pytest.approx(plain_sieve.mass)
-            assert compiled_sieve.left_out == pytest.approx(plain_sieve.left_out)
+        assert compiled_sieve.mass == pytest.approx(plain_sieve.mass)
+        assert compiled_sieve.left_out == pytest.approx(plain_sieve.left_out)
         for name in ("resident_slots", "missing", "missing_slots", "cold", "rest"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
-        assert found.skipped == expected.skipped
-        for cache in (plain, compiled):
-            # What one request uses is held while the next one is looked up.
-            if held is not None:
-                cache.release(held)
-            if turn in forgotten:
-                cache.forget(layer, expected.missing)
-            else:
-                cache.hold(expected)
-        held = None if turn in forgotten else expected
-    assert np.array_equal(plain._slot_of, compiled._slot_of)
-    assert np.array_equal(plain._owner, compiled._owner)
+        assert found.skipped == len(array) - len(kept)
     assert plain.counters == compiled.counters
-    for name in ("counts", "scores", "used_at", "candidates"):
-        tables: Any = [cache._policy.tables for cache in (plain, compiled)]  # type: ignore[attr-defined]
-        left, right = (getattr(own, name) for own in tables)
-        assert np.array_equal(left, right), name
 
 
 @settings(max_examples=40)
 @given(wanted=st.sets(st.integers(0, 120)).map(sorted))
-def test_compiled_read_lists_are_those_of_numpy(wanted: list[int]) -> None:
-    array = np.array(wanted, np.int32)
+def test_neighbours_are_one_request(wanted: list[int]) -> None:
     slots = np.arange(len(wanted), dtype=np.int32)[::-1].copy()
     place: dict[str, Any] = {"address": 1 << 40, "base": 4096, "stride": 7168}
-    expected = make_batch(3, array, slots, **place)
-    batch = make_batch(3, array, slots, **place, loops=make_loops())
-    for name in ("vectors", "firsts", "counts", "offsets", "sizes", "requests", "results"):
-        left, right = getattr(expected, name), getattr(batch, name)
-        assert left.dtype == right.dtype and np.array_equal(left, right), name
+    batch = make_batch(3, np.array(wanted, np.int32), slots, make_loops(), **place)
+    assert (batch.vectors[:, 0] == (1 << 40) + 7168 * slots.astype(np.int64)).all()
+    assert (batch.vectors[:, 1] == 7168).all() and batch.counts.sum() == len(wanted)
+    runs = [
+        wanted[first : first + count]
+        for first, count in zip(batch.firsts.tolist(), batch.counts.tolist(), strict=True)
+    ]
+    assert [key for run in runs for key in run] == wanted
+    assert batch.requests.tolist() == [n for n, run in enumerate(runs) for _ in run]
+    assert batch.offsets.tolist() == [4096 + 7168 * run[0] for run in runs]
+    assert batch.sizes.tolist() == [7168 * len(run) for run in runs]
+    for run, following in pairwise([*runs, [999]]):
+        assert run == list(range(run[0], run[0] + len(run)))
+        assert len(run) == MOST_BUNDLES or following[0] > run[-1] + 1
 
 
-def open_ring(tmp_path: Path, count: int, stride: int, loops: HostLoops | None) -> FlashReader:
+def open_ring(tmp_path: Path, count: int, stride: int) -> FlashReader:
     """A reader through io_uring of a layer whose neuron i has the bytes i."""
     content = np.repeat(np.arange(count, dtype=np.uint8), stride).reshape(count, stride)
     path = tmp_path / "layer.bin"
     path.write_bytes(bytes(4096) + content.tobytes())
     file = BundleFile(path=path, bundles_offset=4096, stride=stride, count=count)
     arena = Budget({"cold": 128 * stride}).allocate("cold", 128 * stride).reshape(-1, stride)
-    reader = FlashReader([file], arena, ReadSettings(engine="io_uring", depth=4, cluster=8), loops)
+    reader = FlashReader(
+        [file], arena, ReadSettings(engine="io_uring", depth=4, cluster=8), make_loops()
+    )
     if reader.engine != "io_uring":
         pytest.skip(str(reader.engine_fallback))
     return reader
 
 
-in_both_ways = pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "in Python"])
-
-
-@in_both_ways
-def test_rings_and_pools_go_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
-) -> None:
+def test_rings_and_pools_go_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # So small that names pass its end, and one batch needs a larger one.
     monkeypatch.setattr(uring, "_POOL", 64)
-    reader = open_ring(tmp_path, 200, 512, make_loops() if is_compiled else None)
+    reader = open_ring(tmp_path, 200, 512)
     arena, random = reader._arena, np.random.default_rng(0)
     for count in (20, 20, 20, 100, 7, 100, 60, 60, 60):
         wanted = np.sort(random.choice(200, count, replace=False)).astype(np.int32)
@@ -160,12 +137,13 @@ def test_rings_and_pools_go_round(
 
 
 def test_reads_are_planned_and_submitted_in_one_call(tmp_path: Path) -> None:
-    reader = open_ring(tmp_path, 200, 512, make_loops())
+    reader = open_ring(tmp_path, 200, 512)
     # Neighbours make fewer requests than there are bundles.
     wanted = np.array([3, 4, 5, 9, 20, 21, 60, *range(100, 120)], np.int32)
     slots = np.random.default_rng(0).permutation(128)[: len(wanted)].astype(np.int32)
     address = reader._arena.ctypes.data
-    expected = make_batch(0, wanted, slots, address=address, base=4096, stride=512)
+    place: dict[str, Any] = {"address": address, "base": 4096, "stride": 512}
+    expected = make_batch(0, wanted, slots, make_loops(), **place)
     for _ in range(2):
         pending = reader.start(0, wanted, slots)
         batch = pending.batch
@@ -181,11 +159,8 @@ def test_reads_are_planned_and_submitted_in_one_call(tmp_path: Path) -> None:
     reader.close()
 
 
-@in_both_ways
-def test_what_is_given_up_before_it_was_handed_over_is_never_read(
-    tmp_path: Path, is_compiled: bool
-) -> None:
-    reader = open_ring(tmp_path, 200, 512, make_loops() if is_compiled else None)
+def test_what_is_given_up_before_it_was_handed_over_is_never_read(tmp_path: Path) -> None:
+    reader = open_ring(tmp_path, 200, 512)
     arena = reader._arena
     first, second, third = (
         reader.start(0, np.arange(40, dtype=np.int32) * 2 + start, slots)
@@ -205,7 +180,7 @@ def test_what_is_given_up_before_it_was_handed_over_is_never_read(
 
 
 def test_a_system_call_that_fails_is_told_by_its_error(tmp_path: Path) -> None:
-    reader = open_ring(tmp_path, 10, 512, make_loops())
+    reader = open_ring(tmp_path, 10, 512)
     ring = reader._engine._ring  # type: ignore[attr-defined]
     good = int(ring.control[RingControl.DESCRIPTOR])
     ring.control[RingControl.DESCRIPTOR] = ring._fd = os.open(tmp_path / "layer.bin", os.O_RDONLY)
@@ -216,13 +191,8 @@ def test_a_system_call_that_fails_is_told_by_its_error(tmp_path: Path) -> None:
     reader.close()
 
 
-@pytest.mark.parametrize(
-    "read_runs",
-    [lambda *arguments: make_loops().read_runs(*arguments), read_in_python],
-    ids=["compiled", "in Python"],
-)
-def test_runs_are_read_by_several_threads_at_once(tmp_path: Path, read_runs: RunRead) -> None:
-    stride = 448
+def test_runs_are_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    stride, read_runs = 448, make_loops().read_runs
     content = np.random.default_rng(0).integers(0, 256, (64, stride), np.uint8)
     path = tmp_path / "bundles"
     path.write_bytes(content.tobytes())
@@ -265,12 +235,10 @@ def test_runs_are_read_by_several_threads_at_once(tmp_path: Path, read_runs: Run
     lists=st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=64),
     neurons=st.integers(31, 40),
 )
-def test_named_neurons_are_united_as_numpy_does(lists: list[set[int]], neurons: int) -> None:
+def test_named_neurons_are_united(lists: list[set[int]], neurons: int) -> None:
     own = [np.array(sorted(found), np.int32) for found in lists]
-    united, named = unite_named(own, neurons, make_loops())
-    expected, bits = unite_named(own, neurons, None)
-    assert np.array_equal(united, expected) and united.dtype == np.int32
-    assert np.array_equal(named, bits)
+    united, named = make_loops().unite_named(own, neurons)
+    assert united.dtype == np.int32 and len(named) == neurons
     assert united.tolist() == sorted(set().union(*lists))
     for number, found in enumerate(lists):
         assert {int(neuron) for neuron in np.flatnonzero((named >> number) & 1)} == found

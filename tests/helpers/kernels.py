@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import F32, F64, I8, U8
+from pi2.backends.host import HostLoops, load_host_loops
 from pi2.backends.kernels.isa import (
     BLOCK_TOKENS,
     PAIRED_GROUP_BYTES,
@@ -34,6 +35,11 @@ X86_FEATURES: Mapping[str, frozenset[str]] = {
     name: frozenset(list_features("x86-64", name)) for name in LEVELS["x86-64"]
 }
 """Features by the name of the schedule that they choose."""
+
+
+@functools.cache
+def make_loops() -> HostLoops:
+    return load_host_loops(ignore_progress, frozenset(detect_cpu().features))
 
 
 DEMO_LIKE: dict[str, Any] = {"hidden": 256, "ffn": 200, "heads": 8, "kv_heads": 4, "head_dim": 32}

@@ -58,7 +58,7 @@ def run(plan: Path, settings: Mapping[str, Any]) -> tuple[F32, F32]:
 
 def check_at_rest(model: LoadedModel) -> None:
     cache = model._parts.cache
-    assert not cache._held.any() and cache.free_capacity == cache.cold_capacity
+    assert not cache._tables.held.any() and cache.free_capacity == cache.cold_capacity
 
 
 def check(found: Sequence[F32], expected: Sequence[F32], error: float = SAME) -> None:

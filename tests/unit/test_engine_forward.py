@@ -12,6 +12,7 @@ import pi2
 from pi2.cli.main import run as cli
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import find_needs
+from pi2.memory.uring import UringEngine
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -168,8 +169,8 @@ def test_neurons_whose_reads_could_not_begin_are_read_the_next_time(
     with pi2.load(plan, set=settings) as model:
         parts = model._parts
         engine: Any = parts.reader._engine  # type: ignore[union-attr]
-        plans = getattr(engine, "plans", False)
-        owner, name = (engine._loops, "submit_reads") if plans else (engine, "submit")
+        is_ring = isinstance(engine, UringEngine)
+        owner, name = (engine._loops, "submit_reads") if is_ring else (engine, "submit")
         submit, calls = getattr(owner, name), []
 
         def fail_once(*arguments: Any, **keywords: Any) -> Any:

@@ -28,6 +28,7 @@ from pi2.weights.file_reading import list_missing
 from pi2.weights.file_tensor import FileTensor
 from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import write_random_gguf
+from tests.helpers.kernels import make_loops
 
 Ring = tuple[WeightStream, U8]
 Capture = pytest.CaptureFixture[str]
@@ -266,7 +267,8 @@ def open_stream(path: Path, pieces: list[Piece], blocks: int, engine: EngineName
     files = DirectFiles([path])
     own = ReadSettings(engine=engine, threads=2, depth=8)
     ring = region[skip : skip + blocks * BLOCK]
-    stream = WeightStream(files, pieces, ring, files.open_engine(own, None, has_one_caller=False))
+    reads = files.open_engine(own, make_loops(), has_one_caller=False)
+    stream = WeightStream(files, pieces, ring, reads)
     try:
         yield stream, ring
     finally:

@@ -12,24 +12,26 @@ from pi2.diagnostics import UserError
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import ABSENT, PolicyName
+from tests.helpers.kernels import make_loops
 
 LAYERS, NEURONS, COLD = 3, 20, 6
 
 
 def make_cache(hot: tuple[int, ...] = (4, 0, 2), policy: PolicyName = "lru") -> NeuronCache:
-    return NeuronCache(np.zeros((sum(hot) + COLD, 8), np.uint8), hot, NEURONS, policy=policy)
+    arena = np.zeros((sum(hot) + COLD, 8), np.uint8)
+    return NeuronCache(arena, [*map(range, hot)], NEURONS, make_loops(), policy=policy)
 
 
 def check_maps(cache: NeuronCache) -> None:
     """Neurons and slots name each other, and no slot beyond the cache is in use."""
     slot_of = cache._slot_of.reshape(-1)
-    for slot, owner in enumerate(cache._owner.tolist()):
+    for slot, owner in enumerate(cache._tables.owner.tolist()):
         if owner != ABSENT:
             assert slot_of[owner] == cache._first_cold + slot
     hot = sum(len(slots) for slots in cache.hot_slots)
     used = slot_of[slot_of != ABSENT]
     assert len(set(used.tolist())) == len(used)
-    assert len(used) == hot + np.count_nonzero(cache._owner != ABSENT)
+    assert len(used) == hot + np.count_nonzero(cache._tables.owner != ABSENT)
     assert len(used) <= len(cache.arena)
 
 
@@ -129,7 +131,7 @@ def test_a_segment_gives_no_more_than_it_has() -> None:
 @pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_the_cold_region_shrinks_and_grows_without_reading_what_stays(policy: PolicyName) -> None:
     arena = np.zeros((LAYERS * 2 + 12, 8), np.uint8)
-    cache = NeuronCache(arena, [2] * LAYERS, NEURONS, policy=policy)
+    cache = NeuronCache(arena, [range(2)] * LAYERS, NEURONS, make_loops(), policy=policy)
     for _ in range(2):
         for layer in range(LAYERS):
             found = cache.look_up(layer, ids(3, 5, 7, 9))

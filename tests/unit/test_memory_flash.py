@@ -11,27 +11,22 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from pi2.backends.host.ring import HAS_COMPLETIONS
 from pi2.diagnostics import UserError
 from pi2.memory import uring
 from pi2.memory.budget import Budget
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.flash import FlashReader, PendingRead, ReadSettings
+from pi2.memory.host_loops import RingControl
 from pi2.memory.io_engine import PENDING, EngineName
-from pi2.memory.uring import RingUnavailable, UringEngine
+from pi2.memory.uring import UringEngine
+from tests.helpers.kernels import make_loops
 from tests.helpers.patience import PATIENCE_S
 
 STRIDE, COUNT, OFFSET = 512, 100, 4096
 
 
-def find_ring_obstacle() -> str | None:
-    try:
-        UringEngine([], 4).close()
-    except RingUnavailable as reason:
-        return str(reason)
-    return None
-
-
-OBSTACLE = find_ring_obstacle()
+OBSTACLE = uring.find_refusal()
 needs_ring = pytest.mark.skipif(OBSTACLE is not None, reason=f"io_uring: {OBSTACLE}")
 ENGINES = [
     pytest.param(name, marks=needs_ring if name == "io_uring" else ())
@@ -53,7 +48,7 @@ def file(tmp_path: Path) -> BundleFile:
 
 def open_reader(file: BundleFile, **settings: Any) -> FlashReader:
     arena = Budget({"cold": 64 * STRIDE}).allocate("cold", 64 * STRIDE).reshape(-1, STRIDE)
-    return FlashReader([file], arena, ReadSettings(**{"cluster": 8, **settings}))
+    return FlashReader([file], arena, ReadSettings(**{"cluster": 8, **settings}), make_loops())
 
 
 def finish(reader: FlashReader, pending: PendingRead) -> list[int]:
@@ -172,23 +167,13 @@ def test_another_thread_may_read_when_nothing_is_under_way(
 
 
 @needs_ring
-def test_a_flag_of_hidden_completions_that_stays_set_is_looked_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_flag_of_hidden_completions_that_stays_set_is_looked_at_once() -> None:
     # The kernel may set it after it has noted the last one: asking again would go on for ever.
-    engine = UringEngine([], 4)
+    engine = UringEngine([], 4, make_loops())
     ring = engine._ring
     if not ring._is_deferred:
         pytest.skip("the kernel does not defer completions")
-    calls = iter(range(3))
-    ask = ring._call
-
-    def count_calls(*words: int) -> int:
-        assert next(calls, None) is not None, "the ring goes on asking"
-        return ask(*words)
-
-    monkeypatch.setattr(ring, "_call", count_calls)
-    ring._words[ring._flags] |= uring._HAS_COMPLETIONS
+    ring.words[ring.control[RingControl.FLAGS]] |= HAS_COMPLETIONS
     engine._drive(0, 0)
     engine.close()
 
@@ -275,14 +260,14 @@ def test_damage_is_found_at_the_first_read(file: BundleFile, engine: EngineName)
 
 
 def test_a_bundle_is_checked_once(file: BundleFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-    crc32 = zlib.crc32
+    checked, loops = [], make_loops()
+    check = loops.compute_checks
 
-    def count(data: bytes) -> int:
-        checked.append(1)
-        return crc32(data)
+    def count(arena: np.ndarray, slots: np.ndarray) -> object:
+        checked.extend(slots.tolist())
+        return check(arena, slots)
 
-    monkeypatch.setattr("zlib.crc32", count)
+    monkeypatch.setattr(loops, "compute_checks", count)
     reader = open_reader(file, verify=True)
     for _ in range(3):
         finish(reader, reader.start(0, ids(5, 19), ids(0, 1)))
@@ -316,7 +301,7 @@ def test_where_direct_reads_do_not_fit_the_reader_says_so(tmp_path: Path) -> Non
     path.write_bytes(bytes(range(200)) * 10)
     arena = Budget({"cold": 400}).allocate("cold", 400).reshape(-1, 100)
     odd = BundleFile(path=path, bundles_offset=0, stride=100, count=20)
-    reader = FlashReader([odd], arena, ReadSettings())
+    reader = FlashReader([odd], arena, ReadSettings(), make_loops())
     assert reader.fallback is not None
     finish(reader, reader.start(0, ids(1), ids(0)))
     assert reader._arena[0, 0] == 100

@@ -1,6 +1,5 @@
-"""The cold cache's replacement policies: each against what a textbook says, all against the law."""
+"""The cold cache's replacement: each policy against what a textbook says, all against the law."""
 
-from collections import OrderedDict
 from typing import get_args
 
 import numpy as np
@@ -8,114 +7,88 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi2.memory.policy import (
-    ABSENT,
-    LeastFrequentlyUsed,
-    LeastRecentlyUsed,
-    Policy,
-    PolicyName,
-    expect_uses,
-    make_policy,
-)
+from pi2.memory.cache import NeuronCache
+from pi2.memory.policy import ABSENT, PolicyName, expect_uses
+from tests.helpers.kernels import make_loops
 
 CAPACITY, KEYS = 16, 40
 
 requests = st.lists(
-    st.lists(st.integers(0, KEYS - 1), unique=True, max_size=CAPACITY - 4), max_size=60
+    st.sets(st.integers(0, KEYS - 1), max_size=CAPACITY - 4).map(sorted), max_size=60
 )
 
 
-class Simulation:
-    """A policy with what a cache keeps beside it."""
+def make_cache(
+    name: PolicyName, capacity: int = CAPACITY, expected: np.ndarray | None = None
+) -> NeuronCache:
+    arena = np.zeros((capacity, 8), np.uint8)
+    return NeuronCache(arena, [range(0)], KEYS, make_loops(), policy=name, expected=expected)
 
-    def __init__(self, policy: Policy, capacity: int = CAPACITY) -> None:
-        self.policy = policy
-        self.owners = np.full(capacity, ABSENT, np.int64)
-        self.held = np.zeros(capacity, bool)
 
-    def request(self, keys: list[int]) -> tuple[list[int], list[int]]:
-        """Slots of what was there, and slots given to the rest."""
-        places = {int(key): slot for slot, key in enumerate(self.owners) if key != ABSENT}
-        there = [key for key in keys if key in places]
-        missing = [key for key in keys if key not in places]
-        hits = [places[key] for key in there]
-        self.policy.touch(np.array(hits, np.int32), np.array(there, np.int64))
-        given = self.policy.replace(np.array(missing, np.int64), self.held).tolist()
-        self.owners[given] = missing
-        return hits, given
+def request(cache: NeuronCache, *keys: int) -> tuple[list[int], list[int]]:
+    """Slots of what was there, and slots given to the rest."""
+    found = cache.look_up(0, np.array(keys, np.int32))
+    assert len(found.rest) == 0
+    return found.resident_slots.tolist(), found.missing_slots.tolist()
+
+
+def list_there(cache: NeuronCache) -> set[int]:
+    return set(np.flatnonzero(cache.find_slots(0, 0, KEYS) != ABSENT).tolist())
 
 
 @pytest.mark.parametrize("name", get_args(PolicyName))
-@given(requests=requests, held=st.sets(st.integers(0, CAPACITY - 1), max_size=4))
+@given(requests=requests, held=st.sets(st.integers(0, KEYS - 1), max_size=4).map(sorted))
 def test_nothing_in_use_or_held_is_given_away(
-    name: PolicyName, requests: list[list[int]], held: set[int]
+    name: PolicyName, requests: list[list[int]], held: list[int]
 ) -> None:
-    simulation = Simulation(make_policy(name, CAPACITY, KEYS))
-    simulation.held[list(held)] = True
+    cache = make_cache(name)
+    kept = cache.look_up(0, np.array(held, np.int32))
+    cache.hold(kept)
     for keys in requests:
-        hits, given = simulation.request(keys)
+        hits, given = request(cache, *keys)
         assert len(set(hits) | set(given)) == len(keys)
-        assert not held & set(given)
-
-
-@pytest.mark.parametrize("name", get_args(PolicyName))
-@given(requests=requests, order=st.permutations(range(CAPACITY)), removed=st.integers(0, 8))
-def test_slots_may_be_renumbered(
-    name: PolicyName, requests: list[list[int]], order: list[int], removed: int
-) -> None:
-    simulation = Simulation(make_policy(name, CAPACITY, KEYS))
-    for keys in requests:
-        simulation.request(keys)
-    source = np.array([ABSENT, *order[removed:], ABSENT], np.int32)
-    simulation.owners = np.where(source == ABSENT, ABSENT, simulation.owners[source])
-    simulation.policy.renumber(source, simulation.owners)
-    assert sorted(simulation.policy.list_order().tolist()) == list(range(len(source)))
-    simulation.held = np.zeros(len(source), bool)
-    empty = np.flatnonzero(simulation.owners == ABSENT).tolist()
-    new = [key for key in range(KEYS) if key not in simulation.owners]
-    _, given = simulation.request(new[: len(empty)])
-    assert sorted(given) == empty
-    simulation.request(list(range(len(source))))
+        assert not set(kept.cold.tolist()) & set(given)
+        assert list_there(cache) >= {*keys, *held}
 
 
 @given(requests)
-def test_lru_evicts_the_same_slots_as_an_ordered_dict(requests: list[list[int]]) -> None:
-    simulation = Simulation(LeastRecentlyUsed(CAPACITY))
-    model = OrderedDict.fromkeys(range(CAPACITY))
-    for keys in requests:
-        hits, given = simulation.request(keys)
-        for slot in hits:
-            model.move_to_end(slot)
-        expected = [model.popitem(last=False)[0] for _ in given]
-        assert given == expected
-        model.update(dict.fromkeys(expected))
+def test_lru_keeps_what_was_used_last(requests: list[list[int]]) -> None:
+    cache, last = make_cache("lru"), dict[int, int]()
+    for time, keys in enumerate(requests):
+        request(cache, *keys)
+        last |= dict.fromkeys(keys, time)
+        there = list_there(cache)
+        assert there <= set(last) and len(there) == min(len(last), CAPACITY)
+        gone = {key: last[key] for key in set(last) - there}
+        assert max(gone.values(), default=-1) <= min((last[key] for key in there), default=0)
+        last = {key: last[key] for key in there}
 
 
 def test_lfu_keeps_what_is_used_often_over_what_was_used_last() -> None:
-    simulation = Simulation(LeastFrequentlyUsed(4, KEYS), 4)
+    cache = make_cache("lfu", 4)
     for _ in range(5):
-        simulation.request([0, 1, 2])
+        request(cache, 0, 1, 2)
     for newcomer in range(10, 20):
-        simulation.request([newcomer])
-    assert set(simulation.owners.tolist()) == {0, 1, 2, 19}
+        request(cache, newcomer)
+    assert list_there(cache) == {0, 1, 2, 19}
 
 
 def test_lfu_lets_old_uses_count_less_and_less() -> None:
-    simulation = Simulation(LeastFrequentlyUsed(2, KEYS), 2)
+    cache = make_cache("lfu", 2)
     for _ in range(20):
-        simulation.request([0, 1])
+        request(cache, 0, 1)
     for _ in range(200):
-        simulation.request([2, 3])
-    simulation.request([4])
-    assert 0 not in simulation.owners and 1 not in simulation.owners
+        request(cache, 2, 3)
+    request(cache, 4)
+    assert not list_there(cache) & {0, 1}
 
 
 def test_lfu_begins_with_what_it_is_told_to_expect() -> None:
-    expected = np.arange(KEYS, dtype=np.float32) / np.float32(KEYS)
-    simulation = Simulation(LeastFrequentlyUsed(3, KEYS, expected), 3)
+    expected = np.arange(KEYS, dtype=np.float32)[None] / np.float32(KEYS)
+    cache = make_cache("lfu", 3, expected)
     for key in [39, 38, 0, 1]:
-        simulation.request([key])
-    assert set(simulation.owners.tolist()) == {39, 38, 1}
+        request(cache, key)
+    assert list_there(cache) == {39, 38, 1}
 
 
 def test_expected_uses_fall_with_the_place_and_add_up_to_the_share() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pi2.engine.neuron_stream import NeuronStream
 from pi2.memory.cache import NeuronCache
+from tests.helpers.kernels import make_loops
 
 NEURONS, LAYERS, STRIDE = 40, 3, 4096
 
@@ -34,7 +35,7 @@ class FakeReader:
 
 def make_cache(hot: int, cold: int) -> NeuronCache:
     arena = np.zeros((LAYERS * hot + cold, STRIDE), np.uint8)
-    cache = NeuronCache(arena, [hot] * LAYERS, NEURONS)
+    cache = NeuronCache(arena, [range(hot)] * LAYERS, NEURONS, make_loops())
     for layer in range(LAYERS):
         arena[layer * hot : (layer + 1) * hot, 0] = layer
         arena[layer * hot : (layer + 1) * hot, 1] = np.arange(hot)
@@ -101,7 +102,7 @@ def give_experts(there: range) -> tuple[list[int], list[bool], FakeReader]:
     """The numbers of a layer's experts of four neurons as they are given, and which of them came
     from flash, where those of ``there`` are in the cache."""
     arena = np.zeros((NEURONS, STRIDE), np.uint8)
-    cache = NeuronCache(arena, [0] * LAYERS, NEURONS)
+    cache = NeuronCache(arena, [range(0)] * LAYERS, NEURONS, make_loops())
     if there:
         cache.look_up(0, np.arange(4 * there.stop, dtype=np.int32))
     reader = FakeReader()

@@ -67,7 +67,7 @@ def test_loops_of_the_host_are_compiled_early(plan: Path, monkeypatch: pytest.Mo
         order.append("memory")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pi2.engine.loading.load_host_loops", load_loops)
+    monkeypatch.setattr("pi2.engine.assembly.load_host_loops", load_loops)
     monkeypatch.setattr("pi2.engine.loading.StoreWeights.complete_request", note)
     monkeypatch.setattr("pi2.backends.cpu.backend.prepare", lambda request: None)
     with pytest.raises(KeyboardInterrupt):

@@ -27,6 +27,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.io_engine import Merging, make_batch
 from pi2.memory.policy import expect_uses
 from pi2.memory.read_sieve import ReadSieve
+from tests.helpers.kernels import make_loops
 from tests.helpers.models import MIXTURE, PUBLISHED_HITS, make_model
 from tests.helpers.shipped_plans import read_model
 
@@ -38,8 +39,9 @@ def fill_cache(layers: int, hot: float, cold: float, policy: Policy) -> NeuronCa
     resident = round(hot * NEURONS) + round(cold * NEURONS)
     cache = NeuronCache(
         np.zeros((layers * resident, 1), np.uint8),
-        [round(hot * NEURONS)] * layers,
+        [range(round(hot * NEURONS))] * layers,
         NEURONS,
+        make_loops(),
         policy=policy,
         expected=expect_uses(layers, NEURONS),
     )
@@ -127,8 +129,9 @@ def count_requests(activity: LayerActivity, hot: float, cold: float, gap: int) -
     resident = round(hot * NEURONS) + round(cold * NEURONS)
     cache = NeuronCache(
         np.zeros((resident, 1), np.uint8),
-        [round(hot * NEURONS)],
+        [range(round(hot * NEURONS))],
         NEURONS,
+        make_loops(),
         policy="lfu",
         expected=expect_uses(1, NEURONS),
     )
@@ -143,7 +146,11 @@ def count_requests(activity: LayerActivity, hot: float, cold: float, gap: int) -
         if token >= warm and len(found.missing):
             slots, merging = np.zeros(len(found.missing), np.int32), Merging(gap=gap)
             batch = make_batch(
-                0, found.missing, slots, address=0, base=0, stride=1, merging=merging
+                *(0, found.missing, slots, make_loops()),
+                address=0,
+                base=0,
+                stride=1,
+                merging=merging,
             )
             missing += len(found.missing)
             requests += len(batch.firsts)

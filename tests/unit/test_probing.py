@@ -36,6 +36,7 @@ from pi2.probing.steps import StepFacts
 from pi2.probing.storage import ReadSpec, StorageBench, open_sample
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import require_launcher
+from tests.helpers.kernels import make_loops
 from tests.helpers.programs import Ask
 
 MIB = 1 << 20
@@ -183,7 +184,7 @@ def test_reads_are_timed_for_every_setting(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("pi2.probing.storage.ROUND_S", 0.005)
     path = tmp_path / "sample"
     path.write_bytes(np.random.default_rng(0).bytes(8 * MIB))
-    bench = StorageBench(str(path), 8 * MIB)
+    bench = StorageBench(str(path), 8 * MIB, make_loops())
     specs = [
         ReadSpec(pattern="sequential", block_bytes=65536),
         ReadSpec(pattern="random", block_bytes=4096, threads=2),

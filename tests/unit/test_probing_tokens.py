@@ -8,6 +8,7 @@ import pytest
 from pi2.probing import tokens as synthetic
 from pi2.probing.steps import EXACT, GATES, USUAL, Probed, TokenSteps, Variety
 from pi2.probing.tokens import TokenSample, TokenWork, average_most
+from tests.helpers.kernels import make_loops
 
 SIZES = synthetic.SMALL
 
@@ -62,7 +63,8 @@ def test_tokens_compute_what_each_work_says(arena: Any) -> None:
     executor = FakeExecutor()
     works = [TokenWork(position=0, named=16), TokenWork(position=256, named=64)]
     model = synthetic.make_model(SIZES)
-    sample = TokenSample(executor, arena, model, predictor="low-rank", works=works)  # type: ignore[arg-type]
+    named: dict[str, Any] = {"predictor": "low-rank", "works": works, "loops": make_loops()}
+    sample = TokenSample(executor, arena, model, **named)  # type: ignore[arg-type]
     times = sample.measure(0.0)
     layers = model.shape.layers
     tokens = count(executor, "logits")[0]
@@ -80,7 +82,8 @@ def test_gates_are_found_by_their_slots(arena: Any) -> None:
     executor = FakeExecutor()
     work = TokenWork(position=0, named=64)
     model = synthetic.make_model(SIZES)
-    sample = TokenSample(executor, arena, model, predictor="gate", works=[work], hot=0.5)  # type: ignore[arg-type]
+    named: dict[str, Any] = {"predictor": "gate", "works": [work], "loops": make_loops()}
+    sample = TokenSample(executor, arena, model, hot=0.5, **named)  # type: ignore[arg-type]
     times = sample.measure(0.0)
     assert set(count(executor, "add_neurons")) == {(64, True)}
     assert times.average("find") > 0.0
@@ -94,7 +97,7 @@ def test_every_step_that_is_announced_is_measured(
     for name in ("SERIES_S", "CACHED_S"):
         monkeypatch.setattr(f"pi2.probing.steps.{name}", 0.0)
     model = synthetic.make_model(SIZES)
-    probed = Probed(model=model, sizes=SIZES, arena=arena, used_bytes=432)
+    probed = Probed(model=model, sizes=SIZES, arena=arena, used_bytes=432, loops=make_loops())
     steps = TokenSteps(FakeExecutor(), probed, variety)  # type: ignore[arg-type]
     facts = steps.list_facts()
     assert {item.key for item in facts} == set(steps.measure())

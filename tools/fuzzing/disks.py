@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -19,7 +20,7 @@ from fuzzing.gguf import write_gguf
 from fuzzing.seeds import read_gguf_seed
 from pi2.backends.host import HostLoops
 from pi2.diagnostics import UserError
-from pi2.memory.io_engine import ReadBatch, read_in_python
+from pi2.memory.io_engine import ReadBatch
 from pi2.memory.uring import UringEngine
 
 FAULTS = ("none", "direct", "open", "short", "end", "error")
@@ -90,8 +91,17 @@ class FailingDisk:
     def use(self) -> Iterator[None]:
         """Have this process read so."""
 
-        def read_runs(loops: HostLoops, *arguments: Any) -> None:
-            read_in_python(*arguments)
+        def read_runs(loops: HostLoops, fd: int, *arguments: Any) -> None:
+            vectors, firsts, counts, offsets, results = arguments
+            for i in range(len(firsts)):
+                buffers = [
+                    (ctypes.c_uint8 * size).from_address(address)
+                    for address, size in vectors[firsts[i] : firsts[i] + counts[i]].tolist()
+                ]
+                try:
+                    results[i] = os.preadv(fd, buffers, int(offsets[i]))
+                except OSError:
+                    results[i] = -1
 
         def wait(engine: UringEngine, batch: ReadBatch, part: int, count: int = 1) -> None:
             self.wait(engine, batch, part, count)

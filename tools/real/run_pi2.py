@@ -72,14 +72,17 @@ def measure_disk(file: Path, settings: Io) -> float:
 
     import numpy as np
 
+    from pi2.backends.host import load_host_loops
     from pi2.memory.weight_stream import DirectFiles, Piece, WeightStream
+    from pi2.progress import ignore_progress
 
     size, region = 1 << 20, np.frombuffer(mmap.mmap(-1, 32 << 20), np.uint8)
     last = file.stat().st_size // size
     one_pass = range(max(0, last - _DISK_PIECES), last)
     pieces = [Piece(0, at * size, size) for _ in range(_DISK_PASSES) for at in one_pass]
     files = DirectFiles([file])
-    stream = WeightStream(files, pieces, region, files.open_engine(settings, None))
+    loops = load_host_loops(ignore_progress)
+    stream = WeightStream(files, pieces, region, files.open_engine(settings, loops))
     best, start = 0.0, time.perf_counter()
     for count in range(len(pieces)):
         stream.take(count)
