@@ -193,7 +193,7 @@ def _sum_groups(numbers: F32, groups: int) -> F32:
     return np.asarray(numbers.reshape(-1, groups).sum(axis=1), np.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SuperBlock:
     """How groups share a scale, and a minimum: each has whole numbers that multiply them."""
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 
 class _Late:
@@ -90,6 +93,31 @@ class Format:
             )
             found |= (bits & 0x7C00) == 0x7C00
         return found
+
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_Made = TypeVar("_Made")
+
+
+def list_tables(
+    module: str, kinds: Mapping[str, type[_Made]], *, table: str = ""
+) -> tuple[_Made, ...]:
+    """What format.toml lists of ``module``, or of its ``table``, as the classes ``kinds``; formats
+    without a kind have the one called ""."""
+    values = _TABLES[module.rpartition(".")[2]]
+    listed = values[table] if table else values
+    shared = {key: value for key, value in listed.items() if not isinstance(value, dict)}
+    found = {key: shared | own for key, own in listed.items() if isinstance(own, dict)}
+    return tuple(
+        kinds[own.pop("kind", "")](name=name, **{key: _freeze(own[key]) for key in own})
+        for name, own in found.items()
+        if name != "packings"
+    )
+
+
+def _freeze(value: Any) -> Any:
+    """A value of a table as fields have it."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def check_finite(rows: F32, most: float | None = MOST_FLOAT16) -> None:

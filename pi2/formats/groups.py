@@ -17,7 +17,7 @@ from pi2.formats.fitting import (
     turn_groups,
     weigh,
 )
-from pi2.formats.format import Format, check_finite
+from pi2.formats.format import Format, check_finite, list_tables
 from pi2.formats.packing import keep_blocks
 
 if TYPE_CHECKING:
@@ -75,18 +75,6 @@ class _Group(Format):
         return [np.packbits(codes >> np.uint8(4), axis=1, bitorder="little"), nibbles]
 
 
-def _make(name: str, number: int, block_bytes: int, bits: int, *halves: int) -> Format:
-    return _Group(
-        name=name,
-        number=number,
-        block=_BLOCK,
-        block_bytes=block_bytes,
-        activations="q8_0",
-        halves=halves,
-        bits=bits,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bits(Format):
     bits: int
@@ -102,30 +90,7 @@ class Bits(Format):
             return np.asarray((numbers * scales).reshape(*raw.shape[:-1], -1))
 
 
-def _make_bits(name: str, number: int, block: int, bits: int) -> Format:
-    return Bits(
-        name=name,
-        number=number,
-        block=block,
-        block_bytes=2 + block * bits // 8,
-        activations="q8_0",
-        halves=(0,),
-        bits=bits,
-    )
-
-
-FORMATS = (
-    _make_bits("q1_0", 41, 128, 1),
-    _make_bits("q2_0", 42, 64, 2),
-    # The same with longer blocks, which older files call 42.
-    _make_bits("pq2_0", 142, 128, 2),
-    _make("q4_0", 2, 18, 4, 0),
-    _make("q4_1", 3, 20, 4, 0, 2),
-    _make("q5_0", 6, 22, 5, 0),
-    _make("q5_1", 7, 24, 5, 0, 2),
-    _make("q8_0", 8, 34, 8, 0),
-    Format(name="iq4_nl", number=20, block=_BLOCK, block_bytes=18, activations="q8_0", halves=(0,)),
-)
+FORMATS: tuple[Format, ...] = list_tables(__name__, {"": Format, "bits": Bits, "group": _Group})
 PACKINGS = keep_blocks(
     own for own in FORMATS if own.name not in ("q4_0", "q8_0") and not isinstance(own, Bits)
 )

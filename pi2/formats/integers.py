@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pi2.formats.format import MOST_FLOAT16, Format, check_finite
+from pi2.formats.format import MOST_FLOAT16, Format, check_finite, list_tables
 from pi2.formats.packing import GROUP, Packing, explain_overflow
 
 if TYPE_CHECKING:
@@ -71,13 +71,7 @@ class _Ternaries(Format):
         return (fields.astype(np.float32) - 1).reshape(*raw.shape[:-1], -1)
 
 
-FORMATS = (
-    # No file has it.
-    _Ternaries(name="ternary", number=-1, block=32, block_bytes=8, activations="q8_0"),
-    _Plain(name="f32", number=0, block=1, block_bytes=4, activations="float", can_encode=True),
-    _Plain(name="f16", number=1, block=1, block_bytes=2, activations="float", can_encode=True),
-    _Plain(name="bf16", number=30, block=1, block_bytes=2, activations="float", can_encode=True),
-)
+FORMATS: tuple[Format, ...] = list_tables(__name__, {"": _Plain, "ternaries": _Ternaries})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,50 +124,6 @@ def _find_peaks(rows: F32) -> F32:
     return peaks.view(np.float32)
 
 
-PACKINGS = (
-    _PlainVectors(
-        name="fp16",
-        bits=16,
-        uses=frozenset({"tables", "projections", "neurons"}),
-        scaled="nothing",
-        meets_values=True,
-        plain_type="<f2",
-        like="f16",
-    ),
-    _PlainVectors(
-        name="fp32",
-        bits=32,
-        uses=frozenset({"vectors"}),
-        scaled="nothing",
-        plain_type="<f4",
-        like="f32",
-    ),
-    _Nearest(
-        name="int4",
-        bits=4,
-        offset=8,
-        bottom=-8,
-        top=7,
-        uses=frozenset({"tables", "projections", "neurons", "gates"}),
-        like="q4_0",
-        is_searched=True,
-    ),
-    _Nearest(
-        name="int8",
-        bits=8,
-        bottom=-127,
-        top=127,
-        uses=frozenset({"tables", "projections", "neurons"}),
-        like="q8_0",
-    ),
-    _Ternary(
-        name="ternary",
-        bits=2,
-        offset=1,
-        top=1,
-        uses=frozenset({"projections", "neurons"}),
-        scaled="vectors",
-        scale_type="<f4",
-        is_published=True,
-    ),
+PACKINGS: tuple[Packing, ...] = list_tables(
+    __name__, {"nearest": _Nearest, "plain": _PlainVectors, "ternary": _Ternary}, table="packings"
 )

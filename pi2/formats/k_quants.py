@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pi2.formats.fitting import (
     Lines,
@@ -16,7 +16,7 @@ from pi2.formats.fitting import (
     turn_groups,
     weigh,
 )
-from pi2.formats.format import Format, check_finite
+from pi2.formats.format import Format, check_finite, list_tables
 from pi2.formats.packing import keep_blocks
 
 if TYPE_CHECKING:
@@ -31,22 +31,26 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KQuant(Format):
-    """One of groups of ``length``."""
+    """Groups share a scale, as `SuperBlock` has it."""
 
-    length: int
-    shared: SuperBlock
+    shared: tuple[int, ...]
     can_encode: bool = True
+
+    @property
+    def sharing(self) -> SuperBlock:
+        return SuperBlock(*self.shared)
 
     def encode(self, rows: F32, importance: F32 | None = None) -> U8:
         check_finite(rows)
         found = np.empty((len(rows), self.count_bytes(rows.shape[1])), np.uint8)
+        sharing = self.sharing
+        length = _BLOCK // sharing.groups
         for own in list_tiles(*rows.shape):
-            weights = weigh(rows[own], importance, self.length, evenly=True)
-            weights = turn_groups(weights, self.length)
-            columns = turn_groups(rows[own], self.length)
-            settled = self.shared.settle(columns, weights, self._fit(columns, weights))
-            step, down = settled.spread(self.shared.groups)
-            codes = self.shared.round(columns, settled.scales * step, settled.minima * down)
+            weights = turn_groups(weigh(rows[own], importance, length, evenly=True), length)
+            columns = turn_groups(rows[own], length)
+            settled = sharing.settle(columns, weights, self._fit(columns, weights))
+            step, down = settled.spread(sharing.groups)
+            codes = sharing.round(columns, settled.scales * step, settled.minima * down)
             blocks = np.ascontiguousarray(codes.T.astype(np.int8)).reshape(-1, _BLOCK)
             found[own] = self._pack(blocks.view(np.uint8), settled).reshape(len(rows[own]), -1)
         return found
@@ -65,14 +69,14 @@ class _WithMinima(_KQuant):
     __slots__ = ()
 
     def _fit(self, columns: F32, weights: F32) -> Lines:
-        return fit_lines(columns, weights, self.shared.top)
+        return fit_lines(columns, weights, self.sharing.top)
 
     def _pack(self, codes: U8, settled: Settled) -> U8:
         count = len(codes)
         halves = np.stack([settled.step, settled.down], axis=1).astype("<f2").view(np.uint8)
         pairs = codes.reshape(count, 4, 2, 32)
         parts = [halves, _pack_scales(settled.scales, settled.minima)]
-        if self.shared.top > 15:
+        if self.sharing.top > 15:
             places = np.arange(8, dtype=np.uint8)[:, None]
             high = (codes.reshape(count, 8, 32) >> np.uint8(4)) << places
             parts.append(np.bitwise_or.reduce(high, axis=1))
@@ -96,7 +100,7 @@ class _WithoutMinima(_KQuant):
     __slots__ = ()
 
     def _fit(self, columns: F32, weights: F32) -> Lines:
-        scales = fit_scales(columns, weights, self.shared.bottom, self.shared.top)
+        scales = fit_scales(columns, weights, self.sharing.bottom, self.sharing.top)
         return Lines(scales, np.zeros_like(scales))
 
     def _pack(self, codes: U8, settled: Settled) -> U8:
@@ -125,40 +129,13 @@ class _SpreadScale(Format):
         return found
 
 
-def _make(
-    name: str, number: int, block_bytes: int, *halves: int, kind: type[Format] = Format, **own: Any
-) -> Format:
-    return kind(
-        name=name,
-        number=number,
-        block=_BLOCK,
-        block_bytes=block_bytes,
-        activations="q8_k",
-        halves=halves,
-        **own,
-    )
-
-
-def _share(groups: int, lowest: int, highest: int, bottom: int, top: int) -> dict[str, Any]:
-    own = SuperBlock(groups=groups, lowest=lowest, highest=highest, bottom=bottom, top=top)
-    return {"length": _BLOCK // groups, "shared": own}
-
-
-FORMATS = (
-    _make("q4_k", 12, 144, 0, 2, kind=_WithMinima, **_share(8, 0, 63, 0, 15)),
-    _make("q5_k", 13, 176, 0, 2, kind=_WithMinima, **_share(8, 0, 63, 0, 31)),
-    _make("q6_k", 14, 210, 208, kind=_WithoutMinima, **_share(16, -128, 127, -32, 31)),
-    _make("q2_k", 10, 84, 80, 82),
-    _make("q3_k", 11, 110, 108),
-    _make("iq2_xxs", 16, 66, 0),
-    _make("iq2_xs", 17, 74, 0),
-    _make("iq3_xxs", 18, 98, 0),
-    _make("iq1_s", 19, 50, 0),
-    _make("iq3_s", 21, 110, 0),
-    _make("iq2_s", 22, 82, 0),
-    _make("iq4_xs", 23, 136, 0),
-    _make("iq1_m", 29, 56, kind=_SpreadScale),
-    _make("tq1_0", 34, 54, 52),
-    _make("tq2_0", 35, 66, 64),
+FORMATS: tuple[Format, ...] = list_tables(
+    __name__,
+    {
+        "": Format,
+        "spread_scale": _SpreadScale,
+        "with_minima": _WithMinima,
+        "without_minima": _WithoutMinima,
+    },
 )
 PACKINGS = keep_blocks(own for own in FORMATS if not own.name.startswith("tq"))

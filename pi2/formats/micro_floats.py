@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.formats.format import Format
+from pi2.formats.format import Format, list_tables
 from pi2.formats.integers import PACKINGS as INTEGERS
 from pi2.formats.packing import GROUP, Packing
 
@@ -110,20 +110,5 @@ def find_codes(groups: F32, axis: int) -> tuple[I8, U8]:
     return codes, np.squeeze(exponents, axis).astype(np.uint8)
 
 
-FORMATS = (
-    _ScaledByBytes(
-        name="mxfp4", number=39, block=32, block_bytes=17, activations="q8_0", can_encode=True
-    ),
-    _ScaledByBytes(name="nvfp4", number=40, block=64, block_bytes=36, activations="q8_0"),
-)
-PACKINGS = (
-    _PowersOfTwo(
-        name="mxfp4",
-        bits=4,
-        uses=frozenset({"neurons"}),
-        scale_type="|u1",
-        like="mxfp4",
-        is_published=True,
-        shares_down_scales=True,
-    ),
-)
+FORMATS = list_tables(__name__, {"": _ScaledByBytes})
+PACKINGS = list_tables(__name__, {"powers_of_two": _PowersOfTwo}, table="packings")

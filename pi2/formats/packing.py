@@ -17,7 +17,7 @@ ends up in its lane. The multiplication with 16 consecutive scales needs no shuf
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -74,7 +74,7 @@ class Packing:
     name: str
     bits: int
     """Of a weight."""
-    uses: frozenset[Use] = frozenset()
+    uses: Collection[Use] = ()
     """Tensors that a model document may keep so."""
     offset: int = 0
     scale_type: str = "<f2"

@@ -24,10 +24,6 @@ FAILED = 10
 """Exit status of a process that says itself, on standard output, what went wrong."""
 
 
-_STAYS = "stays"
-"""Argument of a process that does one piece of work after the other."""
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a process may take."""
@@ -42,7 +38,7 @@ class ChildFailed(Exception):
     """The work was not done; the text says why, and fits after a colon."""
 
 
-def start_child(module: str, limits: Limits, *, stays: bool = False) -> subprocess.Popen[bytes]:
+def start_child(module: str, limits: Limits) -> subprocess.Popen[bytes]:
     """Start a process of ``module``; raises `ChildFailed` if there can be none."""
     root = str(Path(__file__).resolve().parents[2])
     known = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -54,7 +50,7 @@ def start_child(module: str, limits: Limits, *, stays: bool = False) -> subproce
 
     try:
         return subprocess.Popen(
-            [*command, *numbers, *([_STAYS] if stays else [])],
+            [*command, *numbers],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -67,20 +63,8 @@ def start_child(module: str, limits: Limits, *, stays: bool = False) -> subproce
 
 def run_child(module: str, request: bytes, limits: Limits) -> bytes:
     """Run ``module`` of this package on ``request`` within ``limits``; raises `ChildFailed`."""
-    from subprocess import TimeoutExpired
-
-    with start_child(module, limits) as process:
-        try:
-            answer, errors = process.communicate(request, timeout=START_S + 4 * limits.cpu_s)
-        except TimeoutExpired:
-            process.kill()
-            process.communicate()
-            raise ChildFailed(f"it takes more than {limits.cpu_s:.2g} s") from None
-    if process.returncode == 0:
-        return answer
-    if process.returncode == FAILED:
-        raise ChildFailed(answer.decode("utf-8", "replace"))
-    raise ChildFailed(describe_end(process.returncode, errors, limits))
+    with StayingChild(module, limits) as child:
+        return child.run(request)
 
 
 def describe_end(status: int, errors: bytes, limits: Limits) -> str:
@@ -105,19 +89,11 @@ def _describe_memory(limits: Limits) -> str:
 
 
 def serve(work: Callable[[bytes], bytes], explain: Callable[[BaseException], str]) -> None:
-    """Be such a process: apply limits, do ``work`` on the input, end; ``explain`` words failures.
-    One that stays exchanges messages preceded by their length."""
+    """Be such a process: apply limits, do ``work`` on one message after the other, each preceded by
+    its length, until one fails or none follows; ``explain`` words failures."""
     cpu_s, memory_mib = float(sys.argv[1]), int(sys.argv[2])
     limits = Limits(cpu_s, memory_mib)
     streams = sys.stdin.buffer, sys.stdout.buffer
-    if sys.argv[3:] != [_STAYS]:
-        request = streams[0].read()
-        _limit(limits)
-        answer, status = _answer(work, explain, limits, request)
-        streams[1].write(answer)
-        streams[1].flush()
-        # What is left of the work could take its time to go.
-        os._exit(status)
     _limit(limits)
     while True:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -180,7 +156,7 @@ class StayingChild:
             if self._pieces == _MOST_PIECES:
                 self._end()
             if self._process is None:
-                self._process = start_child(self._module, self.limits, stays=True)
+                self._process = start_child(self._module, self.limits)
                 self._pieces = 0
             process = self._process
             assert process.stdin is not None and process.stdout is not None
