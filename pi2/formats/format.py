@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -100,7 +100,7 @@ _Made = TypeVar("_Made")
 
 
 def list_tables(
-    module: str, kinds: Mapping[str, type[_Made]], *, table: str = ""
+    module: str, kinds: Mapping[str, Callable[..., _Made]], *, table: str = ""
 ) -> tuple[_Made, ...]:
     """What format.toml lists of ``module``, or of its ``table``, as the classes ``kinds``; formats
     without a kind have the one called ""."""

@@ -230,8 +230,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "first": lambda scope, *values: next((own for own in values if own is not None), None),
     "has": _has,
     "listed": _list,
-    "most": lambda scope, *numbers: max(numbers),
-    "rounded": lambda scope, number: round(number, 6),
     "rows": _count_rows,
     "share_below": _find_share,
     "softplus": lambda scope, number: float(np.logaddexp(number, 0)),

@@ -143,7 +143,6 @@ def _rotate(model: Model, own: Attention | None) -> int | None:
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "attends": _attends,
     "count_shared": lambda model: model.moe.count_shared(model.shape.ffn),
-    "length": lambda model, items: len(items),
     "has_router": lambda model, layer: model.blocks[layer].ffn.has_router,
     "rotated": _rotate,
     "shorten": _shorten,

@@ -41,22 +41,6 @@ def activation(scope: Completed, name: str | None) -> str:
     return ACTIVATIONS[name]
 
 
-def whole(scope: Completed, number: float) -> int:
-    return int(number)
-
-
-def length(scope: Completed, items: list[Any]) -> int:
-    return len(items)
-
-
-def least(scope: Completed, *numbers: float) -> float:
-    return min(numbers)
-
-
-def most(scope: Completed, *numbers: float) -> float:
-    return max(numbers)
-
-
 def has_window(scope: Description, layer: int) -> bool:
     return layer in scope.windowed
 
@@ -87,11 +71,6 @@ def stated(scope: Completed, key: str) -> Any:
     return scope.raw.values.get(key)
 
 
-def either(scope: Completed, key: str, other: str) -> Any:
-    """The first of two keys, if it is stated, else the second."""
-    return stated(scope, key) if has(scope, key) else scope.find(other)
-
-
 def without(scope: Completed, table: Any, key: str) -> Any:
     if not isinstance(table, Mapping):
         return table
@@ -102,10 +81,6 @@ def within(scope: Completed, table: str, key: str, default: Any) -> Any:
     """What a table of the configuration has; ``default`` where it has nothing, or is not there."""
     found = scope.config.read_table(table).values.get(key)
     return default if found is None else found
-
-
-def ceiling(scope: Completed, number: int, divisor: int) -> int:
-    return -(-number // divisor)
 
 
 _KINDS = {
@@ -136,17 +111,10 @@ def _find_scaling(config: Config) -> Config:
     return config.read_table("rope_scaling")
 
 
-def score_scale(scope: Description, width: int) -> float | None:
-    """Scale of scores of ``width`` elements if scaled positions multiply them, in addition to their
-    effect on sines and cosines."""
-    scaling = _find_scaling(scope.config)
-    kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
-    all_dims = scaling.read("mscale_all_dim", float, 0.0)
-    factor = scaling.read("factor", float, 1.0)
-    if kind == "default" or not all_dims or factor <= 1:
-        return None
-    growth = (0.1 * all_dims * math.log(factor) + 1.0) ** 2
-    return None if growth == 1.0 else growth / math.sqrt(max(1, width))
+def scaled(scope: Description, key: str, default: Any) -> Any:
+    """What the scaling of positions states; ``default`` where it does not."""
+    found = _find_scaling(scope.config).values.get(key)
+    return default if found is None else found
 
 
 def grow(scope: Description) -> None:
@@ -157,17 +125,6 @@ def grow(scope: Description) -> None:
         scope.put("attention.growth", growth)
         original = scaling.read("original_max_position_embeddings", int)
         scope.put("rope.original_context", original)
-
-
-def read_two_factors(scope: Description) -> None:
-    """Factors of sines and cosines, which Phi-3.5-MoE states for short and long sequences."""
-    scaling = scope.config.read_table("rope_parameters")
-    if not scaling.has("short_mscale"):
-        scaling = scope.config.read_table("rope_scaling")
-    if scope.find("rope.kind") == "longrope" and scaling.has("short_mscale"):
-        scope.put("rope.attention_factor", scaling.read("short_mscale", float))
-        if scaling.has("long_mscale"):
-            scope.put("rope.long_attention_factor", scaling.read("long_mscale", float))
 
 
 def shared_indexes(scope: Description) -> list[int]:
@@ -203,9 +160,25 @@ def heads_of_layers(scope: Description) -> None:
         scope.put("other_heads", other)
 
 
-def _turn(scope: Description, full: Config, local: Config, share: float | None = None) -> None:
-    """State rotary positions of layers without a window, by the table ``full``, and of those with
-    one, by ``local``; both state the base.  ``share``: see `scale_rope`."""
+def _find_turns(scope: Description) -> tuple[Config, Config]:
+    """The tables of positions of layers without and with a window.  Where `rope_parameters` has
+    neither, it is of the former itself, or older keys are; bases that no table states are the
+    configuration's `full_theta` and `local_theta`."""
+    both = scope.config.read_table("rope_parameters")
+    full, local = both.read_table("full_attention"), both.read_table("sliding_attention")
+    if not full.values:
+        full = both if both.has("rope_type") else scope.config.read_table("rope_scaling")
+    full = full.set_default("truncate", both.values.get("truncate"))
+    return (
+        full.set_default("rope_theta", scope.find("full_theta")),
+        local.set_default("rope_theta", scope.find("local_theta")),
+    )
+
+
+def _turn(scope: Description, full: Config, local: Config) -> None:
+    """State positions of layers without a window, by ``full``, and of those with one; heads turn as
+    a whole where `turns_whole` is true and no share is stated."""
+    share = 1.0 if scope.find("turns_whole") else None
     rope, other = (
         scale_rope(
             scope.config, table, table.read("rope_theta", float), scope.find("shape.context"), share
@@ -217,98 +190,26 @@ def _turn(scope: Description, full: Config, local: Config, share: float | None =
         scope.put("other_rope", {**other, "layers": scope.windowed})
 
 
-def _read_both(config: Config) -> tuple[Config, Config, Config]:
-    """The table of positions, and those in it of layers without and with a window."""
-    both = config.read_table("rope_parameters")
-    return both, both.read_table("full_attention"), both.read_table("sliding_attention")
+def turn(scope: Description) -> None:
+    """Positions of layers without a window, and other ones of layers with one."""
+    scope.windowed = scope.windowed or scope.find("attention.window_layers") or []
+    _turn(scope, *_find_turns(scope))
 
 
-def turn_olmo3(scope: Description) -> None:
-    config = scope.config
-    theta = config.read("rope_theta", float, 500_000.0)
-    both, full, local = _read_both(config)
-    if not both.has("full_attention") and not both.has("sliding_attention"):
-        full = both if both.has("rope_type") else config.read_table("rope_scaling")
-    # The original code looks for it outside of the two tables.
-    full = full.change({"truncate": both.read("truncate", bool, True)})
-    _turn(scope, full.set_default("rope_theta", theta), local.set_default("rope_theta", theta))
-
-
-def turn_mellum(scope: Description) -> None:
-    _, full, local = _read_both(scope.config)
-    full = full.set_default("rope_theta", 500_000.0)
-    _turn(scope, full, local.set_default("rope_theta", 10_000.0), share=1.0)
-
-
-def turn_laguna(scope: Description) -> None:
-    """Laguna: half of a head turns in layers without a window."""
-    both, full, local = _read_both(scope.config)
-    defaults = (
-        {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
-        {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-    )
-    if not both.has("full_attention") and not both.has("sliding_attention"):
-        full, local = (both.change(default) for default in defaults)
-    full, local = (
-        table.set_default("rope_theta", default["rope_theta"])
-        for table, default in zip((full, local), defaults, strict=True)
-    )
-    _turn(scope, full, local, share=1.0)
-
-
-def turn_gemma3(scope: Description) -> None:
-    config = scope.config
-    _, full, local = _read_both(config)
-    if config.has("rope_scaling"):
-        full = config.read_table("rope_scaling")
-    full = full.set_default("rope_theta", config.read("rope_theta", float, 1_000_000.0))
-    theta = config.read("rope_local_base_freq", float, 10_000.0)
-    _turn(scope, full, local.set_default("rope_theta", theta))
-
-
-def turn_mimo(scope: Description) -> None:
-    config = scope.config
-    both, full, local = _read_both(config)
-    if not both.has("full_attention"):
-        share = config.read("partial_rotary_factor", float, 0.334)
-        bases = ("rope_theta", 5_000_000.0), ("swa_rope_theta", 10_000.0)
-        full, local = (
-            both.change(
-                {"rope_theta": config.read(key, float, theta), "partial_rotary_factor": share}
-            )
-            for key, theta in bases
-        )
-    _turn(scope, full, local, share=1.0)
-
-
-def turn_lfm3(scope: Description) -> None:
-    whole = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6}
-    config = scope.config.set_default("rope_parameters", {"full_attention": whole})
-    _, full, local = _read_both(config)
-    scope.windowed = scope.find("attention.window_layers")
-    full = full.set_default("rope_theta", 1_000_000.0)
-    _turn(scope, full, local.set_default("rope_theta", 10_000.0), share=1.0)
-
-
-def turn_gemma4(scope: Description) -> None:
-    """Gemma 4: `rope` belongs to layers with a window."""
-    config, full = scope.config, _list_full(scope)
-    if not config.has("rope_parameters"):
-        whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
-        config = config.change({"rope_parameters": {"full_attention": whole}})
-    _, wide, local = _read_both(config)
-    wide, local = (table.set_default("rope_theta", 10_000.0) for table in (wide, local))
-    scope.windowed = full
-    _turn(scope, local, wide, share=1.0)
+def turn_around(scope: Description) -> None:
+    """The same, but `rope` belongs to layers with a window."""
+    full, local = _find_turns(scope)
+    scope.windowed = _list_full(scope)
+    _turn(scope, local, full)
 
 
 def turn_pooled(scope: Description) -> None:
     """DeepSeek V4: what scales positions is of layers with pooled vectors, and multiplies no sines
     and cosines."""
-    _, full, local = _read_both(scope.config)
+    full, local = _find_turns(scope)
     blocks = scope.find("attention.pooled.blocks")
     scope.windowed = [layer for layer, block in enumerate(blocks) if not block]
-    _turn(scope, full.set_default("attention_factor", 1.0), local, share=1.0)
+    _turn(scope, full.set_default("attention_factor", 1.0), local)
     for key in ["rope", "other_rope"][: 1 + ("other_rope.layers" in scope.tables)]:
         scope.put(f"{key}.pairs", "neighbours")
 
@@ -354,41 +255,8 @@ def same(scope: Description, *keys: str) -> int:
     return number
 
 
-def same_width(scope: Completed) -> Any:
-    """Gemma 3n's width of FFNs, of which its configuration has one for each layer."""
-    widths = scope.raw.read_list("intermediate_size")
-    if any(width != widths[0] for width in widths):
-        raise scope.raw.refuse("intermediate_size is not the same for all layers")
-    return widths[0] if widths else None
-
-
-def shares(scope: Description, key: str) -> list[float] | None:
-    """A share for each layer; None where all are 0."""
-    found = scope.config.read_list(key)
-    if len(found) != scope.layers or not all(
-        type(share) in (int, float) and 0 <= share < 1 for share in found
-    ):
-        raise scope.config.refuse(f"{key} is not a list of {scope.layers} shares")
-    return [float(share) for share in found] if any(found) else None
-
-
 def windowed(scope: Description) -> list[int]:
     return scope.windowed
-
-
-def kinds_of_mimo(scope: Completed) -> list[str]:
-    """Kinds of layers by what older configurations of MiMo say of them."""
-    flags = scope.raw.read_list("hybrid_layer_pattern")
-    return ["sliding_attention" if flag else "full_attention" for flag in flags]
-
-
-def kinds_of_gemma4(scope: Completed) -> list[str]:
-    """Kinds of layers; the last one never has a window."""
-    found = scope.raw.read_list("layer_types") or [
-        "sliding_attention" if cycles(scope, layer, 6) else "full_attention"
-        for layer in range(scope.layers)
-    ]
-    return [*found[:-1], "full_attention"]
 
 
 def heads_of_gemma4(scope: Description) -> None:

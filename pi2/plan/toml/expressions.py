@@ -1,6 +1,7 @@
 """Expressions that documents state as text: arithmetic, comparisons and calls, read by a walker."""
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -30,6 +31,16 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda item, items: item in items,
     ast.NotIn: lambda item, items: item not in items,
 }
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "ceiling": lambda number, divisor: -(-number // divisor),
+    "least": min,
+    "length": len,
+    "log": math.log,
+    "most": max,
+    "rounded": lambda number: round(number, 6),
+    "whole": int,
+}
+"""What every expression may call."""
 _ALLOWED = (
     *(ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop, ast.Constant, ast.Name),
     *(ast.Attribute, ast.BinOp, ast.BoolOp, ast.Call, ast.Compare, ast.IfExp, ast.List),
@@ -131,7 +142,9 @@ def evaluate(tree: ast.expr, names: Names, layer: int | None = None) -> Any:
             found = [evaluate(body, names, number) for number in range(names.layers)]
             return found if function == "each" else [n for n, flag in enumerate(found) if flag]
         case ast.Call(ast.Name(function), arguments):
-            return names.call(function, [value_of(item) for item in arguments])
+            values = [value_of(item) for item in arguments]
+            own = _FUNCTIONS.get(function)
+            return names.call(function, values) if own is None else own(*values)
     raise TypeError(f"{ast.unparse(tree)} has no value")
 
 
