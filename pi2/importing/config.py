@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,22 +26,8 @@ _HUGE = 10**300
 
 _MOST_WHOLE = 2**53
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "relu_squared": "relu2",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "fatrelu": "fatrelu",
-    "shiftrelu": "fatrelu",
-    "drelu": "drelu",
-}
+TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+ACTIVATIONS: Mapping[str, str] = TABLE["activations"]
 """Activations of the model document by their names in configurations."""
 
 
@@ -191,22 +178,9 @@ def _scale_rope(
     if kind == "dynamic":
         # Nothing is stretched up to the original context, which then is the model's.
         return rope
-    if kind == "proportional":
-        return rope | {"kind": "proportional", "factor": scaling.read("factor", float, 1.0)}
-    if kind == "linear":
-        return rope | {"kind": "linear", "factor": scaling.read("factor", float)}
-    if kind == "llama3":
-        return rope | {
-            "kind": "llama3",
-            "factor": scaling.read("factor", float),
-            "low_frequency_factor": scaling.read("low_freq_factor", float),
-            "high_frequency_factor": scaling.read("high_freq_factor", float),
-            "original_context": original,
-        }
-    if kind == "yarn":
-        return rope | _read_yarn(scaling, original, context)
-    if kind in ("longrope", "su"):
-        return rope | _read_longrope(config, scaling, original, context)
+    if kind in TABLE["rope"]:
+        form = TABLE["rope"][kind]
+        return rope | _read_scaling(form, config, scaling, original, context)
     raise config.refuse(f"the position scaling {kind!r} is unknown")
 
 
@@ -214,63 +188,52 @@ def _read_share(config: Config, key: str, default: float | None) -> float | None
     return config.read(key, float) if config.has(key) else default
 
 
-def _read_longrope(config: Config, scaling: Config, original: int, context: int) -> dict[str, Any]:
-    # Where both state it, what the configuration itself says counts.
-    original = config.read("original_max_position_embeddings", int, original)
-    if original < 2:
-        raise config.refuse(f"original_max_position_embeddings is {original}")
-    longrope: dict[str, Any] = {
-        "kind": "longrope",
-        "factor": max(1.0, scaling.read("factor", float, context / original)),
-        "original_context": original,
-        "short_factors": scaling.read_numbers("short_factor"),
-        "long_factors": scaling.read_numbers("long_factor"),
-    }
-    if scaling.has("attention_factor"):
-        longrope["attention_factor"] = scaling.read("attention_factor", float)
-    return longrope
-
-
-def _read_yarn(scaling: Config, original: int, context: int) -> dict[str, Any]:
-    factor = scaling.read("factor", float, context / original)
-    yarn: dict[str, Any] = {"kind": "yarn", "factor": factor, "original_context": original}
-    for key, name in (("beta_fast", "fast_rotations"), ("beta_slow", "slow_rotations")):
+def _read_scaling(
+    form: Mapping[str, Any], config: Config, scaling: Config, original: int, context: int
+) -> dict[str, Any]:
+    """What a kind of scaling states, which has the ``form`` of config.toml."""
+    kind, defaults = form["kind"], dict(form.get("defaults", {}))
+    if kind == "longrope":
+        # Where both state it, what the configuration itself says counts.
+        original = config.read("original_max_position_embeddings", int, original)
+        if original < 2:
+            raise config.refuse(f"original_max_position_embeddings is {original}")
+    if form.get("stretches"):
+        defaults["factor"] = context / original
+    found: dict[str, Any] = {"kind": kind}
+    for name, key in form["numbers"].items():
+        found[name] = scaling.read(key, float, defaults.get(name))
+    for name, key in form.get("options", {}).items():
         if scaling.has(key):
-            yarn[name] = scaling.read(key, float)
+            found[name] = scaling.read(key, float)
+    if form.get("has_original"):
+        found["original_context"] = original
+    if kind == "longrope":
+        found["factor"] = max(1.0, found["factor"])
+        for length in ("short", "long"):
+            found[f"{length}_factors"] = scaling.read_numbers(f"{length}_factor")
+    if kind == "yarn":
+        _finish_yarn(scaling, found)
+    return found
+
+
+def _finish_yarn(scaling: Config, yarn: dict[str, Any]) -> None:
     if not scaling.read("truncate", bool, True):
         yarn["whole_pairs"] = False
-    if scaling.has("attention_factor"):
-        yarn["attention_factor"] = scaling.read("attention_factor", float)
-    elif all(scaling.read(key, float, 0.0) for key in ("mscale", "mscale_all_dim")):
-        growth = 0.1 * math.log(factor) if factor > 1 else 0.0
-        over, under = (
-            scaling.read(key, float) * growth + 1.0 for key in ("mscale", "mscale_all_dim")
-        )
+    keys = ("mscale", "mscale_all_dim")
+    if "attention_factor" not in yarn and all(scaling.read(key, float, 0.0) for key in keys):
+        growth = 0.1 * math.log(yarn["factor"]) if yarn["factor"] > 1 else 0.0
+        over, under = (scaling.read(key, float) * growth + 1.0 for key in keys)
         if over <= 0 or under <= 0:
             raise scaling.refuse(
                 f"mscale and mscale_all_dim scale attention by {over:g} / {under:g}"
             )
         yarn["attention_factor"] = over / under
-    return yarn
 
 
 # Checkpoints whose layers are single blocks: Nemotron-H has attention, Mamba-2 or an FFN in each.
 # Blocks that mix tokens and the FFN that follows them are a layer.  A layer may have no mixer, if
 # FFNs follow each other, and no FFN, at the end of the model or if attention comes a second time.
-_BLOCK_KINDS = {
-    "mamba": "mamba",
-    "linear_attention": "mamba",
-    "M": "mamba",
-    "attention": "attention",
-    "full_attention": "attention",
-    "*": "attention",
-    "mlp": "mlp",
-    "-": "mlp",
-    "moe": "moe",
-    "E": "moe",
-}
-"""Kinds of blocks by their names in configurations, old and new, and in patterns."""
-_OWNERS = {"mamba": "mamba.{mixer}", "attention": "self_attn", "mlp": "mlp", "moe": "mlp"}
 _FIXED = (("backbone.embeddings.", "model.embed_tokens."), ("backbone.norm_f.", "model.norm."))
 _NUMBERED = re.compile(
     r"(backbone\.layers\.\d{1,9}\.(?:mixer|norm)\."
@@ -296,11 +259,11 @@ def describe_layers(config: Mapping[str, Any]) -> list[Layer] | str:
     stated = config.get("layers_block_type") or config.get("hybrid_override_pattern")
     if not isinstance(stated, list | str) or not stated:
         return "it does not state layers_block_type"
-    kinds: list[str] = []
+    kinds, kinds_of = list[str](), TABLE["blocks"]["kinds"]
     for item in stated:
-        if not isinstance(item, str) or item not in _BLOCK_KINDS:
+        if not isinstance(item, str) or item not in kinds_of:
             return f"{item!r} in layers_block_type is no kind of block"
-        kinds.append(_BLOCK_KINDS[item])
+        kinds.append(kinds_of[item])
     return _group(kinds)
 
 
@@ -338,7 +301,7 @@ def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
             parts.append((layer.ffn, "post_attention_layernorm"))
         for block, (kind, norm) in enumerate(parts, start=layer.first):
             old, new = f"backbone.layers.{block}", f"model.layers.{number}"
-            owner = _OWNERS[kind].format(mixer=block - layer.first)
+            owner = TABLE["blocks"]["owners"][kind].format(mixer=block - layer.first)
             found.append((f"{old}.mixer.", f"{new}.{owner}."))
             found.append((f"{old}.norm.", f"{new}.{norm}."))
     return found
@@ -367,14 +330,7 @@ def rename_tensors(
 
 
 _SAMPLING = "generation_config.json"
-GGUF_SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-    "general.sampling.penalty_last_n": "penalty_window",
-}
+GGUF_SAMPLING: Mapping[str, str] = TABLE["gguf_sampling"]
 """What metadata of GGUF files calls them."""
 
 

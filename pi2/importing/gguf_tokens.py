@@ -83,9 +83,6 @@ _ENDS = frozenset(TABLE["marks"]["ends"])
 """Texts of tokens that end an answer."""
 _ROLES: Mapping[str, list[str]] = TABLE["marks"]["roles"]
 """Texts of tokens of code that is filled in, by their keys in a file; a key goes before a text."""
-_OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
-_DEFAULTS = {"llama": {"bos": 1, "eos": 2}, "t5": {"eos": 1}}
-"""Begin and end tokens where a file names none, by its kind of tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +101,11 @@ def read_marks(metadata: Mapping[str, Any], tokens: Texts, kinds: I64) -> TokenM
     # The last counts where a file has a text twice.
     places = {text: tokens.numbers.list_all(text) for text in wanted}
     numbers = {text: found[-1] for text, found in places.items() if found}
-    found = kinds.copy()
+    found, said = kinds.copy(), TABLE["marks"]
 
     def read(role: str) -> int | None:
-        default = _DEFAULTS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
-        for name in (role, _OLD_KEYS.get(role, role)):
+        default = said["defaults"].get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
+        for name in (role, said["old_keys"].get(role, role)):
             number = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
             if type(number) is int and 0 <= number < len(tokens):
                 return number
@@ -138,14 +135,6 @@ def read_marks(metadata: Mapping[str, Any], tokens: Texts, kinds: I64) -> TokenM
     return TokenMarks(found, read("bos"), tuple(ends))
 
 
-_ELSEWHERE = {
-    "bert": "it is of models that make no text",
-    "hybriddna": "pi2 does not cut DNA into words",
-    "rwkv": "pi2 does not compute its models",
-    "plamo2": "pi2 does not cut texts as it does",
-    "whitespace": "it is of models that make no text",
-}
-"""Further kinds that llama.cpp knows, and why pi2 does not take them."""
 _MOST_CHARACTERS = 4096
 """In a token: every place where it could be divided is looked at."""
 
@@ -194,7 +183,7 @@ class GgufTokens:
         elif self.kind in ("llama", "t5"):
             begins = stated is True or (stated is None and self.kind == "llama")
         else:
-            reason = _ELSEWHERE.get(str(self.kind), "known are gpt2, gemma4, llama and t5")
+            reason = TABLE["refused"].get(str(self.kind), "known are gpt2, gemma4, llama and t5")
             raise refuse(self.file, f"its tokenizer is of the kind {self.kind!r}: {reason}")
         ends = self.metadata.get("tokenizer.ggml.add_eos_token", False) and self.marks.ends
         return self.marks.begin if begins else None, self.marks.ends[0] if ends else None

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any
+from operator import attrgetter
 
 import numpy as np
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.formats import find_packing, list_packings, name_packings
 from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.config import TABLE
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources
@@ -248,37 +249,27 @@ def _name_ffn_size(checkpoint: Checkpoint, model: Model) -> str:
 
 def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic]:
     """Compare ``config.json`` with the document where it states a value."""
-    shape = model.shape
     stated = dict(checkpoint.config)
     for table in ("rope_scaling", "rope_parameters"):  # as it was written before transformers 5
         rope = checkpoint.config.get(table)
         stated |= rope if isinstance(rope, Mapping) else {}
-    document: dict[str, tuple[str, Any]] = {
-        "num_hidden_layers": ("shape.layers", shape.layers),
-        "hidden_size": ("shape.hidden", shape.hidden),
-        _name_ffn_size(checkpoint, model): ("shape.ffn", shape.ffn),
-        "num_attention_heads": ("shape.heads", shape.heads),
-        "num_key_value_heads": ("shape.kv_heads", shape.kv_heads),
-        "head_dim": ("shape.head_dim", shape.head_dim),
-        "vocab_size": ("shape.vocab", shape.vocab),
-        "rms_norm_eps": ("norm.epsilon", model.norm.epsilon),
-        "rope_theta": ("rope.theta", model.rope.theta),
-        "tie_word_embeddings": ("tied_head", model.tied_head),
-    }
+    paths: dict[str, str] = {**TABLE["compared"], _name_ffn_size(checkpoint, model): "shape.ffn"}
+    left = set[str]()
     if model.attention.latent is not None:
         # There the configuration means the heads that keys and values would have.
-        del document["num_key_value_heads"], document["head_dim"]
+        left |= {"num_key_value_heads", "head_dim"}
     if model.is_mtp:
         # Its layer is none of the model's.
-        del document["num_hidden_layers"]
+        left.add("num_hidden_layers")
     if stated.get("num_attention_heads_per_layer") is not None:
         # It is what counts, and a family has read it.
-        del document["num_attention_heads"]
+        left.add("num_attention_heads")
     if "alpha" in stated or "layer_rope_theta" in stated:
         # They change the base.
-        del document["rope_theta"]
-    for key, (path, value) in document.items():
-        if stated.get(key) is not None and stated[key] != value:
+        left.add("rope_theta")
+    for key, path in paths.items():
+        value = attrgetter(path)(model)
+        if key not in left and stated.get(key) is not None and stated[key] != value:
             yield Diagnostic(
                 code="P537",
                 message=(
@@ -317,16 +308,7 @@ def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[
         )
 
 
-_OTHER_PARTS = {
-    "read pictures": re.compile(
-        r"(^|\.)(visual|vision_\w+|high_res_vision_\w+|embed_vision|(image|video)_tower"
-        r"|image_newline|multi_modal_projector|mm_\w+|connector|aligner)(\.|$)"
-    ),
-    "draw pictures": re.compile(r"(^|\.)(generation_\w+|vqmodel)\."),
-    "read sound": re.compile(r"(^|\.)(audio_\w+|embed_audio|(acoustic|semantic)_tokenizer\w*)\."),
-    "read pictures or sound": re.compile(r"^(model\.)?(encoder|projector)\."),
-    "draft tokens": re.compile(r"(^|\.)(mtp|nextn)\."),
-}
+_OTHER_PARTS = {does: re.compile(text) for does, text in TABLE["other_parts"].items()}
 """Parts of checkpoints that no model document states, by their purpose."""
 
 

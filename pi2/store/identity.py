@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,33 +27,9 @@ _OTHERS = frozenset(
     }
 )
 """Keys of a model that change no weights of a store."""
-_OLDEST = {
-    "shape": ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context"),
-    "norm": ("kind", "epsilon"),
-    "rope": (
-        *("kind", "theta", "factor", "low_frequency_factor", "high_frequency_factor"),
-        "original_context",
-    ),
-    "other_heads": ("layers", "heads", "kv_heads", "head_dim", "keys_are_values"),
-    "positions": ("offset",),
-    "attention": ("qkv_bias",),
-    "layers": ("kinds",),
-    "recurrence": (
-        *("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "convolution_bias"),
-        *("projection_bias", "norm_groups", "shortest_step", "longest_step"),
-    ),
-    "convolution": ("width", "kernel", "bias"),
-    "ffn": ("activation", "threshold"),
-    "moe": ("experts", "active_experts", "router", "router_input", "normalise_weights"),
-    "side_ffn": ("width", "norms"),
-    "layer_embedding": ("width", "vocab", "factor", "projection_factor"),
-    "altup": ("streams", "laurel_rank", "scaled"),
-    "hyper": ("streams",),
-    "gated_streams": ("streams", "rank"),
-    "ngrams": ("layer", "rows", "kernel", "end_token", "multipliers", "offsets", "sizes"),
-    "multipliers": (),
-    "quantization": ("ffn", "attention", "embedding", "head", "predictor"),
-}
+_OLDEST: Mapping[str, list[str]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text("utf-8")
+)["oldest"]
 """Options of the first stores that had a table, which are always described; others where they are
 used: stores stay readable."""
 

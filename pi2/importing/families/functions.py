@@ -36,7 +36,7 @@ def listed(scope: Completed, key: str) -> list[Any]:
 
 
 def activation(scope: Completed, name: str | None) -> str:
-    if name not in ACTIVATIONS:
+    if name is None or name not in ACTIVATIONS:
         raise scope.config.refuse(f"the activation {name!r} is unknown")
     return ACTIVATIONS[name]
 
