@@ -180,29 +180,17 @@ class Packing:
 
     def pack(self, codes: I8) -> U8:
         """Lay codes int8 [n, length] out as bytes uint8 [n, weight bytes]."""
-        count, length = codes.shape
-        packed = np.empty((count, self.count_weight_bytes(length)), np.uint8)
-        group, byte = 0, 0
-        # Blocks of the same number of lanes are laid out together.
-        for lanes, blocks in Counter(split_lanes(length)).items():
-            elements = blocks * lanes * GROUP
-            size = self.count_weight_bytes(elements)
-            block = codes[:, group * GROUP : group * GROUP + elements]
-            if self.offset:
-                block = block + np.int8(self.offset)
-            # Four elements are a word; word w of all lanes comes before word w + 1.
-            words = np.ascontiguousarray(block).view("<u4").reshape(count, blocks, lanes, 8)
-            ordered = self._join(np.ascontiguousarray(words.transpose(0, 1, 3, 2)))
-            packed[:, byte : byte + size] = ordered.reshape(count, -1).view(np.uint8)
-            group += blocks * lanes
-            byte += size
-        return packed
+        if self.offset:
+            codes = codes + np.int8(self.offset)
+        # Four elements are a word.
+        fields = np.ascontiguousarray(codes).view("<u4").reshape(len(codes), -1, 8)
+        return self.lay_words(self._join(fields))
 
     def _join(self, fields: U32) -> U32:
-        """Words [n, blocks, bits, lanes] of words of four fields [n, blocks, 8, lanes]."""
+        """Words [n, groups, bits] of words of four fields [n, groups, 8]."""
         if self.bits == 8:
             return fields
-        joined = np.empty((*fields.shape[:2], self.bits, fields.shape[3]), np.uint32)
+        joined = np.empty((*fields.shape[:2], self.bits), np.uint32)
         low, word = 0, 0
         for size in self.list_planes():
             mask = np.uint32(0x01010101 * ((1 << size) - 1))
@@ -216,47 +204,48 @@ class Packing:
 
     def unpack(self, weights: U8, length: int) -> I8:
         """Undo `pack`: bytes uint8 [n, weight bytes] -> codes int8 [n, length]."""
-        count = weights.shape[0]
-        codes = np.empty((count, length), np.int8)
-        group, byte = 0, 0
-        for lanes in split_lanes(length):
-            block = np.empty((count, lanes, GROUP), np.uint8)
-            low = 0
-            for size in self.list_planes():
-                source = weights[:, byte : byte + 4 * size * lanes]
-                ordered = source.reshape(count, size, lanes, 4).transpose(0, 2, 1, 3)
-                plane = ordered.reshape(count, lanes, 4 * size)
-                for turn in range(8 // size):
-                    fields = (plane >> np.uint8(size * turn)) & np.uint8((1 << size) - 1)
-                    own = block[:, :, 4 * size * turn : 4 * size * (turn + 1)]
-                    own[:] = own | fields << np.uint8(low) if low else fields
-                low += size
-                byte += 4 * size * lanes
-            whole = block.view(np.int8).reshape(count, lanes * GROUP)
-            if self.offset:
-                whole -= np.int8(self.offset)
-            codes[:, group * GROUP : (group + lanes) * GROUP] = whole
-            group += lanes
-        return codes
+        words = self.order_words(weights, length)
+        codes = np.zeros((*words.shape[:2], 8), np.uint32)
+        low, word = 0, 0
+        for size in self.list_planes():
+            mask, plane = np.uint32(0x01010101 * ((1 << size) - 1)), words[:, :, word : word + size]
+            for turn in range(8 // size):
+                own = codes[:, :, size * turn : size * (turn + 1)]
+                own |= (plane >> np.uint32(size * turn) & mask) << np.uint32(low)
+            low, word = low + size, word + size
+        found = codes.view(np.int8).reshape(len(weights), length)
+        if self.offset:
+            found -= np.int8(self.offset)
+        return found
+
+    def _list_blocks(self, groups: int) -> Iterator[tuple[slice, int]]:
+        """Which groups blocks of the same number of lanes have, and how many lanes."""
+        first = 0
+        for lanes, blocks in Counter(split_lanes(groups * GROUP)).items():
+            yield slice(first, first + blocks * lanes), lanes
+            first += blocks * lanes
+
+    def lay_words(self, words: U32) -> U8:
+        """Undo `order_words`: words [n, groups, words of a group] as uint8 [n, weight bytes]."""
+        count, groups, size = words.shape
+        laid = np.empty((count, groups * size), "<u4")
+        for own, lanes in self._list_blocks(groups):
+            # Word w of all lanes comes before word w + 1.
+            block = words[:, own].reshape(count, -1, lanes, size).transpose(0, 1, 3, 2)
+            laid[:, own.start * size : own.stop * size] = block.reshape(count, -1)
+        return laid.view(np.uint8)
 
     def order_words(self, weights: U8, length: int) -> U32:
         """Put the words of packed vectors uint8 [n, weight bytes] in the order of groups: uint32
         [n, groups, words of a group]."""
-        count = len(weights)
-        words = self.bits
+        count, groups, size = len(weights), length // GROUP, self.bits
+        words = np.ascontiguousarray(weights).view("<u4")
         if self.is_plain:
-            plain = np.ascontiguousarray(weights).view("<u4")
-            return np.asarray(plain.reshape(count, length // GROUP, words), np.uint32)
-        ordered = np.empty((count, length // GROUP, words), np.uint32)
-        group, byte = 0, 0
-        for lanes, blocks in Counter(split_lanes(length)).items():
-            groups = blocks * lanes
-            size = self.count_weight_bytes(groups * GROUP)
-            source = np.ascontiguousarray(weights[:, byte : byte + size]).view("<u4")
-            block = source.reshape(count, blocks, words, lanes).transpose(0, 1, 3, 2)
-            ordered[:, group : group + groups].reshape(count, blocks, lanes, words)[:] = block
-            group += groups
-            byte += size
+            return np.asarray(words.reshape(count, groups, size), np.uint32)
+        ordered = np.empty((count, groups, size), np.uint32)
+        for own, lanes in self._list_blocks(groups):
+            block = words[:, own.start * size : own.stop * size].reshape(count, -1, size, lanes)
+            ordered[:, own] = block.transpose(0, 1, 3, 2).reshape(count, -1, size)
         return ordered
 
     def join_blocks(self, weights: U8, scales: Scales | None, length: int) -> U8:
@@ -282,17 +271,7 @@ class Packing:
         scale *= self.scaled == "groups"
         parts = blocks.reshape(count, length // GROUP, -1)
         scales = self.view_scales(np.ascontiguousarray(parts[:, :, :scale]).reshape(-1), count)
-        words = np.ascontiguousarray(parts[:, :, scale:]).view("<u4")
-        weights = np.empty((count, self.count_weight_bytes(length)), np.uint8)
-        group, byte = 0, 0
-        for lanes, number in Counter(split_lanes(length)).items():
-            size, groups = self.count_weight_bytes(number * lanes * GROUP), number * lanes
-            own = words[:, group : group + groups].reshape(count, number, lanes, self.bits)
-            ordered = np.ascontiguousarray(own.transpose(0, 1, 3, 2)).view(np.uint8)
-            weights[:, byte : byte + size] = ordered.reshape(count, -1)
-            group += groups
-            byte += size
-        return weights, scales
+        return self.lay_words(np.ascontiguousarray(parts[:, :, scale:]).view("<u4")), scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,18 +161,32 @@ class DeltaHeads:
         values = self.order_values(self.value_dim) + before
         return np.concatenate([np.arange(before), values])
 
-    def order_pairs(self, second: bool) -> I64:
-        """Rows of ``ssm_ba`` that are gates, or step sizes."""
-        together = self.values // self.keys
-        rows = np.arange(2 * self.values).reshape(self.keys, 2, together)
-        return np.ascontiguousarray(rows[:, int(second)]).reshape(-1)
+    def find_order(self, part: str) -> I64 | None:
+        """Stored row, of ``out_proj`` column, at every one of a tensor of the original, whose name
+        ends with ``part``; None for tensors without an order of heads."""
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            return self.order_channels()
+        if part in ("in_proj_z.weight", "out_proj.weight"):
+            return self.order_values(self.value_dim)
+        if part in ("in_proj_b.weight", "in_proj_a.weight", "dt_bias", "A_log"):
+            return self.order_values(1)
+        return None
 
-    def order_joined(self) -> tuple[I64, I64]:
-        """Rows of ``ssm_in`` that are QKV; and gates of outputs."""
-        key, value = self.key_dim, self.values // self.keys * self.value_dim
-        rows = np.arange(2 * self.keys * (key + value)).reshape(self.keys, -1)
-        *channels, gates = np.split(rows, [key, 2 * key, 2 * key + value], axis=1)
-        return np.concatenate([part.reshape(-1) for part in channels]), gates.reshape(-1)
+    def divide(self, part: str) -> dict[str, I64]:
+        """Rows of projections that one of groups of key heads has in it, by the ends of names."""
+        together = self.values // self.keys
+        if part == "in_proj_ba.weight":
+            pairs = np.arange(2 * self.values).reshape(self.keys, 2, together).swapaxes(0, 1)
+            names, rows = ("b", "a"), [own.reshape(-1) for own in pairs]
+        elif part == "in_proj_qkvz.weight":
+            key, value = self.key_dim, together * self.value_dim
+            groups = np.arange(2 * self.keys * (key + value)).reshape(self.keys, -1)
+            *channels, gates = np.split(groups, [key, 2 * key, 2 * key + value], axis=1)
+            names = ("qkv", "z")
+            rows = [np.concatenate([own.reshape(-1) for own in channels]), gates.reshape(-1)]
+        else:
+            return {}
+        return {f"in_proj_{name}.weight": own for name, own in zip(names, rows, strict=True)}
 
 
 def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
@@ -249,45 +263,26 @@ def restore_state(
     """The tensors of the original that ``tensor`` is, which the original calls ``name``; None if it
     is none of these, or of another shape than the heads say, which is said later."""
     part = name.partition(".linear_attn.")[2]
-    own = heads.order_values(heads.value_dim)
-    channels = heads.order_channels()
-    rows = {
-        "in_proj_qkv.weight": channels,
-        "in_proj_z.weight": own,
-        "in_proj_b.weight": heads.order_values(1),
-        "in_proj_a.weight": heads.order_values(1),
-        "dt_bias": heads.order_values(1),
-        "A_log": heads.order_values(1),
-        "conv1d.weight": channels,
-    }
     count = tensor.shape[0] if tensor.shape else 0
-    if part in rows and count == len(rows[part]):
-        ordered = replace(tensor, order=rows[part])
-        if part == "A_log":
-            described = describe_decoded(tensor.name, tensor.shape, tensor)
-            return {name: RateLogarithms(**described, source=ordered)}
-        if part == "conv1d.weight" and len(tensor.shape) == 2:
-            ordered = replace(ordered, shape=(count, 1, tensor.shape[1]))
-        return {name: ordered}
-    if part == "out_proj.weight" and tensor.shape[1:] == (len(own),):
-        described = describe_decoded(tensor.name, tensor.shape, tensor)
-        return {name: OrderedColumns(**described, source=tensor, columns=own)}
-    if part == "in_proj_ba.weight" and count == 2 * heads.values:
-        shape = (heads.values, *tensor.shape[1:])
+    pieces, order = heads.divide(part), heads.find_order(part)
+    if pieces and count == sum(map(len, pieces.values())):
+        shapes = {own: (len(rows), *tensor.shape[1:]) for own, rows in pieces.items()}
         return {
-            name.replace("_ba", "_b"): replace(
-                tensor, shape=shape, order=heads.order_pairs(second=False)
-            ),
-            name.replace("_ba", "_a"): replace(
-                tensor, shape=shape, order=heads.order_pairs(second=True)
-            ),
+            name.replace(part, own): replace(tensor, shape=shapes[own], order=rows)
+            for own, rows in pieces.items()
         }
-    joined = dict(zip(("_qkv", "_z"), heads.order_joined(), strict=True))
-    if part == "in_proj_qkvz.weight" and count == sum(map(len, joined.values())):
-        return {
-            name.replace("_qkvz", end): replace(
-                tensor, shape=(len(order), *tensor.shape[1:]), order=order
-            )
-            for end, order in joined.items()
-        }
-    return None
+    described = describe_decoded(tensor.name, tensor.shape, tensor)
+    if order is None:
+        return None
+    if part == "out_proj.weight":
+        is_whole = tensor.shape[1:] == (len(order),)
+        columns = OrderedColumns(**described, source=tensor, columns=order)
+        return {name: columns} if is_whole else None
+    if count != len(order):
+        return None
+    ordered = replace(tensor, order=order)
+    if part == "A_log":
+        return {name: RateLogarithms(**described, source=ordered)}
+    if part == "conv1d.weight" and len(tensor.shape) == 2:
+        ordered = replace(ordered, shape=(count, 1, tensor.shape[1]))
+    return {name: ordered}

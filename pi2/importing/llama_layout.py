@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F32, I64
+from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import Checkpoint
@@ -36,39 +36,28 @@ from pi2.importing.gguf_writer import (
     write_outline,
 )
 from pi2.importing.new_model import describe_metadata
-from pi2.importing.rows import PARTS, Arrangement, Laid, Rows, find_plain, make_plain, pick_rows
+from pi2.importing.rows import (
+    PARTS,
+    Arrangement,
+    Laid,
+    Rows,
+    find_plain,
+    make_plain,
+    pick_rows,
+    take_heads,
+)
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensor import Source
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Tensors
 
-PIECES = {"attn_k_b": 0, "attn_v_b": 1}
+PIECES = {"attn_k_b": False, "attn_v_b": True}
 """Parts of the KV matrix of latent attention that files have apart."""
 
 
 class Unsuited(Exception):
     """The architecture has no place for a tensor or a fact, which the text names."""
-
-
-def _take_part(source: SourceTensor, heads: int, sizes: tuple[int, int], part: int) -> SourceTensor:
-    """Keys, turned, or values of the KV matrix of latent attention, one head after the other;
-    ``sizes``: rows of both in a head."""
-    count, rank = sizes[part], source.shape[1]
-    width = rank if part == 0 else count
-
-    def take(start: int, stop: int) -> F32:
-        found = []
-        for head in range(start // width, -(-stop // width)):
-            place = head * sum(sizes) + part * sizes[0]
-            rows = source.read(place, place + count)
-            found.append(np.ascontiguousarray(rows.T) if part == 0 else rows)
-        skipped = start // width * width
-        return np.concatenate(found)[start - skipped : stop - skipped]
-
-    shape = (heads * rank, count) if part == 0 else (heads * count, rank)
-    dtype = source.dtype if source.is_stored else None
-    return compute_tensor(source.name, shape, take, source, dtype=dtype)
 
 
 def find_names(source: Checkpoint, model: Model, own: Architecture) -> Model:
@@ -110,7 +99,7 @@ def lay_out_file(source: Checkpoint, model: Model, own: Architecture) -> tuple[l
         tensor = _find(source, model, each)
         if tensor is None:
             raise Unsuited(original)
-        for part, changed in _change(name, tensor, model, own):
+        for part, changed in _change(name, original, tensor, model, own):
             found.setdefault(part, []).append((original, changed))
     laid = []
     for name, parts in found.items():
@@ -133,24 +122,26 @@ def _find(source: Checkpoint, model: Model, own: Source) -> SourceTensor | None:
         index = np.arange(half) + half * (part == "up")
         return pick_rows(Rows(tensor=whole, index=index))
     if names.state_order == "grouped" and key in _GROUPED and model.recurrence is not None:
-        stored, second = _GROUPED[key]
+        stored, part_name = _GROUPED[key]
         whole = source.tensors.get(replace(own, key=stored).name(names))
         if whole is None:
             return None
-        heads = _read_heads(model, is_tiled=False)
-        if stored == "state_in":
-            return pick_rows(Rows(tensor=whole, index=heads.order_joined()[second]))
-        return pick_rows(Rows(tensor=whole, index=heads.order_pairs(bool(second))))
+        divided = _read_heads(model, is_tiled=False).divide(_end(whole.name))
+        return pick_rows(Rows(tensor=whole, index=divided[f"in_proj_{part_name}.weight"]))
     return find_plain(source.tensors, model, own)
 
 
 _GROUPED = {
-    "state_in": ("state_in", 0),
-    "state_gate": ("state_in", 1),
-    "state_beta": ("state_beta", 0),
-    "state_alpha": ("state_beta", 1),
+    "state_in": ("state_in", "qkv"),
+    "state_gate": ("state_in", "z"),
+    "state_beta": ("state_beta", "b"),
+    "state_alpha": ("state_beta", "a"),
 }
 """Tensors of groups that projections of Qwen3-Next are parts of, and which part they are."""
+
+
+def _end(name: str) -> str:
+    return name.partition(".linear_attn.")[2]
 
 
 def _read_heads(model: Model, *, is_tiled: bool) -> DeltaHeads:
@@ -160,7 +151,7 @@ def _read_heads(model: Model, *, is_tiled: bool) -> DeltaHeads:
 
 
 def _change(
-    name: str, tensor: SourceTensor, model: Model, own: Architecture
+    name: str, original: str, tensor: SourceTensor, model: Model, own: Architecture
 ) -> Iterator[tuple[str, SourceTensor]]:
     """A tensor as files have it, perhaps in parts, each with its name."""
     kind = name.split(".", 2)[-1] if name.startswith("blk.") else name
@@ -176,34 +167,24 @@ def _change(
         assert latent is not None
         sizes = latent.plain, tensor.shape[0] // shape.heads - latent.plain
         block = name.removesuffix("attn_kv_b.weight")
-        for piece, number in PIECES.items():
-            yield f"{block}{piece}.weight", _take_part(tensor, shape.heads, sizes, number)
+        for piece, is_value in PIECES.items():
+            taken = take_heads(tensor, shape.heads, sizes, is_value=is_value)
+            yield f"{block}{piece}.weight", taken
         return
     elif kind == "ssm_a":
         tensor = _compute(tensor, lambda rates: -np.exp(rates))
     elif kind.endswith("norm.weight") and kind != "ssm_norm.weight" and stated.norm_offset:
         offset = np.float32(stated.norm_offset)
         tensor = _compute(tensor, lambda weights: weights + offset)
-    if stated.tiles_values and part in _TILED and model.recurrence is not None:
-        tensor = _tile(part, tensor, _read_heads(model, is_tiled=True))
+    if stated.tiles_values and model.recurrence is not None:
+        # Value heads of a key head go apart.
+        moved = _read_heads(model, is_tiled=True).find_order(_end(original))
+        stored = None if moved is None else np.asarray(np.argsort(moved), np.int64)
+        if stored is not None and part == "ssm_out":
+            tensor = _compute(tensor, lambda rows: np.ascontiguousarray(rows[:, stored]))
+        elif stored is not None:
+            tensor = pick_rows(Rows(tensor=tensor, index=stored))
     yield name, tensor
-
-
-_TILED = (
-    *("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a", "ssm_conv1d", "ssm_out"),
-)
-
-
-def _tile(part: str, tensor: SourceTensor, heads: DeltaHeads) -> SourceTensor:
-    """Value heads of a key head go apart."""
-    if part in ("attn_qkv", "ssm_conv1d"):
-        order = heads.order_channels()
-    else:
-        order = heads.order_values(heads.value_dim if part in ("attn_gate", "ssm_out") else 1)
-    stored: I64 = np.argsort(order)
-    if part == "ssm_out":
-        return _compute(tensor, lambda rows: np.ascontiguousarray(rows[:, stored]))
-    return pick_rows(Rows(tensor=tensor, index=stored))
 
 
 def _compute(tensor: SourceTensor, compute: Callable[[F32], F32]) -> SourceTensor:

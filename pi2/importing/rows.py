@@ -200,7 +200,9 @@ def find_dense_rows(
         shape = (tensor.rows, *first.shape)
         return [Rows(tensor=compute_tensor(first.name, shape, stack, *parts))]
     if tensor.transform == "turned keys":
-        return [Rows(tensor=_turn_keys(first, model))]
+        latent, heads = model.attention.latent, model.shape.heads
+        assert latent is not None
+        return [Rows(tensor=take_heads(first, heads, (latent.plain, model.shape.head_dim)))]
     if tensor.transform == "cutoff":
         layer = tensor.layer
         assert layer is not None
@@ -338,21 +340,26 @@ def _list_blocks(count: int) -> list[tuple[int, int]]:
     return [(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK)]
 
 
-def _turn_keys(whole: SourceTensor, model: Model) -> SourceTensor:
-    """What turns the plain part of each head's query into a query of what keys are made of:
-    [heads rank, plain], of [heads (plain + value), rank]."""
-    shape, latent = model.shape, model.attention.latent
-    assert latent is not None
-    rank, plain, head_rows = latent.rank, latent.plain, latent.plain + shape.head_dim
+def take_heads(
+    whole: SourceTensor, heads: int, sizes: tuple[int, int], *, is_value: bool = False
+) -> SourceTensor:
+    """Keys of the KV matrix of latent attention [heads (plain + value), rank], turned [heads rank,
+    plain], by which queries become ones of what keys are made of; or its values [heads value,
+    rank].  ``sizes``: rows of both in a head."""
+    count, rank = sizes[is_value], whole.shape[1]
+    width = count if is_value else rank
 
-    def turn(start: int, stop: int) -> F32:
-        first, found = start // rank, []
-        for head in range(first, -(-stop // rank)):
-            keys = whole.read(head * head_rows, head * head_rows + plain)
-            found.append(np.ascontiguousarray(keys.T))
-        return np.concatenate(found)[start - first * rank : stop - first * rank]
+    def take(start: int, stop: int) -> F32:
+        first, found = start // width, []
+        for head in range(first, -(-stop // width)):
+            place = head * sum(sizes) + is_value * sizes[0]
+            rows = whole.read(place, place + count)
+            found.append(rows if is_value else np.ascontiguousarray(rows.T))
+        return np.concatenate(found)[start - first * width : stop - first * width]
 
-    return compute_tensor(whole.name, (shape.heads * rank, plain), turn, whole)
+    shape = (heads * width, rank if is_value else count)
+    dtype = whole.dtype if whole.is_stored else None
+    return compute_tensor(whole.name, shape, take, whole, dtype=dtype)
 
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias")
