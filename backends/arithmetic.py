@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from pi2.arrays import F32, F64, I32
-from pi2.backends.protocol import Tensor
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
+from pi2.plan.weights.layout import Tensor
 
 
 def read_rows(tensor: Tensor) -> F32:

@@ -1,6 +1,6 @@
 """The protocol of backends: a folder of this package whose module ``backend`` has the members of
-`Backend`, and the members of one or more of `ExecutorBackend`, `WholeBackend`, `TextBackend` and
-`UnitBackend`.
+`Backend`, and the members of one or more of `ExecutorBackend`, `ProgramBackend`, `WholeBackend`,
+`TextBackend` and `UnitBackend`.
 
 A backend serves compute units. Its module imports nothing heavy: `pi2 validate` asks it for its
 limits and its memory. ``build`` turns a `BuildRequest` (plain numbers and arrays: a backend knows
@@ -12,20 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pi2.backends.executor import (
-    CONTEXT_BLOCK,
-    ContextKeeper,
-    Executor,
-    Foreseer,
-    InputReader,
-    LengthAware,
-    Ring,
-    RingKeeper,
-    RowDivider,
-    StateKeeper,
-    add_one_by_one,
-)
-from pi2.plan.arithmetic.units import GraphFacts, UnitFacts
+from pi2.plan.arithmetic.units import GraphFacts, UnitFacts, Verdict
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
@@ -37,6 +24,7 @@ if TYPE_CHECKING:
 
     from pi2.arrays import F32, I32, U8, Scales
     from pi2.backends.blocks.interpreter import Interpreter
+    from pi2.backends.cpu.program_executor import Executor
     from pi2.backends.units import (
         DenseUnit,
         TextModel,
@@ -80,7 +68,7 @@ class BuildRequest:
     step_type: Literal["int8"] | None = None
     """Precision of activations if tokens of a step share weights; None: a single token's."""
     looks_ahead: bool = False
-    """Whether layers' neurons are predicted before their own input is known (`Foreseer`)."""
+    """Whether layers' neurons are predicted before their own input is known."""
     passes: Literal[1, 2] | None = None
     """Passes of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves
     it to the backend."""
@@ -103,8 +91,8 @@ class BuildRequest:
     """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each: of the rows of predictors and gates; needed to name neurons only."""
     rows: DividedRows | None = None
-    """First rows of projections and of the head that another unit computes; the executor is a
-    `RowDivider` then, and multiplies with the others."""
+    """First rows of projections and of the head that another unit computes; the executor multiplies
+    with the others."""
     threads: int
     """Compute threads."""
     features: frozenset[str]
@@ -125,37 +113,11 @@ class BuildRequest:
         return self.bundle if self.scales is None else self.bundle.inline
 
 
-__all__ = [
-    "CONTEXT_BLOCK",
-    "Backend",
-    "BuildRequest",
-    "ContextKeeper",
-    "Executor",
-    "ExecutorBackend",
-    "Foreseer",
-    "GraphBackend",
-    "InputReader",
-    "LengthAware",
-    "Preparer",
-    "ProgramBackend",
-    "ProgramRequest",
-    "Ring",
-    "RingKeeper",
-    "RowDivider",
-    "StateKeeper",
-    "Tensor",
-    "TextBackend",
-    "UnitBackend",
-    "WholeBackend",
-    "add_one_by_one",
-]
-
-
 class Backend(Protocol):
     """Members of every backend's module ``backend``."""
 
-    COMPUTES: bool
-    """Whether it computes anything; one that does not runs plans dry, without a store."""
+    VERDICT: Verdict
+    """What plans do with it: in a dry run nothing is computed, and no neuron store is opened."""
     NATIVE: bool
     """Whether it needs the processor that the device describes."""
     KINDS: tuple[UnitKind, ...]

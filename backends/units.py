@@ -50,7 +50,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pi2.arrays import F32, U8
 from pi2.plan.documents.common import Sampling
@@ -63,8 +63,9 @@ from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.arrays import I32
+    from pi2.backends.blocks.model import BlockModel
     from pi2.backends.executor import ExecutorObserver
-    from pi2.backends.protocol import Tensor
+    from pi2.plan.weights.layout import Tensor
 
 
 UnitObserver = Callable[[str, float, float], None]
@@ -151,15 +152,6 @@ class Padding:
         return 1 - self.wanted / self.computed if self.computed else 0.0
 
 
-@runtime_checkable
-class FixedShapes(Protocol):
-    """A dense unit whose programs have fixed shapes; a unit need not be one."""
-
-    @property
-    def padding(self) -> Padding:
-        """The results of the jobs so far."""
-
-
 class DenseUnit(Protocol):
     """A unit that computes neurons densely, next to the executor.  One calling thread."""
 
@@ -208,6 +200,10 @@ class DenseUnit(Protocol):
     def busy_s(self) -> float:
         """Seconds that the unit has worked, of the jobs that were finished."""
 
+    @property
+    def padding(self) -> Padding | None:
+        """Of the jobs so far, if the unit's programs have fixed shapes."""
+
     def close(self) -> None:
         """Give back threads, processes and memory; jobs under way are given up.  Never fails, and
         may be called twice."""
@@ -222,6 +218,10 @@ class NotedUnit:
     @property
     def busy_s(self) -> float:
         return self._busy_s
+
+    @property
+    def padding(self) -> Padding | None:
+        return None
 
     def observe(self, observer: UnitObserver | None) -> None:
         self._observer = observer
@@ -261,9 +261,12 @@ class SequenceModel(Protocol):
     """A model: tokens go in, logits come out. One calling thread."""
 
     @property
-    def computer(self) -> object:
-        """An object that may be a `LengthAware`, `HeadReader`, `ContextKeeper` or `StateKeeper` of
-        `pi2.backends.executor`."""
+    def program(self) -> BlockModel | None:
+        """The program that computes it, which keeps contexts and states and shows what the head
+        reads; None if the unit keeps everything to itself."""
+
+    def expect(self, end: int) -> None:
+        """Tell that the calls that follow bring a sequence to ``end`` tokens at most."""
 
     def abandon(self) -> None:
         """Forget work that has begun and not ended."""
@@ -278,6 +281,14 @@ class SequenceModel(Protocol):
     def logits(self, first: int) -> F32:
         """Logits [n, vocab] of the last chunk's tokens from ``first`` on, n at most
         `pi2.plan.arithmetic.sizes.LOGIT_ROWS`; valid until the next call."""
+
+    def read_head_input(self, first: int) -> F32:
+        """What the head reads of the last chunk's tokens from ``first`` on [n, hidden], of as many
+        as ``logits`` gives; valid until the next call. Of a model with a program."""
+
+    def join(self, given: F32) -> None:
+        """Join the embeddings of the next call's tokens with ``given`` [T, hidden], what the head
+        of an MTP head's main model reads. Of a model with a program."""
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         """Compute ``tokens`` [T], the next ones of different sequences, with the neurons that the
@@ -299,7 +310,13 @@ class SequenceModel(Protocol):
 
 
 class WholeModel(SequenceModel, Protocol):
-    """A model on a unit, whose weights are brought there."""
+    """A model on a unit, whose weights are brought there; the unit keeps everything to itself."""
+
+    def read_head_input(self, first: int) -> F32:
+        raise AssertionError("a unit shows nothing of its model")
+
+    def join(self, given: F32) -> None:
+        raise AssertionError("a unit has no MTP head")
 
     def put(self, tensor: Tensor, first: int) -> None:
         """Copy rows of a dense tensor, from row ``first`` on, a multiple of 32. ``tensor`` has

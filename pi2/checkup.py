@@ -155,10 +155,11 @@ def judge_plan(
                 path="weights",
             )
         )
+    sparse = resolved.name_backend(resolved.sparse_unit)
     sound = all(finding.severity != "error" for finding in findings)
     return PlanVerdict(
         name=name,
-        verdict=resolved.source.verdict if sound else "cannot run",
+        verdict=find_backend(sparse).VERDICT if sound else "cannot run",
         findings=tuple(findings),
     )
 

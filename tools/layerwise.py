@@ -15,7 +15,7 @@ from pi2.backends.blocks.instructions import Weight
 from pi2.backends.blocks.model import list_matrix_keys
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.executor import CONTEXT_BLOCK
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import NeuronSums, ReferenceExecutor
 from pi2.backends.reference.neurons import activate, weigh_activations
 from pi2.importing.checkpoint import Checkpoint
@@ -26,6 +26,7 @@ from pi2.model.tensor import EMBEDDING, LAYER_EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import Tensor
 from pi2.progress import ignore_progress
 
 PIECE_NEURONS = 4096
@@ -256,11 +257,11 @@ class LayerExecutor:
         executor.select_chunk(number)
         length = -(-self._executor.tokens // CONTEXT_BLOCK) * CONTEXT_BLOCK
         if number in self._kept:
-            executor.put_context(0, 0, length, self._kept[number])
-        executor.expect(self._executor.tokens)
+            executor.program.put_context(0, 0, length, self._kept[number])
+        executor.program.expect(self._executor.tokens)
         self._attend(layer)
         if self._model.attention.kv_shared_layers > 0:
-            self._kept[number] = executor.read_context(0, 0, length)
+            self._kept[number] = executor.program.read_context(0, 0, length)
         executor.begin_ffn(layer)
 
     def _attend(self, layer: int) -> None:

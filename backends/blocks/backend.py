@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.backend import find_obstacles
-from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.arithmetic.units import UnitFacts, Verdict
 from pi2.plan.documents.device import UnitKind
 
 if TYPE_CHECKING:
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType
 
 __all__ = [
-    "COMPUTES",
     "FIXED",
     "KINDS",
     "NATIVE",
     "ONLY_EMULATED",
+    "VERDICT",
     "find_limits",
     "find_obstacles",
     "interpret",
 ]
 
-COMPUTES = True
+VERDICT: Verdict = "runs"
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
 FIXED: Mapping[str, tuple[object, ...]] = {
-    "backends": ({"cpu": "blocks"}, {"cpu": "reference"}),
+    "backends": ({"cpu": "blocks"}, {"cpu": "reference"}, {"cpu": "null"}),
     "bundle.scales": ("inline",),
     "bundle.stride": (None,),
     "cache.fill": (True,),

@@ -16,19 +16,15 @@ MOST_LANES = 16
 
 
 class Uncompiled:
-    """An interpreter that counts the instructions of a program, and runs none."""
+    """An interpreter without kernels: a program can be built with it, and not run."""
 
     lanes = MOST_LANES
-    instructions = 0
-
-    def __init__(self, *given: object) -> None:
-        """No kernel of a model, of formats or of a KV cache is needed."""
 
     def find(self, kernel: str, own: str | None = None) -> int:
         return 0
 
     def run(self, program: int, begin: int, end: int, most: int) -> None:
-        self.instructions += end - begin
+        raise NotImplementedError
 
     def close(self) -> None:
         pass

@@ -244,7 +244,8 @@ class BlockModel:
         return self._hidden[: self._rows, : width or self._model.shape.hidden]
 
     def join(self, given: F32) -> None:
-        """See `pi2.backends.executor.InputJoiner`."""
+        """Join the embeddings of the call's tokens with ``given`` [T, hidden], what the head of an
+        MTP head's main model reads."""
         hidden = self._model.shape.hidden
         area = self._builder.take_area("stream", hidden)
         view_floats(area.address, len(given), area.stride)[:, :hidden] = given
@@ -298,17 +299,26 @@ class BlockModel:
 
     @property
     def ring(self) -> Ring | None:
-        """See `pi2.backends.executor.RingKeeper`."""
+        """What layers with a window keep of a sequence; None if all keep the whole context.
+
+        To go on from an earlier token, all positions of its window must be there.  `read_context`
+        copies places: pieces that are put back in order leave the last positions."""
         return self._cache.ring
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:
+        """Return a copy [n] of the KV cache of a sequence's tokens from ``first`` to ``end``,
+        multiples of `CONTEXT_BLOCK`."""
         return self._cache.read(sequence, first, end)
 
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        """Put back what `read_context` gave for these tokens, of this sequence or another one."""
         self._cache.put(sequence, first, end, kept)
 
     def read_state(self, sequence: int) -> F32:
-        """See `pi2.backends.executor.StateKeeper`."""
+        """Return a copy [n] of all states of a sequence; empty for a model without states.
+
+        The KV cache of a position stays as it is when later ones come; a state is that after the
+        last token. A sequence that begins at position 0 begins with an empty state."""
         return self._states.read(sequence)
 
     def put_state(self, sequence: int, state: F32) -> None:

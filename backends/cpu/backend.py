@@ -1,22 +1,28 @@
 """What `pi2.backends.protocol.Backend` asks of the cpu backend."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import OF_STORES as FILES
 from pi2.backends.cpu.arrays import count_workspace
 from pi2.backends.cpu.request import list_programs, make_spec
-from pi2.backends.protocol import BuildRequest, Executor
 from pi2.formats import find_packing
 from pi2.model.options import describe_unknown
-from pi2.plan.arithmetic.units import UnitFacts, list_undivided
+from pi2.plan.arithmetic.units import UnitFacts, Verdict, list_undivided
 from pi2.plan.documents.device import UnitKind
 from pi2.tile_permission import permit_tiles
 
+if TYPE_CHECKING:
+    from pi2.backends.cpu.program_executor import Executor
+    from pi2.backends.protocol import BuildRequest
+
 __all__ = [
-    "COMPUTES",
     "FIXED",
     "KINDS",
     "NATIVE",
+    "VERDICT",
     "build",
     "count_workspace",
     "find_limits",
@@ -24,7 +30,7 @@ __all__ = [
     "prepare",
 ]
 
-COMPUTES = True
+VERDICT: Verdict = "runs"
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ("cpu",)
 ONLY_EMULATED = False

@@ -15,11 +15,11 @@ from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import Arrays, NeuronArrays
 from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.program_executor import ProgramExecutor
+from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.cpu.views import TensorViews, Views, measure_arrays, wrap_all, wrap_table
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.protocol import BuildRequest, add_one_by_one
+from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.weights.layout import GROUP, Precision, split_lanes
@@ -53,8 +53,8 @@ class _Chunk:
         self.arrays, self.begin, self.end, self.neighbours = arrays, begin, end, neighbours
 
 
-class CpuExecutor(ProgramExecutor):
-    """Executor of `pi2.backends.protocol`."""
+class CpuExecutor(Executor):
+    """Computes neurons by kernels of a library."""
 
     def __init__(self, request: BuildRequest, spec: KernelSpec, path: Path) -> None:
         """``path``: the library of the kernels of neurons, which the program's threads compute."""
@@ -204,7 +204,7 @@ class CpuExecutor(ProgramExecutor):
     ) -> None:
         tokens = self.tokens
         if not self._neurons.can_share(tokens, known):
-            add_one_by_one(self, layer, arena, slots, indices, named, known)
+            super().add_named_neurons(layer, arena, slots, indices, named, known)
         elif len(slots):
             self._neurons.add_shared(layer, arena, slots, indices, named, tokens)
 

@@ -1,14 +1,44 @@
-"""An executor whose program computes everything but neurons."""
+"""Executors: models built for a unit, with the KV cache of some sequences. They compute a chunk of
+tokens of one sequence, or a token each of several, layer by layer.
+
+Order of calls for a chunk of T tokens at ``position``::
+
+    embed(tokens)                                   x = embedding[tokens]; if layers have
+                                                    embeddings of their own, rows 0 .. T - 1 of
+                                                    that tensor are these tokens'
+    for each layer:
+        attend(layer, position)                     x += attention(norm(x)), KV cache extended
+        begin_ffn(layer)                            u = norm(x), y = 0
+        list_experts (T = 1)                        -> experts that the router chose, if any
+        list_chunk_experts                          -> the ones chosen for any of the tokens
+        predict_low_rank / predict_gate (T = 1)     -> stored indices of neurons that may fire
+        find_open, any number (T = 1)               -> of some neurons, the ones with open gates
+        share_input                                 -> u, for other units
+        add_neurons / add_dense, any number         y += neurons(u)
+        add_sum, any number                         y += the sums of other units
+        end_ffn(layer)                              x += y
+    logits(first, T)                                head(norm(x[first:]))
+
+Of several sequences (``BuildRequest.sequences``), ``select_sequence`` chooses a chunk's. A step
+computes T tokens (``BuildRequest.step_tokens``), one of each of them or several that follow each
+other in one. It begins with ``begin_step`` instead of ``embed`` and has ``attend_step`` instead of
+``attend``. Calls for T = 1 above are about one of its tokens then, which ``select_token`` names, at
+first token 0. Every token is computed as in a step of its own; weights are read once for all if
+that is quicker.
+
+A program computes everything but neurons: instructions from one layer's neurons to the next layer's
+mixers are one call."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from pi2.arrays import F32, I32
+from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.arithmetic import list_chosen
 from pi2.backends.blocks.instructions import FindWeight, Planes
 from pi2.backends.blocks.interpreter import CompiledInterpreter, Interpret
@@ -54,9 +84,20 @@ class _Product:
     y: Area
 
 
-class ProgramExecutor:
-    """The calls of `pi2.backends.executor.Executor` that are not about neurons, and of
-    `RowDivider`: instructions from one layer's neurons to the next layer's mixers are one call."""
+class Executor(ABC):
+    """A model built for a unit; what derives from it computes neurons.  One calling thread.
+
+    Rows of projections and of the head may be left to another unit. ``attend``, or ``attend_step``
+    in a step, is divided into::
+
+        begin_attention(layer, position)    -> u [T, hidden], what the projection reads
+        project(layer)                      its own rows, while the other unit computes the first
+        put_projected(layer, values)        the first rows [T, n]
+        mix(layer, position)                -> what attention has mixed [T, heads x head_dim]
+        project_output(layer), put_output(layer, values)
+
+    and ``logits(first)`` comes between ``read_head_input(first)`` and ``put_logits(values)``.
+    Positions are those of ``begin_step`` in a step.  Arrays are valid until the next call."""
 
     _observer: ExecutorObserver | None = None
 
@@ -80,9 +121,6 @@ class ProgramExecutor:
             allocate=request.allocate,
             interpret=interpret or partial(CompiledInterpreter, describe_program(request)),
         )
-        self.expect = program.expect
-        self.read_context, self.put_context = program.read_context, program.put_context
-        self.read_state, self.put_state = program.read_state, program.put_state
         assert program.exchange is not None
         self.exchange: Exchange = program.exchange
         self._stations: list[Stations] = self.exchange.layers
@@ -149,10 +187,13 @@ class ProgramExecutor:
         return found
 
     def select_sequence(self, number: int) -> None:
+        """Let ``embed`` and ``attend`` be about sequence ``number``, to begin with 0."""
         self._sequence = number
 
     def select_chunk(self, number: int) -> None:
-        """Let the calls that follow be about another chunk."""
+        """Let the calls that follow be about chunk ``number``, of ``BuildRequest.chunks``, of a
+        prompt. Each has its own x, and its own input and sum of the FFN; only the KV cache is
+        common. Chunk 0 is selected at first."""
         chosen = self._places[number]
         if chosen is not self._place:
             self._change_place(chosen)
@@ -172,8 +213,8 @@ class ProgramExecutor:
             area[: self.tokens] = kept[: self.tokens]
 
     def embed(self, tokens: I32) -> None:
-        """Begin with tokens, the rows of which may be gone later; `begin_layers` says where they
-        stand."""
+        """Set x [T, hidden] to the embeddings of ``tokens`` [T], the rows of which may be gone
+        later; `begin_layers` says where they stand."""
         now, self.is_step = self._place, False
         now.tokens, now.sequence, self.tokens = tokens, self._sequence, len(tokens)
         self.program.begin_piece(tokens)
@@ -182,6 +223,9 @@ class ProgramExecutor:
         self._begin_call()
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
+        """Set x [T, hidden] of chunk 0 to the embeddings of ``tokens`` [T], the next ones of
+        ``sequences``, at ``positions``; select token 0. Tokens of the same sequence come in the
+        order of their positions, and each sees the earlier ones."""
         self.select_chunk(0)
         self.is_step, self.tokens = True, len(tokens)
         self.program.begin_step(tokens, sequences, positions)
@@ -254,11 +298,14 @@ class ProgramExecutor:
         return self.view(area, own.stored_query)[: self.tokens]
 
     def read_head_input(self, first: int) -> F32:
+        """Return what the head reads of the tokens from ``first`` on [n, hidden], of as many as
+        ``logits`` gives; valid until the next call."""
         self.go_to(self.program.head)
         return self.program.read_head_input(first, self._model.shape.stored_hidden)
 
     def logits(self, first: int) -> F32:
-        """Return logits of the tokens from ``first`` on, as many as there is room for."""
+        """Return logits [n, vocab] of the chunk's tokens from ``first`` on, n at most
+        `pi2.plan.arithmetic.sizes.LOGIT_ROWS`; valid until the next call."""
         self.go_to(self.program.head)
         return self.program.logits(first)
 
@@ -266,7 +313,8 @@ class ProgramExecutor:
         self.program.close()
 
     def select_token(self, number: int) -> None:
-        """Let calls for one token be about another one of a step."""
+        """Let calls for one token be about another one of a step. Predictions are requested in
+        order: token 0's may be made for all."""
         self._token = number
 
     def _begin_call(self) -> None:
@@ -280,9 +328,12 @@ class ProgramExecutor:
             self.program.take_rows(own.number, own.others, own.rows)
 
     def join(self, given: F32) -> None:
+        """Join x, the embeddings of the tokens, with ``given`` [T, hidden], what the head of an MTP
+        head's main model reads."""
         self.program.join(given[:, : self._model.shape.hidden])
 
     def attend(self, layer: int, position: int) -> None:
+        """Add the mixers of ``layer``; token t stands at ``position + t``."""
         if layer == 0:
             self.begin_layers(position)
         self.attend_step(layer)
@@ -295,23 +346,27 @@ class ProgramExecutor:
         return self.view_input()
 
     def project(self, layer: int) -> None:
+        """Multiply with its own rows of the projection."""
         self.go_to(self._projections[layer][-1].number + 1)
 
     def put_projected(self, layer: int, values: F32) -> None:
+        """Take the products [T, n] with the first rows, biases not added."""
         done = 0
         for own in self._projections[layer]:
             self._put(own, values[:, done : done + own.others], is_added=False)
             done += own.others
 
     def mix(self, layer: int, position: int) -> F32:
-        """Return the values that attention mixes [T, heads x head_dim]."""
+        """Append to the KV cache; return the values that attention mixes [T, heads x head_dim]."""
         self.go_to(self._outputs[layer].number)
         return self.view_mixed(layer)
 
     def project_output(self, layer: int) -> None:
+        """Add the products of the mixer's output with its own rows to x."""
         self.finish_mixers(layer)
 
     def put_output(self, layer: int, values: F32) -> None:
+        """Add the products [T, n] with the first rows to x."""
         self._put(self._outputs[layer], values, is_added=True)
 
     def _put(self, own: _Product, values: F32, *, is_added: bool) -> None:
@@ -328,7 +383,7 @@ class ProgramExecutor:
             target[:] = values
 
     def put_logits(self, values: F32) -> F32:
-        """Complete the last logits with the others' rows."""
+        """Complete the last logits with the products [n, m] with the first rows; return them."""
         own, program = self._head, self.program
         assert own is not None
         logits, count = program.read_logits(), values.shape[1]
@@ -342,18 +397,124 @@ class ProgramExecutor:
         logits[:, :count] = values
         return logits
 
-    def read_routes(self) -> F32:
-        """Return the weights of an MoE model's experts."""
-        raise NotImplementedError
-
     def list_experts(self) -> I32:
+        """Return the experts, ascending, that the router chose in the last ``begin_ffn`` for the
+        selected token; none where the model is no MoE model."""
         return _NONE if self._model.moe is None else list_chosen(self.read_routes()[self._token])
 
     def list_chunk_experts(self) -> I32:
-        """Return the experts that the router chose for any token."""
+        """Return the experts, ascending, that the router chose for any of the T tokens."""
         if self._model.moe is None:
             return _NONE
         return np.flatnonzero(self.read_routes().any(axis=0)).astype(np.int32)
+
+    @abstractmethod
+    def begin_ffn(self, layer: int) -> None:
+        """Compute what the neurons of ``layer`` read, and clear their sum."""
+
+    @abstractmethod
+    def read_routes(self) -> F32:
+        """Return the weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to
+        experts that do not compute a token; valid until the next call."""
+
+    @abstractmethod
+    def read_cutoffs(self) -> F32 | None:
+        """Return the cutoffs [T, 1] of the gates in the last ``begin_ffn``, valid until the next
+        call; None where the layer has none."""
+
+    @abstractmethod
+    def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
+        """Return the stored indices, ascending, whose predictor score is >= ``threshold`` (T = 1).
+
+        MoE: only neurons of ``experts``, by default of the chosen ones.  The array is valid until
+        the next call."""
+
+    @abstractmethod
+    def read_scores(self) -> F32:
+        """Return the scores [neurons] of the last ``predict_low_rank``, in an MoE model only of the
+        neurons that it named; valid until the next prediction."""
+
+    @property
+    def foresees(self) -> bool:
+        """Whether one call predicts a layer's neurons before the layer's own input is known and
+        begins the present layer's FFN, for this model."""
+        return False
+
+    def foresee(self, following: int, layer: int, threshold: float) -> None:
+        """Predict for every token as ``begin_ffn(following)`` and ``predict_low_rank(following,
+        threshold)`` would, then ``begin_ffn(layer)``: with the same bits."""
+        raise NotImplementedError
+
+    def list_foreseen(self) -> I32:
+        """Return what the last ``foresee`` has predicted for the selected token: stored indices,
+        ascending.  They and what ``read_scores`` gives of them are valid until the next
+        prediction."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def predict_gate(self, layer: int) -> I32:
+        """Return the stored indices, ascending, whose gate is above the activation's threshold
+        (T = 1); of a smooth activation, the ones that reach the first limit of the layer or of
+        their expert.
+
+        In an MoE model, of the chosen experts. The array is valid until the next call."""
+
+    @abstractmethod
+    def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
+        """Return whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots,
+        stride] is open (T = 1): no other has an effect.  Nothing but gates is read.  For neurons
+        without biases that have gates, of an activation that is not smooth.  ``indices`` [n], their
+        stored indices, are needed where scales are resident."""
+
+    @abstractmethod
+    def add_neurons(
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None = None, known: bool = False
+    ) -> None:
+        """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1).
+
+        ``indices`` [n], their stored indices, are needed if scales are resident or gates are
+        ``known``: the last ``predict_gate`` was of this layer and input and has found all of them
+        open. Neurons below the layer's second limit are left out then."""
+
+    def add_named_neurons(
+        self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
+    ) -> None:
+        """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride], with the stored indices
+        ``indices`` [n], to the tokens of a step that have ``named`` [n] them. Bit t is token t's,
+        at least one is set. Gates may be ``known``, as in `add_neurons`. Token 0 is selected
+        afterwards."""
+        # Tokens of a step are 64 at most: a number has a bit for each.
+        any_token = int(np.bitwise_or.reduce(named)) % 2**64
+        for token in range(any_token.bit_length()):
+            if any_token >> token & 1:
+                own = (named >> token & 1).astype(np.bool_)
+                self.select_token(token)
+                self.add_neurons(layer, arena, slots.compress(own), indices.compress(own), known)
+        self.select_token(0)
+
+    @abstractmethod
+    def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
+        """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is
+        the stored index of the first."""
+
+    @abstractmethod
+    def share_input(self) -> tuple[F32, F32 | None]:
+        """Return the input of the neurons since the last ``begin_ffn``, in main memory: u [T,
+        hidden], or its projection for experts of another width [T, width]. An MoE model also gives
+        the weights [T, experts] of its experts, others None. Valid until ``end_ffn``."""
+
+    @abstractmethod
+    def add_sum(self, values: F32) -> None:
+        """Add ``values`` [T, hidden], or as wide as what neurons read, which another unit has
+        computed, to the FFN's sum."""
+
+    @abstractmethod
+    def end_ffn(self, layer: int) -> None:
+        """Add the FFN's sum to x."""
+
+    @abstractmethod
+    def count_active(self) -> int:
+        """Return the neurons with a non-zero activation in ``add_neurons`` since the last call."""
 
     def observe(self, observer: ExecutorObserver | None) -> None:
         """Tell ``observer`` of every kernel and of the neurons of prompts."""

@@ -18,9 +18,9 @@ from pi2.plan.documents.plan_units import list_cores
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
-    from pi2.backends.protocol import Tensor
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.documents.model import Model
+    from pi2.plan.weights.layout import Tensor
 
 ACTIVATION_BYTES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
 

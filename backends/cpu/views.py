@@ -12,8 +12,8 @@ from pi2.backends.blocks.room import GRIDS, Memory, make_tables
 from pi2.backends.compiler.runtime import Library, View
 from pi2.backends.cpu.arrays import Arrays
 from pi2.backends.cpu.request import count_tokens
-from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.plan.weights.layout import Precision
+from pi2.backends.protocol import BuildRequest
+from pi2.plan.weights.layout import Precision, Tensor
 
 Views = dict[str, View]
 """Views of arrays by the names that parameters of kernels have."""

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
-from pi2.plan.arithmetic.units import Need, UnitFacts, list_matrices
+from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict, list_matrices
 from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
     from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
 
-COMPUTES = True
+VERDICT: Verdict = "runs"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ("gpu",)
 ONLY_EMULATED = True

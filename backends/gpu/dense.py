@@ -19,7 +19,7 @@ from pi2.backends.gpu.sizes import (
     choose_parts,
     count_tile_bytes,
 )
-from pi2.backends.protocol import Tensor
+from pi2.plan.weights.layout import Tensor
 from pi2.progress import Progress
 
 

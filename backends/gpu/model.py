@@ -13,15 +13,15 @@ from pi2.backends.gpu.model_graph import ModelGraph, StepShape
 from pi2.backends.gpu.model_sizes import ModelUse, count_host_bytes, count_logit_rows, list_arrays
 from pi2.backends.gpu.model_weights import ModelArrays, Work, WorkList
 from pi2.backends.gpu.packing import load_kernels
-from pi2.backends.protocol import Tensor
-from pi2.backends.units import WholeRequest
+from pi2.backends.units import WholeModel, WholeRequest
 from pi2.diagnostics import UserError
+from pi2.plan.weights.layout import Tensor
 
 
-class GpuModel:
+class GpuModel(WholeModel):
     """A model on a GPU: a step is one submission of uploads, kernels and the logits' download."""
 
-    touched_bytes, waited_s = 0, 0.0
+    program, touched_bytes, waited_s = None, 0, 0.0
 
     def __init__(self, request: WholeRequest) -> None:
         """Open the device and make room; raises P360 to P363."""
@@ -182,10 +182,6 @@ class GpuModel:
 
     def observe(self, observer: ExecutorObserver | None) -> None:
         self._observer = observer
-
-    @property
-    def computer(self) -> object:
-        return self
 
     def close(self) -> None:
         arrays, self._arrays = self._arrays, None

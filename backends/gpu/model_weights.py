@@ -20,10 +20,10 @@ from pi2.backends.gpu.model_sizes import (
 )
 from pi2.backends.gpu.packing import DeviceArrays, WholeTiles, pack_matrix, pack_neurons, pack_slots
 from pi2.backends.gpu.sizes import TILE, choose_kernel_tokens, count_tile_bytes
-from pi2.backends.protocol import Tensor
 from pi2.model.blocks import list_attention
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.units import name_head
+from pi2.plan.weights.layout import Tensor
 
 
 class ModelArrays:

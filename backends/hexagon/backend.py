@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
-from pi2.plan.arithmetic.units import GraphFacts, Need, UnitFacts, list_wanted
+from pi2.plan.arithmetic.units import GraphFacts, Need, UnitFacts, Verdict, list_wanted
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pi2.backends.hexagon.sizes import UnitSizes
     from pi2.backends.units import DenseUnit, UnitRequest
 
-COMPUTES = True
+VERDICT: Verdict = "runs"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ("npu",)
 ONLY_EMULATED = True

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.units import Need, UnitFacts
+from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict
 from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
@@ -215,7 +215,7 @@ def check_folder(folder: Path, model: Model) -> None:
             )
 
 
-COMPUTES = True
+VERDICT: Verdict = "runs"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False

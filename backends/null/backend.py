@@ -6,29 +6,34 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.arrays import count_workspace
-from pi2.plan.arithmetic.units import Need, UnitFacts
+from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict
 from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import BuildRequest, Executor
+    from pi2.backends.blocks.interpreter import Interpreter
+    from pi2.backends.cpu.program_executor import Executor
+    from pi2.backends.protocol import BuildRequest, ProgramRequest
     from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.plan import KvType
 
 # A plan that is tried dry is meant for kernels: it has to have the room that they need.
 __all__ = [
-    "COMPUTES",
     "FIXED",
     "KINDS",
     "NATIVE",
+    "VERDICT",
     "build",
     "build_unit",
     "count_workspace",
     "find_limits",
     "find_obstacles",
     "find_unit_obstacles",
+    "interpret",
     "need_unit_memory",
 ]
 
-COMPUTES = False
+VERDICT: Verdict = "dry run"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
@@ -45,7 +50,12 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return nothing: there is nothing that it could not leave undone."""
+    """Name a unit that computes: plans are tried dry as a whole."""
+    resolved = facts.resolved
+    for unit in (resolved.sparse_unit, *resolved.dense_units):
+        name = resolved.name_backend(unit) if resolved.has_backend(unit) else "null"
+        if name != "null":
+            return [f"computes nothing, and `{name}` of `{unit}` does"]
     return []
 
 
@@ -70,6 +80,12 @@ def build_unit(request: UnitRequest) -> DenseUnit:
     from pi2.backends.null.executor import NullUnit
 
     return NullUnit(request)
+
+
+def interpret(request: ProgramRequest, model: Model, formats: list[str], kv: KvType) -> Interpreter:
+    from pi2.backends.null.executor import NullInterpreter
+
+    return NullInterpreter(model, formats, kv)
 
 
 def build_whole(request: WholeRequest) -> WholeModel:

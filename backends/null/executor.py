@@ -1,19 +1,24 @@
-"""The executor of the null backend: draws which neurons fire, and computes nothing."""
+"""The null backend: a program of which only routes are drawn, and neurons that fire by chance."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, I64, U8, Bits
-from pi2.backends.blocks.counting import Uncompiled
+from pi2.arrays import F32, F64, I32, U8, Bits
+from pi2.backends.blocks.counting import MOST_LANES
 from pi2.backends.blocks.instructions import Weight
-from pi2.backends.cpu.program_executor import ProgramExecutor
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
-from pi2.backends.executor import ExecutorObserver, add_one_by_one, noted
-from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.backends.units import NotedUnit, UnitRequest, WholeRequest
+from pi2.backends.executor import ExecutorObserver, noted
+from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference.executor import NumpyInterpreter, ReferenceExecutor
+from pi2.backends.reference.instructions import elements
+from pi2.backends.reference.instructions.arguments import Arguments
+from pi2.backends.units import NotedUnit, UnitRequest, WholeModel, WholeRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import Tensor
 
 
 class NullUnit(NotedUnit):
@@ -55,10 +60,10 @@ class NullUnit(NotedUnit):
         """There is nothing to give back."""
 
 
-class NullModel:
+class NullModel(WholeModel):
     """A `pi2.backends.units.WholeModel` without arithmetic."""
 
-    computer, touched_bytes, waited_s = None, 0, 0.0
+    program, touched_bytes, waited_s = None, 0, 0.0
 
     def __init__(self, request: WholeRequest) -> None:
         shape, moe = request.model.shape, request.model.moe
@@ -71,6 +76,9 @@ class NullModel:
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Forget the neurons."""
+
+    def expect(self, end: int) -> None:
+        """There is nothing to prepare."""
 
     def abandon(self) -> None:
         """There is nothing under way."""
@@ -109,12 +117,37 @@ def compute_hotness(neurons: int, active: float, skew: float) -> F64:
     return np.asarray(chances)
 
 
-class NullExecutor(ProgramExecutor):
-    """Executor of `pi2.backends.protocol`: the program of the plan's model, which an interpreter
-    runs that computes nothing, and drawn neurons."""
+class NullInterpreter(NumpyInterpreter):
+    """Counts the instructions of a program.  Routes are drawn, and nothing else is computed: with
+    them neurons and experts are chosen, and read."""
 
-    # It shows nothing that the head reads, and divides no rows: `isinstance` of protocols sees it.
-    read_head_input = None  # type: ignore[assignment]
+    def __init__(self, model: Model | None, formats: list[str], kv: KvType) -> None:
+        super().__init__(model, formats, kv, lanes=MOST_LANES)
+        self.instructions = 0
+        self._random = np.random.default_rng(0)
+        self._computed = {
+            "route": self._draw,
+            "cap": elements.cap,
+            "group": elements.group,
+            "spread": elements.spread,
+        }
+
+    def compute(self, kernel: str, own: str | None, address: int, items: tuple[int, int]) -> None:
+        self.instructions += 1
+        if kernel in self._computed:
+            given = Arguments(kernel, address, items, format=own, kv=self._kv, lanes=self.lanes)
+            self._computed[kernel](given)
+
+    def _draw(self, own: Arguments) -> None:
+        """Choose experts of each token by chance, with equal weights."""
+        order = self._random.random((own.last - own.first, own.experts)).argsort(axis=1)
+        own.vectors("weights", own.active, own.active)[...] = 1 / own.active
+        chosen = own.view("chosen", (own.last, own.active), dtype="int32")
+        chosen[own.first :] = order[:, : own.active]
+
+
+class NullExecutor(ReferenceExecutor):
+    """Neurons are drawn, and none is computed."""
 
     def __init__(self, request: BuildRequest) -> None:
         model = request.model
@@ -127,9 +160,7 @@ class NullExecutor(ProgramExecutor):
             zeros = None if weight is None else np.zeros(weight.size_bytes, np.uint8)
             return None if weight is None else replace(weight, data=zeros)
 
-        super().__init__(request, interpret=Uncompiled, find=find)
-        self._request, self._moe = request, model.moe
-        self._active = 0
+        super().__init__(request, find, NullInterpreter)
         sparsity = model.sparsity
         active = sparsity.active if sparsity is not None else 1.0
         skew = sparsity.skew if sparsity is not None and sparsity.skew is not None else 0.26
@@ -139,47 +170,21 @@ class NullExecutor(ProgramExecutor):
             for layer in model.cut_layers
         }
         """Chances of neurons to have open gates, by layer with a cutoff."""
-        self._experts = [np.empty(0, np.int32)]
         self._random = np.random.default_rng(0)
 
-    @noted
-    def begin_ffn(self, layer: int) -> None:
-        self.read_layer(layer)
-        if self._moe is not None:
-            first, self._experts = self._moe.experts, []
-            shared = np.arange(first, first + self._moe.shared_experts)
-            ffn = self._request.model.blocks[layer].ffn
-            if not ffn.has_router:
-                self._experts = [np.arange(ffn.active, dtype=np.int32)] * self._request.step_tokens
-                return
-            for _ in range(min(self.tokens, self._request.step_tokens)):
-                order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]
-                self._experts.append(np.concatenate([order, shared]).astype(np.int32))
-
-    def list_experts(self) -> I32:
-        return np.sort(self._experts[self._token])
-
-    def list_chunk_experts(self) -> I32:
-        if self._moe is None:
-            return self._experts[0]
-        drawn = np.unique(np.concatenate(self._experts))
-        others = self.tokens - len(self._experts)
-        if others <= 0:
-            return drawn
-        resting = (1 - self._moe.active_experts / self._moe.experts) ** others
-        chosen = np.flatnonzero(self._random.random(self._moe.experts) >= resting)
-        return np.union1d(drawn, chosen).astype(np.int32)
+    def _find_cutoffs(self, layer: int) -> None:
+        """Have none: neurons with open gates are drawn."""
 
     @noted
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
-        return self._draw(self._chances, experts)
+        return self._draw(self._chances, self.list_experts() if experts is None else experts)
 
-    def _draw(self, chances: F64, experts: I32 | None = None) -> I32:
+    def _draw(self, chances: F64, experts: I32) -> I32:
         fires = self._random.random(self._request.neurons) < chances
-        if self._moe is not None:
+        if self._request.model.moe is not None:
             # Stored order is by hotness, so that a layer's experts lie mixed.
             chosen = np.zeros(self._request.model.expert_count, bool)
-            chosen[self._experts[self._token] if experts is None else experts] = True
+            chosen[experts] = True
             fires &= chosen[np.arange(len(fires)) % len(chosen)]
         return np.flatnonzero(fires).astype(np.int32)
 
@@ -189,7 +194,7 @@ class NullExecutor(ProgramExecutor):
 
     @noted
     def predict_gate(self, layer: int) -> I32:
-        return self._draw(self._cut.get(layer, self._chances))
+        return self._draw(self._cut.get(layer, self._chances), self.list_experts())
 
     @noted
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
@@ -201,25 +206,10 @@ class NullExecutor(ProgramExecutor):
     ) -> None:
         self._active += len(slots)
 
-    def add_named_neurons(
-        self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
-    ) -> None:
-        add_one_by_one(self, layer, arena, slots, indices, named, known)
-
     @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Leave the neurons out."""
 
-    def share_input(self) -> tuple[F32, F32 | None]:
-        return np.zeros((self.tokens, self._request.model.stored_neuron_width), np.float32), None
-
-    def add_sum(self, values: F32) -> None:
-        """Leave the others' sum out."""
-
     @noted
     def end_ffn(self, layer: int) -> None:
         self.finish(layer)
-
-    def count_active(self) -> int:
-        active, self._active = self._active, 0
-        return active

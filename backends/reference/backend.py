@@ -12,6 +12,7 @@ from pi2.model.options import find_unknown
 from pi2.plan.arithmetic.units import (
     Need,
     UnitFacts,
+    Verdict,
     list_matrices,
     list_undivided,
     list_unknown_weights,
@@ -22,7 +23,8 @@ from pi2.plan.weights.layout import ALIGNMENT, Precision, round_up, scale_bytes,
 
 if TYPE_CHECKING:
     from pi2.backends.blocks.interpreter import Interpreter
-    from pi2.backends.protocol import BuildRequest, Executor, ProgramRequest
+    from pi2.backends.cpu.program_executor import Executor
+    from pi2.backends.protocol import BuildRequest, ProgramRequest
     from pi2.backends.units import DenseUnit, UnitRequest
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import KvType
@@ -33,11 +35,11 @@ PAGE_BYTES = 4096
 
 # It stands in for the cpu backend, to compare with: a plan has the same room for both.
 __all__ = [
-    "COMPUTES",
     "FIXED",
     "KINDS",
     "NATIVE",
     "ONLY_EMULATED",
+    "VERDICT",
     "build",
     "build_unit",
     "count_workspace",
@@ -48,7 +50,7 @@ __all__ = [
     "need_unit_memory",
 ]
 
-COMPUTES = True
+VERDICT: Verdict = "runs"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False

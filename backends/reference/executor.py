@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from pi2.arrays import F32, I32, I64, U8, Bits
+from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.blocks.contract import FIELDS, PLANES
 from pi2.backends.blocks.instructions import FindWeight, Planes
-from pi2.backends.cpu.program_executor import ProgramExecutor
-from pi2.backends.executor import add_one_by_one, noted
+from pi2.backends.blocks.interpreter import Interpret
+from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import noted
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.instructions import attention, elements, products, states
 from pi2.backends.reference.instructions.arguments import Arguments
@@ -60,14 +61,22 @@ def _widen_cache(request: BuildRequest) -> BuildRequest:
     return replace(request, kv_type="fp32", allocate=allocate)
 
 
-class ReferenceExecutor(ProgramExecutor):
-    """Executor of `pi2.backends.protocol` in numpy."""
+class ReferenceExecutor(Executor):
+    """Computes in numpy."""
 
-    def __init__(self, request: BuildRequest, find: FindWeight | None = None) -> None:
+    def __init__(
+        self,
+        request: BuildRequest,
+        find: FindWeight | None = None,
+        interpret: Interpret | None = None,
+    ) -> None:
         """Rounds nothing but int8 keys and values: fp16 would cost five times the other errors;
-        ``find``: see `pi2.backends.cpu.program_executor.ProgramExecutor`."""
-        own = _widen_cache(request) if request.kv_type == "fp16" else request
-        super().__init__(own, interpret=NumpyInterpreter, planes=EXACT, find=find)
+        ``find``: see `Executor`; ``interpret`` replaces the interpreter, which then rounds."""
+        if interpret is None:
+            own = _widen_cache(request) if request.kv_type == "fp16" else request
+            super().__init__(own, interpret=NumpyInterpreter, planes=EXACT, find=find)
+        else:
+            super().__init__(request, interpret=interpret, find=find)
         self._request, self._tensors = request, request.tensors
         self._layout = request.whole_bundle
         self._chunks = [NeuronSums() for _ in range(request.chunks)]
@@ -174,11 +183,6 @@ class ReferenceExecutor(ProgramExecutor):
             active = np.where(np.abs(active) >= self._prediction.get_limits(layer)[1], active, 0)
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token)
-
-    def add_named_neurons(
-        self, layer: int, arena: U8, slots: I32, indices: I32, named: I64, known: bool = False
-    ) -> None:
-        add_one_by_one(self, layer, arena, slots, indices, named, known)
 
     @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:

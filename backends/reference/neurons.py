@@ -11,7 +11,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.arithmetic import slice_tensor
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.formats import find_packing
 from pi2.model.tensor import name_layer_tensor
@@ -23,7 +23,7 @@ from pi2.plan.weights.bundles import (
     slice_factors,
     unpack_part,
 )
-from pi2.plan.weights.layout import BundleLayout
+from pi2.plan.weights.layout import BundleLayout, Tensor
 
 
 def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None) -> F32:

@@ -10,7 +10,7 @@ from pi2.engine.statistics import Cause, RunStatistics, split_time
 from pi2.model.tensor import EMBEDDING, HEAD, DenseTensor
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.estimates import find_read_rate
-from pi2.plan.arithmetic.units import count_kv_token_bytes
+from pi2.plan.arithmetic.units import Verdict, count_kv_token_bytes
 from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
@@ -258,7 +258,9 @@ class WholeAccount(Account):
 
 class _Dry(Account):
     is_timed = False
-    remarks = ("dry run: nothing was computed or read; the times are pi2's own overhead",)
+    remarks: tuple[str, ...] = (
+        "dry run: nothing was computed or read; the times are pi2's own overhead",
+    )
 
     def split_time(
         self, statistics: RunStatistics, measure: Callable[[], float | None]
@@ -283,6 +285,18 @@ class DryAccount(_Dry, Account):
 
 class DryWholeAccount(_Dry, WholeAccount):
     """Of a unit that would have the whole model."""
+
+
+class DryFileAccount(_Dry, FileAccount):
+    """Of a GGUF file that is read, and not computed."""
+
+    remarks = ("dry run: weights were read, and nothing was computed",)
+
+
+FILE_ACCOUNTS: Mapping[Verdict, type[FileAccount]] = {
+    "runs": FileAccount,
+    "dry run": DryFileAccount,
+}
 
 
 def name_unit(name: str, *, emulated: bool) -> str:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pi2.arrays import U8
+from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.cpu.request import describe_request
 from pi2.backends.host import load_host_loops
-from pi2.backends.protocol import BuildRequest, Executor, RowDivider, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
@@ -34,6 +35,7 @@ from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_stated_threads
 from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
+from pi2.plan.weights.layout import Tensor
 from pi2.progress import Progress
 from pi2.store.file_read import BlockTensors, split_blocks
 
@@ -66,6 +68,8 @@ class LayersOpening(Opening):
             raise refuse_mixture(resolved)
         self.weights = self._open_weights(resolved, self.cleanup)
         self.texts = self.weights.texts
+        if self._alone:
+            self.weights.allow_observing()
         request = make_request(resolved, self.machine, self.weights.tensors)
         self.request = replace(
             request, progress=progress, rows=None if self._alone else request.rows
@@ -155,6 +159,7 @@ class LayersOpening(Opening):
             resident=[array.reshape(-1).view(np.uint8) for array in resident],
             compute_threads=request.threads,
             lock_fallback=lock_fallback,
+            show_layers=lambda: model,
         )
         _report_fallbacks(reader)
         return parts
@@ -260,7 +265,7 @@ def build_shares(
 def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> SharedRows | None:
     """The rows that are shared with another unit; None if the executor computes all."""
     rows = resolved.divided_rows
-    if rows is None or rows.unit not in shares.units or not isinstance(executor, RowDivider):
+    if rows is None or rows.unit not in shares.units:
         return None
     return SharedRows(executor, shares.units[rows.unit], rows, name_head(resolved.model))
 

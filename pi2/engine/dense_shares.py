@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pi2.arrays import F32, U8
-from pi2.backends.protocol import Executor, RowDivider
+from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.diagnostics import UserError
 from pi2.engine.parts import ShareObserver
@@ -219,8 +219,6 @@ class SharedRows:
     def __init__(self, executor: Executor, unit: BesideUnit, rows: DividedRows, head: str) -> None:
         """``head``: name of the head's tensor."""
         self._executor = executor
-        assert isinstance(executor, RowDivider), "this executor divides no rows"
-        self._divider: RowDivider = executor
         self._unit = unit
         self._rows = rows
         self._head = head
@@ -241,7 +239,7 @@ class SharedRows:
 
     def _attend(self, layer: int, position: int) -> None:
         """Add the attention block in parts; in a step the executor knows the positions."""
-        divider, rows = self._divider, self._rows
+        divider, rows = self._executor, self._rows
         inputs = divider.begin_attention(layer, position)
         with self._guard():
             job = self._begin(rows.qkv, name_layer_tensor(layer, "qkv"), inputs)
@@ -259,10 +257,10 @@ class SharedRows:
         if self._rows.head == 0:
             return self._executor.logits(first)
         with self._guard():
-            inputs = self._divider.read_head_input(first)
+            inputs = self._executor.read_head_input(first)
             job = self._unit.unit.multiply(self._head, inputs)
             self._executor.logits(first)
-            return self._divider.put_logits(self._finish(job, None))
+            return self._executor.put_logits(self._finish(job, None))
         raise AssertionError("a lost unit has ended the run")
 
     def _begin(self, rows: int, name: str, inputs: F32) -> int | None:

@@ -185,8 +185,11 @@ class FileModel:
         self._is_resident = not self._readers and not self._rows
 
     @property
-    def computer(self) -> BlockModel:
+    def program(self) -> BlockModel:
         return self._model
+
+    def expect(self, end: int) -> None:
+        self._model.expect(end)
 
     def abandon(self) -> None:
         """Do nothing: reads of experts under way are given up when the next ones begin."""

@@ -19,7 +19,6 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.units import FixedShapes
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
 from pi2.engine.parts import Parts, StepBytes
 from pi2.engine.scheduler import Scheduler
@@ -254,7 +253,7 @@ def iterate_decode_logits(
 
 def find_hidden_reader(parts: Parts) -> Sequences | None:
     """The sequences that give hidden states; None if the backend has none to give."""
-    return parts.forward if parts.forward.shows_hidden else None
+    return parts.forward if parts.forward.shows_hidden and parts.account.is_timed else None
 
 
 def embed_tokens(
@@ -315,7 +314,7 @@ def describe_unit_counters(parts: Parts) -> tuple[UnitUse, ...]:
             computed_neurons=unit.computed,
             busy_s=unit.unit.busy_s,
             lost=unit.lost,
-            padding=unit.unit.padding.share if isinstance(unit.unit, FixedShapes) else None,
+            padding=None if unit.unit.padding is None else unit.unit.padding.share,
             emulated=bool(resolved.device.units[unit.name].emulated),
         )
         for unit in parts.units.values()

@@ -10,8 +10,8 @@ import numpy as np
 from pi2.arrays import F32, I32
 
 if TYPE_CHECKING:
+    from pi2.backends.cpu.program_executor import Executor
     from pi2.backends.executor import ExecutorObserver
-    from pi2.backends.protocol import Executor
     from pi2.engine.dense_shares import SharedRows
     from pi2.engine.feed_forward import FeedForward
     from pi2.store.file_read import EmbeddingRows
@@ -37,7 +37,7 @@ class LayerModel:
         head, if not the executor; ``embedding``: reads its rows if they are not in memory;
         ``layer_embedding``: reads rows of the layers' own; ``is_single``: whether every step is a
         token of the only sequence; ``neuron_bytes``: that computing a neuron touches."""
-        self.executor = self.computer = executor
+        self.executor, self.program = executor, executor.program
         self.feed_forward = feed_forward
         self._rows = rows or executor
         self._layers = layers
@@ -48,6 +48,9 @@ class LayerModel:
         self._chunks = 1
         """Chunks of the last piece; 1 of a step."""
         self._given: F32 | None = None
+
+    def expect(self, end: int) -> None:
+        self.program.expect(end)
 
     def abandon(self) -> None:
         """Forget work in progress; the neuron cache keeps its content."""
@@ -75,7 +78,7 @@ class LayerModel:
         return self._rows.logits(self._select_row(first))
 
     def read_head_input(self, first: int) -> F32:
-        return self.executor.read_head_input(self._select_row(first))  # type: ignore[attr-defined, no-any-return]
+        return self.executor.read_head_input(self._select_row(first))
 
     def _select_row(self, first: int) -> int:
         """Select the chunk of a piece's token; return its row there."""
@@ -114,7 +117,7 @@ class LayerModel:
 
     def _join(self, count: int) -> None:
         if self._given is not None:
-            self.executor.join(self._given[:count])  # type: ignore[attr-defined]
+            self.executor.join(self._given[:count])
             self._given = self._given[count:] if len(self._given) > count else None
 
     def _find_rows(self, tokens: I32) -> I32:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pi2.arrays import I32, U8, Scales
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
 from pi2.engine.accounts import Account, DryAccount, DryWholeAccount, WholeAccount
@@ -29,6 +29,7 @@ from pi2.model.tensor import EMBEDDING, LAYER_EMBEDDING
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
+from pi2.plan.weights.layout import Tensor
 from pi2.progress import Progress
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.file_read import (
@@ -83,6 +84,9 @@ class StoreWeights:
 
     def make_whole_account(self) -> Account:
         return WholeAccount(self.resolved)
+
+    def allow_observing(self) -> None:
+        """UserError P662 if neurons are not computed."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -281,6 +285,13 @@ class AbsentWeights(StoreWeights):
 
     def make_whole_account(self) -> Account:
         return DryWholeAccount(self.resolved)
+
+    def allow_observing(self) -> None:
+        raise UserError.of(
+            "P662",
+            "this backend does not show what its neurons do",
+            help="use the cpu or the reference backend: --set 'backends.cpu=\"reference\"'",
+        )
 
     def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
         return lambda: None

@@ -29,8 +29,9 @@ from pi2.plan.arithmetic.sources import FileFacts, Source
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
+    from pi2.backends.cpu.program_executor import Executor
     from pi2.backends.executor import ExecutorObserver
-    from pi2.backends.protocol import BuildRequest, Executor
+    from pi2.backends.protocol import BuildRequest
     from pi2.backends.units import SequenceModel
     from pi2.engine.loading import StoreWeights
     from pi2.engine.model_texts import ModelTexts

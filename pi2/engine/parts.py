@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
+from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.executor import ExecutorObserver
-from pi2.backends.protocol import BuildRequest, Executor, InputReader
+from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
-from pi2.engine.layer_model import LayerModel
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.memory.budget import SegmentUse
 from pi2.memory.matrix_pool import MatrixPool
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pi2.engine.accounts import Account
     from pi2.engine.dense_shares import BesideUnit
     from pi2.engine.feed_forward import FeedForward
+    from pi2.engine.layer_model import LayerModel
     from pi2.engine.model_texts import ModelTexts
     from pi2.engine.sequences import Sequences
     from pi2.memory.budget import Budget
@@ -73,16 +74,8 @@ class DenseObserver(ExecutorObserver):
         observer: FfnObserver,
         compute: Callable[[BuildRequest, F32, U8, F32 | None], F32] | None = None,
     ) -> None:
-        """``compute`` replaces activations of bundles, neurons last; UserError P662 if the backend
-        hides FFN inputs."""
-        if not isinstance(executor, InputReader):
-            raise UserError.of(
-                "P662",
-                "this backend does not show what its neurons do",
-                help="use the cpu or the reference backend: --set 'backends.cpu=\"reference\"'",
-            )
-        self._input: InputReader = executor
-        self._share_input = executor.share_input
+        """``compute`` replaces activations of bundles, neurons last."""
+        self._executor = executor
         self._request = request
         self._observer = observer
         self._compute = compute or compute_activations
@@ -102,7 +95,7 @@ class DenseObserver(ExecutorObserver):
         if request.scales is not None:
             rows = slice(first, first + len(bundles))
             whole = join_scales(bundles, request.scales[layer], request.bundle, rows)
-        cutoffs = self._input.read_cutoffs()
+        cutoffs = self._executor.read_cutoffs()
         values = self._compute(request, self._read_input(), whole, cutoffs)
         if self._request.model.moe is not None:
             owners = slice_experts(whole, request.whole_bundle)
@@ -121,11 +114,11 @@ class DenseObserver(ExecutorObserver):
             self._observer(layer, self._read_input(), values, routing)
 
     def _read_input(self) -> F32:
-        return self._share_input()[0]
+        return self._executor.share_input()[0]
 
     def _find_computing(self) -> Bits:
         """Whether an expert computes a token [T, experts]."""
-        return np.asarray(self._input.read_routes() != 0)
+        return np.asarray(self._executor.read_routes() != 0)
 
 
 def compute_activations(
@@ -137,6 +130,14 @@ def compute_activations(
 
     return neurons.compute_activations(
         request.model, request.whole_bundle, inputs, bundles, cutoffs=cutoffs
+    )
+
+
+def refuse_layers() -> LayerModel:
+    raise UserError.of(
+        "P662",
+        "one unit has the whole model, and shows none of its layers",
+        help="take a plan of a neuron store whose split gives the neurons to a CPU",
     )
 
 
@@ -167,6 +168,8 @@ class Parts:
     """Whether the pool gives segment ``hot`` back."""
     check: Callable[[], None] = lambda: None
     """Raises `UserError` where a file that steps read is not as it was loaded."""
+    show_layers: Callable[[], LayerModel] = refuse_layers
+    """Gives the model if its layers are computed one by one, else raises `UserError` P662."""
     lock_fallback: str | None = None
     """Why memory is not locked, if the plan wants it."""
     draft: Parts | None = None
@@ -195,7 +198,7 @@ class Parts:
 
     @property
     def executor(self) -> Executor:
-        return self._get_layers().executor
+        return self.show_layers().executor
 
     @property
     def cache(self) -> NeuronCache:
@@ -203,17 +206,7 @@ class Parts:
 
     @property
     def feed_forward(self) -> FeedForward:
-        return self._get_layers().feed_forward
-
-    def _get_layers(self) -> LayerModel:
-        """UserError P662 if there are none, for callers that want to observe layers."""
-        if not isinstance(self.model, LayerModel):
-            raise UserError.of(
-                "P662",
-                f"{self.resolved.sparse_unit!r} has the whole model and shows none of its layers",
-                help="take a plan whose split gives the neurons to a CPU",
-            )
-        return self.model
+        return self.show_layers().feed_forward
 
 
 FLASH_WEIGHT = 10

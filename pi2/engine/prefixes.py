@@ -11,12 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, Ring, StateKeeper
+from pi2.backends.executor import CONTEXT_BLOCK, Ring
 from pi2.caches import find_cache_folder
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import Sequences
@@ -223,24 +222,24 @@ class KeptPrefixes(Prefixes):
     def __init__(
         self,
         forward: Sequences,
-        keeper: ContextKeeper,
         *,
         block: int,
         identify: Callable[[int], bytes],
         goes_on_from_answers: bool,
-        states: StateKeeper | None = None,
+        has_states: bool = False,
         files: PrefixFiles | None = None,
     ) -> None:
         """``block``: tokens kept as one; ``identify``: everything else that the KV cache depends
         on, in a prompt of so many tokens; ``goes_on_from_answers``: whether inexact ones serve;
-        ``states``: copies states."""
+        ``has_states``: whether layers keep states."""
         assert block % CONTEXT_BLOCK == 0
         super().__init__(forward)
-        self._keeper = keeper
+        assert forward.program is not None
+        self._keeper = forward.program
         self._block = block
         self._identify = identify
         self._from_answers = goes_on_from_answers
-        self._states = states
+        self._states = self._keeper if has_states else None
         self._files = files
         self._places = [_Place() for _ in forward.positions]
 
@@ -304,9 +303,9 @@ class KeptPrefixes(Prefixes):
 
     def follow(self, forward: Sequences) -> None:
         super().follow(forward)
-        keeper: Any = forward.computer
-        self._keeper = keeper
-        self._states = None if self._states is None else keeper
+        assert forward.program is not None
+        self._keeper = forward.program
+        self._states = None if self._states is None else forward.program
 
     def close(self) -> None:
         """See `pi2.engine.prefixes.Prefixes`."""
@@ -418,15 +417,10 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     weights = parts.texts.identity
     if weights is None or plan.serve.prefixes == "none":
         return None
-    executor = parts.forward.computer
-    if not isinstance(executor, ContextKeeper):
+    if not parts.forward.copies:
         return None
-    states = None
     size = resolved.source.count_cut(resolved)
     if resolved.model.state_layers:
-        if not isinstance(executor, StateKeeper):
-            return None
-        states = executor
         size *= count_chunks(resolved)
     identity = hashlib.sha256(resolved.digest.encode())
     identity.update(weights)
@@ -436,10 +430,9 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
         files = PrefixFiles(folder, plan.serve.prefix_cache)
     return KeptPrefixes(
         parts.forward,
-        executor,
         block=math.lcm(size, CONTEXT_BLOCK),
         identify=lambda end: identity.digest() + _list_long(resolved.model, end),
         goes_on_from_answers=plan.serve.prefixes == "answers",
-        states=states,
+        has_states=bool(resolved.model.state_layers),
         files=files,
     )

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.executor import (
-    CONTEXT_BLOCK,
-    ContextKeeper,
-    HeadReader,
-    InputJoiner,
-    LengthAware,
-    Ring,
-    RingKeeper,
-    StateKeeper,
-)
+from pi2.backends.executor import CONTEXT_BLOCK, Ring
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
 
@@ -69,11 +60,11 @@ class Sequences:
         together; ``loan``: context memory that is lent while it is unused; ``has_states``: whether
         layers keep states, which a failed step has changed."""
         self.model = model
-        self.computer = computer = model.computer
-        """Shows and keeps what the model has of its sequences, as far as it can."""
-        self.ring: Ring | None = computer.ring if isinstance(computer, RingKeeper) else None
+        self.program = model.program
+        """Keeps the contexts of sequences and shows what the head reads; None if a unit keeps
+        everything to itself."""
+        self.ring: Ring | None = None if self.program is None else self.program.ring
         """What layers with a window keep; None if all layers keep the whole context."""
-        self._aware = computer if isinstance(computer, LengthAware) else None
         self._context = context
         self._piece = piece
         self._loan = loan
@@ -131,11 +122,10 @@ class Sequences:
     @property
     def shows_hidden(self) -> bool:
         """Whether `read_head_input` works."""
-        return isinstance(self.computer, HeadReader)
+        return self.program is not None
 
     def read_head_input(self, first: int) -> F32:
         """What the head reads of the last piece's tokens from ``first`` on [n, hidden]."""
-        assert isinstance(self.model, HeadReader)
         return self.model.read_head_input(first)
 
     def read_inputs(self, count: int) -> F32:
@@ -145,7 +135,6 @@ class Sequences:
     def _join(self, count: int) -> None:
         """Join embeddings of ``count`` tokens with what an MTP head is given."""
         if self.given is not None:
-            assert isinstance(self.model, InputJoiner)
             self.model.join(self.given[:count])
             self.given = self.given[count:]
 
@@ -157,8 +146,7 @@ class Sequences:
 
     def expect(self, end: int) -> None:
         """Prepare for calls that bring a sequence to ``end`` tokens."""
-        if self._aware is not None:
-            self._aware.expect(end)
+        self.model.expect(end)
 
     def prefill(
         self,
@@ -249,8 +237,7 @@ class Sequences:
 
     @property
     def copies(self) -> bool:
-        has_keeper = not self._has_states or isinstance(self.computer, StateKeeper)
-        return isinstance(self.computer, ContextKeeper) and has_keeper
+        return self.program is not None
 
     def copy(self, source: int, target: int) -> None:
         """Let a sequence go on where another stands, with a copy of its KV cache and states."""
@@ -258,15 +245,14 @@ class Sequences:
 
     def _read_context(self, sequence: int) -> KeptContext:
         """The context of a sequence, its blocks read one by one as they are taken."""
-        keeper, position, state = self.computer, self.positions[sequence], None
-        assert isinstance(keeper, ContextKeeper), "nothing can be copied"
+        keeper, position, state = self.program, self.positions[sequence], None
+        assert keeper is not None, "nothing can be copied"
         read, whole = keeper.read_context, round_up(position, CONTEXT_BLOCK)
         blocks = (
             read(sequence, first, min(whole, first + COPIED_TOKENS))
             for first in range(0, whole, COPIED_TOKENS)
         )
         if self._has_states:
-            assert isinstance(keeper, StateKeeper)
             state = keeper.read_state(sequence)
         return KeptContext(position, blocks, state, self.earliest[sequence])
 
@@ -277,23 +263,22 @@ class Sequences:
 
     def put_context(self, sequence: int, kept: KeptContext) -> None:
         """Let a sequence go on where `take_context` was called."""
-        keeper = self.computer
-        assert isinstance(keeper, ContextKeeper)
+        keeper = self.program
+        assert keeper is not None, "nothing can be copied"
         self.go_on_from(sequence, kept.position)
         self.earliest[sequence] = max(kept.earliest, self.earliest[sequence])
         whole = round_up(kept.position, CONTEXT_BLOCK)
         for first, block in zip(range(0, whole, COPIED_TOKENS), kept.blocks, strict=True):
             keeper.put_context(sequence, first, min(whole, first + COPIED_TOKENS), block)
         if kept.state is not None and kept.position:
-            assert isinstance(keeper, StateKeeper)
             keeper.put_state(sequence, kept.state)
 
     def mark(self, sequence: int) -> None:
         """Let steps of a sequence that follow be taken back."""
         assert self.positions[sequence] > 0, "a prompt cannot be taken back"
         if self._has_states:
-            assert isinstance(self.computer, StateKeeper), "states cannot be taken back"
-            state = self.computer.read_state(sequence)
+            assert self.program is not None, "states cannot be taken back"
+            state = self.program.read_state(sequence)
             self._marks[sequence] = _Mark(self.positions[sequence], state)
 
     def take_back(self, sequence: int, position: int) -> None:
@@ -304,9 +289,9 @@ class Sequences:
         self.positions[sequence] = position
         if not self._has_states:
             return
-        assert isinstance(self.computer, StateKeeper)
+        assert self.program is not None
         mark = self._marks[sequence]
-        self.computer.put_state(sequence, mark.state)
+        self.program.put_state(sequence, mark.state)
         self.positions[sequence] = mark.position
         kept, mark.tokens = mark.tokens[: position - mark.position], []
         if kept:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pi2.arrays import F32, I32, I64
-from pi2.backends.protocol import StateKeeper
 from pi2.engine.answer import Answer
 from pi2.engine.parts import Parts, StepBytes, Touched, find_step_bytes
 from pi2.engine.sequences import Sequences
@@ -419,7 +418,7 @@ def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculat
         return None
     count = bytes_of_steps.count
     drafter: Drafter = PromptLookup(settings.match)
-    if parts.resolved.model.state_layers and not isinstance(forward.computer, StateKeeper):
+    if parts.resolved.model.state_layers and not forward.copies:
         return None
     if settings.drafts == "resident":
         drafter = ResidentDrafts(forward, parts.feed_forward)

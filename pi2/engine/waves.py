@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
-from pi2.backends.protocol import Executor, Foreseer
+from pi2.backends.cpu.program_executor import Executor
 from pi2.engine.statistics import NeuronCounters
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, PendingRead
@@ -35,7 +35,6 @@ class Foresight:
         self._select_tokens = select_tokens
         self._has_experts = has_experts
         self._needs_scores = needs_scores
-        self._foreseer = executor if isinstance(executor, Foreseer) and executor.foresees else None
         self.experts: list[I32] = []
         """Experts of each token, in an MoE model, that the last prediction is about."""
         self._found: list[tuple[I32, F32 | None]] = []
@@ -45,8 +44,8 @@ class Foresight:
         """Predict the neurons of the layer ``following`` for all ``tokens`` of a step, from its
         input as of now; then begin the FFN of ``layer``."""
         executor = self._executor
-        if self._foreseer is not None:
-            self._foreseer.foresee(following, layer, self._threshold)
+        if executor.foresees:
+            executor.foresee(following, layer, self._threshold)
             return
         executor.begin_ffn(following)
         select = self._select_tokens
@@ -67,9 +66,9 @@ class Foresight:
     def read(self, token: int) -> tuple[I32, F32 | None]:
         """Return the stored indices that were predicted for ``token``, which is selected, and the
         scores [neurons] of the layer, if they are needed; valid until the next prediction."""
-        if self._foreseer is None:
+        if not self._executor.foresees:
             return self._found[token]
-        named = self._foreseer.list_foreseen()
+        named = self._executor.list_foreseen()
         return named, self._executor.read_scores() if self._needs_scores else None
 
 

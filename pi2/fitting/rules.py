@@ -178,17 +178,6 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
     names = (resolved.sparse_unit, *resolved.dense_units)
     backends = {unit: resolved.name_backend(unit) for unit in names if resolved.has_backend(unit)}
-    idle = [unit for unit, name in backends.items() if not find_backend(name).COMPUTES]
-    if idle and len(idle) < len(backends):
-        busy = next(unit for unit in backends if unit not in idle)
-        yield Finding(
-            _find_path(facts, idle[0]),
-            f"backend `{backends[idle[0]]}` of `{idle[0]}` computes nothing, and "
-            f"`{backends[busy]}` of `{busy}` does",
-            f"run the plan dry with `{backends[idle[0]]}` for all units, or name another "
-            f"backend for `{idle[0]}`",
-        )
-        return
     for unit, name in backends.items():
         judge = find_backend(resolved.source.choose_judge(name))
         is_sparse = unit == resolved.sparse_unit

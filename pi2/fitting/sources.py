@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import ceil
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pi2.fitting import (
     find_backend,
@@ -23,7 +23,7 @@ from pi2.plan.arithmetic.sizes import (
     count_staged_neurons,
 )
 from pi2.plan.arithmetic.sources import Source
-from pi2.plan.arithmetic.units import need_kv
+from pi2.plan.arithmetic.units import Verdict, need_kv
 from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def find_source(resolved: ResolvedPlan) -> Source:
     if not resolved.has_backend(unit):
         return StoreSource()
     name = resolved.name_backend(unit)
-    computed = find_backend(name).COMPUTES
+    in_layers, whole = _SOURCES[find_backend(name).VERDICT]
     if resolved.device.units[unit].kind != "cpu":
         if find_whole_backend(name) is not None:
-            return WholeSource(unit) if computed else DryWhole(unit)
+            return whole(unit)
         if find_text_backend(name) is not None:
             return TextSource(unit)
-    return StoreSource() if computed else DryStore()
+    return in_layers()
 
 
 class StoreSource(Source):
@@ -182,8 +182,6 @@ class TextSource(WholeSource):
 class _Dry(Source):
     """A source that stays closed."""
 
-    verdict: Literal["runs", "dry run"] = "dry run"
-
     def count_budget(self, resolved: ResolvedPlan) -> int:
         return 0
 
@@ -200,3 +198,9 @@ class DryStore(_Dry, StoreSource):
 
 class DryWhole(_Dry, WholeSource):
     """A store of which a unit would have all."""
+
+
+_SOURCES: Mapping[Verdict, tuple[type[StoreSource], type[WholeSource]]] = {
+    "runs": (StoreSource, WholeSource),
+    "dry run": (DryStore, DryWhole),
+}

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -57,9 +58,7 @@ def record_importance(
             cut = partial(cut_windows, context=context, stride=context)
             own = loaded.plan.model
             windows = cut_texts(read_texts(texts), loaded.coder, own, cut, WINDOWS)
-            program = loaded._parts.model.computer
-            assert isinstance(program, BlockModel)
-            recorder = _Recorder(program)
+            recorder = _Recorder(cast("BlockModel", loaded._parts.model.program))
             for number, window in enumerate(windows):
                 for _ in loaded.iterate_logits(window.tokens):
                     pass

@@ -7,7 +7,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64
 from pi2.backends.arithmetic import slice_tensor
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.caches import check_regular
 from pi2.diagnostics import UserError
 from pi2.engine.parts import Routing
@@ -15,6 +15,7 @@ from pi2.formats import find_packing
 from pi2.importing.conversion_job import read_counts
 from pi2.measuring.activations import ACTIVATIONS, Statistics
 from pi2.model.tensor import name_layer_tensor
+from pi2.plan.weights.layout import Tensor
 from pi2.tracing import add_legend, make_figure, pick_colours, pick_styles, save_figure
 
 

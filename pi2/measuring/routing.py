@@ -13,9 +13,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from pi2.arrays import F32, I32, I64
+from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.host import load_host_loops
-from pi2.backends.protocol import Executor, InputReader
 from pi2.caches import check_regular
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
@@ -67,8 +67,7 @@ class Locality:
 
 class _RouteObserver(ExecutorObserver):
     def __init__(self, executor: Executor, layers: int, experts: int) -> None:
-        assert isinstance(executor, InputReader)
-        self._executor: InputReader = executor
+        self._executor = executor
         self._experts = experts
         self.routes: list[list[F32]] = [[] for _ in range(layers)]
 
@@ -103,12 +102,6 @@ def observe_routing(
     moe = resolved.model.moe
     if moe is None:
         raise UserError.of("P524", f"{resolved.model.id!r} is not an MoE model")
-    if not isinstance(executor, InputReader):
-        raise UserError.of(
-            "P662",
-            "this backend does not show which experts compute a token",
-            help="use the cpu or the reference backend: --set 'backends.cpu=\"reference\"'",
-        )
     observer = _RouteObserver(executor, resolved.model.shape.layers, moe.experts)
     executor.observe(observer)
     try:

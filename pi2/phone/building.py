@@ -24,7 +24,6 @@ from pi2.backends.cpu.request import list_specs as list_cpu_specs
 from pi2.backends.hexagon.backend import describe_sizes
 from pi2.backends.hexagon.library import PROGRAM, describe_library, write_library
 from pi2.backends.hexagon.specification import HexagonSpec
-from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.assembly import make_request
 from pi2.fitting.misfits import find_store_misfits
@@ -46,6 +45,7 @@ from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.runtime.probing import list_recipes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sources import FileFacts, Source
+from pi2.plan.weights.layout import Tensor
 from pi2.progress import Progress
 from pi2.store.files import hash_file
 from pi2.store.manifest import MANIFEST

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from pi2.backends.blocks.contract import BlockSpec
+from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.cpu.request import list_specs
 from pi2.backends.gpu.devices import Survey
 from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.backends.host import load_host_loops
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.protocol import Executor
 from pi2.diagnostics import UserError
 from pi2.fitting import find_executor_backend
 from pi2.machine import (

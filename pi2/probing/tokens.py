@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from pi2.arrays import F16, I32, U8, Raw, Scales
+from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.host import HostLoops
-from pi2.backends.protocol import BuildRequest, Executor, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.layer_model import LayerModel
 from pi2.engine.sequences import Sequences
@@ -27,7 +28,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Attention
 from pi2.plan.documents.model_parts import Ffn, Precision, Predictor, Quantization, Shape
 from pi2.plan.documents.plan import Decode
-from pi2.plan.weights.layout import scale_bytes, weight_bytes
+from pi2.plan.weights.layout import Tensor, scale_bytes, weight_bytes
 from pi2.progress import Progress
 
 CHUNK = 128
@@ -310,7 +311,7 @@ class TokenSample:
         cache = NeuronCache(room, [range(stay)] * layers, shape.ffn, loops, policy="lfu")
         for _ in cache.fill():
             pass
-        recorder = _RecordingExecutor(executor)
+        recorder: Any = _RecordingExecutor(executor)
         cache.find_indices = recorder.time_with("find", cache.find_indices)  # type: ignore[method-assign]
         feed_forward = FeedForward(
             recorder,

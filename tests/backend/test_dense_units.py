@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from pi2.backends.protocol import Tensor
 from pi2.backends.reference.neurons import widen
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.formats import find_packing
-from pi2.plan.weights.layout import Precision
+from pi2.plan.weights.layout import Precision, Tensor
 from tests.helpers.dense_units import KINDS, Neurons, UnitKind, make_neurons
 from tests.helpers.gpu import require_launcher
 from tests.helpers.slow import keep_quick

@@ -10,7 +10,7 @@ import pytest
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.cpu import backend as cpu
-from pi2.backends.protocol import Executor, add_one_by_one
+from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.reference import backend as reference
 from tests.helpers.kernels import (
     DEMO_LIKE,
@@ -176,7 +176,7 @@ def test_neurons_that_tokens_share_give_each_token_the_bits_that_it_gets_alone(
     named = rng.random((3, len(slots))) < np.array([[0.9], [0.4], [0.005]])
     bits = (named << np.arange(3)[:, None]).sum(axis=0)
     slots, bits = slots[bits > 0], bits[bits > 0]
-    for add in (executor.add_named_neurons, partial(add_one_by_one, executor)):
+    for add in (executor.add_named_neurons, partial(Executor.add_named_neurons, executor)):
         executor.begin_step(np.array([11, 22, 33], np.int32), [0, 1, 2], [0, 0, 0])
         executor.attend_step(0)
         executor.begin_ffn(0)

@@ -90,7 +90,7 @@ def test_a_prefix_moves_to_another_sequence(name: str, open_file: Open) -> None:
     tokens = np.array(own.prompt, np.int32)
     with own.open(**{"decode.batch": 2}) as model:
         whole: Any = model._parts.model
-        program = whole.computer
+        program = whole.program
         whole.prefill(tokens[:-1], 0, 0, print)
         kept, state = program.read_context(0, 0, len(tokens) - 1), program.read_state(0)
         expected = whole.step(tokens[-1:], [0], [len(tokens) - 1]).copy()

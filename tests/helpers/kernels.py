@@ -18,7 +18,7 @@ from pi2.backends.kernels.isa import (
     count_blocks_bytes,
 )
 from pi2.backends.kernels.spec import KernelSpec, describe_kernels
-from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
 from pi2.machine.cpu import LEVELS, detect_cpu, list_features
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
@@ -27,7 +27,7 @@ from pi2.plan.documents.model_mixing import Attention, Rope
 from pi2.plan.documents.model_parts import Ffn, Moe, Predictor, Quantization, Shape
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.bundles import slice_part
-from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
+from pi2.plan.weights.layout import GROUP, Precision, Tensor, lay_out_bundle, split_lanes
 from pi2.progress import ignore_progress
 from tests.helpers.bundles import pack_bundles
 

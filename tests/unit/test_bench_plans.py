@@ -92,7 +92,7 @@ def test_a_profile_divides_the_time_and_leaves_nothing_behind(plan: Path) -> Non
     assert 0 < profile.kernels_s < profile.total_s
     assert profile.io_wait_s > 0, "cold neurons had to be waited for"
     assert 0 < profile.python_s < profile.total_s
-    assert parts.executor._observer is None  # type: ignore[attr-defined]
+    assert parts.executor._observer is None
     assert parts.reader._observer is None  # type: ignore[union-attr]
     contestant.close()
 

@@ -9,7 +9,6 @@ import pytest
 
 import pi2
 from pi2.backends.gpu.model_sizes import find_alone_limits
-from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.importing.new_model import describe_checkpoint
@@ -76,12 +75,11 @@ def test_keys_and_values_that_were_kept_serve_another_sequence(
 ) -> None:
     ids = np.random.default_rng(3).integers(3, 96, 20).tolist()
     with pi2.load(make_plan(name), set={**backend, "decode.batch": 2}) as model:
-        forward, executor = model._parts.forward, model._parts.executor
-        assert isinstance(executor, ContextKeeper)
+        forward, program = model._parts.forward, model._parts.executor.program
         forward.prefill(np.array(ids, np.int32), sequence=0)
         expected = forward.step([7], [0]).copy()
         forward.prefill(np.array(ids[16:] * 5, np.int32), sequence=1)
-        executor.put_context(1, 0, 16, executor.read_context(0, 0, 16))
+        program.put_context(1, 0, 16, program.read_context(0, 0, 16))
         forward.positions[1] = 16
         for token in ids[16:]:
             forward.step([token], [1])

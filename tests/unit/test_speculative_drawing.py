@@ -25,10 +25,17 @@ CHANCES = np.array(
 class Chain:
     """A model whose next token depends on the last one alone."""
 
-    computer: object = None
+    program = None
     waited_s, touched_bytes = 0.0, 0
 
+    def expect(self, end: int) -> None: ...
+
     def abandon(self) -> None: ...
+
+    def join(self, given: F32) -> None: ...
+
+    def read_head_input(self, first: int) -> F32:
+        raise NotImplementedError
 
     def observe(self, observer: object) -> None: ...
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import U8, Raw
-from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.formats import Format, Packing, find_format, find_packing
 from pi2.importing.gguf_file import join_blocks
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import FfnPrecision
-from pi2.plan.weights.layout import GROUP
+from pi2.plan.weights.layout import GROUP, Tensor
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore

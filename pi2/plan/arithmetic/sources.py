@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pi2.plan.documents.quantities import approximate_bytes
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
     from pi2.plan.arithmetic.units import Needs
     from pi2.plan.documents.model import Model
+    from pi2.plan.documents.plan import PredictorMode
     from pi2.plan.toml.text import KeyPath
     from pi2.progress import Progress
 
@@ -36,7 +37,11 @@ class Source:
     """Parts that are in memory or missing, in words."""
     hot_part, own_part = "its hot neurons", "neurons"
     """Contents of a unit's memory, in words."""
-    verdict: Literal["runs", "dry run"] = "runs"
+    reads_experts_by: ClassVar[PredictorMode] = "router"
+    """``decode.predictor`` of plans that read the chosen experts only."""
+    kind = "a neuron store"
+    may_have_head = False
+    """Whether the weights of an MTP head may be among them."""
 
     def count_streamed(self, model: Model) -> int:
         """Bytes that pass by in a step as if they were neurons."""
@@ -134,6 +139,9 @@ class FileFacts(Source):
     """A GGUF file: what its metadata and the list of its tensors say."""
 
     counted = "weights"
+    reads_experts_by: ClassVar[PredictorMode] = "none"
+    kind = "a GGUF file"
+    may_have_head = True
 
     path: Path
     said: Mapping[str, object] = field()

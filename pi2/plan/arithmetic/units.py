@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import name_packings
 from pi2.model.blocks import count_indexes, list_attention
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType, Plan
 
 
+Verdict = Literal["runs", "dry run"]
+"""What a plan does with a backend."""
 ROW_STEP = 32
 """Rows are divided at a multiple of it: every part begins at a multiple of 64 bytes."""
 
