@@ -25,14 +25,7 @@ if TYPE_CHECKING:
     from pi2.arrays import F32, I32, U8, Scales
     from pi2.backends.blocks.interpreter import Interpreter
     from pi2.backends.cpu.program_executor import Executor
-    from pi2.backends.units import (
-        DenseUnit,
-        TextModel,
-        TextRequest,
-        UnitRequest,
-        WholeModel,
-        WholeRequest,
-    )
+    from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.units import DividedRows, Need
 
@@ -189,37 +182,38 @@ class Preparer(Protocol):
         request, completed."""
 
 
-class WholeBackend(Backend, Protocol):
-    """Members of a backend's module whose units have whole models in their own memory."""
-
+class _Serving(Backend, Protocol):
     def find_unit_obstacles(self, unit: Unit) -> list[str]:
-        """What keeps a unit of the device from being used here; empty if nothing does."""
+        """What keeps a unit of the device, or a program, from being used here, such as a driver
+        that is missing; empty if nothing does.  May take a second."""
 
     def need_unit_memory(self, facts: UnitFacts) -> Need:
         """Bytes that a unit needs for what the plan gives it."""
+
+
+class WholeBackend(_Serving, Protocol):
+    """Members of a backend's module whose units have whole models in their own memory."""
 
     def build_whole(self, request: WholeRequest) -> WholeModel:
         """Compile or load kernels and make room for the model."""
 
 
-class TextBackend(Backend, Protocol):
+class TextBackend(_Serving, Protocol):
     """Members of a backend's module that drives a program which has a model as a whole and gives
     text, not logits."""
 
     WEIGHTS: str
     """The file by which its folders of weights are known; the plan's ``weights`` are one."""
 
-    def find_unit_obstacles(self, unit: Unit) -> list[str]:
-        """What keeps the program from being started here; empty if nothing does."""
-
-    def need_unit_memory(self, facts: UnitFacts) -> Need:
-        """Bytes of the plan's budgets that it needs."""
-
     def check_weights(self, folder: Path, model: Model) -> None:
         """UserError unless the folder has weights of the model, as far as one can see."""
 
-    def open_text(self, request: TextRequest) -> TextModel:
-        """Start the program with its weights."""
+
+class UnitBackend(_Serving, Protocol):
+    """Members of a backend's module that serves units next to an executor."""
+
+    def build_unit(self, request: UnitRequest) -> DenseUnit:
+        """Compile or load kernels and make the unit."""
 
 
 class GraphBackend(Protocol):
@@ -230,17 +224,3 @@ class GraphBackend(Protocol):
 
     def list_graph_tokens(self, facts: UnitFacts) -> tuple[int, ...]:
         """Return the numbers of tokens that its graphs have, ascending."""
-
-
-class UnitBackend(Backend, Protocol):
-    """Members of a backend's module that serves units next to an executor."""
-
-    def find_unit_obstacles(self, unit: Unit) -> list[str]:
-        """What keeps a unit of the device from being used here, such as a driver that is missing;
-        empty if nothing does.  May take a second."""
-
-    def need_unit_memory(self, facts: UnitFacts) -> Need:
-        """Bytes that a unit needs for what the plan gives it."""
-
-    def build_unit(self, request: UnitRequest) -> DenseUnit:
-        """Compile or load kernels and make the unit."""

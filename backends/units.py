@@ -47,13 +47,11 @@ Order of calls::
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pi2.arrays import F32, U8
-from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
@@ -327,53 +325,6 @@ class WholeModel(SequenceModel, Protocol):
 
     def close(self) -> None:
         """Give the unit back.  Never fails, and may be called twice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest:
-    """What a program is started with."""
-
-    folder: Path
-    """Weights, in the program's own layout: the plan's ``weights``."""
-    model: Model
-    unit: Unit | None
-    """What the device says of the unit; None leaves the choice to the program."""
-    context: int
-    """Tokens of a sequence."""
-    chunk: int
-    """Tokens of a prompt that are computed together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """How a text ended."""
-
-    reason: str
-    prompt_tokens: int | None
-    tokens: int | None
-
-
-class TextModel(Protocol):
-    """A program that has a model.  One calling thread."""
-
-    load_s: float
-    """Seconds that loading has taken."""
-    finished: Finished | None
-    """How the last text ended, once all of its pieces were taken."""
-
-    def generate(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        sampling: Sampling,
-        *,
-        max_tokens: int,
-        stop: Sequence[str] = (),
-    ) -> Iterator[str]:
-        """Yield the pieces of a text after ``prompt``, a text or the messages of a conversation;
-        UserError for sampling that the program does not have, or where it fails."""
-
-    def close(self) -> None:
-        """End the program.  Never fails, and may be called twice."""
 
 
 _PATIENCE_S = 5.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from pi2.backends.faults.shortage import STALL_S, MemoryWatch
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.opening import Wish, load_parts
+from pi2.fitting import find_backend
 from pi2.logging import get_logger
 from pi2.machine import detect_memory
 from pi2.memory.matrix_pool import MatrixPool
@@ -71,11 +73,6 @@ def load(
     return model
 
 
-def _is_compiled(resolved: ResolvedPlan) -> bool:
-    """Whether this process computes with compiled functions: a watch is one."""
-    return resolved.name_backend(resolved.sparse_unit) in ("blocks", "cpu")
-
-
 @pause_collection()
 def build(
     resolved: ResolvedPlan,
@@ -87,31 +84,8 @@ def build(
 ) -> LoadedModel:
     """Instantiate what ``resolved`` names, and watch that memory is enough for progress, now and
     while the model runs: UserError P696."""
-    make = partial(_build, resolved, start=start, make_observer=make_observer, pool=pool)
-    if not _is_compiled(resolved):
-        return make(progress=progress)
-    watch = open_watch(resolved)
-    try:
-        with watch.work():
-            model = make(progress=watch_progress(watch, progress))
-    except BaseException:
-        watch.close()
-        raise
-    model.watch_memory(watch)
-    return model
-
-
-def _build(
-    resolved: ResolvedPlan,
-    *,
-    progress: Progress,
-    start: float,
-    make_observer: MakeObserver | None,
-    pool: MatrixPool | None,
-) -> LoadedModel:
-    """Instantiate the parts in the order in which they need each other."""
+    name = resolved.name_backend(resolved.sparse_unit)
     if resolved.source.gives_text:
-        name = resolved.name_backend(resolved.sparse_unit)
         raise UserError.of(
             "P678",
             f"backend {name!r} of `{resolved.sparse_unit}` gives text and no logits, which this"
@@ -121,16 +95,27 @@ def _build(
     wish = Wish(
         progress=progress, start=start, pool=pool or MatrixPool(), make_observer=make_observer
     )
-    return LoadedModel(load_parts(resolved, wish))
+    # A watch is a compiled function, as kernels are.
+    if not find_backend(name).NATIVE:
+        return LoadedModel(load_parts(resolved, wish))
+    watch = MemoryWatch(partial(describe_shortage, resolved.plan.memory.budget))
+
+    def report(label: str, share: float) -> None:
+        watch.check()
+        progress(label, share)
+
+    try:
+        with watch.work():
+            model = LoadedModel(load_parts(resolved, replace(wish, progress=report)))
+    except BaseException:
+        watch.close()
+        raise
+    model.watch_memory(watch)
+    return model
 
 
 ROOM = 1.125
 """Memory that a budget needs, with the system's own tables and caches of it, by the budget."""
-
-
-def open_watch(resolved: ResolvedPlan) -> MemoryWatch:
-    """Watch a run of ``resolved`` from now on, in a thread that is to be closed."""
-    return MemoryWatch(partial(describe_shortage, resolved.plan.memory.budget))
 
 
 def describe_shortage(budget_bytes: int) -> UserError:
@@ -146,13 +131,3 @@ def describe_shortage(budget_bytes: int) -> UserError:
         help=f"--memory '{fitting}' leaves more room; or give it '{write_least(needed)}', or end "
         "what else runs in its group",
     )
-
-
-def watch_progress(watch: MemoryWatch, progress: Progress) -> Progress:
-    """``progress`` of a load that ends with the watch's error in a shortage."""
-
-    def report(label: str, share: float) -> None:
-        watch.check()
-        progress(label, share)
-
-    return report

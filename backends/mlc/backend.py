@@ -9,18 +9,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict
 from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
-
-if TYPE_CHECKING:
-    from pi2.backends.units import Finished, TextModel, TextRequest
-
 
 PYTHON = "PI2_MLC_PYTHON"
 """Variable that names the Python that has mlc_llm."""
@@ -38,16 +35,33 @@ _MODEL_KEYS = {
 """Sizes of MLC-LLM's configuration, and what the model document calls them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a text ended."""
+
+    reason: str
+    prompt_tokens: int | None
+    tokens: int | None
+
+
 class MlcEngine:
     """A model of an MLC-LLM folder.  Use it as a context manager."""
 
     def __init__(
-        self, folder: Path, model: Model, *, context: int, chunk: int = 128, device: str = "auto"
+        self,
+        folder: Path,
+        model: Model,
+        *,
+        context: int,
+        chunk: int = 128,
+        device: str | None = None,
     ) -> None:
-        """Load ``folder``; P686 without mlc_llm, P688 on failure, P689 on another model."""
+        """Load ``folder``; without ``device`` MLC-LLM chooses one. P686 without mlc_llm, P688 on
+        failure, P689 on another model."""
         check_folder(folder, model)
         self.load_s = -time.monotonic()
         self.finished: Finished | None = None
+        """How the last text ended, once all of its pieces were taken."""
         here, there = os.pipe()
         python = os.environ.get(PYTHON) or sys.executable
         worker = Path(__file__).with_name("worker.py")
@@ -69,7 +83,7 @@ class MlcEngine:
             self._send(
                 {
                     "model": str(folder.resolve()),
-                    "device": device,
+                    "device": device or "auto",
                     "sequences": 1,
                     "context": context,
                     "chunk": chunk,
@@ -90,8 +104,6 @@ class MlcEngine:
         stop: Sequence[str] = (),
     ) -> Iterator[str]:
         """Yield pieces of a text, then set ``finished``; P687 for unknown sampling, P688."""
-        from pi2.backends.units import Finished
-
         check_sampling(sampling)
         given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
         options = {
@@ -275,16 +287,3 @@ def check_weights(folder: Path, model: Model) -> None:
     """Compare the sizes that the folder states with the model's; UserError P689."""
 
     check_folder(folder, model)
-
-
-def open_text(request: TextRequest) -> TextModel:
-    """Start MLC-LLM; UserError P686, P688 and P689."""
-
-    device = None if request.unit is None else request.unit.architecture
-    return MlcEngine(
-        request.folder,
-        request.model,
-        context=request.context,
-        chunk=request.chunk,
-        device=device or "auto",
-    )

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -99,20 +99,19 @@ def run_mlc(
 ) -> None:
     """Generate text with the weights of ``--mlc``, or the plan's ``weights`` if the plan names the
     backend; UserError P686-P689."""
-    from pi2.backends.mlc.backend import open_text
-    from pi2.backends.units import TextRequest
+    from pi2.backends.mlc.backend import MlcEngine
 
     if given.ignore_eos:
         raise UserError.of("P687", "MLC-LLM's interface has no --ignore-eos")
     settings, folder = resolved.plan, given.mlc
-    request = TextRequest(
-        folder=resolved.store_path if folder is None else folder,
-        model=resolved.model,
-        unit=resolved.device.units[resolved.sparse_unit] if folder is None else None,
+    unit = resolved.device.units[resolved.sparse_unit]
+    with MlcEngine(
+        resolved.store_path if folder is None else folder,
+        resolved.model,
         context=settings.kv.context,
         chunk=settings.prefill.chunk,
-    )
-    with closing(open_text(request)) as engine:
+        device=unit.architecture if folder is None else None,
+    ) as engine:
         begun, first, pieces = time.monotonic(), None, []
         for piece in engine.generate(
             prompt, settings.sampling, max_tokens=given.max_tokens, stop=given.stop

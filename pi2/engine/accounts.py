@@ -136,6 +136,13 @@ class Account:
         measured = "" if rate is None else f"; memory gives {rate / 1e9:.1f} GB/s"
         return f"{run['bound_by']} ({', '.join(parts)} of the time{measured})"
 
+    @property
+    def step_bytes(self) -> int | None:
+        """Bytes of weights that every step reads, neurons excepted; None if another unit has the
+        whole model."""
+        token = self.count_token_bytes(0.0, 1, 0.0, 1.0)
+        return None if token is None else int(token.attention + token.head + token.predictor)
+
     def find_hit_rate(self, statistics: RunStatistics) -> float | None:
         # Where every neuron is computed, what is not hot streams by, and no cache is asked.
         return None if self._plan.decode.predictor == "none" else statistics.hit_rate
@@ -233,6 +240,8 @@ class FileAccount(Account):
 class WholeAccount(Account):
     """Of a unit that has the whole model."""
 
+    step_bytes: int | None = None
+
     def split_time(
         self, statistics: RunStatistics, measure: Callable[[], float | None]
     ) -> dict[Cause, float]:
@@ -258,6 +267,7 @@ class WholeAccount(Account):
 
 class _Dry(Account):
     is_timed = False
+    step_bytes: int | None = 0
     remarks: tuple[str, ...] = (
         "dry run: nothing was computed or read; the times are pi2's own overhead",
     )
@@ -293,10 +303,11 @@ class DryFileAccount(_Dry, FileAccount):
     remarks = ("dry run: weights were read, and nothing was computed",)
 
 
-FILE_ACCOUNTS: Mapping[Verdict, type[FileAccount]] = {
-    "runs": FileAccount,
-    "dry run": DryFileAccount,
+ACCOUNTS: Mapping[Verdict, tuple[type[Account], type[WholeAccount], type[FileAccount]]] = {
+    "runs": (Account, WholeAccount, FileAccount),
+    "dry run": (DryAccount, DryWholeAccount, DryFileAccount),
 }
+"""Of a store, of a unit with the whole model, and of a file."""
 
 
 def name_unit(name: str, *, emulated: bool) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,13 +17,14 @@ from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
+from pi2.engine.accounts import ACCOUNTS
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import CutFeedForward, FeedForward
 from pi2.engine.layer_model import LayerModel
-from pi2.engine.loading import StoreWeights, load_gates
+from pi2.engine.loading import WEIGHTS, load_gates
 from pi2.engine.opening import Opening
-from pi2.engine.parts import Parts, count_dense_bytes
+from pi2.engine.parts import Parts
 from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
 from pi2.fitting.sizes import count_chunks, count_threads, describe_unit
 from pi2.logging import get_logger
@@ -50,12 +51,6 @@ class LayersOpening(Opening):
     """Weights of a store, and a compiled executor. UserError P320 if a backend cannot run, P525
     for a mixture without predictors, P3xx, P5xx, P605, P651."""
 
-    def __init__(
-        self, open_weights: Callable[[ResolvedPlan, ExitStack], StoreWeights], *given: Any
-    ) -> None:
-        self._open_weights = open_weights
-        super().__init__(*given)
-
     def open(self) -> None:
         resolved, progress = self.resolved, self.wish.progress
         # Whoever looks at neurons wants to see them all: then the executor computes everything.
@@ -66,7 +61,7 @@ class LayersOpening(Opening):
         assert backend is not None, resolved.sparse_unit
         if resolved.source.wants_file(resolved) and not self._alone:
             raise refuse_mixture(resolved)
-        self.weights = self._open_weights(resolved, self.cleanup)
+        self.weights = WEIGHTS[self.verdict](resolved, self.cleanup)
         self.texts = self.weights.texts
         if self._alone:
             self.weights.allow_observing()
@@ -151,9 +146,8 @@ class LayersOpening(Opening):
             _describe_build(resolved, request, cache),
             chunks=request.chunks,
             loan=make_loan(resolved, cache, budget),
-            account=weights.make_account(),
+            account=ACCOUNTS[self.verdict][0](resolved),
             reader=reader,
-            step_bytes=count_dense_bytes(resolved),
             units=shares.units,
             loaded_bytes=bulk.total_bytes,
             resident=[array.reshape(-1).view(np.uint8) for array in resident],

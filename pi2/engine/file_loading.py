@@ -20,7 +20,7 @@ from pi2.backends.faults.guard import find_guard
 from pi2.backends.protocol import ProgramRequest
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import FILE_ACCOUNTS
+from pi2.engine.accounts import ACCOUNTS
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.model_texts import ModelTexts
 from pi2.engine.opening import Opening
@@ -134,9 +134,8 @@ class FileOpening(Opening):
         return self.finish(
             model,
             report,
-            account=FILE_ACCOUNTS[self._backend.VERDICT](resolved, facts, expected),
+            account=ACCOUNTS[self.verdict][2](resolved, facts, expected),
             reader=FileReads(files, model),
-            step_bytes=facts.token_bytes,
             loaded_bytes=loaded,
             resident=whole,
             has_pooled_matrices=not self._is_mapped,

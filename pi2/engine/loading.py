@@ -16,7 +16,6 @@ from pi2.arrays import I32, U8, Scales
 from pi2.backends.protocol import BuildRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import Account, DryAccount, DryWholeAccount, WholeAccount
 from pi2.engine.model_texts import DryTexts, ModelTexts, StoreTexts
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
@@ -28,6 +27,7 @@ from pi2.memory.flash import FlashReader, NullReader, ReadSettings
 from pi2.model.tensor import EMBEDDING, LAYER_EMBEDDING
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
+from pi2.plan.arithmetic.units import Verdict
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
 from pi2.plan.weights.layout import Tensor
 from pi2.progress import Progress
@@ -78,12 +78,6 @@ class StoreWeights:
         self._cleanup.callback(store.close)
         check_bundles(resolved, store)
         return StoreTexts(resolved, read_tokenizer(store.tokenizer_path), store)
-
-    def make_account(self) -> Account:
-        return Account(self.resolved)
-
-    def make_whole_account(self) -> Account:
-        return WholeAccount(self.resolved)
 
     def allow_observing(self) -> None:
         """UserError P662 if neurons are not computed."""
@@ -280,12 +274,6 @@ class AbsentWeights(StoreWeights):
     def _open(self) -> ModelTexts:
         return DryTexts()
 
-    def make_account(self) -> Account:
-        return DryAccount(self.resolved)
-
-    def make_whole_account(self) -> Account:
-        return DryWholeAccount(self.resolved)
-
     def allow_observing(self) -> None:
         raise UserError.of(
             "P662",
@@ -321,6 +309,9 @@ class AbsentWeights(StoreWeights):
 
     def copy_dense(self, model: WholeModel, buffer: U8, progress: Progress) -> None:
         """There is nothing to give."""
+
+
+WEIGHTS: Mapping[Verdict, type[StoreWeights]] = {"runs": StoreWeights, "dry run": AbsentWeights}
 
 
 def keeps_mapped(resolved: ResolvedPlan) -> bool:

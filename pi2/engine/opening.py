@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from pi2.backends.host import load_host_loops
 from pi2.backends.units import WholeRequest
 from pi2.diagnostics import UserError
+from pi2.engine.accounts import ACCOUNTS
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import make_sequences
-from pi2.fitting import find_whole_backend
+from pi2.fitting import find_backend, find_whole_backend
 from pi2.fitting.misfits import check_fit
-from pi2.fitting.sources import DryStore, DryWhole, StoreSource, WholeSource
+from pi2.fitting.sources import StoreSource, WholeSource
 from pi2.logging import get_logger
 from pi2.machine import detect_machine
 from pi2.memory.arena import allocate_cache, allocate_staging
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from pi2.backends.executor import ExecutorObserver
     from pi2.backends.protocol import BuildRequest
     from pi2.backends.units import SequenceModel
-    from pi2.engine.loading import StoreWeights
     from pi2.engine.model_texts import ModelTexts
     from pi2.memory.arena import ContextLoan
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -65,6 +65,7 @@ class Opening(ABC):
         """``cleanup`` closes it. UserError P3xx for the machine, P618, and others."""
         self.resolved, self.wish, self.cleanup = resolved, wish, cleanup
         self.machine = detect_machine()
+        self.verdict = find_backend(resolved.name_backend(resolved.sparse_unit)).VERDICT
         check_fit(resolved, self.machine)
         self.open()
         self.draft: Opening | None = None
@@ -131,12 +132,6 @@ class Opening(ABC):
 class WholeOpening(Opening):
     """Weights of a store; UserError P662 for observed neurons."""
 
-    def __init__(
-        self, open_weights: Callable[[ResolvedPlan, ExitStack], StoreWeights], *given: Any
-    ) -> None:
-        self._open_weights = open_weights
-        super().__init__(*given)
-
     def open(self) -> None:
         if self.wish.make_observer is not None:
             raise UserError.of(
@@ -145,7 +140,9 @@ class WholeOpening(Opening):
                 "neurons do",
                 help="take a plan whose split gives the neurons to a CPU",
             )
-        self.weights = self._open_weights(self.resolved, self.cleanup)
+        from pi2.engine.loading import WEIGHTS
+
+        self.weights = WEIGHTS[self.verdict](self.resolved, self.cleanup)
         self.texts = self.weights.texts
 
     def build(self) -> Parts:
@@ -196,9 +193,8 @@ class WholeOpening(Opening):
         return self.finish(
             model,
             report,
-            account=self.weights.make_whole_account(),
+            account=ACCOUNTS[self.verdict][1](resolved),
             reader=reader,
-            step_bytes=None,
             compute_threads=1,
         )
 
@@ -228,28 +224,10 @@ def _(source: FileFacts, *given: Any) -> Opening:
 @open_source.register
 def _(source: StoreSource, *given: Any) -> Opening:
     from pi2.engine.assembly import LayersOpening
-    from pi2.engine.loading import StoreWeights
 
-    return LayersOpening(StoreWeights, *given)
+    return LayersOpening(*given)
 
 
 @open_source.register
 def _(source: WholeSource, *given: Any) -> Opening:
-    from pi2.engine.loading import StoreWeights
-
-    return WholeOpening(StoreWeights, *given)
-
-
-@open_source.register
-def _(source: DryStore, *given: Any) -> Opening:
-    from pi2.engine.assembly import LayersOpening
-    from pi2.engine.loading import AbsentWeights
-
-    return LayersOpening(AbsentWeights, *given)
-
-
-@open_source.register
-def _(source: DryWhole, *given: Any) -> Opening:
-    from pi2.engine.loading import AbsentWeights
-
-    return WholeOpening(AbsentWeights, *given)
+    return WholeOpening(*given)

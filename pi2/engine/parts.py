@@ -18,8 +18,6 @@ from pi2.diagnostics import UserError
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.memory.budget import SegmentUse
 from pi2.memory.matrix_pool import MatrixPool
-from pi2.model.tensor import EMBEDDING
-from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.weights.bundles import join_scales, slice_experts
 
@@ -151,9 +149,6 @@ class Parts:
     reader: FlashReader | NullReader | FileReads
     forward: Sequences
     load_s: float
-    step_bytes: int | None
-    """Bytes of weights that every step reads, neurons excepted; None if another unit has the
-    whole model."""
     units: Mapping[str, BesideUnit] = field(default_factory=dict)
     """Units next to the executor."""
     loaded_bytes: int = 0
@@ -237,7 +232,7 @@ class StepBytes:
 
     def __init__(self, parts: Parts) -> None:
         self._forward, self._reader = parts.forward, parts.reader
-        self._step_bytes = parts.step_bytes or 0
+        self._step_bytes = parts.account.step_bytes or 0
         layers, kind = parts.resolved.model.shape.layers, parts.resolved.plan.kv.type
         self._context_bytes = layers * count_kv_token_bytes(parts.resolved.model, kind)
 
@@ -248,21 +243,6 @@ class StepBytes:
         return Touched(memory + forward.model.touched_bytes, self._reader.read_bytes)
 
 
-def count_dense_bytes(resolved: ResolvedPlan) -> int:
-    """Bytes that every step reads for any token: all but neurons and the embedding."""
-    model = resolved.model
-    predictor = model.predictor if resolved.plan.decode.predictor == "low-rank" else None
-    ranks = None if predictor is None else [predictor.rank] * model.shape.layers
-    total = sum(
-        tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)
-        for tensor in list_tensors(model, ranks)
-        if tensor.name != EMBEDDING or model.tied_head
-    )
-    if resolved.plan.decode.predictor == "gate":
-        total += len(resolved.named_layers) * model.layer_neurons * resolved.bundle.gate_bytes
-    return total
-
-
 def find_step_bytes(parts: Parts) -> StepBytes | None:
     """The counter of the bytes that steps touch; None if another unit has the whole model."""
-    return None if parts.step_bytes is None else StepBytes(parts)
+    return None if parts.account.step_bytes is None else StepBytes(parts)

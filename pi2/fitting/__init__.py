@@ -72,7 +72,7 @@ def find_whole_backend(name: str) -> WholeBackend | None:
 def find_text_backend(name: str) -> TextBackend | None:
     """Import the module of a backend that drives a program which gives text, or None."""
     backend = find_backend(name)
-    return cast("TextBackend", backend) if hasattr(backend, "open_text") else None
+    return cast("TextBackend", backend) if hasattr(backend, "WEIGHTS") else None
 
 
 def find_alone_backend(name: str) -> WholeBackend | TextBackend | None:
