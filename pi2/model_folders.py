@@ -7,8 +7,9 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pi2.importing.quantize import Wish
     from pi2.plan.documents.model_parts import FfnPrecision
     from pi2.plan.weights.layout import ScalesPlace
+    from pi2.store.manifest import Manifest
 
 
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
@@ -188,21 +190,25 @@ def make_model(
     plan's path, if there is one."""
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import find_mtp
-    from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts
 
     own = list_own_files(checkpoint, document) if source.quantization is None else {}
-    is_file = bool(own) or is_computed_whole(document)
-    wish: Wish | None = None
-    if is_file and not own:
+    keeps_head, refusal = find_mtp(checkpoint, document) is not None, ""
+    make: Callable[[Mapping[str, bytes]], int]
+    if own:
+        kept, notes = "the file as it is", {PLAN: write_file_plan(next(iter(own)))}
+        make = partial(keep_files, own, output, replace=replace)
+    elif is_computed_whole(document):
         document, wish = choose_wish(checkpoint, document, source.quantization, BEST)
-    if is_file:
-        kept = "the file as it is" if wish is None else f"{wish.describe(document)}, runs as it is"
-        notes, refusal = {PLAN: write_file_plan(next(iter(own), FILE))}, ""
+        kept, notes = f"{wish.describe(document)}, runs as it is", {PLAN: write_file_plan(FILE)}
+        job = _Job(checkpoint, document, wish, output, replace)
+        make = partial(make_file, job, progress=progress)
     else:
-        document = choose_precision(document, source.quantization, checkpoint)
+        document, keeps_head = choose_precision(document, source.quantization, checkpoint), False
         kept = describe_kept(document)
         notes, refusal = write_notes(checkpoint, document, origin)
+        convert = partial(convert_checkpoint, checkpoint, document, output, replace=replace)
+        make = partial(make_store, convert, progress=progress)
     notes[RECORD] = source.write()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -212,29 +218,23 @@ def make_model(
             f"cannot make {output.parent}: {error.strerror}",
             help=f"set {VARIABLE} to a folder that you may write to",
         ) from None
-    if own:
-        size_bytes = keep_files(own, output, notes, replace)
-    elif wish is not None:
-        made = _Job(checkpoint, document, wish, output, replace)
-        size_bytes = make_file(made, notes, progress)
-    else:
-        manifest = convert_checkpoint(
-            checkpoint,
-            document,
-            output,
-            notes=notes,
-            quantizer=Quantizer("search"),
-            replace=replace,
-            progress=progress,
-        )
-        size_bytes = sum(entry.bytes for entry in manifest.files)
+    size_bytes = make(notes)
     say(f"{output}: {origin}, {size_bytes / 2**20:.1f} MiB ({kept})")
-    keeps_head = is_file and find_mtp(checkpoint, document) is not None
     for line in describe_other_parts(checkpoint, keeps_head=keeps_head):
         say(line)
     if PLAN not in notes:
         say(f"no plan was written for this machine: {refusal}")
     return output / PLAN
+
+
+def make_store(
+    convert: Callable[..., Manifest], notes: Mapping[str, bytes], progress: Progress
+) -> int:
+    """Make the folder of a store and ``notes`` by `convert_checkpoint`; return its bytes."""
+    from pi2.importing.quantizers import Quantizer
+
+    manifest = convert(notes=notes, quantizer=Quantizer("search"), progress=progress)
+    return sum(entry.bytes for entry in manifest.files)
 
 
 @dataclass(frozen=True)
