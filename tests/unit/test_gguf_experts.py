@@ -56,6 +56,23 @@ def test_every_budget_gives_the_text_and_the_bits_of_the_run_in_memory(file: Pat
     assert read[0] == 0 < read[3] < read[2] < read[1]
 
 
+def test_a_dry_run_counts_and_reads_the_experts_of_drawn_routes(file: Path) -> None:
+    memory = f"{find_least(file) + 4} MiB"
+    with pi2.load(file, memory=memory, set=SETTINGS | {"backends.cpu": "null"}) as model:
+        program: Any = model._parts.model.program
+        assert not model.logits(TOKENS).any()
+        before, begun = model.stats, program.interpreter.instructions
+        assert model.logits(TOKENS[:8], mode="decode").shape == (8, model.plan.model.shape.vocab)
+        done = model.stats - before
+        # Drawn evenly: three of a layer's 16 experts a token, some of which are in slots.
+        assert done.cache_hits + done.cache_misses == 8 * 4 * 3 and done.cache_misses > 8
+        assert done.flash_read_bytes >= done.cache_misses * 600_000
+        assert program.interpreter.instructions - begun >= 8 * 4 * 10
+        assert not model.can_embed
+        summary = summarise_run(model, model.generate([5], max_tokens=2).result)
+        assert "dry run: weights were read" in summary
+
+
 def test_a_simulated_token_reads_experts_that_are_not_in_memory(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
