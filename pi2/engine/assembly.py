@@ -135,7 +135,7 @@ class LayersOpening(Opening):
             feed_forward,
             layers=len(resolved.layers),
             chunk=plan.prefill.chunk,
-            rows=make_rows(resolved, executor, shares),
+            rows=make_rows(resolved, executor, shares) if request.tensors else None,
             embedding=embedding,
             layer_embedding=layer_embedding,
             is_single=max(plan.decode.batch, plan.decode.step_tokens) == 1,
