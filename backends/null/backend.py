@@ -55,9 +55,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
     for unit in (resolved.sparse_unit, *resolved.dense_units):
         name = resolved.name_backend(unit) if resolved.has_backend(unit) else "null"
         if name != "null":
-            return [
-                f"computes nothing, and `{name}` of `{unit}` does: it is for all units of a plan"
-            ]
+            return [f"computes nothing, and `{name}` of `{unit}` does: all are tried dry, or none"]
     return []
 
 
