@@ -4,7 +4,7 @@ A unit next to the executor, such as a GPU or an NPU: it keeps the hottest neuro
 computes all of them, while the executor computes the predicted ones among the others.
 
 A backend that can do so has ``build_unit`` (`pi2.backends.protocol.Backend`). Of a layer's neurons
-in stored order, hottest first, the unit owns the first ``UnitRequest.neurons[layer]``.
+in stored order, hottest first, the unit owns the first ``UnitShare.neurons[layer]``.
 
 Order of calls::
 
@@ -24,7 +24,7 @@ then read from flash straight into place, and nothing is copied. The arrays that
 longer.
 
 Concurrency. Calls come from one thread. Jobs are computed in the order of their starts, while the
-caller goes on; up to ``UnitRequest.jobs`` of them are under way.
+caller goes on; up to ``UnitShare.jobs`` of them are under way.
 
 Failure. Any call but ``close`` may raise `UnitFailed`: the device is lost, or out of memory. The
 unit is then closed, and nothing else is asked of it.
@@ -47,16 +47,17 @@ Order of calls::
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pi2.arrays import F32, U8
+from pi2.plan.arithmetic.units import UnitShare
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
-from pi2.plan.documents.plan_units import Graphs
-from pi2.plan.weights.layout import BundleLayout, Precision
+from pi2.plan.weights.bundles import join_scales
+from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
@@ -80,59 +81,39 @@ class UnitFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class UnitRequest:
+    """Everything that a unit needs to compute its share of a model's layers."""
+
     name: str
     """The unit's name in the device and the plan."""
-    unit: Unit
-    """What the device document says of it."""
-    model: Model
-    bundle: BundleLayout
-    """Layout of neurons in the store."""
+    share: UnitShare
+    scales: Sequence[U8] | None = None
+    """Per layer, the scales of its neurons [neurons, ``scales_stride``] in stored order, if bundles
+    do not have them."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Its rows of ``share.matrices``, in main memory while the unit is made; it copies them."""
+    allocate: Callable[[int], U8]
+    """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
+    adopt: Callable[[U8], U8]
+    """Counts memory that the unit has brought itself, and returns it."""
     count: Callable[[int], None]
     """Counts bytes that the host does not see as an array, such as a GPU's."""
     progress: Progress = ignore_progress
     """Called with a label and the share done while something takes its time."""
 
+    def join_scales(self, layer: int, bundles: U8, first: int) -> U8:
+        """Return ``bundles``, the neurons of a layer from ``first`` on, with their scales in
+        them."""
+        if self.scales is None:
+            return bundles
+        rows = slice(first, first + len(bundles))
+        return join_scales(bundles, self.scales[layer], self.share.bundle, rows)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitRequest(_Request):
-    """Everything that a unit needs to compute its share of a model's layers."""
-
-    scales: Sequence[U8] | None = None
-    """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order, if
-    bundles do not have them."""
-    neurons: Sequence[int]
-    """Neurons that the unit owns of each layer."""
-    wanted: Sequence[int] = ()
-    """Numbers of neurons that steps compute of some layer, if these are fewer than it keeps."""
-    graphs: Graphs | None = None
-    """Shapes that the plan wants programs for; None leaves them to the unit."""
-    matrices: Mapping[str, Tensor] = field(default_factory=dict)
-    """The rows that the unit has of projections and of the head, by the tensors' names, in main
-    memory while the unit is made; it copies them."""
-    chunk: int
-    """Most tokens of a job."""
-    jobs: int = 1
-    """Most jobs under way at the same time."""
-    stretch: int
-    """Most neurons in a call of ``add``."""
-    allocate: Callable[[int], U8]
-    """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
-    adopt: Callable[[U8], U8]
-    """Counts memory that the unit has brought itself, and returns it."""
-
-    @property
-    def whole_bundle(self) -> BundleLayout:
-        return self.bundle if self.scales is None else self.bundle.inline
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int, Precision]]:
-        """Rows, length and precision of each of its matrices."""
-        found = {}
-        for name, tensor in self.matrices.items():
-            assert tensor.precision is not None, name
-            found[name] = (tensor.rows, tensor.length, tensor.precision)
-        return found
+    def cut(self, layer: int, bundles: U8, first: int) -> Iterator[U8]:
+        """Yield them likewise, no more at a time than are added at once."""
+        for begin in range(0, len(bundles), self.share.stretch):
+            piece = bundles[begin : begin + self.share.stretch]
+            yield self.join_scales(layer, piece, first + begin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,11 +214,26 @@ class NotedUnit:
     def wait(self, job: int) -> None:
         """Return at once: all added values have been copied."""
 
+    def offer_room(self, layer: int) -> U8 | None:
+        """Return None: neurons are rearranged on their way."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeRequest(_Request):
+class WholeRequest:
     """Everything that a unit needs to have a model as a whole; bundles have their scales."""
 
+    name: str
+    """The unit's name in the device and the plan."""
+    unit: Unit
+    """What the device document says of it."""
+    model: Model
+    bundle: BundleLayout
+    """Layout of neurons in the store."""
+    count: Callable[[int], None]
+    """Counts bytes that the host does not see as an array, such as a GPU's."""
+    progress: Progress = ignore_progress
+    """Called with a label and the share done while something takes its time."""
     chunk: int
     """Most tokens in a call of ``prefill``."""
     sequences: int

@@ -30,7 +30,7 @@ from limited.random_gguf import write_gguf
 from pi2.backends.gpu.devices import APIS, open_device
 from pi2.backends.gpu.kernels.specification import GpuSpec, Target
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
-from pi2.backends.gpu.packing import load_image
+from pi2.backends.gpu.launches import load_image
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
 from pi2.fitting.check import load_plan

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pi2.backends.hexagon.arrays import VALUE_BYTES, choose_neurons, lay_out_neurons
 from pi2.backends.hexagon.kernels.code import generate
 from pi2.backends.hexagon.kernels.program import Program
-from pi2.backends.hexagon.sizes import UnitSizes, lay_out_neurons
 from pi2.backends.hexagon.specification import (
     LANES,
     VERSIONS,
@@ -31,7 +31,6 @@ from pi2.backends.hexagon.specification import (
     count_together,
 )
 from pi2.fitting.check import check_file
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import round_up
@@ -143,17 +142,10 @@ def print_memory_bounds(
 ) -> None:
     """Print what the memory's rate allows, and the graphs that fit into the NPU's own memory."""
     own = None if unit.hexagon is None else unit.hexagon.own_memory
-    sizes = UnitSizes(
-        shape=shape,
-        stride=0,
-        counts=[neurons],
-        matrices={},
-        chunk=128,
-        jobs=1,
-        stretch=min(neurons, STAGED_NEURONS),
-        own_memory=own,
-    )
-    print(f"\ngraphs of {sizes.graph_neurons} neurons, {sizes.scratch_bytes} bytes while they run")
+    most = None if own is None else own // 2 // (128 * VALUE_BYTES)
+    (size,) = choose_neurons([neurons], most)
+    scratch = FfnGraph(tokens=128, neurons=size).scratch.bytes
+    print(f"\ngraphs of {size} neurons, {scratch} bytes while they run with 128 tokens")
     if unit.read_bandwidth is None:
         return
     total = layers * lay_out_neurons(shape, round_up(neurons, LANES)).bytes

@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from pi2.backends.hexagon.backend import KINDS, describe_sizes
-from pi2.backends.hexagon.library import describe_library, write_library
+from pi2.backends.hexagon.arrays import UnitArrays
+from pi2.backends.hexagon.backend import KINDS
+from pi2.backends.hexagon.specification import write_library
 from pi2.diagnostics import UserError
 from pi2.diagnostics.texts import render_full
 from pi2.fitting.check import load_plan
@@ -29,8 +30,9 @@ def main(arguments: list[str]) -> int:
         known = resolved.device.units.get(chosen.unit)
         if known is None or known.kind not in KINDS:
             parser.error(f"the device {resolved.device.id!r} has no NPU named {chosen.unit!r}")
-        spec = describe_library(describe_sizes(describe_unit(resolved, chosen.unit)), known)
-        write_library(spec, chosen.folder)
+        share = describe_unit(resolved, chosen.unit).share
+        assert share is not None, chosen.unit
+        write_library(UnitArrays(share).spec, chosen.folder)
     except UserError as error:
         print(render_full(error.diagnostics), file=sys.stderr)
         return error.exit_code

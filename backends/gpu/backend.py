@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
-from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict, list_matrices
+from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict
 from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
@@ -50,10 +49,10 @@ def find_limits(facts: UnitFacts) -> list[str]:
     """Return the parts that it cannot compute as a whole model. Next to the CPU it computes rows
     and neurons of every model that plans can state. A few precisions and a norm inside the FFN are
     excepted."""
-    from pi2.backends.gpu.model_sizes import find_alone_limits
+    from pi2.backends.gpu.model_arrays import find_alone_limits
     from pi2.plan.arithmetic.units import list_unknown_weights
 
-    if facts.neurons is None:
+    if facts.share is None:
         return find_alone_limits(facts.resolved)
     return list_unknown_weights(facts.resolved.model)
 
@@ -61,35 +60,21 @@ def find_limits(facts: UnitFacts) -> list[str]:
 def need_unit_memory(facts: UnitFacts) -> Need:
     """Return the bytes of a whole model, or of neurons in whole tiles, of jobs and of added
     neurons, and of their copies in main memory on the way."""
-    if facts.neurons is None:
-        from pi2.backends.gpu.model_sizes import need_whole_memory
+    share = facts.share
+    if share is None:
+        from pi2.backends.gpu.model_arrays import need_whole_memory
 
         return need_whole_memory(facts.resolved)
-    from pi2.backends.gpu.sizes import DenseSizes, count_experts, describe_rows
+    from pi2.backends.gpu.arrays import Memory, UnitArrays
 
-    resolved, counts = facts.resolved, facts.neurons or ()
-    model = resolved.model
-    chunk = count_chunk_tokens(resolved.plan)
-    stretch = min(model.layer_neurons, STAGED_NEURONS)
-    bundle = resolved.bundle
-    sizes = DenseSizes(
-        layout=bundle.inline if bundle.scales == "resident" else bundle,
-        experts=count_experts(model),
-        counts=counts,
-        chunk=chunk,
-        jobs=facts.chunks,
-        stretch=stretch,
-    )
-    total, what = sizes.device_bytes + sizes.host_bytes, ""
-    matrices = {} if facts.rows is None else list_matrices(model, facts.rows)
-    rows = describe_rows(matrices, chunk, sizes.jobs)
-    if rows is not None:
-        total += sum(rows.list_arrays()) + rows.host_bytes
-        what = f", rows of {len(matrices)} matrices with their inputs and products"
+    memory, matrices = Memory(), len(share.matrices)
+    UnitArrays(memory, share)
+    what = f", rows of {matrices} matrices" if matrices else ""
     return Need(
-        total,
-        f"{sum(counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of {chunk} tokens, "
-        f"activations, and runs of {stretch} neurons that are sent to it{what}",
+        memory.bytes,
+        f"{sum(share.neurons)} neurons in tiles of 32, {share.jobs} x inputs and sums of "
+        f"{share.chunk} tokens, activations, and runs of {share.stretch} neurons that are sent to "
+        f"it{what}",
     )
 
 

@@ -2,17 +2,19 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.executor import ExecutorObserver
+from pi2.backends.gpu.arrays import Memory
 from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher, Recording
-from pi2.backends.gpu.model_graph import ModelGraph, StepShape
-from pi2.backends.gpu.model_sizes import ModelUse, count_host_bytes, count_logit_rows, list_arrays
-from pi2.backends.gpu.model_weights import ModelArrays, Work, WorkList
-from pi2.backends.gpu.packing import load_kernels
+from pi2.backends.gpu.launches import Kernels
+from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse
+from pi2.backends.gpu.model_graph import ModelGraph, StepShape, Work
+from pi2.backends.gpu.model_weights import ModelWeights
 from pi2.backends.units import WholeModel, WholeRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Tensor
@@ -34,61 +36,54 @@ class GpuModel(WholeModel):
             kv=request.kv_type,
             predictor=request.predictor,
         )
-        sizes = list(list_arrays(use))
-        request.count(sum(sizes) + count_host_bytes(use))
+        counted = Memory()
+        ModelArrays(counted, use)
+        request.count(counted.bytes)
         self._observer: ExecutorObserver | None = None
         self._begin_s: float | None = None
-        self._named = self._possible = 0
-        self._launcher: Launcher | None = open_unit(request.unit)
-        launcher = self._launcher
-        self._arrays: ModelArrays | None = None
+        self._named = self._possible = self._tokens = 0
+        self._recordings: dict[StepShape, Recording] = {}
+        launcher = open_unit(request.unit)
+        self._launcher: Launcher | None = launcher
+        self._memory = Memory(launcher)
         try:
-            check_memory(launcher, sizes)
-            kernels = load_kernels(
-                launcher, use.describe_kernels(launcher.facts.target), request.progress
-            )
+            check_memory(launcher, counted.sizes)
+            kernels = Kernels(launcher)
+            kernels.load(use.describe_kernels(launcher.facts.target), request.progress)
+            self._arrays = arrays = ModelArrays(self._memory, use)
             self._queue = launcher.open_queue()
-            self._arrays = ModelArrays(launcher, use)
-            work = WorkList(launcher, kernels, use, self._arrays)
-            self._graph = ModelGraph(work, request.threshold)
-            self._recordings: dict[StepShape, Recording] = {}
-            rows, shape = count_logit_rows(use), use.model.shape
-            self._logits: F32 = launcher.allocate_host(4 * rows * shape.vocab).view(np.float32)
-            self._found: I32 = launcher.allocate_host(4 * shape.layers * use.sequences).view(
-                np.int32
-            )
+            self._weights = ModelWeights(self._queue, use, arrays)
+            self._graph = ModelGraph(kernels, launcher.facts, use, arrays, request.threshold)
             for layer, order in enumerate(request.expert_neurons or ()):
-                self._arrays.put_order(layer, order)
-            self._arrays.expect(0)
+                self._weights.put_order(layer, order)
+            self._weights.expect(0)
         except BaseException:
-            self.close()
+            self._launcher = None
+            self._memory.release()
+            launcher.close()
             raise
-        self._tokens = 0
-        self._end = 0
+        self._logits: F32 = arrays.host["logits"].view(np.float32)
 
     @property
     def facts(self) -> DeviceFacts:
-        assert self._launcher is not None, "it is closed"
-        return self._launcher.facts
+        return self._enter().facts
 
-    @property
-    def _device(self) -> ModelArrays:
-        assert self._arrays is not None, "it is closed"
-        return self._arrays
-
-    def _enter(self) -> ModelArrays:
+    def _enter(self) -> Launcher:
         assert self._launcher is not None, "it is closed"
         self._launcher.enter()
-        return self._device
+        return self._launcher
 
     def put(self, tensor: Tensor, first: int) -> None:
-        self._enter().put(tensor, first)
+        self._enter()
+        self._weights.put(tensor, first)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        self._enter().keep(layer, first, bundles)
+        self._enter()
+        self._weights.keep(layer, first, bundles)
 
     def expect(self, end: int) -> None:
-        self._enter().expect(end)
+        self._enter()
+        self._weights.expect(end)
 
     def abandon(self) -> None:
         """Do nothing: work that has begun ends by itself."""
@@ -108,11 +103,11 @@ class GpuModel(WholeModel):
 
     def logits(self, first: int) -> F32:
         vocab = self._use.model.shape.vocab
-        count = min(self._tokens - first, count_logit_rows(self._use))
+        count = min(self._tokens - first, self._arrays.logit_rows)
         self._begin()
         for launch, numbers in self._graph.list_logits(first, count):
             self._queue.launch(launch, numbers)
-        self._fetch(count * vocab, 0)
+        self._fetch(count * vocab)
         self._report(f"logits of {count} tokens")
         return self._finish(count)
 
@@ -121,11 +116,15 @@ class GpuModel(WholeModel):
         self._begin()
         self._send(tokens, np.asarray(sequences), np.asarray(positions))
         self._queue.replay(self._record(self._graph.choose_shape(count, max(positions) + 1)))
-        named = self._use.model.shape.layers * self._use.sequences if self._use.is_sparse else 0
-        self._fetch(count * self._use.model.shape.vocab, named)
-        if named:
+        found = self._arrays.host.get("found")
+        if found is not None:
+            self._queue.download(self._arrays.state["found"], found)
+        self._fetch(count * self._use.model.shape.vocab)
+        if found is not None:
+            layers, places = self._use.model.shape.layers, self._use.sequences
+            named = found.view(np.int32)[: layers * places].reshape(layers, places)
             self._possible += self._use.model.token_neurons * count
-            self._named += int(self._found.reshape(-1, self._use.sequences)[:, :count].sum())
+            self._named += int(named[:, :count].sum())
         self._report(f"step of {count} tokens")
         return self._finish(count)
 
@@ -139,7 +138,8 @@ class GpuModel(WholeModel):
         return self._recordings[shape]
 
     def _begin(self) -> None:
-        self._enter().finish_loading()
+        self._enter()
+        self._weights.finish()
         if self._begin_s is None:
             self._begin_s = time.perf_counter()
 
@@ -147,16 +147,13 @@ class GpuModel(WholeModel):
         self, tokens: I32, sequences: np.typing.ArrayLike, positions: np.typing.ArrayLike
     ) -> None:
         places = np.stack([np.asarray(sequences), np.asarray(positions)], 1).astype(np.int32)
-        state = self._device.state
+        state = self._arrays.state
         self._queue.upload(state["ids"], np.array(tokens, np.int32))
         self._queue.upload(state["places"], places)
 
-    def _fetch(self, logits: int, named: int) -> None:
-        state = self._device.state
-        self._queue.download(state["logits"], self._logits[:logits])
-        if named:
-            self._queue.download(state["found"], self._found[:named])
-        self._queue.submit().wait()
+    def _fetch(self, logits: int) -> None:
+        self._queue.download(self._arrays.state["logits"], self._logits[:logits])
+        self._wait()
 
     def _finish(self, count: int) -> F32:
         """Logits [n, vocab] with the model's factor and cap."""
@@ -184,21 +181,14 @@ class GpuModel(WholeModel):
         self._observer = observer
 
     def close(self) -> None:
-        arrays, self._arrays = self._arrays, None
-        launcher, self._launcher = self._launcher, None
+        launcher = self._launcher
+        if launcher is None:
+            return
         # A device that is lost has nothing to give back.
-        try:
-            if launcher is not None and arrays is not None:
-                launcher.enter()
-                self._queue.submit().wait()
-        except UserError:
-            pass
-        for give_back in (
-            None if arrays is None else arrays.release,
-            None if launcher is None else launcher.close,
-        ):
-            try:
-                if give_back is not None:
-                    give_back()
-            except UserError:
-                continue
+        for end in (launcher.enter, self._wait, self._memory.release, launcher.close):
+            with suppress(UserError):
+                end()
+        self._launcher = None
+
+    def _wait(self) -> None:
+        self._queue.submit().wait()

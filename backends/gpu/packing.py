@@ -1,7 +1,6 @@
 """Weights of the store rearranged for a GPU: neighbouring threads read neighbouring words.
 
-The store's groups of 32 weights keep their words (`pi2.plan.weights.layout`): what is in them says
-`pi2.backends.gpu.kernels.code`.  There are two orders:
+The store's groups of 32 weights keep their words (`pi2.backends.gpu.kernels.code`), in two orders:
 
 - *tiles*, for rows that are multiplied with inputs: 32 rows are a tile.  In it comes one vector of
   16 bytes of each row, then the next of each row, and so on; if neurons have gates, all of the
@@ -12,46 +11,17 @@ The store's groups of 32 weights keep their words (`pi2.plan.weights.layout`): w
 A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the last tile are zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import U8, U32, Scales
-from pi2.backends.compiler.cache import load_or_compile
-from pi2.backends.compiler.signature import Compiler
-from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage
-from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, LoadedKernel
-from pi2.backends.gpu.sizes import TILE
+from pi2.backends.gpu.arrays import TILE
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up
-from pi2.progress import Progress
-
-
-class DeviceArrays:
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-        self._all: list[DeviceArray] = []
-
-    def allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
-        """Arrays of ``sizes`` bytes by name, none for 0; raises P361."""
-        arrays = {}
-        for name, size in sizes.items():
-            if size:
-                arrays[name] = self._launcher.allocate(size)
-                self._all.append(arrays[name])
-        return arrays
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(array.size for array in self._all)
-
-    def release(self) -> None:
-        arrays, self._all = self._all, []
-        for array in arrays:
-            self._launcher.release(array)
 
 
 class WholeTiles:
@@ -70,22 +40,6 @@ class WholeTiles:
         size = len(bundles) if is_last else len(bundles) // TILE * TILE
         self._layer, self._first, self._rest = layer, first + size, bundles[size:].copy()
         return first, bundles[:size]
-
-
-IMAGES = Compiler("pi2.backends.gpu.kernels.compile", ".json")
-
-
-def load_image(spec: GpuSpec, progress: Progress) -> KernelImage:
-    """Compiled kernels of ``spec``; raises P363 without the API's compiler, P651."""
-    return KernelImage.from_json(load_or_compile(spec, progress, IMAGES).read_text())
-
-
-def load_kernels(
-    launcher: Launcher, spec: GpuSpec, progress: Progress
-) -> Mapping[str, LoadedKernel]:
-    """Return the kernels of ``spec``, by name, ready to be bound to arrays of ``launcher``."""
-    assert spec.target == launcher.facts.target, (spec.target, launcher.facts)
-    return launcher.load(load_image(spec, progress))
 
 
 _Element = TypeVar("_Element", bound=np.generic)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
-from pi2.plan.arithmetic.units import GraphFacts, Need, UnitFacts, Verdict, list_wanted
+from pi2.plan.arithmetic.units import GraphFacts, Need, UnitFacts, Verdict
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
-    from pi2.backends.hexagon.sizes import UnitSizes
+    from pi2.backends.hexagon.arrays import UnitArrays
     from pi2.backends.units import DenseUnit, UnitRequest
 
 VERDICT: Verdict = "runs"
@@ -44,55 +43,33 @@ def find_limits(facts: UnitFacts) -> list[str]:
 def need_unit_memory(facts: UnitFacts) -> Need:
     """Return the bytes of neurons and matrices in the NPU's layout, of jobs, of neurons that are
     added, and of a layer's neurons as they come."""
-    sizes = describe_sizes(facts)
+    share, arrays = facts.share, _lay_out(facts)
+    assert share is not None, facts.unit
     return Need(
-        sizes.shared_bytes + sizes.loading_bytes,
-        f"{sum(sizes.counts)} neurons in tiles of 32, {sizes.jobs} x inputs and sums of "
-        f"{sizes.chunk} tokens, {approximate_bytes(sizes.scratch_bytes)} while a graph runs, "
-        f"runs of {sizes.stretch} neurons that are sent to it, and a layer as it is loaded",
+        arrays.bytes + arrays.loading_bytes,
+        f"{sum(share.neurons)} neurons in tiles of 32, {share.jobs} x inputs and sums of "
+        f"{share.chunk} tokens, {approximate_bytes(arrays.scratch_bytes)} while a graph runs, "
+        f"runs of {share.stretch} neurons that are sent to it, and a layer as it is loaded",
     )
 
 
 def list_graphs(facts: UnitFacts) -> tuple[GraphFacts, ...]:
-    from pi2.backends.hexagon.sizes import lay_out_scratch, list_ffn_graphs
-
-    sizes = describe_sizes(facts)
     return tuple(
-        GraphFacts(
-            tokens=graph.tokens, neurons=graph.neurons, own_bytes=lay_out_scratch(graph).bytes
-        )
-        for graph in list_ffn_graphs(sizes.graph_tokens, sizes.graph_neurons)
+        GraphFacts(tokens=own.tokens, neurons=own.neurons, own_bytes=own.scratch.bytes)
+        for own in _lay_out(facts).spec.graphs
     )
 
 
 def list_graph_tokens(facts: UnitFacts) -> tuple[int, ...]:
     """Return the numbers of tokens that its graphs have, ascending."""
-    return describe_sizes(facts).graph_tokens
+    return _lay_out(facts).tokens
 
 
-def describe_sizes(facts: UnitFacts) -> UnitSizes:
-    from pi2.backends.hexagon.sizes import UnitSizes, describe_graphs, describe_shape
-    from pi2.plan.arithmetic.units import list_matrices
+def _lay_out(facts: UnitFacts) -> UnitArrays:
+    from pi2.backends.hexagon.arrays import UnitArrays
 
-    resolved = facts.resolved
-    settings = resolved.plan.units.get(facts.unit)
-    model, bundle = resolved.model, resolved.bundle
-    whole = bundle.inline if bundle.scales == "resident" else bundle
-    return UnitSizes(
-        shape=describe_shape(model, whole),
-        stride=whole.stride,
-        counts=facts.neurons or (),
-        matrices={} if facts.rows is None else list_matrices(model, facts.rows),
-        chunk=count_chunk_tokens(resolved.plan),
-        jobs=facts.chunks,
-        stretch=min(model.layer_neurons, STAGED_NEURONS),
-        wanted=list_wanted(resolved, facts.unit),
-        **describe_graphs(
-            None if settings is None else settings.graphs,
-            resolved.device.units[facts.unit],
-            model.layer_neurons,
-        ),
-    )
+    assert facts.share is not None, facts.unit
+    return UnitArrays(facts.share)
 
 
 def build_unit(request: UnitRequest) -> DenseUnit:

@@ -61,9 +61,9 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 def need_unit_memory(facts: UnitFacts) -> Need:
     """Bytes of the neurons, without padding in memory of the unit's own; 0 of a whole model."""
-    if facts.neurons is None:
+    if facts.share is None:
         return Need(0, "nothing, it is a dry run")
-    bundle, count = facts.resolved.bundle, sum(facts.neurons)
+    bundle, count = facts.share.bundle, sum(facts.share.neurons)
     size = bundle.used_bytes
     if facts.resolved.shares_main_memory(facts.unit):
         size = bundle.stride

@@ -25,7 +25,7 @@ class NullUnit(NotedUnit):
     """A `pi2.backends.units.DenseUnit` without arithmetic."""
 
     def __init__(self, request: UnitRequest) -> None:
-        self._rows = {name: tensor.rows for name, tensor in request.matrices.items()}
+        self._rows = {name: rows for name, (rows, *_) in request.share.matrices.items()}
         self._jobs: dict[int, F32] = {}
         self._next = 0
 

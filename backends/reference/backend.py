@@ -9,14 +9,7 @@ from pi2.backends.blocks.contract import OF_STORES
 from pi2.backends.cpu.arrays import count_workspace
 from pi2.formats import find_packing
 from pi2.model.options import find_unknown
-from pi2.plan.arithmetic.units import (
-    Need,
-    UnitFacts,
-    Verdict,
-    list_matrices,
-    list_undivided,
-    list_unknown_weights,
-)
+from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict, list_undivided, list_unknown_weights
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import ALIGNMENT, Precision, round_up, scale_bytes, weight_bytes
@@ -73,7 +66,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
     limits, unknown = list_undivided(facts), find_unknown(model, OF_STORES)
     files_only = ("ffn.", "gated_streams", "ngrams")
     limits += [f"does not know {key}" for key in unknown if key.startswith(files_only)]
-    if facts.neurons is not None:
+    if facts.share is not None:
         limits += list_unknown_weights(model)
     has_gates = facts.resolved.plan.decode.predictor == "gate"
     if has_gates and find_packing(model.quantization.ffn).shares_down_scales:
@@ -85,12 +78,11 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 def need_unit_memory(facts: UnitFacts) -> Need:
     """Return the bytes of the neurons with their scales."""
-    resolved = facts.resolved
-    matrices = {} if facts.rows is None else list_matrices(resolved.model, facts.rows)
+    share = facts.share
+    assert share is not None, facts.unit
+    matrices, counts, stride = share.matrices, share.neurons, share.bundle.stride
     rows = sum(_count_matrix(*sizes) for sizes in matrices.values())
     besides = f", {len(matrices)} matrices of {approximate_bytes(rows)}" if rows else ""
-    counts = facts.neurons or ()
-    stride = resolved.bundle.stride
     kept = sum(round_up(count * stride, PAGE_BYTES) for count in counts)
     return Need(
         kept + rows, f"{sum(counts)} neurons of {stride} bytes, by layers in whole pages{besides}"

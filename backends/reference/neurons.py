@@ -16,13 +16,7 @@ from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
 from pi2.formats import find_packing
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.bundles import (
-    join_scales,
-    slice_bias,
-    slice_experts,
-    slice_factors,
-    unpack_part,
-)
+from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
 from pi2.plan.weights.layout import BundleLayout, Tensor
 
 
@@ -202,12 +196,13 @@ class ThreadUnit(NotedUnit):
 
     def __init__(self, request: UnitRequest) -> None:
         self._request = request
-        stride = request.bundle.stride
+        stride = request.share.bundle.stride
         self._kept = [
-            request.allocate(count * stride).reshape(count, stride) for count in request.neurons
+            request.allocate(count * stride).reshape(count, stride)
+            for count in request.share.neurons
         ]
         self._matrices = {
-            name: copy_tensor(tensor, request.allocate) for name, tensor in request.matrices.items()
+            name: copy_tensor(tensor, request.allocate) for name, tensor in request.tensors.items()
         }
         self._jobs: dict[int, _Job] = {}
         self._next = 0
@@ -226,7 +221,7 @@ class ThreadUnit(NotedUnit):
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        assert len(self._jobs) < self._request.jobs, "more jobs than were asked for"
+        assert len(self._jobs) < self._request.share.jobs, "more jobs than were asked for"
         number, self._next = self._next, self._next + 1
         job = _Job(
             layer,
@@ -312,10 +307,10 @@ def add_neurons(
 ) -> None:
     """Add the neurons of ``bundles`` [n, stride], of which the first has stored index ``first``, to
     ``total`` [T, hidden]."""
-    layout = request.whole_bundle
-    whole = join_layer_scales(request.scales, request.bundle, layer, bundles, first)
-    active = compute_activations(request.model, layout, inputs, whole, routes)
-    total += multiply_down(layout, active, whole)
+    share = request.share
+    whole = request.join_scales(layer, bundles, first)
+    active = compute_activations(share.model, share.layout, inputs, whole, routes)
+    total += multiply_down(share.layout, active, whole)
 
 
 def copy_tensor(tensor: Tensor, allocate: Callable[[int], U8]) -> Tensor:
@@ -329,12 +324,3 @@ def copy_tensor(tensor: Tensor, allocate: Callable[[int], U8]) -> Tensor:
     scales = scales.reshape(tensor.scales.shape)
     scales[:] = tensor.scales
     return replace(tensor, weights=kept, scales=scales)
-
-
-def join_layer_scales(
-    scales: Sequence[U8] | None, layout: BundleLayout, layer: int, bundles: U8, first: int
-) -> U8:
-    """Bundles [n, .] with their scales in them, wherever these lie."""
-    if scales is None:
-        return bundles
-    return join_scales(bundles, scales[layer], layout, slice(first, first + len(bundles)))

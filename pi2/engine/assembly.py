@@ -34,8 +34,8 @@ from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_stated_threads
-from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
+from pi2.plan.arithmetic.sizes import count_stated_threads
+from pi2.plan.arithmetic.units import name_head
 from pi2.plan.weights.layout import Tensor
 from pi2.progress import Progress
 from pi2.store.file_read import BlockTensors, split_blocks
@@ -269,40 +269,22 @@ def unpack_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.format is None else split_blocks(tensor)
 
 
-def _cut_matrices(resolved: ResolvedPlan, name: str, request: BuildRequest) -> Mapping[str, Tensor]:
-    rows = resolved.divided_rows
-    if rows is None or rows.unit != name:
-        return {}
-    return {
-        matrix: unpack_rows(request.tensors[matrix].take_rows(0, count))
-        for matrix, (count, *_) in list_matrices(resolved.model, rows).items()
-        if matrix in request.tensors
-    }
-
-
 def _build_unit(
     resolved: ResolvedPlan, name: str, build: BuildRequest, budget: Budget, progress: Progress
 ) -> DenseUnit:
-    plan, model = resolved.plan, resolved.model
     backend = find_unit_backend(resolved.name_backend(name))
+    share = describe_unit(resolved, name).share
     # The rules of the plan language have seen to it (P265).
-    assert backend is not None, name
-    kept = describe_unit(resolved, name).neurons
-    assert kept is not None, name
-    settings = plan.units.get(name)
+    assert backend is not None and share is not None, name
     request = UnitRequest(
         name=name,
-        unit=resolved.device.units[name],
-        model=model,
-        bundle=resolved.bundle,
+        share=share,
         scales=build.scales,
-        neurons=kept,
-        wanted=list_wanted(resolved, name),
-        graphs=None if settings is None else settings.graphs,
-        matrices=_cut_matrices(resolved, name, build),
-        chunk=count_chunk_tokens(plan),
-        jobs=count_chunks(resolved),
-        stretch=min(model.layer_neurons, STAGED_NEURONS),
+        tensors={
+            matrix: unpack_rows(build.tensors[matrix].take_rows(0, count))
+            for matrix, (count, *_) in share.matrices.items()
+            if matrix in build.tensors  # none in a dry run
+        },
         allocate=partial(budget.allocate, resolved.name_segment(name)),
         adopt=partial(budget.adopt, resolved.name_segment(name)),
         count=partial(budget.charge, resolved.name_segment(name)),

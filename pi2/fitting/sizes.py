@@ -13,6 +13,7 @@ from pi2.fitting import (
     find_unit_backend,
 )
 from pi2.plan.arithmetic.sizes import (
+    STAGED_NEURONS,
     STAGING_BUFFERS,
     TOKENS_TOGETHER,
     count_chunk_tokens,
@@ -23,7 +24,16 @@ from pi2.plan.arithmetic.sizes import (
     need_cold,
     need_predictor,
 )
-from pi2.plan.arithmetic.units import Need, Needs, UnitFacts, need_kv, need_state
+from pi2.plan.arithmetic.units import (
+    Need,
+    Needs,
+    UnitFacts,
+    UnitShare,
+    list_matrices,
+    list_wanted,
+    need_kv,
+    need_state,
+)
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import align_bytes
 
@@ -199,20 +209,24 @@ def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
 
 
 def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
-    kept, rows = None, resolved.divided_rows
-    if name != resolved.sparse_unit:
-        kept = tuple(
-            0 if layer.dense is None or layer.dense.unit != name else layer.dense.kept
-            for layer in resolved.layers
-        )
-    return UnitFacts(
-        resolved=resolved,
-        chunks=1 if name == resolved.sparse_unit else count_chunks(resolved),
-        unit=name,
-        neurons=kept,
-        rows=rows if rows is not None and rows.unit == name else None,
-        streams=resolved.plan.prefill.unit == name,
+    """What the backend of a unit is asked about."""
+    if name == resolved.sparse_unit:
+        return UnitFacts(resolved=resolved, unit=name, share=None)
+    plan, model, rows = resolved.plan, resolved.model, resolved.divided_rows
+    settings, owners = plan.units.get(name), [layer.dense for layer in resolved.layers]
+    share = UnitShare(
+        unit=resolved.device.units[name],
+        model=model,
+        bundle=resolved.bundle,
+        neurons=tuple(0 if own is None or own.unit != name else own.kept for own in owners),
+        wanted=list_wanted(resolved, name),
+        graphs=None if settings is None else settings.graphs,
+        matrices={} if rows is None or rows.unit != name else list_matrices(model, rows),
+        chunk=count_chunk_tokens(plan),
+        jobs=count_chunks(resolved),
+        stretch=min(model.layer_neurons, STAGED_NEURONS),
     )
+    return UnitFacts(resolved=resolved, unit=name, share=share)
 
 
 def list_graph_tokens(resolved: ResolvedPlan, name: str) -> tuple[int, ...]:

@@ -21,9 +21,8 @@ from pi2.backends.blocks.room import GRIDS, make_tables, place_tables
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.cpu.request import describe_tensors
 from pi2.backends.cpu.request import list_specs as list_cpu_specs
-from pi2.backends.hexagon.backend import describe_sizes
-from pi2.backends.hexagon.library import PROGRAM, describe_library, write_library
-from pi2.backends.hexagon.specification import HexagonSpec
+from pi2.backends.hexagon.arrays import UnitArrays
+from pi2.backends.hexagon.specification import PROGRAM, HexagonSpec, write_library
 from pi2.diagnostics import UserError
 from pi2.engine.assembly import make_request
 from pi2.fitting.misfits import find_store_misfits
@@ -122,9 +121,9 @@ SOURCES = ("build.sh", "host.c", "pi2_npu.idl", "protocol.h", "skel.c")
 
 
 def describe_npu(resolved: ResolvedPlan, unit: str) -> HexagonSpec:
-    return describe_library(
-        describe_sizes(describe_unit(resolved, unit)), resolved.device.units[unit]
-    )
+    share = describe_unit(resolved, unit).share
+    assert share is not None, unit
+    return UnitArrays(share).spec
 
 
 def write_npu(

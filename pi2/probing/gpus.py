@@ -12,7 +12,8 @@ from pi2.arrays import F32, Raw
 from pi2.backends.gpu.devices import Survey, open_device, survey_api
 from pi2.backends.gpu.kernels.specification import Api, GpuSpec, ProductKernels
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.backends.gpu.packing import load_kernels, pack_matrix
+from pi2.backends.gpu.launches import Kernels
+from pi2.backends.gpu.packing import pack_matrix
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing.steps import Key, StepFacts
@@ -76,7 +77,8 @@ class DeviceBench:
         self._launcher = launcher
         self._product = ProductKernels(length=WIDTH, precision="int4")
         spec = GpuSpec(target=launcher.facts.target, products=(self._product,))
-        self._kernels = load_kernels(launcher, spec, progress)
+        self._kernels = Kernels(launcher)
+        self._kernels.load(spec, progress)
         self._queue = launcher.open_queue()
 
     def prepare(self, step: StepFacts) -> Callable[[], None]:
@@ -93,7 +95,7 @@ class DeviceBench:
         for name, value in sent.items():
             self._queue.upload(arrays[name], value)
         size = 1 if tokens == 1 else 64
-        launch = self._launcher.bind(self._kernels[f"{self._product.name}_{size}"], arrays)
+        launch = self._kernels.bind(f"{self._product.name}_{size}", arrays)
         recording = self._queue.record([(launch, {"rows": rows, "tokens": tokens})])
 
         def run() -> None:

@@ -84,9 +84,9 @@ def units() -> Iterator[list[DenseUnit]]:
 
 
 def begin(
-    kind: UnitKind, units: list[DenseUnit], neurons: Neurons, kept: tuple[int, int], **changes: Any
+    kind: UnitKind, units: list[DenseUnit], neurons: Neurons, kept: tuple[int, int], **given: Any
 ) -> DenseUnit:
-    unit = kind.make(neurons.request(kept, **changes))
+    unit = kind.make(neurons.request(kept, **given))
     units.append(unit)
     neurons.fill(unit, kept)
     return unit
@@ -199,7 +199,7 @@ def test_it_multiplies_with_rows_of_matrices(
     neurons = make_neurons()
     sizes = {"layers.0.qkv": (96, 64), "layers.1.output": (32, 96), "head": (160, 64)}
     matrices = {name: draw_matrix(name, *size, precision) for name, size in sizes.items()}
-    unit = begin(kind, units, neurons, (20, 20), matrices=matrices)
+    unit = begin(kind, units, neurons, (20, 20), tensors=matrices)
     for name, tensor in matrices.items():
         weights = widen(tensor).astype(np.float64)
         tensor.weights.view(np.uint8)[:] = 255  # the unit has copied them

@@ -148,16 +148,16 @@ def test_attention_of_chunks_and_steps(launcher: Launcher, attention: AttentionK
         arrays["qkv"] = qkv[first : first + count]
         arrays["places"] = np.stack([np.ones(count, np.int32), positions[first : first + count]], 1)
         numbers = {"context": CONTEXT, "tokens": count, "spans": spans}
-        arrays |= bench.run("keep", arrays, numbers)
+        arrays |= bench.run("keep_0", arrays, numbers)
         for kept in (arrays["keys"], arrays["values"]):
             of_sequences = kept.reshape(SEQUENCES, attention.kv_heads, CONTEXT, -1)
             assert not of_sequences[0].any() and not of_sequences[1, :, first + count :].any()
         shape = (spans, count, attention.heads)
         arrays["partials"] = np.empty((*shape, attention.head_dim), np.float32)
         arrays["tops"] = np.empty((*shape, 2), np.float32)
-        arrays |= bench.run("attend", arrays, numbers)
+        arrays |= bench.run("attend_0", arrays, numbers)
         arrays["mixed"] = np.full((count, attention.width), 7, np.float32)
-        mixed = bench.run("mix", arrays, numbers)["mixed"]
+        mixed = bench.run("mix_0", arrays, numbers)["mixed"]
         used = attention.heads * attention.head_dim
         # One code of int8, or one step of fp16, that rounds the other way.
         allowed = {"fp32": CLOSE, "fp16": 3e-4, "int8": 3e-3}[attention.kv]

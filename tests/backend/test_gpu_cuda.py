@@ -26,8 +26,8 @@ from pi2.backends.gpu.kernels.specification import (
     SelectKernels,
     Target,
 )
-from pi2.backends.gpu.model_sizes import describe_use
-from pi2.backends.gpu.packing import load_image
+from pi2.backends.gpu.launches import load_image
+from pi2.backends.gpu.model_arrays import describe_use
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.plan.documents.model_parts import Ffn, Moe, Norm
@@ -62,8 +62,11 @@ def make_spec(arch: str) -> GpuSpec:
         ),
         embedding=EmbeddingKernels(length=4096, precision="int4", positions=True),
         norm=NormKernels(length=4096, width=4096, norm=Norm(outputs=True), spreads=True),
-        attention=AttentionKernels(
-            heads=32, kv_heads=8, head_dim=128, scale=0.09, kv="fp16", window=4096, some_full=True
+        attention=tuple(
+            AttentionKernels(
+                heads=32, kv_heads=8, head_dim=128, scale=0.09, kv="fp16", window=window
+            )
+            for window in (4096, None)
         ),
     )
 

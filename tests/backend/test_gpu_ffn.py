@@ -1,19 +1,22 @@
 """The FFN on GPUs against numpy in double precision, over odd shapes; PoCL and lavapipe emulate."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from pi2.backends.gpu.dense import DenseFfn
+from pi2.backends.gpu import dense_unit
+from pi2.backends.gpu.dense_unit import GpuUnit
 from pi2.backends.gpu.kernels.ffn import make_many_values, make_values
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_neurons, pack_slots
-from pi2.backends.gpu.sizes import DenseSizes, describe_ffn
+from pi2.backends.units import UnitRequest
+from pi2.plan.arithmetic.units import UnitShare
+from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model_parts import Activation, Ffn
-from pi2.progress import ignore_progress
 from tests.helpers.goldens import measure_error
 from tests.helpers.gpu import Bench, RandomNeurons
 from tests.helpers.slow import mark_slow
@@ -22,18 +25,29 @@ CLOSE = 3e-6
 """Of the largest value: everything is added up in float32, in an order of the device's own."""
 
 
-def make(launcher: Launcher, neurons: RandomNeurons, counts: list[int], chunk: int) -> DenseFfn:
-    sizes = DenseSizes(
-        layout=neurons.layout, experts=neurons.ffn.experts, counts=counts, chunk=chunk
+def make(
+    launcher: Launcher, neurons: RandomNeurons, counts: list[int], chunk: int,
+    patch: pytest.MonkeyPatch,
+) -> GpuUnit:  # fmt: skip
+    """A unit on the device, which stays open when it is closed."""
+    patch.setattr(launcher, "close", lambda: None)
+    patch.setattr(dense_unit, "open_unit", lambda unit: launcher)
+    ffn = neurons.ffn
+    experts = SimpleNamespace(weighs="input" if ffn.weighs_input else "output")
+    model: Any = SimpleNamespace(
+        ffn=ffn.options, moe=experts if ffn.experts else None, expert_count=ffn.experts,
+        tied_head=False,
+    )  # fmt: skip
+    share = UnitShare(
+        unit=Unit(kind="gpu", emulated=True), model=model, bundle=neurons.layout,
+        neurons=counts, chunk=chunk, stretch=32,
+    )  # fmt: skip
+    nothing: Any = None
+    return GpuUnit(
+        UnitRequest(
+            name="gpu", share=share, count=lambda size: None, allocate=nothing, adopt=nothing
+        )
     )
-    return DenseFfn(launcher, sizes, neurons.ffn, ignore_progress)
-
-
-def load(launcher: Launcher, neurons: RandomNeurons, chunk: int) -> DenseFfn:
-    dense = make(launcher, neurons, [neurons.count], chunk)
-    for first in range(0, neurons.count, 64):
-        dense.upload(0, first, neurons.bundles[first : first + 64])
-    return dense
 
 
 PLAIN = FfnKernels(hidden=480, precision="int4", options=Ffn(activation="silu"))
@@ -55,10 +69,12 @@ VARIED = FfnKernels(
     ids=["int4", "int8", "fp16", "ungated, biases, experts"],
 )
 def test_sums_of_any_number_of_tokens_are_those_of_numpy(
-    launcher: Launcher, ffn: FfnKernels
+    launcher: Launcher, ffn: FfnKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     neurons = RandomNeurons(ffn, count=107)
-    dense = load(launcher, neurons, chunk=70)
+    dense = make(launcher, neurons, [neurons.count], 70, monkeypatch)
+    for first in range(0, neurons.count, 60):
+        dense.keep(0, first, neurons.bundles[first : first + 60])
     for tokens in (1, 2, 7, 16, 17, 70):
         inputs, routes = neurons.make_inputs(tokens), neurons.make_routes(tokens)
         wanted = neurons.compute_sums(neurons.compute_values(inputs, routes))
@@ -113,35 +129,3 @@ def test_every_activation(launcher: Launcher, activation: Any) -> None:
         {"count": 64, "tokens": 2},
     )
     assert measure_error(found["values"], neurons.compute_values(inputs, None)) < CLOSE
-
-
-def test_a_layer_without_resident_neurons_adds_nothing(launcher: Launcher) -> None:
-    neurons = RandomNeurons(PLAIN, count=40)
-    dense = make(launcher, neurons, [0, 40], 4)
-    dense.upload(1, 0, neurons.bundles)
-    inputs = neurons.make_inputs(3)
-    assert np.abs(dense.finish(dense.start(1, inputs))).max() > 0
-    assert np.abs(dense.finish(dense.start(0, inputs))).max() == 0
-    dense.close()
-
-
-def test_memory_is_counted_and_given_back(launcher: Launcher) -> None:
-    neurons = RandomNeurons(PLAIN, count=64)
-    before = launcher.allocated_bytes
-    dense = make(launcher, neurons, [64, 64], 2)
-    weights_bytes = 2 * 64 * 3 * (480 // 2 + 480 // 32 * 2)
-    assert launcher.allocated_bytes - before == dense.device_bytes
-    assert weights_bytes < dense.device_bytes < weights_bytes + 256 * 1024
-    dense.close()
-    assert launcher.allocated_bytes == before
-
-
-def test_kernels_of_a_layout_are_described_by_it() -> None:
-    ffn = FfnKernels(
-        hidden=64,
-        precision="fp16",
-        experts=2,
-        options=Ffn(activation="gelu", gated=False, bias=True),
-    )
-    layout = RandomNeurons(ffn, count=2).layout
-    assert describe_ffn(layout, Ffn(activation="gelu", gated=False, bias=True), 2) == ffn

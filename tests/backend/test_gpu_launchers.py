@@ -161,9 +161,11 @@ def test_specifications_survive_json() -> None:
         target=Target(api="cuda", fp16=True, arch="sm_90"),
         ffn=FFN,
         products=(ProductKernels(length=64, precision="int8", relu=True),),
-        attention=AttentionKernels(
-            heads=2, kv_heads=1, head_dim=32, scale=0.1, kv="fp16",
-            latent=Latent(rank=24, plain=12, rotated=8, epsilon=1e-6),
+        attention=(
+            AttentionKernels(
+                heads=2, kv_heads=1, head_dim=32, scale=0.1, kv="fp16",
+                latent=Latent(rank=24, plain=12, rotated=8, epsilon=1e-6),
+            ),
         ),
         state=StateKernels(
             shape=StateShape(kind="convolution", kernel=3, width=32, channels=32), epsilon=1e-5

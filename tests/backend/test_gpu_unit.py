@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pi2.backends.gpu import dense_unit
+from pi2.backends.gpu.arrays import Memory, UnitArrays
 from pi2.backends.gpu.dense_unit import GpuUnit
 from pi2.backends.gpu.launchers.interface import Launcher, MemoryState
 from pi2.backends.units import UnitFailed
@@ -28,8 +29,11 @@ def test_no_more_is_allocated_than_is_counted_and_all_is_given_back(
 ) -> None:
     neurons, before = make_neurons(), launcher.allocated_bytes
     unit = make(neurons)
+    memory = Memory()
+    UnitArrays(memory, neurons.request((30, 7)).share)
     own = launcher.allocated_bytes - before
-    assert 37 * neurons.layout.used_bytes < own < sum(neurons.allocated)
+    assert own == memory.device_bytes and neurons.allocated == [memory.bytes]
+    assert 37 * neurons.layout.used_bytes < own < memory.bytes
     unit.close()
     assert launcher.allocated_bytes == before
 
@@ -93,7 +97,7 @@ def test_a_device_that_is_lost_is_a_failure(
         raise UserError.of("P362", "the device was lost", help="start again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(unit._dense._queue), "launch", lose)
+        patch.setattr(type(unit._queue), "launch", lose)
         with pytest.raises(UnitFailed, match="the device was lost"):
             unit.start(0, inputs)
     unit.close()

@@ -10,9 +10,8 @@ import pytest
 
 import pi2.backends.hexagon as package
 from pi2.backends.hexagon import session
-from pi2.backends.hexagon.library import write_library
 from pi2.backends.hexagon.linkers import find_linker
-from pi2.backends.hexagon.specification import FfnGraph, FfnShape, HexagonSpec
+from pi2.backends.hexagon.specification import FfnGraph, FfnShape, HexagonSpec, write_library
 from pi2.plan.documents.model_parts import Ffn
 from tools.write_npu_library import main
 

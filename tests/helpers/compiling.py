@@ -26,8 +26,8 @@ import pytest
 
 from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.signature import LIBRARIES
-from pi2.backends.gpu.packing import IMAGES
-from pi2.backends.hexagon.library import PROGRAMS
+from pi2.backends.gpu.launches import IMAGES
+from pi2.backends.hexagon.specification import PROGRAMS
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.caches import find_cache_folder
 from pi2.memory.host_loops import HostSpec

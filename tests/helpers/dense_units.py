@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -15,11 +16,12 @@ from pi2.backends.hexagon.session import find_unit_obstacles
 from pi2.backends.reference.neurons import ThreadUnit
 from pi2.backends.units import DenseUnit, UnitRequest
 from pi2.formats import find_packing
+from pi2.plan.arithmetic.units import UnitShare
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.bundles import assemble_bundles, split_scales, unpack_part
-from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
+from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace, Tensor
 from tests.helpers.models import make_model
 
 
@@ -45,7 +47,7 @@ def _describe_gpu(api: Api, architecture: Literal["opencl", "vulkan", "cuda"]) -
     unit = Unit(kind="gpu", architecture=architecture, emulated=True)
 
     def make(request: UnitRequest) -> GpuUnit:
-        return GpuUnit(replace(request, unit=unit))
+        return GpuUnit(replace(request, share=replace(request.share, unit=unit)))
 
     return UnitKind(name=api, make=make, tolerance=1e-5, api=api)
 
@@ -55,7 +57,8 @@ NPU = Unit(kind="npu", architecture="hexagon", emulated=True)
 
 def _make_npu(request: UnitRequest) -> HexagonUnit:
     # The same few graphs for every test of a model: each library takes a second to compile.
-    return HexagonUnit(replace(request, unit=NPU, graphs=Graphs(tokens=(1, 16), shares=(0.5, 1.0))))
+    graphs = Graphs(tokens=(1, 16), shares=(0.5, 1.0))
+    return HexagonUnit(replace(request, share=replace(request.share, unit=NPU, graphs=graphs)))
 
 
 KINDS = (
@@ -93,7 +96,9 @@ class Neurons:
     """Expert of each neuron, by layer; empty without experts."""
     allocated: list[int] = field(default_factory=list)
 
-    def request(self, kept: Sequence[int], **changes: Any) -> UnitRequest:
+    def request(
+        self, kept: Sequence[int], tensors: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> UnitRequest:
         def allocate(size: int) -> U8:
             self.allocated.append(size)
             return np.zeros(size, np.uint8)
@@ -102,23 +107,30 @@ class Neurons:
             self.allocated.append(region.nbytes)
             return region
 
-        values: dict[str, Any] = {
-            "name": "second",
-            "unit": Unit(kind="gpu", emulated=True),
-            "model": self.model,
-            "bundle": self.layout
+        share = UnitShare(
+            unit=Unit(kind="gpu", emulated=True),
+            model=self.model,
+            bundle=self.layout
             if self.scales is None
             else self.model.lay_out_bundle(scales="resident"),
-            "scales": self.scales,
-            "neurons": tuple(kept),
-            "chunk": 9,
-            "jobs": 3,
-            "stretch": 16,
-            "allocate": allocate,
-            "adopt": adopt,
-            "count": self.allocated.append,
-        }
-        return UnitRequest(**values | changes)
+            neurons=tuple(kept),
+            chunk=9,
+            jobs=3,
+            stretch=16,
+            matrices={
+                name: (own.rows, own.length, own.precision or "fp32")
+                for name, own in tensors.items()
+            },
+        )
+        return UnitRequest(
+            name="second",
+            share=share,
+            scales=self.scales,
+            tensors=tensors,
+            allocate=allocate,
+            adopt=adopt,
+            count=self.allocated.append,
+        )
 
     def fill(self, unit: DenseUnit, kept: Sequence[int]) -> None:
         """Give the unit what it keeps, as the engine does: into its own room, or in pieces."""

@@ -7,20 +7,17 @@ import pytest
 
 from pi2.arrays import F32, I64, U8, Scales
 from pi2.backends.compiler.cache import load_or_compile
-from pi2.backends.hexagon.library import PROGRAMS
-from pi2.backends.hexagon.packing import Arrays, Tokens, find_top_multiplier, pack_tokens
-from pi2.backends.hexagon.session import Emulator, Session, find_unit_obstacles
-from pi2.backends.hexagon.sizes import (
+from pi2.backends.hexagon.arrays import (
     FFN_OPERANDS,
     PRODUCT_OPERANDS,
-    Room,
     lay_out_job,
     lay_out_matrix,
     lay_out_neurons,
-    lay_out_scratch,
     place_piece,
 )
-from pi2.backends.hexagon.specification import FfnGraph, HexagonSpec, ProductGraph
+from pi2.backends.hexagon.packing import Arrays, Tokens, find_top_multiplier, pack_tokens
+from pi2.backends.hexagon.session import Emulator, Session, find_unit_obstacles
+from pi2.backends.hexagon.specification import PROGRAMS, FfnGraph, HexagonSpec, ProductGraph, Room
 from pi2.formats import find_packing
 from pi2.plan.documents.device import Unit
 from pi2.plan.weights.layout import GROUP, Precision, round_up
@@ -76,10 +73,10 @@ class Bench:
         self.session = Session(Emulator(), str(library), len(spec.index), size)
         self._end = 0
 
-    def place(self, room: Room) -> dict[str, int]:
+    def place(self, room: Room) -> Room:
         first, self._end = self._end, self._end + room.bytes
         assert self._end <= len(self.session.memory)
-        return {name: first + place for name, place in room.places.items()}
+        return room.move(first)
 
     def write(self, places: dict[str, int], arrays: Arrays) -> None:
         for name, values in arrays.items():
@@ -103,11 +100,9 @@ class Bench:
         """Products [n, rows] of a matrix and inputs [n, length]."""
         self._end = 0
         self.session.memory[:] = 255  # nothing depends on what was there
-        matrix = self.place(lay_out_matrix(graph.weights, graph.rows, graph.length))
-        job = self.place(
-            lay_out_job(graph.tokens, graph.length, graph.length // GROUP, 0, graph.rows)
-        )
-        scratch = self.place(lay_out_scratch(graph))
+        matrix = dict(self.place(lay_out_matrix(graph.weights, graph.rows, graph.length)).places)
+        job = dict(self.place(lay_out_job(graph.tokens, graph.length, 0, graph.rows)).places)
+        scratch = self.place(graph.scratch).places
         self.write(matrix, arrays)
         self.give(pack_tokens(inputs, graph.tokens, graph.weights), job)
         operands = matrix | job | {"scratch": min(scratch.values())}
@@ -124,20 +119,17 @@ class Bench:
         assert shape is not None
         self._end = 0
         self.session.memory[:] = 255
-        layout = lay_out_neurons(shape, room)
-        neurons = self.place(layout)
-        length = shape.length
-        job = self.place(
-            lay_out_job(graph.tokens, length, length // GROUP, shape.experts, shape.hidden)
-        )
-        scratch = self.place(lay_out_scratch(graph))
-        self.write(neurons, arrays)
+        neurons = self.place(lay_out_neurons(shape, room))
+        own = lay_out_job(graph.tokens, shape.length, shape.experts, shape.hidden)
+        job = dict(self.place(own).places)
+        scratch = self.place(graph.scratch).places
+        self.write(dict(neurons.places), arrays)
         size = 4 * graph.tokens * shape.hidden
         self.session.memory[job["results"] : job["results"] + size] = 0
         self.give(pack_tokens(inputs, graph.tokens, shape.weights), job)
         if routes is not None:
             self.write(job, {"routes": np.ascontiguousarray(routes).reshape(-1).view(np.uint8)})
-        operands = place_piece(shape, layout, min(neurons.values()), first) | job
+        operands = place_piece(shape, neurons, first) | job
         operands |= {
             "plane": 4 * room,
             "stride": 32 * room,

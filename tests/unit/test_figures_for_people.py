@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pi2.backends.hexagon.library import choose_version
+from pi2.backends.hexagon.specification import choose_version
 from pi2.cli.main import run
 from pi2.engine.run_report import summarise_pressure
 from pi2.fitting.completion import complete_plan

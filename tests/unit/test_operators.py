@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.backends.gpu.model_sizes import find_alone_limits
+from pi2.backends.gpu.model_arrays import find_alone_limits
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.importing.new_model import describe_checkpoint

@@ -78,7 +78,9 @@ def test_a_gpu_has_all_hot_neurons_that_it_is_faster_with(tmp_path: Path) -> Non
         own, hot = resolved.plan.memory.units["gpu"].budget, resolved.plan.memory.segments.hot
         need = count_unit_needs(resolved)["gpu"].bytes
         assert need <= own < need + MIB
-        bundle, kept = resolved.bundle, sum(describe_unit(resolved, "gpu").neurons or ())
+        share = describe_unit(resolved, "gpu").share
+        assert share is not None
+        bundle, kept = share.bundle, sum(share.neurons)
         others = resolved.model.layer_neurons * len(resolved.layers) - kept
         every = kept * bundle.used_bytes + others * bundle.stride
         # The GPU needs room for inputs, sums and neurons on their way, too.

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import I64, U8, Raw
+from pi2.backends.gpu.arrays import Memory
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, Recording
+from pi2.backends.gpu.launches import Kernels
+from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse
 from pi2.backends.gpu.model_graph import ModelGraph, StepShape
-from pi2.backends.gpu.model_sizes import ModelUse
-from pi2.backends.gpu.model_weights import ModelArrays, WorkList
-from pi2.backends.gpu.packing import load_kernels
+from pi2.backends.gpu.model_weights import ModelWeights
 from pi2.model.tensor import EMBEDDING
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
@@ -73,14 +74,15 @@ class RandomModel:
         """``active``: share of the neurons that predictors name in steps; None computes all."""
         self.use = use
         self._launcher, self._active = launcher, active
-        kernels = load_kernels(launcher, self.use.describe_kernels(launcher.facts.target), progress)
+        kernels = Kernels(launcher)
+        kernels.load(use.describe_kernels(launcher.facts.target), progress)
         self._queue = launcher.open_queue()
         self._random = np.random.default_rng(7)
-        self._arrays = ModelArrays(launcher, self.use)
+        self._memory = Memory(launcher)
+        self._arrays = ModelArrays(self._memory, use)
         self._fill_all()
-        self._graph = ModelGraph(WorkList(launcher, kernels, self.use, self._arrays), 0.0)
-        logits = launcher.allocate_host(4 * use.model.shape.vocab)
-        self._logits = logits.view(np.float32)
+        self._graph = ModelGraph(kernels, launcher.facts, use, self._arrays, 0.0)
+        self._logits = self._arrays.host["logits"].view(np.float32)[: use.model.shape.vocab]
         self._recordings: dict[StepShape, Recording] = {}
 
     def _fill_all(self) -> None:
@@ -92,8 +94,9 @@ class RandomModel:
         for name, array in self._arrays.state.items():
             if name.startswith("router_"):
                 self._repeat(array, self._draw_floats(np.float32))
-        self._arrays.expect(0)
-        self._arrays.finish_loading()
+        weights = ModelWeights(self._queue, self.use, self._arrays)
+        weights.expect(0)
+        weights.finish()
 
     def _fill_tensor(self, kind: str, arrays: Mapping[str, DeviceArray]) -> None:
         """Fill a tensor's arrays, by the names of the kernels' parameters."""
@@ -133,7 +136,7 @@ class RandomModel:
     @property
     def device_bytes(self) -> int:
         """What the model takes of the device."""
-        return self._arrays.device_bytes
+        return self._memory.device_bytes
 
     def count_step_bytes(self, position: int) -> int:
         """Bytes that a token at ``position`` must read: weights, keys and values, no other."""
@@ -187,4 +190,4 @@ class RandomModel:
     def close(self) -> None:
         """Give the device's memory back."""
         self._queue.submit().wait()
-        self._arrays.release()
+        self._memory.release()

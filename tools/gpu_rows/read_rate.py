@@ -9,7 +9,7 @@ import numpy as np
 
 from pi2.backends.gpu.kernels.specification import GpuSpec
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.backends.gpu.packing import load_kernels
+from pi2.backends.gpu.launches import Kernels
 from pi2.progress import Progress
 
 _VECTOR_BYTES = 16
@@ -30,7 +30,8 @@ def measure_read_rate(launcher: Launcher, size_bytes: int, progress: Progress) -
     groups = _GROUPS_PER_UNIT * (facts.compute_units or _UNKNOWN_UNITS)
     row_bytes = groups * _GROUP_THREADS * _VECTOR_BYTES
     steps = max(1, min(size_bytes, facts.max_array_bytes) // row_bytes)
-    kernels = load_kernels(launcher, GpuSpec(target=facts.target, reads=True), progress)
+    kernels = Kernels(launcher)
+    kernels.load(GpuSpec(target=facts.target, reads=True), progress)
     words = launcher.allocate(steps * row_bytes)
     sums = launcher.allocate(groups * _GROUP_THREADS * 4)
     queue = launcher.open_queue()
@@ -38,7 +39,7 @@ def measure_read_rate(launcher: Launcher, size_bytes: int, progress: Progress) -
     piece = np.random.default_rng(3).integers(0, 256, 1 << 22, np.uint8)
     for first in range(0, words.size, piece.nbytes):
         queue.upload(words, piece[: min(piece.nbytes, words.size - first)], first)
-    launch = launcher.bind(kernels["read"], {"words": words, "sums": sums})
+    launch = kernels.bind("read", {"words": words, "sums": sums})
     work = [(launch, {"groups": groups, "steps": steps})] * _TOGETHER
     recording = queue.record(work)
     rates = []

@@ -43,28 +43,24 @@ _KEYS = 128
 _LOWEST = -1e30
 
 
-def list_attention_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
+def list_attention_kernels(attention: AttentionKernels, number: int = 0) -> Iterator[c.Kernel]:
+    """Make the kernels of kind ``number``, with which their names end."""
     if attention.latent is None:
-        yield make_keep(attention, attention.head_norm, "keep")
-        if attention.head_norm and attention.some_plain:
-            yield make_keep(attention, False, "keep_plain")
+        yield make_keep(attention, number)
     else:
-        yield from list_latent_kernels(attention)
-    yield make_attend(attention, attention.window, "attend")
-    if attention.window is not None and attention.some_full:
-        yield make_attend(attention, None, "attend_all")
-    yield make_mix(attention)
+        yield from list_latent_kernels(attention, attention.latent, number)
+    yield make_attend(attention, number)
+    yield make_mix(attention, number)
 
 
-def make_keep(attention: AttentionKernels, is_normed: bool, name: str) -> c.Kernel:
-    """Make ``keep``: a work group for every query, key and value head of a token; ``is_normed``:
-    heads are normalised."""
-    kernel = c.Kernel(name, (_PAIR_THREADS, 1, 1))
+def make_keep(attention: AttentionKernels, number: int) -> c.Kernel:
+    """Make ``keep``: a work group for every query, key and value head of a token."""
+    kernel = c.Kernel(f"keep_{number}", (_PAIR_THREADS, 1, 1))
     size, half = attention.head_dim, attention.head_dim // 2
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
         places = kernel.take_array("places", "int32")
-        norms = kernel.take_array("norms", "float32") if is_normed else None
+        norms = kernel.take_array("norms", "float32") if attention.head_norm else None
         growth = kernel.take_array("growth", "float32") if attention.growth else None
         cosines = kernel.take_array("cosines", "float32")
         sines = kernel.take_array("sines", "float32")
@@ -174,9 +170,9 @@ def _store_pairs(
     c.wait_for_group()
 
 
-def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c.Kernel:
+def make_attend(attention: AttentionKernels, number: int) -> c.Kernel:
     """Make ``attend``: a work group for a head of a token, and a span of its context."""
-    kernel = c.Kernel(name, (_KEYS, 1, 1))
+    kernel = c.Kernel(f"attend_{number}", (_KEYS, 1, 1))
     words, each = attention.value_words, attention.elements_per_word
     slices = max(1, _KEYS // words)
     columns = -(-words // _KEYS)
@@ -199,7 +195,7 @@ def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c
             span = c.let(T.floordiv(place.group[0], attention.heads))
             kv_head = c.let(T.floordiv(head, attention.heads // attention.kv_heads))
             sequence, position = c.let(places[token * 2]), c.let(places[token * 2 + 1])
-            first = _find_first(attention, window, position)
+            first = _find_first(attention, position)
             length = c.let(T.floordiv(position + 1 - first + spans - 1, spans))
             begin = c.let(first + span * length)
             end = c.let(T.min(begin + length, position + 1))
@@ -251,8 +247,9 @@ def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c
     return kernel
 
 
-def _find_first(attention: AttentionKernels, window: int | None, position: c.Expr) -> c.Expr:
+def _find_first(attention: AttentionKernels, position: c.Expr) -> c.Expr:
     """Return the first token that a query at ``position`` sees."""
+    window = attention.window
     if window is None:
         return c.let(T.int32(0))
     if attention.chunked:
@@ -354,10 +351,10 @@ def _emit_partial(
         c.store(tops, row * 2 + 1, found.get())
 
 
-def make_mix(attention: AttentionKernels) -> c.Kernel:
+def make_mix(attention: AttentionKernels, number: int) -> c.Kernel:
     """Make ``mix``: joins the spans; what fills up the width is 0."""
     width = attention.width
-    kernel = c.Kernel("mix", (_KEYS, 1, 1))
+    kernel = c.Kernel(f"mix_{number}", (_KEYS, 1, 1))
     size, pitch = attention.value_width, attention.mixed_pitch
     with kernel.declare():
         partials = kernel.take_array("partials", "float32")

@@ -59,8 +59,8 @@ def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
         yield from list_embedding_kernels(spec.embedding, spec.target.fp16)
     if spec.norm is not None:
         yield from list_norm_kernels(spec.norm)
-    if spec.attention is not None:
-        yield from list_attention_kernels(spec.attention)
+    for number, attention in enumerate(spec.attention):
+        yield from list_attention_kernels(attention, number)
     if spec.state is not None:
         yield from list_state_kernels(spec.state)
     if spec.reads:

@@ -104,17 +104,20 @@ def pack_word(
 _THREADS = 64
 
 
-def list_latent_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
-    latent = attention.latent
-    assert latent is not None
+def list_latent_kernels(
+    attention: AttentionKernels, latent: Latent, number: int
+) -> Iterator[c.Kernel]:
+    """Make the kernels before ``attend`` of kind ``number``, with which their names end."""
     if latent.query_rank is not None:
-        yield make_latent_norm(attention, latent, latent.query_rank)
-    yield make_latent_keep(attention, latent)
+        yield make_latent_norm(attention, latent, latent.query_rank, number)
+    yield make_latent_keep(attention, latent, number)
 
 
-def make_latent_norm(attention: AttentionKernels, latent: Latent, query_rank: int) -> c.Kernel:
+def make_latent_norm(
+    attention: AttentionKernels, latent: Latent, query_rank: int, number: int
+) -> c.Kernel:
     """Make ``latent_norm``: a work group normalises what a token's queries are made of."""
-    kernel = c.Kernel("latent_norm", (_THREADS, 1, 1))
+    kernel = c.Kernel(f"latent_norm_{number}", (_THREADS, 1, 1))
     filled = fill_groups(query_rank)
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
@@ -134,9 +137,9 @@ def make_latent_norm(attention: AttentionKernels, latent: Latent, query_rank: in
     return kernel
 
 
-def make_latent_keep(attention: AttentionKernels, latent: Latent) -> c.Kernel:
+def make_latent_keep(attention: AttentionKernels, latent: Latent, number: int) -> c.Kernel:
     """Make ``keep``: a work group for a head's query, and one for the token's latent vector."""
-    kernel = c.Kernel("keep", (_THREADS, 1, 1))
+    kernel = c.Kernel(f"keep_{number}", (_THREADS, 1, 1))
     heads, rows, half = attention.heads, attention.latent_rows, latent.rotated // 2
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")

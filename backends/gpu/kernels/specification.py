@@ -4,15 +4,21 @@ Plain Python: no TVM.  Two programs with equal specifications share one compiled
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pi2.model.states import StateShape
 from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn, Moe, Norm
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
+
+if TYPE_CHECKING:
+    from pi2.model.blocks import Attention
+    from pi2.plan.documents.model import Model
+    from pi2.plan.weights.layout import BundleLayout
 
 Api = Literal["opencl", "webgpu", "cuda"]
 NumberType = Literal["int32", "float32"]
@@ -117,6 +123,18 @@ class FfnKernels:
     def __post_init__(self) -> None:
         assert self.hidden % GROUP == 0, self
 
+    @classmethod
+    def of(cls, layout: BundleLayout, model: Model, *, in_rows: bool = False) -> FfnKernels:
+        """Return the kernels for a model's neurons of ``layout``."""
+        return cls(
+            hidden=layout.hidden,
+            precision=layout.precision,
+            options=model.ffn.model_copy(update={"absent_layers": (), "gate_sparsity": ()}),
+            experts=0 if model.moe is None else model.expert_count,
+            weighs_input=model.moe is not None and model.moe.weighs == "input",
+            in_rows=in_rows,
+        )
+
     @property
     def parts(self) -> int:
         """Vectors of a neuron that are multiplied with the input."""
@@ -198,8 +216,6 @@ class AttentionKernels:
     """Factor of the scores."""
     kv: KvType
     head_norm: bool = False
-    some_plain: bool = False
-    """Whether some layers have no norms of heads although others have."""
     epsilon: float = 0.0
     """Epsilon of the norms of heads."""
     norm_after: bool = False
@@ -211,8 +227,6 @@ class AttentionKernels:
     """Tokens that a query looks back, itself included."""
     chunked: bool = False
     """Whether a query sees no token of the windows before its own, which do not overlap."""
-    some_full: bool = False
-    """Whether some layers see all tokens although there is a window."""
     sinks: bool = False
     """Whether every head has a score in addition to the tokens' scores."""
     output_gate: bool = False
@@ -223,6 +237,29 @@ class AttentionKernels:
     def __post_init__(self) -> None:
         assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0, self
         assert self.kv != "int8" or self.head_dim % 4 == 0, self
+
+    @classmethod
+    def of(cls, own: Attention, model: Model, kv: KvType) -> AttentionKernels:
+        """Return the kernels for a layer's attention."""
+        _, kv_heads, size = own.kept
+        options, latent = own.options, own.latent
+        return cls(
+            heads=own.heads,
+            kv_heads=kv_heads,
+            head_dim=size,
+            scale=options.scale or 1 / math.sqrt(latent.key if latent else own.head_dim),
+            kv=kv,
+            head_norm=own.head_norm,
+            norm_after=options.head_norm_place == "after",
+            growth=own.growth > 0,
+            epsilon=model.norm.epsilon,
+            score_cap=options.softcap,
+            window=own.window,
+            chunked=options.window_kind == "chunked",
+            sinks=own.sinks,
+            output_gate=options.output_gate,
+            latent=latent,
+        )
 
     @property
     def vectors(self) -> int:
@@ -328,7 +365,8 @@ class GpuSpec:
     products: tuple[ProductKernels, ...] = ()
     embedding: EmbeddingKernels | None = None
     norm: NormKernels | None = None
-    attention: AttentionKernels | None = None
+    attention: tuple[AttentionKernels, ...] = ()
+    """Kinds of layers; names of kernels end with the number of theirs."""
     state: StateKernels | None = None
     reads: bool = False
     """Whether the device's read rate is to be measured."""

@@ -22,8 +22,8 @@ import math
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.hexagon.arrays import INPUTS, VECTORS, count_row_bytes
 from pi2.backends.hexagon.kernels import code as c
-from pi2.backends.hexagon.sizes import INPUTS, VECTORS, count_row_bytes
 from pi2.backends.hexagon.specification import LANES, LAYOUTS, FfnShape, Weights
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP

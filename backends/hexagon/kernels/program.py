@@ -1,19 +1,30 @@
-"""The functions of a library: kernels, graphs, and what runs a graph by its number."""
+"""The functions of a library: kernels, graphs, and what runs a graph by its number.
+
+``python -m pi2.backends.hexagon.kernels.program PROGRAM SPEC.json OUTPUT`` compiles them: OUT.elf
+runs in the emulator, OUT.o is for the vendor's linker (`backends/hexagon/dsp`)."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import tvm
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.hexagon import session
+from pi2.backends.hexagon.arrays import FFN_OPERANDS, NUMBERS, PRODUCT_OPERANDS
 from pi2.backends.hexagon.kernels import code as c
 from pi2.backends.hexagon.kernels import ffn
-from pi2.backends.hexagon.sizes import FFN_OPERANDS, NUMBERS, PRODUCT_OPERANDS, lay_out_scratch
+from pi2.backends.hexagon.linkers import LINKERS, find_linker
 from pi2.backends.hexagon.specification import (
     LANES,
     LAYOUTS,
@@ -148,10 +159,6 @@ class Function:
         return c.make_function(self.name, self.parameters, self.emit)
 
 
-def read_program(text: str) -> Program:
-    return Program(HexagonSpec.from_json(text))
-
-
 class Program:
     """Graphs of a model's shapes."""
 
@@ -228,7 +235,7 @@ def _read_operands(names: Sequence[str], memory: c.Expr, operands: c.Expr) -> di
 def emit_ffn_graph(shape: FfnShape, graph: FfnGraph, memory: c.Expr, operands: c.Expr) -> None:
     """The FFN of ``graph.neurons`` neurons for ``graph.tokens`` tokens."""
     o = _read_operands(FFN_OPERANDS, memory, operands)
-    scratch, together = lay_out_scratch(graph), count_together(graph.tokens)
+    scratch, together = graph.scratch, count_together(graph.tokens)
     tiles, blocks = T.int32(graph.neurons // LANES), T.int32(graph.tokens // together)
     places = {name: o["scratch"] + place for name, place in scratch.places.items()}
     o |= {"tiles": tiles, "blocks": blocks} | places
@@ -254,6 +261,61 @@ def emit_product_graph(graph: ProductGraph, memory: c.Expr, operands: c.Expr) ->
     o = _read_operands(PRODUCT_OPERANDS, memory, operands)
     together = count_together(graph.tokens)
     o |= {"tiles": T.int32(graph.rows // LANES), "blocks": T.int32(graph.tokens // together)}
-    o["sums"] = o["scratch"] + lay_out_scratch(graph).places["sums"]
+    o["sums"] = o["scratch"] + graph.scratch.places["sums"]
     name = _name_product(graph.weights, graph.length, together)
     c.call(name, *(o[name] for name in ffn.PRODUCT))
+
+
+def write_objects(
+    program: Program, folder: Path, report: Callable[[str, float], None]
+) -> list[Path]:
+    """Compile every function of ``program`` to a file in ``folder``; the worker comes last."""
+    functions = list(program.list_functions())
+    files = []
+    for number, function in enumerate(functions):
+        files.append(folder / f"{function.name}.o")
+        c.generate(function.make(), program.target).write_to_file(str(files[-1]), "o")
+        report(f"compiled {function.name}", (number + 1) / (len(functions) + 1))
+    return files
+
+
+def link(files: list[Path], output: Path) -> list[str]:
+    """Make a program of all ``files``, or one object of all but the worker; return the fault."""
+    linker = find_linker()
+    if linker is None:
+        return [f"{LINKERS[0]}: not installed"]
+    options = ["-static", "--gc-sections", "-s", "-e", ENTRY]
+    if output.suffix == ".o":
+        options, files = ["-r"], files[:-1]
+    done = subprocess.run(
+        [linker, *options, "-o", str(output), *map(str, files)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [] if done.returncode == 0 else [f"{linker}: {done.stderr.strip()}"]
+
+
+def main(arguments: list[str]) -> int:
+    """Compile and link; see the module's docstring."""
+    program = Program(HexagonSpec.from_json(Path(arguments[1]).read_text()))
+    output = Path(arguments[2])
+
+    def report(label: str, share: float) -> None:
+        print(json.dumps({"label": label, "share": share}), flush=True)
+
+    report("loading the compiler", 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        failures = link(write_objects(program, Path(folder), report), output)
+    if failures:
+        sys.stderr.writelines(failures)
+        return 1
+    find_signatures(output).write_text(program.spec.write_index())
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    # The compiler library's clean-up at exit takes time and serves nothing.
+    os._exit(status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import name_packings
@@ -24,8 +24,11 @@ from pi2.plan.weights.layout import Precision, align_bytes, round_up
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.plan.documents.device import Unit
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import KvType, Plan
+    from pi2.plan.documents.plan_units import Graphs
+    from pi2.plan.weights.layout import BundleLayout
 
 
 Verdict = Literal["runs", "dry run"]
@@ -218,20 +221,45 @@ def need_state(plan: Plan, model: Model) -> Need:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitShare:
+    """A unit's part of a model next to an executor, and the jobs that it is given."""
+
+    unit: Unit
+    """What the device document says of it."""
+    model: Model
+    bundle: BundleLayout
+    """Layout of neurons in the store."""
+    neurons: Sequence[int]
+    """Neurons that it owns of each layer."""
+    wanted: Sequence[int] = ()
+    """Numbers of neurons that steps compute of some layer, if these are fewer than it keeps."""
+    graphs: Graphs | None = None
+    """Shapes that the plan wants programs for; None leaves them to the unit."""
+    matrices: Mapping[str, tuple[int, int, Precision]] = field(default_factory=dict)
+    """Rows, length and precision of its part of projections and of the head, by the tensors'
+    names."""
+    chunk: int
+    """Most tokens of a job."""
+    jobs: int = 1
+    """Most jobs under way at the same time."""
+    stretch: int
+    """Most neurons that are added to a job at once."""
+
+    @property
+    def layout(self) -> BundleLayout:
+        """Layout of bundles that have their scales in them."""
+        return self.bundle.inline if self.bundle.scales == "resident" else self.bundle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
     """What a backend is asked about: a plan's model, and what a unit has of it."""
 
     resolved: ResolvedPlan
     unit: str
     """The unit's name."""
-    neurons: tuple[int, ...] | None
-    """Neurons of each layer that it keeps next to an executor; None where it is the executor."""
-    rows: DividedRows | None
-    """Rows of projections and of the head that it has, if any."""
-    streams: bool
-    """Whether it is given neurons that come from flash, while a prompt is processed."""
-    chunks: int = 1
-    """Chunks of a prompt that go through a layer before the next layer begins."""
+    share: UnitShare | None
+    """None where it is the executor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,12 @@
-"""What a whole model on a GPU is to do: its kernels, and the bytes that it takes."""
+"""A whole model on a GPU: its kernels, and its arrays, which the same lines count or allocate."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pi2.backends.gpu.arrays import Memory, count_matrix, count_neurons, count_partial_rows
 from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
     EmbeddingKernels,
@@ -20,14 +19,7 @@ from pi2.backends.gpu.kernels.specification import (
     StateKernels,
     Target,
 )
-from pi2.backends.gpu.sizes import (
-    PACKING_COPIES,
-    TILE,
-    count_experts,
-    count_tile_bytes,
-    describe_model_ffn,
-)
-from pi2.model.blocks import list_attention
+from pi2.model.blocks import find_attention, list_attention
 from pi2.model.options import describe_unknown, read_options
 from pi2.model.states import describe_state
 from pi2.model.tensor import EMBEDDING, POSITIONS, DenseTensor, split_name
@@ -37,7 +29,7 @@ from pi2.plan.arithmetic.units import Need, count_qkv_rows, list_unknown_formats
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import BundleLayout, fill_groups, round_up
+from pi2.plan.weights.layout import BundleLayout, fill_groups
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -70,8 +62,7 @@ class ModelUse:
 
     @property
     def ffn(self) -> FfnKernels:
-        found = describe_model_ffn(self.layout, self.model)
-        return dataclasses.replace(found, in_rows=self.is_sparse)
+        return FfnKernels.of(self.layout, self.model, in_rows=self.is_sparse)
 
     def list_tensors(self) -> list[DenseTensor]:
         ranks = None
@@ -107,31 +98,16 @@ class ModelUse:
         return None if shape is None else StateKernels(shape=shape, epsilon=self.model.norm.epsilon)
 
     @property
-    def attention(self) -> AttentionKernels:
-        shape, attention = self.model.shape, self.model.attention
-        latent = attention.latent
-        _, kv_heads, size = list_attention(self.model)[0][0].kept
-        attended = [block.attention for block in self.model.blocks if block.attention is not None]
-        windows = {own.window for own in attended}
-        return AttentionKernels(
-            heads=shape.heads,
-            kv_heads=kv_heads,
-            head_dim=size,
-            scale=attention.scale or 1 / math.sqrt(latent.key if latent else shape.head_dim),
-            kv=self.kv,
-            head_norm=attention.head_norm,
-            some_plain=attention.head_norm_layers is not None,
-            norm_after=attention.head_norm_place == "after",
-            growth=attention.growth > 0,
-            epsilon=self.model.norm.epsilon,
-            score_cap=attention.softcap,
-            window=max((window for window in windows if window is not None), default=None),
-            chunked=attention.window_kind == "chunked",
-            some_full=None in windows,
-            sinks=attention.sinks,
-            output_gate=attention.output_gate,
-            latent=latent,
-        )
+    def attention(self) -> tuple[AttentionKernels, ...]:
+        """Kernels of all kinds of attention; sizes are the same."""
+        blocks = [block.attention for block in self.model.blocks]
+        found = [AttentionKernels.of(own, self.model, self.kv) for own in blocks if own is not None]
+        return tuple(dict.fromkeys(found))
+
+    def number_attention(self, layer: int) -> int:
+        """Return which of these a layer has."""
+        own = find_attention(self.model, layer)
+        return self.attention.index(AttentionKernels.of(own, self.model, self.kv))
 
     @property
     def router(self) -> RouterKernels | None:
@@ -147,7 +123,7 @@ class ModelUse:
 
     def describe_kernels(self, target: Target) -> GpuSpec:
         model, shape, norm = self.model, self.model.shape, self.model.norm
-        ffn, experts = self.ffn, count_experts(model)
+        ffn = self.ffn
         return GpuSpec(
             target=target,
             ffn=ffn,
@@ -155,8 +131,8 @@ class ModelUse:
             gates=ffn if self.predictor == "gate" else None,
             select=SelectKernels(
                 scored=self.predictor != "router",
-                experts=experts,
-                expert_neurons=shape.ffn if experts else 0,
+                experts=ffn.experts,
+                expert_neurons=shape.ffn if ffn.experts else 0,
             )
             if self.is_sparse
             else None,
@@ -174,15 +150,13 @@ class ModelUse:
                 norm=norm,
                 residual_factor=model.multipliers.residual,
                 spreads=model.ffn.bias,
-                experts=experts if model.ffn.bias else 0,
+                experts=ffn.experts if model.ffn.bias else 0,
             ),
             attention=self.attention,
             state=self.state,
         )
 
 
-PARTIAL_ROWS = 64
-"""Sums of parts, of a token each, that there is room for, at least."""
 JOINED = {
     "query_norm": ("head_norms", 0),
     "key_norm": ("head_norms", 1),
@@ -190,8 +164,6 @@ JOINED = {
     "shared_router": ("router", 1),
 }
 """Tensors that share an array of their layer, and the part of each."""
-_VECTOR_BYTES = 16
-"""Arrays are whole vectors."""
 COMPUTED = read_options("""
     norm: kind=layernorm bias outputs
     positions: . offset
@@ -219,17 +191,116 @@ APART = (("attention.growth", "attention.latent"), ("attention.output_gate", "at
 """Options that do not go together."""
 
 
-def list_tensor_arrays(tensor: DenseTensor) -> dict[str, int]:
+class ModelArrays:
+    def __init__(self, memory: Memory, use: ModelUse) -> None:
+        layers = range(use.model.shape.layers)
+        self.partial_rows = count_partial_rows(use.chunk)
+        self.logit_rows = max(use.sequences, min(use.chunk, LOGIT_ROWS))
+        """Tokens whose logits are computed at once."""
+        self.tensors = {
+            tensor.name: memory.take(_count_tensor(tensor))
+            for tensor in use.list_tensors()
+            if tensor.name.rpartition(".")[2] not in JOINED
+        }
+        neurons = count_neurons(use.layout, use.model.layer_neurons)
+        self.neurons = [memory.take(neurons) for _ in layers]
+        before = memory.device_bytes
+        self.kept = [memory.take(_count_kept(use, layer)) for layer in layers]
+        self.kept_bytes = memory.device_bytes - before
+        working, tables = self._count_working(use), _count_tables(use)
+        self.state = memory.take({name: 4 * own for name, own in (working | tables).items()})
+        """Working arrays, and tables of positions."""
+        self.host = memory.take_host(
+            {name: 4 * working[name] for name in ("logits", "found") if name in working}
+        )
+        # Tables are made in double precision.
+        memory.host_bytes += 8 * sum(tables.values())
+        stretch = min(use.model.layer_neurons, STAGED_NEURONS)
+        memory.pass_on(sum(count_neurons(use.layout, stretch).values()))
+
+    def _count_working(self, use: ModelUse) -> dict[str, int]:
+        """Elements of working arrays."""
+        model, shape, latent = use.model, use.model.shape, use.model.attention.latent
+        chunk, steps, hidden = use.chunk, use.sequences, shape.stored_hidden
+        neurons, rows = model.layer_neurons, self.partial_rows
+        attention = _describe_any(use)
+        found = {
+            "x": chunk * hidden,
+            "u": chunk * hidden,
+            "v": chunk * hidden,
+            "y": 0 if use.ffn_adds_to_stream else chunk * hidden,
+            "qkv": chunk * count_qkv_rows(model),
+            "mixed": chunk * shape.stored_query,
+            "span_sums": rows * shape.heads * attention.value_width,
+            "span_tops": 2 * rows * shape.heads,
+            "activations": chunk * neurons,
+            "partials": rows * hidden,
+            "logits": self.logit_rows * shape.vocab,
+            "ids": chunk,
+            "places": 2 * chunk,
+        }
+        if use.state is not None:
+            mixer = use.state.shape
+            found |= {
+                "projected": chunk * mixer.rows,
+                "state_gates": chunk * mixer.gates,
+                "mixed_state": chunk * mixer.stored_width,
+            }
+            if mixer.kind != "convolution":
+                found |= {"convolved": chunk * mixer.channels, "recurred": chunk * mixer.width}
+        if latent is not None:
+            vectors = chunk * shape.heads
+            found |= {
+                "plain": vectors * fill_groups(latent.plain),
+                "turned": vectors * latent.rotated,
+                "absorbed": vectors * latent.rank,
+                "mixed_latent": chunk * attention.width,
+            }
+            if latent.query_rank is not None:
+                found["made"] = chunk * fill_groups(latent.query_rank)
+                found["queries"] = vectors * latent.key
+        if use.router is not None:
+            found["route_scores"] = chunk * use.router.rows
+            found["routes"] = chunk * model.expert_count
+        if use.predictor == "low-rank" and model.predictor is not None:
+            found["inner"] = steps * model.expert_count * model.predictor.rank
+        if use.is_sparse:
+            found["slots"] = steps * neurons
+            found["found"] = steps * shape.layers
+            found["scores"] = 0 if use.predictor == "router" else steps * neurons
+        layers = range(shape.layers)
+        if model.attention.head_norm:
+            found |= {f"head_norms_{layer}": 2 * shape.head_dim for layer in layers}
+        if use.is_sparse and model.moe is not None:
+            found |= {f"order_{layer}": neurons for layer in layers}
+        if use.router is not None:
+            size = use.router.rows * hidden
+            found |= {f"router_{layer}": size for layer in layers}
+        if model.norm.bias and model.norm.outputs:
+            found["zeros"] = hidden
+        return found
+
+
+def _count_tables(use: ModelUse) -> dict[str, int]:
+    """Elements of what positions are multiplied with."""
+    ropes = range(1 if use.model.other_rope is None else 2)
+    size = use.context * (list_attention(use.model)[0][0].turned_width // 2)
+    found = {f"{name}_{number}": size for name in ("cosines", "sines") for number in ropes}
+    return found | ({"growth": use.context} if use.model.attention.growth else {})
+
+
+def _describe_any(use: ModelUse) -> AttentionKernels:
+    """Return kernels of attention, whose sizes all have."""
+    return AttentionKernels.of(list_attention(use.model)[0][0], use.model, use.kv)
+
+
+def _count_tensor(tensor: DenseTensor) -> Mapping[str, int]:
     """Bytes of a tensor's arrays on the device, by the names of kernels' parameters."""
     if tensor.packing.is_float32:
-        return {"values": _round(4 * tensor.rows * tensor.length)}
-    in_tiles = lies_in_tiles(tensor)
-    rows = round_up(tensor.rows, TILE) if in_tiles else tensor.rows
-    weights = _round(rows * tensor.row_weight_bytes)
-    if not in_tiles:
-        return {"values": weights}
-    found = {"matrix_weights": weights, "matrix_scales": _round(rows * tensor.row_scale_bytes)}
-    return {name: size for name, size in found.items() if size}
+        return {"values": 4 * tensor.rows * tensor.length}
+    if not lies_in_tiles(tensor):
+        return {"values": tensor.rows * tensor.row_weight_bytes}
+    return count_matrix(tensor.rows, tensor.length, tensor.precision)
 
 
 def lies_in_tiles(tensor: DenseTensor) -> bool:
@@ -237,130 +308,19 @@ def lies_in_tiles(tensor: DenseTensor) -> bool:
     return tensor.name != POSITIONS
 
 
-def list_neurons(use: ModelUse) -> dict[str, int]:
-    """Bytes of the arrays of a layer's neurons, by the names of kernels' parameters."""
-    tiles = -(-use.model.layer_neurons // TILE)
-    return {name: tiles * size for name, size in count_tile_bytes(use.layout).items()}
-
-
-def list_kept(use: ModelUse, layer: int) -> dict[str, int]:
+def _count_kept(use: ModelUse, layer: int) -> Mapping[str, int]:
     """Bytes of a layer's KV cache and its scales, or of its state."""
     if use.state is not None and layer in use.model.state_layers:
         shape = use.state.shape
         sizes = {"tails": shape.kept, "memory": shape.memory}
-        return {name: _round(4 * use.sequences * size) for name, size in sizes.items() if size}
-    attention = use.attention
+        return {name: 4 * use.sequences * size for name, size in sizes.items()}
+    attention = _describe_any(use)
     vectors = use.sequences * attention.kv_heads * use.context
     names = ("keys", "values") if attention.latent is None else ("keys",)
-    found = dict.fromkeys(names, _round(4 * vectors * attention.row_words))
+    found = dict.fromkeys(names, 4 * vectors * attention.row_words)
     if use.kv == "int8":
-        found |= {f"{name}_scales": _round(4 * vectors) for name in names}
+        found |= {f"{name}_scales": 4 * vectors for name in names}
     return found
-
-
-def list_state(use: ModelUse) -> dict[str, int]:
-    """Bytes of working arrays, by name."""
-    model, shape = use.model, use.model.shape
-    chunk, steps, hidden = use.chunk, use.sequences, shape.stored_hidden
-    neurons, rows = model.layer_neurons, max(PARTIAL_ROWS, use.chunk)
-    floats = {
-        "x": chunk * hidden,
-        "u": chunk * hidden,
-        "v": chunk * hidden,
-        "y": 0 if use.ffn_adds_to_stream else chunk * hidden,
-        "qkv": chunk * count_qkv_rows(model),
-        "mixed": chunk * shape.stored_query,
-        "span_sums": rows * shape.heads * use.attention.value_width,
-        "span_tops": 2 * rows * shape.heads,
-        "activations": chunk * neurons,
-        "partials": rows * hidden,
-        "logits": count_logit_rows(use) * shape.vocab,
-        "ids": chunk,
-        "places": 2 * chunk,
-    }
-    latent = model.attention.latent
-    if use.state is not None:
-        mixer = use.state.shape
-        floats |= {
-            "projected": chunk * mixer.rows,
-            "state_gates": chunk * mixer.gates,
-            "mixed_state": chunk * mixer.stored_width,
-        }
-        if mixer.kind != "convolution":
-            floats |= {"convolved": chunk * mixer.channels, "recurred": chunk * mixer.width}
-    if latent is not None:
-        vectors = chunk * shape.heads
-        floats |= {
-            "plain": vectors * fill_groups(latent.plain),
-            "turned": vectors * latent.rotated,
-            "absorbed": vectors * latent.rank,
-            "mixed_latent": chunk * use.attention.width,
-        }
-        if latent.query_rank is not None:
-            floats["made"] = chunk * fill_groups(latent.query_rank)
-            floats["queries"] = vectors * latent.key
-    if use.router is not None:
-        floats["route_scores"] = chunk * use.router.rows
-        floats["routes"] = chunk * model.expert_count
-    if use.predictor == "low-rank" and model.predictor is not None:
-        floats["inner"] = steps * model.expert_count * model.predictor.rank
-    if use.is_sparse:
-        floats["slots"] = steps * neurons
-        floats["found"] = steps * shape.layers
-        floats["scores"] = 0 if use.predictor == "router" else steps * neurons
-    if model.attention.head_norm:
-        floats |= {f"head_norms_{layer}": 2 * shape.head_dim for layer in range(shape.layers)}
-    if use.attention.growth:
-        floats["growth"] = use.context
-        floats["no_growth"] = 0 if model.attention.growth_layers is None else use.context
-    if use.is_sparse and model.moe is not None:
-        floats |= {f"order_{layer}": neurons for layer in range(shape.layers)}
-    if use.router is not None:
-        size = use.router.rows * hidden
-        floats |= {f"router_{layer}": size for layer in range(shape.layers)}
-    if model.norm.bias and model.norm.outputs:
-        floats["zeros"] = hidden
-    for number in range(count_ropes(use)):
-        size = use.context * (list_attention(model)[0][0].turned_width // 2)
-        floats |= {f"cosines_{number}": size, f"sines_{number}": size}
-    return {name: _round(4 * count) for name, count in floats.items() if count}
-
-
-def count_ropes(use: ModelUse) -> int:
-    return 1 if use.model.other_rope is None else 2
-
-
-def count_logit_rows(use: ModelUse) -> int:
-    """Tokens whose logits are computed at once."""
-    return max(use.sequences, min(use.chunk, LOGIT_ROWS))
-
-
-def list_arrays(use: ModelUse) -> Iterator[int]:
-    for tensor in use.list_tensors():
-        if tensor.name.rpartition(".")[2] not in JOINED:
-            yield from list_tensor_arrays(tensor).values()
-    for layer in range(use.model.shape.layers):
-        yield from list_neurons(use).values()
-        yield from list_kept(use, layer).values()
-    yield from list_state(use).values()
-
-
-def count_host_bytes(use: ModelUse) -> int:
-    """Main memory in addition: logits, tables of positions, and pieces of weights on their way to
-    the device and while they are rearranged."""
-    shape = use.model.shape
-    stretch = min(use.model.layer_neurons, STAGED_NEURONS)
-    tiles = -(-stretch // TILE)
-    moving = (PACKING_COPIES + 1) * tiles * sum(count_tile_bytes(use.layout).values())
-    logits = 4 * count_logit_rows(use) * shape.vocab
-    turned = list_attention(use.model)[0][0].turned_width
-    ropes = 8 * count_ropes(use) * use.context * turned
-    growth = 8 * use.context if use.attention.growth else 0
-    return logits + ropes + growth + moving
-
-
-def _round(size: int) -> int:
-    return round_up(size, _VECTOR_BYTES)
 
 
 def describe_use(resolved: ResolvedPlan) -> ModelUse:
@@ -378,12 +338,10 @@ def describe_use(resolved: ResolvedPlan) -> ModelUse:
 
 def need_whole_memory(resolved: ResolvedPlan) -> Need:
     """Bytes of all weights, KV cache, working memory, and pieces on their way."""
-    use = describe_use(resolved)
-    total = sum(list_arrays(use))
-    layers = range(use.model.shape.layers)
-    kept = sum(size for layer in layers for size in list_kept(use, layer).values())
+    memory = Memory()
+    kept = ModelArrays(memory, describe_use(resolved)).kept_bytes
     return Need(
-        total + count_host_bytes(use),
+        memory.bytes,
         f"the whole model with its keys, values and states ({approximate_bytes(kept)}), and pieces "
         "of weights on their way to it",
     )
