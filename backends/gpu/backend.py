@@ -58,8 +58,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return the bytes of a whole model, or of neurons in whole tiles, of jobs and of added
-    neurons, and of their copies in main memory on the way."""
+    """Return the bytes of a model or of neurons in whole tiles, of jobs, and of copies in main
+    memory on the way."""
     share = facts.share
     if share is None:
         from pi2.backends.gpu.model_arrays import need_whole_memory

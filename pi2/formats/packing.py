@@ -231,8 +231,9 @@ class Packing:
         laid = np.empty((count, groups * size), "<u4")
         for own, lanes in self._list_blocks(groups):
             # Word w of all lanes comes before word w + 1.
-            block = words[:, own].reshape(count, -1, lanes, size).transpose(0, 1, 3, 2)
-            laid[:, own.start * size : own.stop * size] = block.reshape(count, -1)
+            width = own.stop - own.start
+            block = words[:, own].reshape(count, width // lanes, lanes, size).transpose(0, 1, 3, 2)
+            laid[:, own.start * size : own.stop * size] = block.reshape(count, width * size)
         return laid.view(np.uint8)
 
     def order_words(self, weights: U8, length: int) -> U32:
@@ -244,8 +245,9 @@ class Packing:
             return np.asarray(words.reshape(count, groups, size), np.uint32)
         ordered = np.empty((count, groups, size), np.uint32)
         for own, lanes in self._list_blocks(groups):
-            block = words[:, own.start * size : own.stop * size].reshape(count, -1, size, lanes)
-            ordered[:, own] = block.transpose(0, 1, 3, 2).reshape(count, -1, size)
+            width, read = own.stop - own.start, words[:, own.start * size : own.stop * size]
+            block = read.reshape(count, width // lanes, size, lanes)
+            ordered[:, own] = block.transpose(0, 1, 3, 2).reshape(count, width, size)
         return ordered
 
     def join_blocks(self, weights: U8, scales: Scales | None, length: int) -> U8:
