@@ -11,8 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8
+from pi2.backends.blocks.counting import count_program
 from pi2.backends.blocks.instructions import Weight
-from pi2.backends.blocks.model import list_matrix_keys
+from pi2.backends.blocks.operands import Extent
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.backends.protocol import BuildRequest
@@ -150,8 +151,11 @@ class _LayerTensors(StoreWeights):
         super().__init__(describe_stored(model), {})
         self._read, self._has_bytes = read, False
         self._sizes = {own.name: (own.rows, own.length) for own in list_tensors(model)}
+        find = StoreWeights(describe_stored(model), {own.name: own for own in model.dense_tensors})
+        extent = Extent(chunk=1, step_tokens=1, context=1, threads=1, outside=True)
+        known = {own.key for own in count_program(model, find, extent).matrices}
         # Of AltUp's matrices programs copy rows.
-        self._matrices = frozenset(list_matrix_keys(model)) - {"stream_in", "stream_out"}
+        self._matrices = known - {"stream_in", "stream_out"}
 
     def __call__(self, key: str, layer: int, mixer: int = 0, /) -> Weight | None:
         self._has_bytes = key not in self._matrices

@@ -35,46 +35,24 @@ class Heads:
     """Arguments of attention, and a thread's scratch."""
 
     def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
+        self.table, self._scratch, self._width = table, table.scratch, table.value_width
         self._lanes, self._is_scaled = isa.lanes, kind == "int8"
-        self._queries = table.take_array("queries", "float32")
-        self._query_stride, self.heads = table.take("query_stride"), table.take("heads")
-        self.group, self._key_width = table.take("group"), table.take("key_width")
-        self._width = table.take("value_width")
         self._keys, self._values = (
-            table.take_array(f"{name}_cache", KV_TYPES[kind]) for name in ("key", "value")
+            table.get_array(name, KV_TYPES[kind]) for name in ("key_cache", "value_cache")
         )
         self._key_scales, self._value_scales = (
-            table.take_array(f"{name}_scales", "float16") for name in ("key", "value")
+            table.get_array(name, "float16") for name in ("key_scales", "value_scales")
         )
-        self._sequences = table.take_array("sequences", "int32")
-        self.positions = table.take_array("positions", "int32")
-        self._strides = {
-            name: (table.take(f"{name}_sequence_stride"), table.take(f"{name}_head_stride"))
-            for name in ("key", "value")
-        }
-        self._value_stride = table.take("value_stride")
-        self._ring, self._lap = count_ring(*self._strides["key"], self._key_width), T.int64(0)
-        self._window, self._scale = table.take("window"), table.take_float("scale")
-        self._is_chunked = table.take("is_chunked")
-        self.reach, self._chosen = table.take("reach"), table.take_array("chosen", "int32")
-        self._lists, self._list_stride = table.take("lists"), table.take("list_stride")
-        self._cap = table.take_float("cap")
-        self._sinks, self._has_sinks = table.take_array("sinks", "float32"), table.take("has_sinks")
-        self._slopes = table.take_array("slopes", "float32")
-        self._has_slopes = table.take("has_slopes") != T.int64(0)
-        self._y, self._y_stride = table.take_array("y", "float32"), table.take("y_stride")
-        self._scratch = table.take_array("scratch", "float32")
-        self._thread = table.thread
-        self._scores = v.let(table.thread * (table.take("scratch_stride") // 4))
-        self.kv_heads = v.let(self.heads // self.group)
+        self._ring, self._lap = count_ring(table), T.int64(0)
+        self._has_slopes = table.has_slopes != T.int64(0)
+        self._scores = v.let(table.thread * (table.scratch_stride // 4))
+        self.kv_heads = v.let(table.heads // table.group)
 
     def find_bases(self, token: v.Expr, head: v.Expr) -> Bases:
         """Return the first elements of the keys and of the values of a token's sequence."""
-        sequence = v.let(v.wide(self._sequences[token]))
-        first, second = (
-            v.let(sequence * whole + head * each) for whole, each in self._strides.values()
-        )
-        return first, second
+        own, sequence = self.table, v.let(v.wide(self.table.sequences[token]))
+        first = v.let(sequence * own.key_sequence_stride + head * own.key_head_stride)
+        return first, v.let(sequence * own.value_sequence_stride + head * own.value_head_stride)
 
     def enter_ring(self, position: v.Expr) -> None:
         """Let positions from ``position`` on be found, as many as the ring has at most."""
@@ -88,28 +66,28 @@ class Heads:
     def find_list(self, token: v.Expr, head: v.Expr) -> v.Expr:
         """Return the first of the positions that are chosen for a query head, after their
         number."""
-        own = v.let(token * self._lists + head * self._lists // self.heads)
-        return v.let(own * self._list_stride + LIST_HEAD)
+        own = v.let(token * self.table.lists + head * self.table.lists // self.table.heads)
+        return v.let(own * self.table.list_stride + LIST_HEAD)
 
     def is_whole(self, position: v.Expr) -> v.Expr:
         """Return whether a token at a position sees every key before it."""
-        return T.bitwise_or(self.reach == T.int64(0), position < self.reach)
+        return T.bitwise_or(self.table.reach == T.int64(0), position < self.table.reach)
 
     def take_key_scales(self, base: v.Expr, position: v.Expr, lanes: int) -> v.Expr:
         """Return the scales of keys from a position on; ``base`` is the element of position 0."""
-        place = base // self._key_width + position
+        place = base // self.table.key_width + position
         return v.let(v.cast(v.load(self._key_scales, place, lanes), "float32", lanes))
 
     def take_value_scale(self, base: v.Expr, position: v.Expr) -> v.Expr:
         """Return the scale of a value; ``base`` is the element of position 0."""
-        return v.cast(self._value_scales[base // self._value_stride + position], "float32", 1)
+        return v.cast(self._value_scales[base // self.table.value_stride + position], "float32", 1)
 
     def find_first(self, position: v.Expr) -> v.Expr:
         """Return the first position that a token sees, which stands at ``position``."""
-        zero, window = T.int64(0), self._window
+        zero, window = T.int64(0), self.table.window
         sliding = v.let(T.max(position + 1 - window, zero))
         chunk = v.let(position // T.max(window, T.int64(1)) * window)
-        seen = T.Select(self._is_chunked != zero, chunk, sliding)
+        seen = T.Select(self.table.is_chunked != zero, chunk, sliding)
         return v.let(T.Select(window > zero, seen, zero))
 
     def clear(self, mixed: v.Buffer, place: v.Expr) -> None:
@@ -124,11 +102,11 @@ class Heads:
     ) -> None:
         """Write the sum of a head of a token, divided by the ``total`` of its weights."""
         inverse = v.let(T.float32(1.0) / total)
-        target = v.let(token * self._y_stride + head * self._width)
+        target = v.let(token * self.table.y_stride + head * self._width)
 
         def emit(element: v.Expr, lanes: int) -> None:
             value = v.load(mixed, place + element, lanes)
-            v.store(self._y, target + element, value * v.splat(inverse, lanes), lanes)
+            v.store(self.table.y, target + element, value * v.splat(inverse, lanes), lanes)
 
         walk(T.int64(0), self._width, emit)
 
@@ -140,43 +118,42 @@ class _Parts(Heads):
     def __init__(self, isa: Isa, kind: KvType, table: Table, *, chosen: bool = False) -> None:
         super().__init__(isa, kind, table)
         self._is_chosen = chosen
-        self._tokens = table.take("tokens")
-        self.parts, self._partials = table.take("parts"), table.take_array("partials", "float32")
+        self.table = table
         self._stride = v.let(self._width + PARTIAL)
 
     def follow(self, token: v.Expr, head: v.Expr) -> None:
         """Ask for the first keys that the next head sees, or the next token's first head, while the
         last ones of ``head`` are multiplied."""
         is_last = head + 1 == self.kv_heads
-        other = T.min(token + T.Select(is_last, T.int64(1), T.int64(0)), self._tokens - 1)
+        other = T.min(token + T.Select(is_last, T.int64(1), T.int64(0)), self.table.tokens - 1)
         base, _ = self.find_bases(v.let(other), v.let(T.Select(is_last, T.int64(0), head + 1)))
-        self._following = v.let(base + self._first * self._key_width)
+        self._following = v.let(base + self._first * self.table.key_width)
 
     def look_at(self, token: v.Expr, head: v.Expr) -> None:
-        self._token, position = token, v.let(v.wide(self.positions[token]))
+        self._token, position = token, v.let(v.wide(self.table.positions[token]))
         self.sees_all, self._list = self.is_whole(position), self.find_list(token, head)
         end = v.Cell(position + 1)
         with T.If(T.bitwise_not(self.sees_all)), T.Then():
-            end.set(v.wide(self._chosen[self._list - LIST_HEAD]))
+            end.set(v.wide(self.table.chosen[self._list - LIST_HEAD]))
         self._end = v.let(end.get())
         self._first = self.find_first(v.let(self._end - 1))
         length, least = v.let(self._end - self._first), T.int64(SCORES)
-        even = (length + self.parts * 16 - 1) // (self.parts * 16) * 16
+        even = (length + self.table.parts * 16 - 1) // (self.table.parts * 16) * 16
         self._size = v.let(T.max(least, even))
         self.used = v.let((length + self._size - 1) // self._size)
 
     def find_partial(self, head: v.Expr, part: v.Expr) -> v.Expr:
         """Return the first element of a part of a head: mix [value_width], largest score, sum.  A
         context of one part needs none that another thread reads."""
-        own = v.let((self._token * self.heads + head) * self.parts + part)
-        thread = v.let(self._thread * self.heads + head)
-        return v.let(T.Select(self.parts == T.int64(1), thread, own) * self._stride)
+        own = v.let((self._token * self.table.heads + head) * self.table.parts + part)
+        thread = v.let(self.table.thread * self.table.heads + head)
+        return v.let(T.Select(self.table.parts == T.int64(1), thread, own) * self._stride)
 
     def emit(self, counts: Sequence[int], head: v.Expr, bases: Bases, part: v.Expr) -> None:
         """Compute a part of the heads from ``head`` on that share keys; as many as ``counts`` say
         are computed together.  Every block of positions is read from memory once for all."""
         self._base, self._value_base = bases
-        with T.serial(self.group) as number:
+        with T.serial(self.table.group) as number:
             self._begin(v.let(head + number), part)
         begin = v.let(self._first + part * self._size)
         stop = v.let(T.min(begin + self._size, self._end))
@@ -187,45 +164,45 @@ class _Parts(Heads):
                 self.enter_ring(v.let(place // self._lanes * self._lanes))
             done = T.int64(0)
             for count in counts:
-                first, times = done, v.let((self.group - done) // count)
+                first, times = done, v.let((self.table.group - done) // count)
                 with T.serial(times) as number:
                     own = v.let(head + first + number * count)
                     self._add(count, own, part, place, limit)
                 done = v.let(first + times * count)
-        with T.If(self.used == T.int64(1)), T.Then(), T.serial(self.group) as number:
+        with T.If(self.used == T.int64(1)), T.Then(), T.serial(self.table.group) as number:
             mixed = self.find_partial(v.let(head + number), part)
-            total = v.let(self._partials[mixed + self._width + 1])
-            self.put(self._token, v.let(head + number), self._partials, mixed, total)
+            total = v.let(self.table.partials[mixed + self._width + 1])
+            self.put(self._token, v.let(head + number), self.table.partials, mixed, total)
 
     def _begin(self, head: v.Expr, part: v.Expr) -> None:
         mixed, top, total = self.find_partial(head, part), T.float32(_LEAST), T.float32(0.0)
         # A sink is a score of the first part.
-        is_first = T.bitwise_and(self._has_sinks != T.int64(0), part == T.int64(0))
+        is_first = T.bitwise_and(self.table.has_sinks != T.int64(0), part == T.int64(0))
         cells = v.Cell(top), v.Cell(total)
         with T.If(is_first), T.Then():
-            cells[0].set(self._sinks[head])
+            cells[0].set(self.table.sinks[head])
             cells[1].set(T.float32(1.0))
-        self.clear(self._partials, mixed)
+        self.clear(self.table.partials, mixed)
         for place, cell in enumerate(cells):
-            T.buffer_store(self._partials, cell.get(), [mixed + self._width + place])
+            T.buffer_store(self.table.partials, cell.get(), [mixed + self._width + place])
 
     def _add(self, count: int, head: v.Expr, part: v.Expr, place: v.Expr, limit: v.Expr) -> None:
         """Add positions to the parts of ``count`` heads."""
         heads, width = [v.let(head + k) for k in range(count)], self._width
         self._rows = [v.let(self._scores + 16 + k * SCORES_ROW) for k in range(count)]
         self._mixed = [self.find_partial(own, part) for own in heads]
-        row = v.let(self._token * self._query_stride)
-        self._starts = [v.let(row + own * self._key_width) for own in heads]
+        row = v.let(self._token * self.table.query_stride)
+        self._starts = [v.let(row + own * self.table.key_width) for own in heads]
         self._score(place, limit)
         factors = []
         for own, mixed, scores in zip(heads, self._mixed, self._rows, strict=True):
             slope = v.Cell(T.float32(0.0))
             with T.If(self._has_slopes), T.Then():
-                slope.set(self._slopes[own])
-            top, total = (v.Cell(self._partials[mixed + width + k]) for k in range(2))
+                slope.set(self.table.slopes[own])
+            top, total = (v.Cell(self.table.partials[mixed + width + k]) for k in range(2))
             factors.append(self._weigh(scores, place, limit, top, total, slope))
             for k, cell in enumerate((top, total)):
-                T.buffer_store(self._partials, cell.get(), [mixed + width + k])
+                T.buffer_store(self.table.partials, cell.get(), [mixed + width + k])
         self._mix(place, limit, factors)
 
     def _score(self, place: v.Expr, limit: v.Expr) -> None:
@@ -237,7 +214,7 @@ class _Parts(Heads):
         with T.serial((limit - low + several - 1) // several) as block:
             at = v.let(low + block * several)
             found = self._multiply(several, at)
-            scaled = v.let(found * v.splat(self._scale, lanes))
+            scaled = v.let(found * v.splat(self.table.scale, lanes))
             for number, row in enumerate(self._rows):
                 own = range(number * several, (number + 1) * several)
                 part = pick(scaled, lanes, own) if several > 1 else v.take_lane(scaled, number)
@@ -248,7 +225,7 @@ class _Parts(Heads):
     def _find_position(self, place: v.Expr) -> v.Expr:
         """Return where the KV cache has the position at a place of the context."""
         if self._is_chosen:
-            return v.let(v.wide(self._chosen[self._list + place]))
+            return v.let(v.wide(self.table.chosen[self._list + place]))
         return self.find_place(place)
 
     def _take_scales(self, at: v.Expr, several: int) -> v.Expr:
@@ -259,7 +236,7 @@ class _Parts(Heads):
 
     def _find_keys(self, at: v.Expr, several: int) -> list[v.Expr]:
         """Return the first elements of ``several`` keys, and ask for later ones."""
-        width = self._key_width
+        width = self.table.key_width
         if not self._is_chosen:
             place, behind = self._find_position(at), v.let(at + _AHEAD - self._end)
             base = v.let(self._base + place * width)
@@ -268,8 +245,8 @@ class _Parts(Heads):
             with T.serial((several * width + 31) // 32) as line:
                 v.prefetch(self._keys, later + line * 32)
             # Values are read when the scores are known.
-            value = v.let(self._value_base + place * self._value_stride)
-            with T.serial((several * self._value_stride + 31) // 32) as line:
+            value = v.let(self._value_base + place * self.table.value_stride)
+            with T.serial((several * self.table.value_stride + 31) // 32) as line:
                 v.prefetch(self._values, value + line * 32)
             return [base + k * width for k in range(several)]
         for k in range(several):
@@ -280,7 +257,7 @@ class _Parts(Heads):
 
     def _multiply(self, several: int, at: v.Expr) -> v.Expr:
         """Return products of all queries with ``several`` keys, query by query."""
-        lanes, count, width = self._lanes, len(self._starts), self._key_width
+        lanes, count, width = self._lanes, len(self._starts), self.table.key_width
         zeros = v.constant(0.0, "float32", lanes)
         cells = [[v.Cell(zeros) for _ in range(several)] for _ in range(count)]
         bases, whole = self._find_keys(at, several), v.let(width // lanes)
@@ -291,14 +268,14 @@ class _Parts(Heads):
                 for base in bases
             ]
             for start, row in zip(self._starts, cells, strict=True):
-                own = v.let(v.load(self._queries, start + inner, lanes))
+                own = v.let(v.load(self.table.queries, start + inner, lanes))
                 for key, cell in zip(keys, row, strict=True):
                     cell.set(T.fma(key, own, cell.get()))
         sums = [cell.get() for row in cells for cell in row]
         total = v.Cell(add_columns(sums + [zeros] * (lanes - len(sums))))
         with T.serial(whole * lanes, width) as element:
             column = [v.let(v.cast(self._keys[base + element], "float32", 1)) for base in bases]
-            own = [v.let(self._queries[start + element]) for start in self._starts]
+            own = [v.let(self.table.queries[start + element]) for start in self._starts]
             none = [T.float32(0.0)] * (lanes - count * several)
             products = [v.let(key * query) for query in own for key in column]
             total.set(total.get() + join([*products, *none], 1))
@@ -313,9 +290,9 @@ class _Parts(Heads):
 
         def look(place: v.Expr, count: int) -> None:
             score = v.Cell(v.load(self._scratch, row + place, count))
-            with T.If(self._cap != T.float32(0.0)), T.Then():
-                capped = v.take_tanh(score.get() / v.splat(self._cap, count), count)
-                score.set(capped * v.splat(self._cap, count))
+            with T.If(self.table.cap != T.float32(0.0)), T.Then():
+                capped = v.take_tanh(score.get() / v.splat(self.table.cap, count), count)
+                score.set(capped * v.splat(self.table.cap, count))
                 v.store(self._scratch, row + place, score.get(), count)
             with T.If(self._has_slopes), T.Then():
                 behind = v.let(v.cast(start + place - self._end + 1, "float32", 1))
@@ -347,11 +324,11 @@ class _Parts(Heads):
             cells = []
             for mixed, factor in zip(self._mixed, factors, strict=True):
                 for piece in range(pieces):
-                    old = v.load(self._partials, mixed + element + piece * lanes, lanes)
+                    old = v.load(self.table.partials, mixed + element + piece * lanes, lanes)
                     cells.append(v.Cell(old * v.splat(factor, lanes)))
             with T.serial(place, limit) as position:
                 own = self._find_position(position)
-                at = v.let(self._value_base + own * self._value_stride + element)
+                at = v.let(self._value_base + own * self.table.value_stride + element)
                 values = [
                     v.let(v.cast(v.load(self._values, at + k * lanes, lanes), "float32", lanes))
                     for k in range(pieces)
@@ -366,7 +343,7 @@ class _Parts(Heads):
                         cell.set(T.fma(value, weight, cell.get()))
             for number, cell in enumerate(cells):
                 mixed, piece = self._mixed[number // pieces], number % pieces
-                v.store(self._partials, mixed + element + piece * lanes, cell.get(), lanes)
+                v.store(self.table.partials, mixed + element + piece * lanes, cell.get(), lanes)
 
         done = T.int64(0)
         for pieces, lanes in (*((pieces, self._lanes) for pieces in _PIECES), (1, 1)):
@@ -384,23 +361,23 @@ class _Parts(Heads):
         first, width = self.find_partial(head, T.int64(0)), self._width
         top, total = v.Cell(T.float32(_LEAST)), v.Cell(T.float32(0.0))
         with T.serial(self.used) as part:
-            top.set(T.max(top.get(), self._partials[first + part * self._stride + width]))
+            top.set(T.max(top.get(), self.table.partials[first + part * self._stride + width]))
         with T.serial(self.used) as part:
             at = v.let(first + part * self._stride + width)
-            factor = v.let(v.take_exponential(self._partials[at] - top.get(), 1))
-            total.set(total.get() + self._partials[at + 1] * factor)
-            T.buffer_store(self._partials, factor, [at])
+            factor = v.let(v.take_exponential(self.table.partials[at] - top.get(), 1))
+            total.set(total.get() + self.table.partials[at + 1] * factor)
+            T.buffer_store(self.table.partials, factor, [at])
         inverse = v.let(T.float32(1.0) / total.get())
-        target = v.let(self._token * self._y_stride + head * width)
+        target = v.let(self._token * self.table.y_stride + head * width)
 
         def add(element: v.Expr, lanes: int) -> None:
             cell = v.Cell(v.constant(0.0, "float32", lanes))
             with T.serial(self.used) as part:
                 at = v.let(first + part * self._stride)
-                factor = v.splat(v.let(self._partials[at + width]), lanes)
-                mixed = v.load(self._partials, at + element, lanes)
+                factor = v.splat(v.let(self.table.partials[at + width]), lanes)
+                mixed = v.load(self.table.partials, at + element, lanes)
                 cell.set(T.fma(mixed, factor, cell.get()))
-            v.store(self._y, target + element, cell.get() * v.splat(inverse, lanes), lanes)
+            v.store(self.table.y, target + element, cell.get() * v.splat(inverse, lanes), lanes)
 
         walk(T.int64(0), width, add)
 
@@ -412,32 +389,32 @@ def emit_attend(
     that share keys, of which ``counts`` are computed together."""
     own = _Parts(isa, kind, table, chosen=chosen)
     with T.serial(table.first, table.end) as item:
-        rest = v.let(item // own.parts)
-        part = v.let(item - rest * own.parts)
+        rest = v.let(item // table.parts)
+        part = v.let(item - rest * table.parts)
         token = v.let(rest // own.kv_heads)
         head = v.let(rest - token * own.kv_heads)
-        own.look_at(token, v.let(head * own.group))
+        own.look_at(token, v.let(head * table.group))
         is_own = T.bitwise_not(own.sees_all) if chosen else own.sees_all
         with T.If(T.bitwise_and(is_own, part < own.used)), T.Then():
             if not chosen:
                 own.follow(token, head)
-            own.emit(counts, v.let(head * own.group), own.find_bases(token, head), part)
+            own.emit(counts, v.let(head * table.group), own.find_bases(token, head), part)
 
 
 def emit_join(isa: Isa, kind: KvType, table: Table) -> None:
     """Join the parts of heads; items are heads of tokens."""
     own = _Parts(isa, kind, table)
     with T.serial(table.first, table.end) as item:
-        token = v.let(item // own.heads)
-        head = v.let(item - token * own.heads)
+        token = v.let(item // table.heads)
+        head = v.let(item - token * table.heads)
         own.look_at(token, head)
         own.emit_join(head)
 
 
-def count_ring(sequence_stride: v.Expr, head_stride: v.Expr, width: v.Expr) -> v.Expr:
+def count_ring(table: Table) -> v.Expr:
     """Return the positions that a KV cache has of a sequence; latent vectors are of all heads."""
-    whole = T.Select(head_stride > T.int64(0), head_stride, sequence_stride)
-    return v.let(whole // width)
+    each, whole = table.key_head_stride, table.key_sequence_stride
+    return v.let(T.Select(each > T.int64(0), each, whole) // table.key_width)
 
 
 def add_columns(rows: Sequence[v.Expr]) -> v.Expr:

@@ -27,9 +27,8 @@ from pi2.backends.blocks.operands import (
     Norm,
     Routed,
     find_address,
-    put_optional,
 )
-from pi2.backends.blocks.products import SCRATCH, Products
+from pi2.backends.blocks.products import Products
 from pi2.backends.blocks.sizes import (
     PARTS,
     SINGLE,
@@ -143,7 +142,6 @@ class Builder(Products):
             {
                 "gates": gates.address,
                 "ups": 0 if ups is None else ups.address,
-                "has_ups": int(ups is not None),
                 "x_stride": gates.stride,
                 **y.put("y"),
                 "length": length,
@@ -190,7 +188,6 @@ class Builder(Products):
                 values={
                     "chosen": routed.expert_of,
                     "active": routed.active,
-                    "tokens": 0,
                     "experts": routed.experts,
                     "starts": routed.starts,
                     "pairs": routed.pairs,
@@ -216,8 +213,8 @@ class Builder(Products):
                 "active": moe.active_experts,
                 "chosen": chosen,
                 "weights": weights,
-                **put_optional("choice_bias", choice),
-                **put_optional("expert_scale", scales),
+                "choice_bias": choice,
+                "expert_scale": scales,
                 "kind": ROUTERS.index(moe.router),
                 "bias_of_score": int(moe.choice_bias_of == "score"),
                 "groups": moe.groups,
@@ -227,8 +224,7 @@ class Builder(Products):
                 "scaling": put_float(moe.scaling),
                 "tolerance": put_float(moe.tolerance),
                 "numbers": self.listed.ctypes.data,
-                **put_optional("table", table),
-                **SCRATCH,
+                "table": table,
             },
             each=1,
         )
@@ -261,7 +257,6 @@ class Builder(Products):
                 "shared": shared,
                 "factor": put_float(factor),
                 **own.put("scores"),
-                "has_scores": int(scores is not None),
                 **routes.put("y"),
                 "length": length,
             },
@@ -321,9 +316,7 @@ class Builder(Products):
         """Normalise so many parts of vectors; the address of no weights stands for ones."""
         if weights == 0:
             weights = self.fill(1.0, width)
-        names = ("cos", "sin", "table_stride", "rotated", "neighbours", "swapped")
-        still = dict.fromkeys(names, 0)
-        self._add_turn(x, parts, width, Norm(weights, "before"), still, waits=True)
+        self._add_turn(x, parts, width, Norm(weights, "before"), {}, waits=True)
 
     def _add_turn(
         self, x: Area, heads: int, width: int, norm: Norm, turn: dict[str, int], *, waits: bool
@@ -369,8 +362,8 @@ class Builder(Products):
         starts = range(0, width * len(x_of), width)
         gate_of = starts if gates is None else gates.places
         tables = {"x_of": x_of, "gate_of": gate_of, "y_of": starts if y_of is None else y_of}
-        own = None if norm is None else norm.epsilon
-        epsilon = self._model.norm.epsilon if own is None else own
+        norm = norm or HeadNorm(weights=0, step=0, place="none")
+        epsilon = self._model.norm.epsilon if norm.epsilon is None else norm.epsilon
         self.add(
             "gate_heads",
             {
@@ -382,9 +375,9 @@ class Builder(Products):
                 **y.put("y"),
                 "heads": len(x_of),
                 "width": width,
-                "weights": 0 if norm is None else norm.weights,
-                "weights_step": 0 if norm is None else norm.step,
-                "norm_place": NORM_PLACES.index("none" if norm is None else norm.place),
+                "weights": norm.weights,
+                "weights_step": norm.step,
+                "norm_place": NORM_PLACES.index(norm.place),
                 "epsilon": put_float(epsilon),
             },
             each=len(x_of),
@@ -396,11 +389,9 @@ class Builder(Products):
     ) -> None:
         """Add a causal convolution of ``channels`` over ``window`` tokens; ``more``: its weights,
         earlier tokens, and other arguments that are not zero."""
-        values = {**x.put("x"), **y.put("y"), "channels": channels, "window": window, "tokens": 0}
-        values |= dict.fromkeys(("before", "after", "has_gates"), 0)
-        values |= put_optional("bias", 0) | put_optional("places", 0) | self.put_tokens()
+        values = {**x.put("x"), **y.put("y"), "channels": channels, "window": window}
         items = -(-channels // STATE_BLOCK)
-        self.add("convolve", values | more, items=items, grain=8)
+        self.add("convolve", values | self.put_tokens() | more, items=items, grain=8)
 
     def add_keep(
         self, keys: Area, values: Area | None, shape: Attention, layer: int, rows: int = 0
@@ -480,13 +471,13 @@ class Builder(Products):
         rows, size = count_score_rows(index, self._threads), 4 * index.width
         scores = self.take_area("index scores", self._context, tokens=rows)
         self._scratch_size = max(self._scratch_size, size * self._interpreter.lanes)
-        more = scores.put("scores") | self.put_lists(index) | {"parts": PARTS} | SCRATCH
+        more = scores.put("scores") | self.put_lists(index) | {"parts": PARTS}
         self.add(kernel, {**values, **more}, each=each, orders=(PARTS, 1))
 
     def put_lists(self, index: Index | None) -> dict[str, int]:
         """Return the arguments of a choice of keys."""
         if index is None:
-            return dict.fromkeys(("reach", "chosen", "lists", "list_stride"), 0)
+            return {}
         stride, lists = count_list_numbers(index), count_lists(index)
         area = self.take_area("chosen", stride * lists, is_tight=True)
         return {"reach": index.reach, "chosen": area.address, "lists": lists, "list_stride": stride}
@@ -536,14 +527,11 @@ class Builder(Products):
             **(self.put_seen(shape) if shape.block else self.put_lists(shape.index)),
             "scale": put_float(attention.scale or 1 / math.sqrt(width)),
             "cap": put_float(attention.softcap or 0.0),
-            **put_optional("sinks", sinks),
-            **put_optional("slopes", self._read_slopes(shape)),
+            "sinks": sinks,
+            "slopes": self._read_slopes(shape),
             **y.put("y"),
-            "tokens": 0,
             "tile": count_tile_tokens(group),
             "parts": PARTS,
-            "partials": 0,
-            **SCRATCH,
         }
         # Several tokens have a context each, in parts; of many, contexts are not divided.
         groups = shape.heads // group

@@ -8,8 +8,10 @@ bytes.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from pi2.backends.kernels.isa import Isa, choose_features, choose_isa
@@ -22,6 +24,7 @@ from pi2.plan.documents.model_mixing import Attention as AttentionOptions
 if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType
 
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 """Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""
 STEPS, COMMON, ROUTING, ATTENTION, STATES = "steps", "common", "routing", "attention", "states"
@@ -132,52 +135,10 @@ def _needs_states(model: Model) -> bool:
     return bool(model.states) or gates_heads
 
 
-COMPUTED = read_options("""
-    norm: kind=layernorm bias inputs embedding embedding_weights outputs
-    other_heads: . heads keys_are_values
-    positions: . offset
-    attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
-    attention: head_norm_of=all head_norm_place=after value_width value_scale value_norm sub_norm
-    attention: sinks sink_layers scale softcap clip growth growth_interval growth_offset
-    attention: growth_layers sliding_window window_kind=chunked window_layers kv_shared_layers alibi
-    attention: output_gate output_gate_of=head output_gate_function=softplus
-    attention: latent index pooled pooled.overlapping
-    attention.latent: query_rank bias
-    attention.index: kind=tokens kind=blocks block local pairs=neighbours layers shared_layers
-    recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
-    recurrence: part_norm=weighted part_epsilon decay_of=key decay_rank decay_floor
-    recurrence: gate=sigmoid gate_rank output_norm norm_groups shortest_step longest_step
-    convolution: . kernel bias
-    layers: parallel kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
-    : residual=parallel layer_scale logit_softcap head_bias other_rope
-    ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
-    ffn: activation=gelu activation=gelu_tanh activation=xielu threshold gated bias
-    ffn: absent_layers sub_norm gate_sparsity slope limit limits other_limits
-    ffn: limit_of=activation curves up_offset
-    moe: . router=sigmoid router=mixer router=none router=root_softplus listed_layers
-    moe: router_input=layer router_input=stream
-    moe: input_scale weighs=input expert_scale normalise_weights shared_experts shared_gate
-    moe: shared_factor shared_ffn router_bias choice_bias choice_bias_of=score groups
-    moe: active_groups group_score=best scaling tolerance dense_layers dense_ffn latent
-    side_ffn: . norms
-    layer_embedding: . vocab factor projection_factor
-    altup: . scaled
-    hyper: . rounds epsilon head
-    : gated_streams ngrams
-    multipliers: embedding residual logits
-    rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
-    rope: pairs=swapped pairs=neighbours
-    operators: mtp
-""")
+COMPUTED = read_options(TABLE["computed"])
 """Options of models that there are kernels for."""
-OF_STORES = COMPUTED - read_options(
-    "ffn: activation=xielu curves limits other_limits limit_of=activation\n"
-    "attention: pooled\n"
-    "moe: listed_layers\n"
-    ": gated_streams ngrams"
-)
-"""Options of models in stores: their neurons have one activation in all layers, their tables no
-tokens, and their tokens no n-grams."""
+OF_STORES = COMPUTED - read_options(TABLE["not_in_stores"])
+"""Options of models in stores."""
 APART = (("attention.clip", "attention.output_gate"), ("attention.alibi", "attention.index"))
 """Options that do not go together."""
 
@@ -205,108 +166,33 @@ def find_unknown(model: Model) -> list[str]:
     return unknown + [key for key, is_there in lying.items() if is_there]
 
 
-_ROWS = (
-    "weights grid x x_stride y y_stride blocks tokens bias has_bias added factor scales"
-    " rows scratch scratch_stride expert_of place_of x_of y_of expert_bytes pairs starts experts"
-    " routes has_routes planes plane_stride"
-)
-_CACHES = (
-    " key_width value_width key_cache value_cache key_scales value_scales sequences positions"
-    " key_sequence_stride key_head_stride value_sequence_stride value_head_stride"
-)
-_ATTENTION = (
-    f"queries query_stride heads group{_CACHES} value_stride window is_chunked reach chosen"
-    " lists list_stride scale cap sinks has_sinks slopes has_slopes y y_stride tokens tile parts"
-    " partials scratch scratch_stride"
-)
-_INDEX = (
-    "queries query_stride weights weights_stride has_weights heads width lists key_cache"
-    " key_sequence_stride sequences positions scores scores_stride chosen list_stride count block"
-    " local reach parts scratch scratch_stride"
-)
-
-_STREAMS = "x y stride length count factors factors_stride"
-
+_TYPES = {"~": "float", "*": "float32", "#": "int32", "@": "uint8", "%": "int64"}
+_PARTS = {name: own.format(**TABLE["parts"]) for name, own in TABLE["parts"].items()}
+_KERNELS = {name: own.format(**_PARTS).split() for name, own in TABLE["kernels"].items()}
 FIELDS: Mapping[str, tuple[str, ...]] = {
-    name: tuple(fields.split())
-    for name, fields in {
-        # Of a format; items are rows, panels of rows, and tokens.
-        "multiply": _ROWS,
-        "multiply_few": _ROWS,
-        "multiply_many": _ROWS,
-        # Of a format; items are heads.
-        "multiply_turned": "weights grid x x_stride x_each y y_stride y_each blocks tokens rows"
-        " each factor",
-        "take_rows": "weights grid numbers y y_stride blocks factor added",
-        # Of all formats; items are tokens.
-        "normalize": "x x_stride weights has_weights bias has_bias y y_stride length epsilon"
-        " centred added factor",
-        # Blocks of tokens.
-        "quantize_q8_k": "x x_stride y y_stride length rest has_rest rest_stride order",
-        "quantize_q8_0": "x x_stride y y_stride length rest has_rest rest_stride together rounds",
-        # Heads of tokens.
-        "turn": "x x_stride heads head_dim weights norm_place epsilon positions cos sin"
-        " table_stride rotated neighbours swapped",
-        "spread_heads": "x x_stride heads head_dim block",
-        # Key heads of tokens.
-        "keep": f"keys values x_stride heads{_CACHES}",
-        "keep_index": f"keys values x_stride heads{_CACHES}",
-        # Parts of heads of a token that share keys; heads of tokens; tiles of tokens of heads that
-        # share keys.
-        "attend": _ATTENTION,
-        "join": _ATTENTION,
-        "attend_many": _ATTENTION,
-        "attend_chosen": _ATTENTION,
-        # Parts of contexts of tokens; tokens.
-        "rank": _INDEX,
-        "choose": _INDEX,
-        # Tokens.
-        "record": "x x_stride length memory sequence_stride ring sequences positions",
-        "pool": "memory sequence_stride ring width block overlaps bias y y_stride starts rows base"
-        " spare sequences positions",
-        "see": "window block base chosen list_stride positions",
-        # Tokens; one item; tokens.
-        "route": "scores scores_stride experts active chosen weights choice_bias has_choice_bias"
-        " expert_scale has_expert_scale kind bias_of_score groups active_groups best_two"
-        " normalise scaling tolerance numbers table has_table scratch scratch_stride",
-        "group": "chosen active tokens experts starts pairs",
-        "weigh": "x x_stride length scores scores_stride",
-        # Tokens.
-        "spread": "chosen weights active experts shared factor scores scores_stride has_scores y"
-        " y_stride length",
-        # Pieces of `PIECE` elements of tokens.
-        "gate": "gates ups has_ups x_stride y y_stride length kind limit slope up_offset",
-        "cap": "x x_stride y y_stride length limit factor",
-        # Tokens.
-        "grow": "x x_stride length positions factors",
-        "cut": "x x_stride length deviations",
-        "term": "x x_stride y y_stride length weights has_weights",
-        "predict": _STREAMS,
-        "correct": _STREAMS,
-        "match": f"{_STREAMS} x_stride",
-        "mix": "x x_stride count scales bias epsilon rounds read read_stride kept kept_stride",
-        "inject": "x x_stride y y_stride weights weights_stride length count",
-        # Pieces of `PIECE` elements of tokens; streams of tokens.
-        "collapse": "x x_stride gates gates_stride y y_stride length count",
-        "admit": "keys keys_stride queries queries_stride values values_stride y y_stride length"
-        " count",
-        # Of `STATES`; items are blocks of channels, value heads of tokens, blocks of columns of
-        # heads, blocks of channels, and heads of tokens.
-        "convolve": "x x_stride before after has_gates y y_stride weights bias has_bias places"
-        " has_places tails sequence_stride channels window is_silu tokens sequences positions",
-        "prepare": "queries keys x_stride key_heads key_dim heads is_delta of_keys entries"
-        " entries_stride entry_of steps steps_stride step_of bias rates floor has_floor shortest"
-        " longest y y_stride",
-        "recur": "queries keys values x_stride heads group key_dim value_dim value_of factors"
-        " factors_stride of_keys is_delta skip has_skip memory sequence_stride y y_stride tokens"
-        " sequences positions",
-        "scan": "x x_stride gates gates_stride steps steps_stride keys queries parts_stride bias"
-        " rates skip memory sequence_stride width key_dim y y_stride tokens sequences positions",
-        "gate_heads": "x x_stride x_of gates gates_stride gate_of gate_each kind y y_stride y_of"
-        " heads width weights weights_step norm_place epsilon",
-    }.items()
+    name: tuple(field.rstrip("".join(_TYPES)) for field in fields)
+    for name, fields in _KERNELS.items()
 }
 """Names of each kernel's arguments, in the order of its table."""
+TYPES: Mapping[str, Mapping[str, str]] = {
+    name: {field[:-1]: _TYPES[field[-1]] for field in fields if field[-1] in _TYPES}
+    for name, fields in _KERNELS.items()
+}
+"""Elements of arrays at addresses, and ``float`` of numbers that are a float32."""
+_ABSENT = {kernel: dict.fromkeys(names, 0) for kernel, names in FIELDS.items()}
+_OPTIONAL = {
+    kernel: [name for name in names if f"has_{name}" in names] for kernel, names in FIELDS.items()
+}
+
+
+def complete_arguments(kernel: str, values: Mapping[str, int]) -> dict[str, int]:
+    """Return all arguments of a kernel: what is not given is 0, and ``has_NAME`` whether an array
+    is given."""
+    unknown = values.keys() - _ABSENT[kernel].keys()
+    assert not unknown, unknown
+    flags = {f"has_{name}": 1 for name in _OPTIONAL[kernel] if values.get(name)}
+    return {**_ABSENT[kernel], **flags, **values}
+
 
 PIECE = 1024
 """Elements of an item of kernels that take every element for itself."""

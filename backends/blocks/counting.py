@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pi2.backends.blocks.instructions import FindWeight
 from pi2.backends.blocks.layers import start_layers
-from pi2.backends.blocks.operands import Area, Extent
+from pi2.backends.blocks.operands import Area, Extent, Matrix
 from pi2.backends.blocks.room import Memory
 from pi2.plan.documents.model import Model
 
@@ -40,6 +40,7 @@ class ProgramSize:
     """What a call has in areas while its neurons are computed elsewhere."""
     keeps_read: bool
     """Whether what neurons read is among it."""
+    matrices: Sequence[Matrix]
 
 
 def count_program(
@@ -50,4 +51,4 @@ def count_program(
     interpreter.lanes = lanes
     layers = start_layers(model, find, interpreter, memory, extent)
     layers.add_model()
-    return ProgramSize(memory.sizes, layers.list_kept(), layers.keeps_read)
+    return ProgramSize(memory.sizes, layers.list_kept(), layers.keeps_read, layers.builder.matrices)

@@ -11,7 +11,6 @@ together, and then the second ones; or every fourth or eighth code of them (`roo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
@@ -24,54 +23,31 @@ from pi2.formats import Activations
 
 def emit_quantize(kind: Activations, table: Table) -> None:
     """Quantise tokens, block by block: items are blocks of all tokens."""
-    x, y = table.take_array("x", "float32"), table.take_array("y", "uint8")
-    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
-    order = table.take_array("order", "int64") if kind == "q8_k" else None
-    together = table.take("together") if kind == "q8_0" else None
-    rounds = table.take("rounds") if kind == "q8_0" else None
-    rest = _Rest(table)
-    size = 256 if kind == "q8_k" else 32
-    blocks = v.let(length // size)
+    size, emit = (256, _emit_wide) if kind == "q8_k" else (32, _emit_narrow)
+    blocks = v.let(table.length // size)
     with T.serial(table.first, table.end) as item:
         token = v.let(item // blocks)
         number = v.let(item - token * blocks)
-        source = v.let(token * x_stride + number * size)
-        target = v.let(token * y_stride)
-        rest.begin(token, number * size)
-        if kind == "q8_k":
-            _emit_wide(_Block(x, y, source, target, number, length), order, rest)
-        else:
-            _emit_narrow(_Block(x, y, source, target, number, length), together, rounds, rest)
+        emit(_Block(table, token, number, size))
 
 
-@dataclass(frozen=True, slots=True)
 class _Block:
-    """Block ``number`` of a token: from ``source`` of ``x`` to ``y``, in which the token begins at
-    byte ``target``."""
+    """Block ``number`` of a token, of ``size`` elements: its first element, its token's first byte,
+    and where what codes lack is kept."""
 
-    x: v.Buffer
-    y: v.Buffer
-    source: v.Expr
-    target: v.Expr
-    number: v.Expr
-    length: v.Expr
+    def __init__(self, table: Table, token: v.Expr, number: v.Expr, size: int) -> None:
+        self.table, self.number = table, number
+        self.source = v.let(token * table.x_stride + number * size)
+        self.target = v.let(token * table.y_stride)
+        self._rest = v.let(token * table.rest_stride + number * size)
 
-
-class _Rest:
-    def __init__(self, table: Table) -> None:
-        self._array, self._is_kept = table.take_array("rest", "float32"), table.take("has_rest")
-        self._stride = table.take("rest_stride")
-
-    def begin(self, token: v.Expr, element: v.Expr) -> None:
-        self._start = v.let(token * self._stride + element)
-
-    def put(
+    def keep_rest(
         self, place: v.Expr | int, value: v.Expr, codes: v.Expr, scale: v.Expr, lanes: int
     ) -> None:
         """Keep what ``codes`` times their scale lack of values."""
-        with T.If(self._is_kept != T.int64(0)), T.Then():
+        with T.If(self.table.has_rest != T.int64(0)), T.Then():
             taken = v.cast(codes, "float32", lanes) * v.splat(scale, lanes)
-            v.store(self._array, self._start + place, value - taken, lanes)
+            v.store(self.table.rest, self._rest + place, value - taken, lanes)
 
 
 def _store_as(buffer: v.Buffer, byte: v.Expr, value: v.Expr, lanes: int, size: int) -> None:
@@ -85,9 +61,9 @@ def round_half_even(value: v.Expr, lanes: int) -> v.Expr:
     return (bits & v.constant(0x007FFFFF, "int32", lanes)) - v.constant(0x400000, "int32", lanes)
 
 
-def _emit_wide(block: _Block, order: v.Buffer, rest: _Rest) -> None:
-    x, y, source, target = block.x, block.y, block.source, block.target
-    number, length, lanes = block.number, block.length, 16
+def _emit_wide(block: _Block) -> None:
+    x, y, source, target = block.table.x, block.table.y, block.source, block.target
+    number, length, lanes = block.number, block.table.length, 16
     largest = v.Cell(v.load(x, source, lanes))
     least = v.Cell(v.load(x, source, lanes))
     with T.serial(1, T.int64(256 // lanes)) as piece:
@@ -113,8 +89,8 @@ def _emit_wide(block: _Block, order: v.Buffer, rest: _Rest) -> None:
             value = v.let(v.load(x, source + piece * lanes, lanes))
             codes = v.let(round_half_even(value * v.splat(inverse, lanes), lanes))
             codes = v.let(T.min(codes, v.constant(127, "int32", lanes)))
-            rest.put(piece * lanes, value, codes, scale, lanes)
-            place = v.let(target + number * 256 + order[piece])
+            block.keep_rest(piece * lanes, value, codes, scale, lanes)
+            place = v.let(target + number * 256 + block.table.order[piece])
             _store_as(y, place, v.cast(codes, "int8", lanes), lanes, 1)
             own = v.let(v.add_lanes(codes, "int32", lanes))
             _store_as(y, sums + piece * 2, v.cast(own, "int16", 1), 1, 2)
@@ -122,10 +98,11 @@ def _emit_wide(block: _Block, order: v.Buffer, rest: _Rest) -> None:
         _store_as(y, pairs + pair * 2, v.cast(total.get(), "int16", 1), 1, 2)
 
 
-def _emit_narrow(block: _Block, order: v.Expr, rounds: v.Expr, rest: _Rest) -> None:
-    x, y, source, target = block.x, block.y, block.source, block.target
-    number, length, lanes = block.number, block.length, 16
+def _emit_narrow(block: _Block) -> None:
+    x, y, source, target = block.table.x, block.table.y, block.source, block.target
+    number, length, lanes = block.number, block.table.length, 16
     # Halves or fields of groups lie together but for the last groups, which fill no register.
+    order = block.table.together
     fields, together = v.let(order // 256), v.let(order % 256)
     bundle = v.let(number // together)
     is_bundled = v.let((bundle + 1) * together <= length // 32)
@@ -139,11 +116,11 @@ def _emit_narrow(block: _Block, order: v.Expr, rounds: v.Expr, rest: _Rest) -> N
     inverse = v.let(T.Select(top == T.float32(0.0), T.float32(0.0), T.float32(127.0) / top))
     exact = v.let(top / T.float32(127.0))
     rounded = v.cast(v.cast(exact, "float16", 1), "float32", 1)
-    scale = v.let(T.Select(rounds != T.int64(0), rounded, exact))
+    scale = v.let(T.Select(block.table.rounds != T.int64(0), rounded, exact))
     total = v.Cell(T.int32(0))
     for index, half in enumerate(halves):
         codes = v.let(round_half_even(half * v.splat(inverse, lanes), lanes))
-        rest.put(index * lanes, half, codes, scale, lanes)
+        block.keep_rest(index * lanes, half, codes, scale, lanes)
         narrow = v.let(v.cast(codes, "int8", lanes))
         with T.If(taken == T.int64(0)), T.Then():
             _store_as(y, v.let(target + begin + step * index), narrow, lanes, 1)
@@ -189,44 +166,67 @@ def add_up(first: v.Expr, end: v.Expr, read: Callable[[v.Expr, int], v.Expr]) ->
     return v.let(v.add_lanes(wide.get(), "float32", _LANES) + rest.get())
 
 
+def add_squares(x: v.Buffer, base: v.Expr, length: v.Expr, mean: v.Expr | None = None) -> v.Expr:
+    """Return the sum of the squares of elements from ``base`` on, less ``mean``."""
+
+    def square(place: v.Expr, lanes: int) -> v.Expr:
+        value = v.load(x, base + place, lanes)
+        value = v.let(value if mean is None else value - v.splat(mean, lanes))
+        return value * value
+
+    return add_up(T.int64(0), length, square)
+
+
+def scale_to_one(
+    x: v.Buffer,
+    base: v.Expr,
+    width: v.Expr,
+    epsilon: v.Expr,
+    put: Callable[[v.Expr, v.Expr, int], None],
+) -> None:
+    """Give ``put`` places and elements from ``base`` on, divided by the root of their mean
+    square."""
+    mean = add_squares(x, base, width) / T.cast(width, "float32")
+    scale = v.let(T.float32(1.0) / T.sqrt(mean + epsilon))
+
+    def emit(element: v.Expr, lanes: int) -> None:
+        put(element, v.load(x, base + element, lanes) * v.splat(scale, lanes), lanes)
+
+    walk(T.int64(0), width, emit)
+
+
 def emit_normalize(table: Table) -> None:
     """RMSNorm, or LayerNorm where ``centred``; the result replaces y, or is added to it."""
-    x, y = table.take_array("x", "float32"), table.take_array("y", "float32")
-    weights, bias = table.take_array("weights", "float32"), table.take_array("bias", "float32")
-    has_weights, has_bias = table.take("has_weights"), table.take("has_bias")
-    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
-    epsilon, factor = table.take_float("epsilon"), table.take_float("factor")
-    centred, added = table.take("centred"), table.take("added")
     zero = T.int64(0)
     with T.serial(table.first, table.end) as token:
-        source, target = v.let(token * x_stride), v.let(token * y_stride)
-        count = v.let(T.cast(length, "float32"))
+        source, target = v.let(token * table.x_stride), v.let(token * table.y_stride)
+        count = v.let(T.cast(table.length, "float32"))
         mean = v.Cell(T.float32(0.0))
-        with T.If(centred != zero), T.Then():
-            mean.set(add_up(zero, length, lambda p, n: v.load(x, source + p, n)) / count)
+        with T.If(table.centred != zero), T.Then():
+            mean.set(
+                add_up(zero, table.length, lambda p, n: v.load(table.x, source + p, n)) / count
+            )
         own = v.let(mean.get())
 
-        def read(place: v.Expr, lanes: int) -> v.Expr:
-            value = v.let(v.load(x, source + place, lanes) - v.splat(own, lanes))
-            return value * value
-
-        squares = add_up(zero, length, read)
-        scale = v.let(T.float32(1.0) / T.sqrt(squares / count + epsilon))
+        squares = add_squares(table.x, source, table.length, own)
+        scale = v.let(T.float32(1.0) / T.sqrt(squares / count + table.epsilon))
 
         def emit(place: v.Expr, lanes: int) -> None:
-            value = (v.load(x, source + place, lanes) - v.splat(own, lanes)) * v.splat(scale, lanes)
+            value = (v.load(table.x, source + place, lanes) - v.splat(own, lanes)) * v.splat(
+                scale, lanes
+            )
             cell = v.Cell(value)
-            with T.If(has_weights != zero), T.Then():
-                cell.set(cell.get() * v.load(weights, place, lanes))
-            with T.If(has_bias != zero), T.Then():
-                cell.set(cell.get() + v.load(bias, place, lanes))
-            result = v.let(cell.get() * v.splat(factor, lanes))
+            with T.If(table.has_weights != zero), T.Then():
+                cell.set(cell.get() * v.load(table.weights, place, lanes))
+            with T.If(table.has_bias != zero), T.Then():
+                cell.set(cell.get() + v.load(table.bias, place, lanes))
+            result = v.let(cell.get() * v.splat(table.factor, lanes))
             cell.set(result)
-            with T.If(added != zero), T.Then():
-                cell.set(result + v.load(y, target + place, lanes))
-            v.store(y, target + place, cell.get(), lanes)
+            with T.If(table.added != zero), T.Then():
+                cell.set(result + v.load(table.y, target + place, lanes))
+            v.store(table.y, target + place, cell.get(), lanes)
 
-        walk(zero, length, emit)
+        walk(zero, table.length, emit)
 
 
 def split_item(item: v.Expr, length: v.Expr) -> tuple[v.Expr, v.Expr, v.Expr]:
@@ -238,51 +238,50 @@ def split_item(item: v.Expr, length: v.Expr) -> tuple[v.Expr, v.Expr, v.Expr]:
 
 def emit_gate(table: Table) -> None:
     """``y`` = activation(gates) x ups, or activation(gates)."""
-    gates, ups = table.take_array("gates", "float32"), table.take_array("ups", "float32")
-    y, has_ups, kind = table.take_array("y", "float32"), table.take("has_ups"), table.take("kind")
-    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
-    limit, slope = table.take_float("limit"), table.take_float("slope")
-    offset = table.take_float("up_offset")
     with T.serial(table.first, table.end) as item:
-        token, first, end = split_item(item, length)
-        source, target = v.let(token * x_stride), v.let(token * y_stride)
+        token, first, end = split_item(item, table.length)
+        source, target = v.let(token * table.x_stride), v.let(token * table.y_stride)
         for number, name in enumerate(ACTIVATIONS):
 
             def emit(place: v.Expr, lanes: int, name: str = name) -> None:
-                gate = v.let(v.load(gates, source + place, lanes))
+                gate = v.let(v.load(table.gates, source + place, lanes))
                 if name == "swiglu":
-                    top = v.splat(limit, lanes)
-                    up = v.load(ups, source + place, lanes)
+                    top = v.splat(table.limit, lanes)
+                    up = v.load(table.ups, source + place, lanes)
                     up = T.max(T.min(up, top), v.constant(0.0, "float32", lanes) - top)
                     gate = v.let(T.min(gate, top))
-                    value = gate * v.take_sigmoid(gate * v.splat(slope, lanes), lanes)
-                    value = value * (up + v.splat(offset, lanes))
-                    v.store(y, target + place, value, lanes)
+                    value = gate * v.take_sigmoid(gate * v.splat(table.slope, lanes), lanes)
+                    value = value * (up + v.splat(table.up_offset, lanes))
+                    v.store(table.y, target + place, value, lanes)
                     return
                 if name == "cut_silu":
-                    top = v.splat(limit, lanes)
-                    up = v.load(ups, source + place, lanes)
+                    top = v.splat(table.limit, lanes)
+                    up = v.load(table.ups, source + place, lanes)
                     up = T.max(T.min(up, top), v.constant(0.0, "float32", lanes) - top)
-                    value = T.min(v.take_silu(gate, lanes), top) * (up + v.splat(offset, lanes))
-                    v.store(y, target + place, value, lanes)
+                    value = T.min(v.take_silu(gate, lanes), top) * (
+                        up + v.splat(table.up_offset, lanes)
+                    )
+                    v.store(table.y, target + place, value, lanes)
                     return
                 if name == "xielu":
-                    top, slope_of, rest = (v.splat(one, lanes) for one in (limit, slope, offset))
+                    top, slope_of, rest = (
+                        v.splat(one, lanes) for one in (table.limit, table.slope, table.up_offset)
+                    )
                     one, last = (v.constant(own, "float32", lanes) for own in (1.0, XIELU_END))
                     below = v.take_exponential(T.min(gate, last), lanes) - one - gate
                     is_above = gate > v.constant(0.0, "float32", lanes)
                     value = T.Select(is_above, top * gate * gate, slope_of * below)
-                    v.store(y, target + place, value + rest * gate, lanes)
+                    v.store(table.y, target + place, value + rest * gate, lanes)
                     return
-                cell = v.Cell(_activate(name, gate, limit, lanes))
-                with T.If(has_ups != T.int64(0)), T.Then():
-                    up = v.load(ups, source + place, lanes)
+                cell = v.Cell(_activate(name, gate, table.limit, lanes))
+                with T.If(table.has_ups != T.int64(0)), T.Then():
+                    up = v.load(table.ups, source + place, lanes)
                     if name == "drelu":
                         up = T.max(up, v.constant(0.0, "float32", lanes))
-                    cell.set(cell.get() * (up + v.splat(offset, lanes)))
-                v.store(y, target + place, cell.get(), lanes)
+                    cell.set(cell.get() * (up + v.splat(table.up_offset, lanes)))
+                v.store(table.y, target + place, cell.get(), lanes)
 
-            with T.If(kind == T.int64(number)), T.Then():
+            with T.If(table.kind == T.int64(number)), T.Then():
                 walk(first, end, emit)
 
 
@@ -307,168 +306,139 @@ def _activate(name: str, value: v.Expr, threshold: v.Expr, lanes: int) -> v.Expr
 def emit_cap(table: Table) -> None:
     """``y`` = limit tanh(x factor / limit), or x factor if the limit is 0. With a negative limit, x
     factor is cut at the limit's magnitude and at the limit."""
-    x, y = table.take_array("x", "float32"), table.take_array("y", "float32")
-    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
-    limit, factor = table.take_float("limit"), table.take_float("factor")
     with T.serial(table.first, table.end) as item:
-        token, first, end = split_item(item, length)
-        source, target = v.let(token * x_stride), v.let(token * y_stride)
+        token, first, end = split_item(item, table.length)
+        source, target = v.let(token * table.x_stride), v.let(token * table.y_stride)
 
         def emit(place: v.Expr, lanes: int) -> None:
-            value = v.Cell(v.load(x, source + place, lanes) * v.splat(factor, lanes))
-            with T.If(limit > T.float32(0.0)), T.Then():
-                inner = v.take_tanh(value.get() / v.splat(limit, lanes), lanes)
-                value.set(inner * v.splat(limit, lanes))
-            with T.If(limit < T.float32(0.0)), T.Then():
-                most = v.splat(v.let(T.float32(0.0) - limit), lanes)
-                value.set(T.max(T.min(value.get(), most), v.splat(limit, lanes)))
-            v.store(y, target + place, value.get(), lanes)
+            value = v.Cell(v.load(table.x, source + place, lanes) * v.splat(table.factor, lanes))
+            with T.If(table.limit > T.float32(0.0)), T.Then():
+                inner = v.take_tanh(value.get() / v.splat(table.limit, lanes), lanes)
+                value.set(inner * v.splat(table.limit, lanes))
+            with T.If(table.limit < T.float32(0.0)), T.Then():
+                most = v.splat(v.let(T.float32(0.0) - table.limit), lanes)
+                value.set(T.max(T.min(value.get(), most), v.splat(table.limit, lanes)))
+            v.store(table.y, target + place, value.get(), lanes)
 
         walk(first, end, emit)
 
 
 def emit_grow(table: Table) -> None:
     """Multiply vectors with the factor of their position."""
-    x, factors = table.take_array("x", "float32"), table.take_array("factors", "float32")
-    stride, length = table.take("x_stride"), table.take("length")
-    positions = table.take_array("positions", "int32")
     with T.serial(table.first, table.end) as token:
-        factor = v.let(factors[v.wide(positions[token])])
-        source = v.let(token * stride)
+        factor = v.let(table.factors[v.wide(table.positions[token])])
+        source = v.let(token * table.x_stride)
 
         def emit(place: v.Expr, lanes: int) -> None:
-            value = v.load(x, source + place, lanes) * v.splat(factor, lanes)
-            v.store(x, source + place, value, lanes)
+            value = v.load(table.x, source + place, lanes) * v.splat(factor, lanes)
+            v.store(table.x, source + place, value, lanes)
 
-        walk(T.int64(0), length, emit)
+        walk(T.int64(0), table.length, emit)
 
 
 def emit_term(table: Table) -> None:
     """Add x to y; with weights, y = x times these.  Items are tokens."""
-    x, y = table.take_array("x", "float32"), table.take_array("y", "float32")
-    weights, has_weights = table.take_array("weights", "float32"), table.take("has_weights")
-    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
     with T.serial(table.first, table.end) as token:
-        source, target = v.let(token * x_stride), v.let(token * y_stride)
+        source, target = v.let(token * table.x_stride), v.let(token * table.y_stride)
 
         def emit(place: v.Expr, lanes: int) -> None:
-            value = v.let(v.load(x, source + place, lanes))
+            value = v.let(v.load(table.x, source + place, lanes))
             cell = v.Cell(value)
-            with T.If(has_weights != T.int64(0)):
+            with T.If(table.has_weights != T.int64(0)):
                 with T.Then():
-                    cell.set(value * v.load(weights, place, lanes))
+                    cell.set(value * v.load(table.weights, place, lanes))
                 with T.Else():
-                    cell.set(value + v.load(y, target + place, lanes))
-            v.store(y, target + place, cell.get(), lanes)
+                    cell.set(value + v.load(table.y, target + place, lanes))
+            v.store(table.y, target + place, cell.get(), lanes)
 
-        walk(T.int64(0), length, emit)
+        walk(T.int64(0), table.length, emit)
 
 
 def emit_cut(table: Table) -> None:
     """x loses a cutoff, and is at least 0: the mean of a token's elements, and so many of
     their standard deviations.  Items are tokens."""
-    x, stride, length = (
-        table.take_array("x", "float32"),
-        table.take("x_stride"),
-        table.take("length"),
-    )
-    deviations, zero = table.take_float("deviations"), T.int64(0)
+    zero = T.int64(0)
     with T.serial(table.first, table.end) as token:
-        source = v.let(token * stride)
-        count = v.let(T.cast(length, "float32"))
-        mean = v.let(add_up(zero, length, lambda p, n: v.load(x, source + p, n)) / count)
+        source = v.let(token * table.x_stride)
+        count = v.let(T.cast(table.length, "float32"))
+        mean = v.let(
+            add_up(zero, table.length, lambda p, n: v.load(table.x, source + p, n)) / count
+        )
 
-        def square(place: v.Expr, lanes: int) -> v.Expr:
-            value = v.let(v.load(x, source + place, lanes) - v.splat(mean, lanes))
-            return value * value
-
-        variance = add_up(zero, length, square) / count
-        cutoff = v.let(mean + deviations * T.sqrt(variance))
+        variance = add_squares(table.x, source, table.length, mean) / count
+        cutoff = v.let(mean + table.deviations * T.sqrt(variance))
 
         def emit(place: v.Expr, lanes: int) -> None:
-            value = v.load(x, source + place, lanes) - v.splat(cutoff, lanes)
+            value = v.load(table.x, source + place, lanes) - v.splat(cutoff, lanes)
             value = T.max(value, v.constant(0.0, "float32", lanes))
-            v.store(x, source + place, value, lanes)
+            v.store(table.x, source + place, value, lanes)
 
-        walk(zero, length, emit)
+        walk(zero, table.length, emit)
 
 
 def emit_spread_heads(table: Table) -> None:
     """Multiply blocks of the elements of heads of tokens by Hadamard's matrix, in place.  Blocks
     are powers of two, 16 at least."""
-    x, stride = table.take_array("x", "float32"), table.take("x_stride")
-    heads, width, block = (table.take(name) for name in ("heads", "head_dim", "block"))
-    factor = v.let(T.float32(1.0) / T.sqrt(T.cast(block, "float32")))
+    factor = v.let(T.float32(1.0) / T.sqrt(T.cast(table.block, "float32")))
     with T.serial(table.first, table.end) as item:
-        token = v.let(item // heads)
-        source = v.let(token * stride + (item - token * heads) * width)
-        with T.serial(width // 16) as piece:
+        token = v.let(item // table.heads)
+        source = v.let(token * table.x_stride + (item - token * table.heads) * table.head_dim)
+        with T.serial(table.head_dim // 16) as piece:
             at = v.let(source + piece * 16)
-            value = v.let(v.load(x, at, 16) * v.splat(factor, 16))
+            value = v.let(v.load(table.x, at, 16) * v.splat(factor, 16))
             for step in (1, 2, 4, 8):
                 signs = v.list_constants([-1 if k & step else 1 for k in range(16)], "float32")
                 other = Shuffle([value], [k ^ step for k in range(16)])
                 value = v.let(T.fma(value, signs, other))
-            v.store(x, at, value, 16)
+            v.store(table.x, at, value, 16)
         for step in (16 << k for k in range(6)):
-            with T.If(block > T.int64(step)), T.Then(), T.serial(width // 32) as pair:
+            with (
+                T.If(table.block > T.int64(step)),
+                T.Then(),
+                T.serial(table.head_dim // 32) as pair,
+            ):
                 several = step // 16
                 at = v.let(source + (pair + pair // several * several) * 16)
-                one, two = (v.let(v.load(x, at + k * step, 16)) for k in range(2))
-                v.store(x, at, one + two, 16)
-                v.store(x, at + step, one - two, 16)
+                one, two = (v.let(v.load(table.x, at + k * step, 16)) for k in range(2))
+                v.store(table.x, at, one + two, 16)
+                v.store(table.x, at + step, one - two, 16)
 
 
 def emit_turn(table: Table) -> None:
     """Turn heads of tokens in place, with their norm before or after it."""
-    x, weights = table.take_array("x", "float32"), table.take_array("weights", "float32")
-    stride, heads, width = table.take("x_stride"), table.take("heads"), table.take("head_dim")
-    norm_place, epsilon = table.take("norm_place"), table.take_float("epsilon")
-    positions = table.take_array("positions", "int32")
-    cosines, sines = table.take_array("cos", "float32"), table.take_array("sin", "float32")
-    table_stride, rotated = table.take("table_stride"), table.take("rotated")
-    neighbours, zero = table.take("neighbours"), T.int64(0)
-    pairs, swapped = v.let(rotated // 2), table.take("swapped")
-    odd = v.let(T.Select(swapped != zero, T.int64(1), zero))
+    zero = T.int64(0)
+    pairs = v.let(table.rotated // 2)
+    odd = v.let(T.Select(table.swapped != zero, T.int64(1), zero))
     low = v.let(odd * pairs)
     high = v.let(pairs - low)
     with T.serial(table.first, table.end) as item:
-        token = v.let(item // heads)
-        base = v.let(token * stride + (item - token * heads) * width)
-        turns = v.let(v.wide(positions[token]) * table_stride)
+        token = v.let(item // table.heads)
+        base = v.let(token * table.x_stride + (item - token * table.heads) * table.head_dim)
+        turns = v.let(v.wide(table.positions[token]) * table.table_stride)
+
+        def put(element: v.Expr, value: v.Expr, lanes: int) -> None:
+            v.store(table.x, base + element, value * v.load(table.weights, element, lanes), lanes)
 
         def normalize(place: str) -> None:
-            with T.If(norm_place == T.int64(NORM_PLACES.index(place))), T.Then():
-
-                def square(element: v.Expr, lanes: int) -> v.Expr:
-                    value = v.let(v.load(x, base + element, lanes))
-                    return value * value
-
-                mean = add_up(zero, width, square) / T.cast(width, "float32")
-                scale = v.let(T.float32(1.0) / T.sqrt(mean + epsilon))
-
-                def emit(element: v.Expr, lanes: int) -> None:
-                    value = v.load(x, base + element, lanes) * v.splat(scale, lanes)
-                    v.store(x, base + element, value * v.load(weights, element, lanes), lanes)
-
-                walk(zero, width, emit)
+            with T.If(table.norm_place == T.int64(NORM_PLACES.index(place))), T.Then():
+                scale_to_one(table.x, base, table.head_dim, table.epsilon, put)
 
         def turn(pair: v.Expr, lanes: int) -> None:
-            cos, sin = (v.let(v.load(t, turns + pair, lanes)) for t in (cosines, sines))
-            first = v.let(v.load(x, base + low + pair, lanes))
-            second = v.let(v.load(x, base + high + pair, lanes))
-            v.store(x, base + low + pair, first * cos - second * sin, lanes)
-            v.store(x, base + high + pair, second * cos + first * sin, lanes)
+            cos, sin = (v.let(v.load(t, turns + pair, lanes)) for t in (table.cos, table.sin))
+            first = v.let(v.load(table.x, base + low + pair, lanes))
+            second = v.let(v.load(table.x, base + high + pair, lanes))
+            v.store(table.x, base + low + pair, first * cos - second * sin, lanes)
+            v.store(table.x, base + high + pair, second * cos + first * sin, lanes)
 
         normalize("before")
-        with T.If(neighbours != zero):
+        with T.If(table.neighbours != zero):
             with T.Then():
                 with T.serial(pairs) as pair:
-                    cos, sin = v.let(cosines[turns + pair]), v.let(sines[turns + pair])
+                    cos, sin = v.let(table.cos[turns + pair]), v.let(table.sin[turns + pair])
                     place, other = v.let(base + pair * 2 + odd), v.let(base + pair * 2 + (1 - odd))
-                    first, second = v.let(x[place]), v.let(x[other])
-                    T.buffer_store(x, first * cos - second * sin, [place])
-                    T.buffer_store(x, second * cos + first * sin, [other])
+                    first, second = v.let(table.x[place]), v.let(table.x[other])
+                    T.buffer_store(table.x, first * cos - second * sin, [place])
+                    T.buffer_store(table.x, second * cos + first * sin, [other])
             with T.Else():
                 walk(zero, pairs, turn)
         normalize("after")

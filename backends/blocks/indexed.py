@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.building import Builder
-from pi2.backends.blocks.operands import Area, Norm, Product, put_optional
+from pi2.backends.blocks.operands import Area, Norm, Product
 from pi2.backends.blocks.sizes import PARTS, count_pooled_rows
 from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
@@ -68,11 +68,7 @@ class Indexing:
             builder.add_part_turn(x, heads, index.width, own, norm, neighbours=neighbours)
         places = builder.place_index(layer, index.width)
         kept = {"keys": keys.address, "values": keys.address, "x_stride": keys.stride, "heads": 1}
-        none = (
-            *("value_width", "value_cache", "value_scales", "key_scales", "key_head_stride"),
-            *("value_sequence_stride", "value_head_stride"),
-        )
-        builder.add("keep_index", {**kept, **places, **dict.fromkeys(none, 0)}, each=1)
+        builder.add("keep_index", kept | places, each=1)
         del places["key_width"]
         weights = self._weights if self._has_weights else Area(0, 0)
         for kernel, each in (("rank", PARTS), ("choose", 1)):
@@ -81,7 +77,7 @@ class Indexing:
                 {
                     "queries": queries.address,
                     "query_stride": index.heads * index.width,
-                    **put_optional("weights", weights.address),
+                    "weights": weights.address,
                     "weights_stride": weights.stride,
                     "heads": index.heads,
                     "width": index.width,

@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 def emit_keep(kind: KvType, table: Table) -> None:
     """Append tokens to the KV cache [sequences, heads, context, width]; int8 with a scale of each
     vector, its largest magnitude / 127 in fp16."""
-    positions = table.take_array("positions", "int32")
-    sequences = table.take_array("sequences", "int32")
-    stride, heads = table.take("x_stride"), table.take("heads")
-    strides = table.take("key_sequence_stride"), table.take("key_head_stride")
-    ring = count_ring(*strides, table.take("key_width"))
+    ring = count_ring(table)
     with T.serial(table.first, table.end) as item:
-        token = v.let(item // heads)
-        head = v.let(item - token * heads)
-        place = v.let(v.wide(positions[token]) % ring)
+        token = v.let(item // table.heads)
+        head = v.let(item - token * table.heads)
+        place = v.let(v.wide(table.positions[token]) % ring)
         for name in ("key", "value"):
-            width = table.take(f"{name}_width")
-            first = v.let(
-                v.wide(sequences[token]) * table.take(f"{name}_sequence_stride")
-                + head * table.take(f"{name}_head_stride")
+            width, whole, each, array = (
+                getattr(table, own)
+                for own in (
+                    f"{name}_width",
+                    f"{name}_sequence_stride",
+                    f"{name}_head_stride",
+                    f"{name}s",
+                )
             )
+            first = v.wide(table.sequences[token]) * whole + head * each
             target = v.let(first + place * width)
-            array = table.take_array(f"{name}s", "float32")
-            cache = table.take_array(f"{name}_cache", KV_TYPES[kind])
-            source = v.let(token * stride + head * width)
+            cache = table.get_array(f"{name}_cache", KV_TYPES[kind])
+            source = v.let(token * table.x_stride + head * width)
             if kind == "int8":
-                scales = table.take_array(f"{name}_scales", "float16")
+                scales = table.get_array(f"{name}_scales", "float16")
                 with T.If(width > T.int64(0)), T.Then():
                     factor = _keep_scale(array, source, width, scales, v.let(target // width))
                     _keep_codes(array, source, width, cache, target, factor)
@@ -96,65 +96,53 @@ _LEAST = -3.0e38
 """Below every gate."""
 
 
-class _Memory:
-    """Values and gates of earlier tokens [sequences, ring, .]."""
+def _find_position(table: Table, token: v.Expr) -> v.Expr:
+    return v.let(v.wide(table.positions[token]))
 
-    def __init__(self, table: Table) -> None:
-        self.values = table.take_array("memory", "float32")
-        self._stride, self._ring = table.take("sequence_stride"), table.take("ring")
-        self._sequences = table.take_array("sequences", "int32")
-        self._positions = table.take_array("positions", "int32")
 
-    def find_position(self, token: v.Expr) -> v.Expr:
-        return v.let(v.wide(self._positions[token]))
-
-    def find_row(self, token: v.Expr, position: v.Expr, length: v.Expr) -> v.Expr:
-        """Return the first element of a position of the token's sequence."""
-        first = v.wide(self._sequences[token]) * self._stride
-        return v.let(first + position % self._ring * length)
+def _find_row(table: Table, token: v.Expr, position: v.Expr, length: v.Expr) -> v.Expr:
+    """Return the first of the values and gates [sequences, ring, .] of a position of the token's
+    sequence."""
+    first = v.wide(table.sequences[token]) * table.sequence_stride
+    return v.let(first + position % table.ring * length)
 
 
 def emit_record(table: Table) -> None:
     """Keep a token's values for pooled vectors, then its gates."""
-    own, length = _Memory(table), table.take("length")
-    x, stride = table.take_array("x", "float32"), table.take("x_stride")
     with T.serial(table.first, table.end) as token:
-        target = own.find_row(token, own.find_position(token), length)
-        source = v.let(token * stride)
+        target = _find_row(table, token, _find_position(table, token), table.length)
+        source = v.let(token * table.x_stride)
 
         def copy(place: v.Expr, lanes: int) -> None:
-            v.store(own.values, target + place, v.load(x, source + place, lanes), lanes)
+            v.store(table.memory, target + place, v.load(table.x, source + place, lanes), lanes)
 
-        walk(T.int64(0), length, copy)
+        walk(T.int64(0), table.length, copy)
 
 
 def emit_pool(table: Table) -> None:
     """Make the vector of a block that a token ends.  Write the position of its first token, and the
     row of the KV cache for the vector: ``spare`` if the block goes on."""
-    own = _Memory(table)
-    width, block, overlaps = table.take("width"), table.take("block"), table.take("overlaps")
-    bias, base, spare = table.take_array("bias", "float32"), table.take("base"), table.take("spare")
-    y, y_stride = table.take_array("y", "float32"), table.take("y_stride")
-    starts, rows = table.take_array("starts", "int32"), table.take_array("rows", "int32")
-    given = v.let(width * (overlaps + 1))
+    given = v.let(table.width * (table.overlaps + 1))
     with T.serial(table.first, table.end) as token:
-        position = own.find_position(token)
-        number = v.let(position // block)
-        start, target = v.let(number * block), v.let(token * y_stride)
-        is_last = position + 1 >= start + block
-        T.buffer_store(starts, T.cast(start, "int32"), [token])
-        row = T.Select(is_last, base + number, spare)
-        T.buffer_store(rows, T.cast(row, "int32"), [token])
-        first = v.let(T.max(start - block * overlaps, T.int64(0)))
+        position = _find_position(table, token)
+        number = v.let(position // table.block)
+        start, target = v.let(number * table.block), v.let(token * table.y_stride)
+        is_last = position + 1 >= start + table.block
+        T.buffer_store(table.starts, T.cast(start, "int32"), [token])
+        row = T.Select(is_last, table.base + number, table.spare)
+        T.buffer_store(table.rows, T.cast(row, "int32"), [token])
+        first = v.let(T.max(start - table.block * table.overlaps, T.int64(0)))
 
         def mix(element: v.Expr, lanes: int) -> None:
             def load(place: v.Expr) -> tuple[v.Expr, v.Expr]:
                 """Return values and gates of a position."""
-                part = v.let(T.Select(place >= start, width * overlaps, T.int64(0)) + element)
-                source = v.let(own.find_row(token, place, given * 2) + part)
-                gates = v.load(own.values, source + given, lanes)
-                gates = gates + v.load(bias, place % block * given + part, lanes)
-                return v.load(own.values, source, lanes), v.let(gates)
+                part = v.let(
+                    T.Select(place >= start, table.width * table.overlaps, T.int64(0)) + element
+                )
+                source = v.let(_find_row(table, token, place, given * 2) + part)
+                gates = v.load(table.memory, source + given, lanes)
+                gates = gates + v.load(table.bias, place % table.block * given + part, lanes)
+                return v.load(table.memory, source, lanes), v.let(gates)
 
             top = v.Cell(v.constant(_LEAST, "float32", lanes))
             with T.serial(first, position + 1) as place:
@@ -165,28 +153,25 @@ def emit_pool(table: Table) -> None:
                 weights = v.let(v.take_exponential(gates - top.get(), lanes))
                 total.set(total.get() + weights)
                 mixed.set(T.fma(weights, values, mixed.get()))
-            v.store(y, target + element, mixed.get() / total.get(), lanes)
+            v.store(table.y, target + element, mixed.get() / total.get(), lanes)
 
         with T.If(is_last), T.Then():
-            walk(T.int64(0), width, mix)
+            walk(T.int64(0), table.width, mix)
 
 
 def emit_see(table: Table) -> None:
     """List the rows of the KV cache that a token sees: of its window, and of blocks before its
     end."""
-    window, block, base = table.take("window"), table.take("block"), table.take("base")
-    chosen, stride = table.take_array("chosen", "int32"), table.take("list_stride")
-    positions = table.take_array("positions", "int32")
     with T.serial(table.first, table.end) as token:
-        end = v.let(v.wide(positions[token]) + 1)
-        count, blocks = v.let(T.min(end, window)), v.let(end // block)
-        first = v.let(token * stride + LIST_HEAD)
+        end = v.let(v.wide(table.positions[token]) + 1)
+        count, blocks = v.let(T.min(end, table.window)), v.let(end // table.block)
+        first = v.let(token * table.list_stride + LIST_HEAD)
 
         def put(place: v.Expr, value: v.Expr) -> None:
-            T.buffer_store(chosen, T.cast(value, "int32"), [v.let(place)])
+            T.buffer_store(table.chosen, T.cast(value, "int32"), [v.let(place)])
 
         put(first - LIST_HEAD, count + blocks)
         with T.serial(count) as number:
             put(first + number, end - count + number)
         with T.serial(blocks) as number:
-            put(first + count + number, base + number)
+            put(first + count + number, table.base + number)

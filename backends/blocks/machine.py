@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tvm
 from tvm import tirx
@@ -11,7 +12,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.contract import FIELDS
+from pi2.backends.blocks.contract import FIELDS, TYPES
 from pi2.backends.blocks.room import CHUNK
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
@@ -22,32 +23,38 @@ _ANY = 1 << 46
 
 
 class Table:
-    """The arguments of the kernel under construction."""
+    """The arguments of the kernel under construction, each by its name (`contract.FIELDS`)."""
 
-    def __init__(self, fields: Sequence[str]) -> None:
-        self._fields = fields
+    def __init__(self, kernel: str) -> None:
         handle = T.arg("table", T.handle("int64"))
         self.first = T.arg("first", T.int64())
         """The first item to compute."""
         self.end = T.arg("end", T.int64())
         """The item after the last one."""
         self.thread = T.arg("thread", T.int64())
-        self._numbers = T.decl_buffer((len(fields),), "int64", data=handle)
+        fields, types = FIELDS[kernel], TYPES[kernel]
+        numbers = T.decl_buffer((len(fields),), "int64", data=handle)
+        self._values: dict[str, Any] = {}
+        for place, name in enumerate(fields):
+            kind = types.get(name)
+            if kind == "float":  # the low half of its number
+                low = T.cast(numbers[place], "int32")
+                self._values[name] = v.let(T.reinterpret(low, dtype="float32"))
+            elif kind is None:
+                self._values[name] = v.let(numbers[place])
+            else:
+                self._values[name] = view(numbers[place], kind)
 
-    def take(self, name: str) -> v.Expr:
-        return v.let(self._numbers[self._fields.index(name)])
+    def __getattr__(self, name: str) -> Any:
+        return self._values[name]
 
-    def take_float(self, name: str) -> v.Expr:
-        """Return a float32, which is the low half of its number."""
-        low = T.cast(self._numbers[self._fields.index(name)], "int32")
-        return v.let(T.reinterpret(low, dtype="float32"))
-
-    def take_array(self, name: str, dtype: str) -> v.Buffer:
-        """Return a flat array, of whose alignment nothing is known."""
-        return view(self._numbers[self._fields.index(name)], dtype)
+    def get_array(self, name: str, dtype: str) -> v.Buffer:
+        """Return the array at an address, of elements that a plan chooses."""
+        return view(self._values[name], dtype)
 
 
 def view(address: v.Expr, dtype: str) -> v.Buffer:
+    """Return a flat array, of whose alignment nothing is known."""
     pointer = T.bind(tirx.op.reinterpret(PointerType(PrimType(dtype)), address))
     return T.decl_buffer((_ANY,), dtype, data=pointer, align=1)
 
@@ -58,7 +65,7 @@ def make_tabled_function(name: str, emit: Callable[[Table], None]) -> tvm.tirx.P
         with T.prim_func(s_tir=True):
             T.func_name(name)
             T.func_attr({"global_symbol": name})
-            emit(Table(FIELDS[name]))
+            emit(Table(name))
     return builder.get()
 
 

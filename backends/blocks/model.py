@@ -9,11 +9,11 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.code import Program
+from pi2.backends.blocks.counting import count_program
 from pi2.backends.blocks.instructions import FindWeight
 from pi2.backends.blocks.interpreter import Interpret
 from pi2.backends.blocks.layers import start_layers
 from pi2.backends.blocks.operands import Area, Extent, Matrix
-from pi2.backends.blocks.recurrent import STATE_MATRICES
 from pi2.backends.blocks.room import Allocate, Memory
 from pi2.backends.blocks.routed import PairTables, RoutedLayer, list_routed, view_floats
 from pi2.backends.executor import Ring
@@ -44,7 +44,9 @@ class BlockModel:
         interpret: Interpret,
     ) -> None:
         self._model, self.extent = model, extent
-        self.interpreter = interpret(model, list_formats(model, find), extent.kv)
+        matrices = count_program(model, find, extent).matrices
+        formats = sorted({own.weight.format for own in matrices})
+        self.interpreter = interpret(model, formats, extent.kv)
         self._lanes = self.interpreter.lanes
         self.memory = memory = Memory(allocate)
         """The program's arrays."""
@@ -327,40 +329,3 @@ class BlockModel:
     def close(self) -> None:
         """End the threads.  Never fails, and may be called twice."""
         self.interpreter.close()
-
-
-def list_matrix_keys(model: Model) -> list[str]:
-    """Return keys of matrices that models may have, whole models' last."""
-    keys = ["query", "key", "value", "output", "gate", "up", "down", "fused_qkv", "fused_gate_up"]
-    if model.moe is not None:
-        keys += [f"{own}_{part}" for own in ("shared", "dense") for part in ("gate", "up", "down")]
-        keys += ["fused_shared", "fused_dense", "router", "shared_router"]
-        keys += ["side_gate", "side_up", "side_down", "experts_in", "experts_out"]
-    keys += ["layer_input_gate", "layer_input_output", "query_gate", "latent", "latent_query"]
-    keys += ["latent_query_out", "latent_keys", "latent_values", "latent_out"]
-    keys += ["index_query", "index_key", "index_weights"]
-    keys += ["hyper_attention", "hyper_ffn", "pool_values", "pool_gates", "output_group"]
-    keys += ["ngram_key", "ngram_value"]
-    parts = ("down", "up", "inject")
-    keys += [f"hyper_{of}_{part}" for of in ("attention", "ffn") for part in parts]
-    keys += ["laurel_in", "laurel_out", "altup_router", "altup_predict", "altup_correct"]
-    return [*keys, *STATE_MATRICES, *_list_whole(model)]
-
-
-def _list_whole(model: Model) -> list[str]:
-    """Return keys of matrices that belong to no layer."""
-    whole = ["embedding", "head", "positions", "layer_embedding", "layer_projection"]
-    whole += ["stream_in", "stream_out", "hyper_head", "hyper_head_down", "hyper_head_up"]
-    whole += ["ngram_rows"]
-    return [*whole, *(own["in"] for name, own in model.operators.items() if name == "mtp")]
-
-
-def list_formats(model: Model, find: FindWeight) -> list[str]:
-    whole = _list_whole(model)
-    layers, states = range(model.shape.layers), set(STATE_MATRICES)
-    keys = [key for key in list_matrix_keys(model) if key not in states and key not in whole]
-    places = [(key, layer, 0) for layer in layers for key in keys]
-    places += [(key, *place) for place in model.states for key in STATE_MATRICES]
-    places += [(key, 0, 0) for key in whole]
-    found = {weight.format for place in places if (weight := find(*place)) is not None}
-    return sorted(found)

@@ -19,25 +19,25 @@ class _Numbers:
 
     def __init__(self, isa: Isa, unpacking: Unpacking, table: Table) -> None:
         self._machine, self._unpacking = Machine(isa), unpacking
-        self._weights = table.take_array("weights", "uint8")
-        self._grid = table.take_array("grid", "uint8")
-        self._blocks = table.take("blocks")
-        self.length = v.let(self._blocks * unpacking.whole)
+        self.table = table
+        self.length = v.let(self.table.blocks * unpacking.whole)
 
     def walk(self, row: v.Expr, emit: Callable[[v.Expr, v.Expr, int], None]) -> None:
         """Call ``emit`` with places of a row, numbers from there on, and how many."""
-        own, weights = self._unpacking, self._weights
-        start = v.let(row * self._blocks * own.size)
+        own, weights = self._unpacking, self.table.weights
+        start = v.let(row * self.table.blocks * own.size)
         if own.floats is not None:
             read = own.floats
 
             def take(place: v.Expr, lanes: int) -> None:
                 emit(place, v.let(read(weights, start + place * own.size, lanes)), lanes)
 
-            walk(T.int64(0), self._blocks, take)
+            walk(T.int64(0), self.table.blocks, take)
             return
-        with T.serial(self._blocks) as number:
-            source = Source(self._machine, weights, v.let(start + number * own.size), self._grid)
+        with T.serial(self.table.blocks) as number:
+            source = Source(
+                self._machine, weights, v.let(start + number * own.size), self.table.grid
+            )
             for piece, open_block in enumerate(own.opens):
                 block = open_block(source)
                 numbers = block.open_numbers()
@@ -49,47 +49,40 @@ class _Numbers:
 def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     """``y[t]`` = row ``numbers[t]`` of the weights x factor, as float32, added to y if
     ``added``."""
-    own, y = _Numbers(isa, unpacking, table), table.take_array("y", "float32")
-    numbers, stride = table.take_array("numbers", "int32"), table.take("y_stride")
-    factor, added = table.take_float("factor"), table.take("added")
+    own = _Numbers(isa, unpacking, table)
     with T.serial(table.first, table.end) as token:
-        target = v.let(token * stride)
+        target = v.let(token * table.y_stride)
 
         def put(place: v.Expr, value: v.Expr, lanes: int) -> None:
-            cell = v.Cell(value * v.splat(factor, lanes))
-            with T.If(added != T.int64(0)), T.Then():
-                cell.set(cell.get() + v.load(y, target + place, lanes))
-            v.store(y, target + place, cell.get(), lanes)
+            cell = v.Cell(value * v.splat(table.factor, lanes))
+            with T.If(table.added != T.int64(0)), T.Then():
+                cell.set(cell.get() + v.load(table.y, target + place, lanes))
+            v.store(table.y, target + place, cell.get(), lanes)
 
-        own.walk(v.let(v.wide(numbers[token])), put)
+        own.walk(v.let(v.wide(table.numbers[token])), put)
 
 
 def emit_multiply_turned(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     """``y[t, h]`` = the sum of a head's first ``rows`` rows, times elements of ``x[t, h]`` and a
     factor.  Heads are ``each`` rows apart; items are heads."""
     own = _Numbers(isa, unpacking, table)
-    x, y = table.take_array("x", "float32"), table.take_array("y", "float32")
-    x_stride, y_stride = table.take("x_stride"), table.take("y_stride")
-    x_each, y_each = table.take("x_each"), table.take("y_each")
-    tokens, rows, each = map(table.take, ("tokens", "rows", "each"))
-    factor = table.take_float("factor")
     with T.serial(table.first, table.end) as head:
-        source, target = v.let(head * x_each), v.let(head * y_each)
+        source, target = v.let(head * table.x_each), v.let(head * table.y_each)
 
         def clear(place: v.Expr, lanes: int) -> None:
-            with T.serial(tokens) as token:
-                at = target + token * y_stride + place
-                v.store(y, at, v.constant(0.0, "float32", lanes), lanes)
+            with T.serial(table.tokens) as token:
+                at = target + token * table.y_stride + place
+                v.store(table.y, at, v.constant(0.0, "float32", lanes), lanes)
 
         walk(T.int64(0), own.length, clear)
-        with T.serial(rows) as row:
+        with T.serial(table.rows) as row:
             element = v.let(source + row)
 
             def add(place: v.Expr, value: v.Expr, lanes: int) -> None:
-                with T.serial(tokens) as token:
-                    weight = v.let(x[token * x_stride + element] * factor)
-                    at = v.let(target + token * y_stride + place)
-                    total = T.fma(value, v.splat(weight, lanes), v.load(y, at, lanes))
-                    v.store(y, at, total, lanes)
+                with T.serial(table.tokens) as token:
+                    weight = v.let(table.x[token * table.x_stride + element] * table.factor)
+                    at = v.let(target + token * table.y_stride + place)
+                    total = T.fma(value, v.splat(weight, lanes), v.load(table.y, at, lanes))
+                    v.store(table.y, at, total, lanes)
 
-            own.walk(v.let(head * each + row), add)
+            own.walk(v.let(head * table.each + row), add)

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from pi2.arrays import I32
 
 
-def put_optional(name: str, address: int) -> dict[str, int]:
-    """Return the argument ``name``, and the flag of its presence."""
-    return {name: address, f"has_{name}": int(address != 0)}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """What a program computes at most, and how: its arrays depend on it."""

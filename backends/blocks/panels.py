@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, Table, as_bytes, join, pick, turn_square
-from pi2.backends.blocks.rows import FEW, Pairs, Results, ask_ahead
+from pi2.backends.blocks.rows import FEW, Results, ask_ahead, find_matrix, find_x
 from pi2.backends.blocks.sizes import (
     PANEL_TOKENS,
     STAGE_BYTES,
@@ -34,16 +34,11 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     """The same as `rows.emit_multiply`, for pairs ``listed`` by expert; items are panels.  Rows are
     taken in stretches; the first-level cache holds unpacked groups of 32 of one."""
     machine = Machine(isa)
-    weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
-    codes, scratch = table.take_array("x", "uint8"), table.take_array("scratch", "uint8")
-    blocks, rows, planes = table.take("blocks"), table.take("rows"), table.take("planes")
-    stride, plane_stride = table.take("x_stride"), table.take("plane_stride")
     lanes, width, opens = machine.lanes, machine.width, len(unpacking.opens)
-    results, pairs = Results(table), Pairs(table)
-    listed, starts = table.take_array("pairs", "int32"), table.take_array("starts", "int32")
-    panel = _Panel(machine, unpacking, scratch, table.thread * table.take("scratch_stride"))
+    results = Results(table)
+    panel = _Panel(machine, unpacking, table.scratch, table.thread * table.scratch_stride)
     sums = v.let(panel.base + count_panel_bytes(lanes))
-    row_bytes = v.let(blocks * unpacking.size)
+    row_bytes = v.let(table.blocks * unpacking.size)
     most = STRETCH // unpacking.whole
     # Of whole tiles of tokens, as many as are computed together.
     apart = v.Cell(T.int64(0))
@@ -52,56 +47,59 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
         return v.let(sums + (plane * apart.get() + token) * width)
 
     def store(place: v.Expr, value: v.Expr) -> None:
-        v.store(scratch, place, v.reinterpret(value, "uint8", width), width)
+        v.store(table.scratch, place, v.reinterpret(value, "uint8", width), width)
 
     def multiply(low: v.Expr, tokens: v.Expr, first: v.Expr, count: v.Expr, together: int) -> None:
         with T.serial((tokens + together - 1) // together) as tile:
             now = v.let(tile * together)
             taken = [
-                pairs.find_x(v.let(v.wide(listed[T.min(now + k, tokens - 1) + low])))
+                find_x(table, v.let(v.wide(table.pairs[T.min(now + k, tokens - 1) + low])))
                 for k in range(together)
             ]
-            with T.serial(planes) as plane:
-                begins = [v.let(own * stride + plane * plane_stride) for own in taken]
-                product = _Product(panel, codes, begins, v.let(blocks * unpacking.whole))
+            with T.serial(table.planes) as plane:
+                begins = [v.let(own * table.x_stride + plane * table.plane_stride) for own in taken]
+                product = _Product(panel, table.x, begins, v.let(table.blocks * unpacking.whole))
                 at = find_sum(plane, now)
                 places = [at + k * width for k in range(together)]
-                totals = [v.Cell(v.load_as(scratch, own, "float32", lanes)) for own in places]
+                totals = [v.Cell(v.load_as(table.scratch, own, "float32", lanes)) for own in places]
                 product.emit(v.let(first * opens), v.let(count * opens), totals)
                 for own, total in zip(places, totals, strict=True):
                     store(own, total.get())
 
-    with T.serial(table.first, table.end) as item, T.serial(table.take("experts")) as expert:
-        begin, end = v.let(v.wide(starts[expert])), v.let(v.wide(starts[expert + 1]))
-        row, matrix = v.let(item * lanes), v.let(pairs.find_matrix(expert))
+    with T.serial(table.first, table.end) as item, T.serial(table.experts) as expert:
+        begin, end = v.let(v.wide(table.starts[expert])), v.let(v.wide(table.starts[expert + 1]))
+        row, matrix = v.let(item * lanes), v.let(find_matrix(table, expert))
         # The last rows may be the last one again.
-        begins = [v.let(matrix + T.min(row + k, rows - 1) * row_bytes) for k in range(lanes)]
+        begins = [v.let(matrix + T.min(row + k, table.rows - 1) * row_bytes) for k in range(lanes)]
         with T.serial((end - begin + PANEL_TOKENS - 1) // PANEL_TOKENS) as some:
             low = v.let(begin + some * PANEL_TOKENS)
             tokens = v.let(T.min(end - low, T.int64(PANEL_TOKENS)))
             apart.set((tokens + TOGETHER - 1) // TOGETHER * TOGETHER)
-            with T.serial(planes) as plane, T.serial(tokens) as token:
+            with T.serial(table.planes) as plane, T.serial(tokens) as token:
                 store(find_sum(plane, token), v.constant(0.0, "float32", lanes))
-            with T.serial((blocks + most - 1) // most) as stretch:
+            with T.serial((table.blocks + most - 1) // most) as stretch:
                 first = v.let(stretch * most)
-                count = v.let(T.min(blocks - first, T.int64(most)))
+                count = v.let(T.min(table.blocks - first, T.int64(most)))
                 with T.serial(count) as number:
                     # Rows are many streams of few bytes; asked for is the next panel, in the order
                     # of its bytes.
-                    asked = begins[0] + (blocks + first + number) * (lanes * unpacking.size)
+                    asked = begins[0] + (table.blocks + first + number) * (lanes * unpacking.size)
                     asked, place = v.let(asked), v.let((first + number) * unpacking.size)
                     if panel.takes_rows:
                         sources = [
-                            Source(machine, weights, v.let(own + place), grid) for own in begins
+                            Source(machine, table.weights, v.let(own + place), table.grid)
+                            for own in begins
                         ]
                         columns = Columns(sources, asked, lanes * unpacking.size)
                         panel.put_rows(columns, number)
                         columns.ask_ahead()
                     else:
                         with T.serial(T.int64(lanes)) as lane:
-                            ask_ahead(weights, asked + lane * unpacking.size, unpacking.size)
-                            at = v.let(matrix + T.min(row + lane, rows - 1) * row_bytes + place)
-                            panel.put(Source(machine, weights, at, grid), number, lane)
+                            ask_ahead(table.weights, asked + lane * unpacking.size, unpacking.size)
+                            at = v.let(
+                                matrix + T.min(row + lane, table.rows - 1) * row_bytes + place
+                            )
+                            panel.put(Source(machine, table.weights, at, table.grid), number, lane)
                         panel.turn(number)
                 if machine.together > FEW:
                     with T.If(tokens > T.int64(FEW)):
@@ -113,11 +111,11 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                     multiply(low, tokens, first, count, FEW)
             with T.serial(tokens) as token:
                 place = find_sum(T.int64(0), token)
-                with T.serial(T.int64(1), planes) as plane:
-                    more = v.load_as(scratch, find_sum(plane, token), "float32", lanes)
-                    store(place, v.let(more + v.load_as(scratch, place, "float32", lanes)))
-                pair = v.let(v.wide(listed[low + token]))
-                results.put_lanes(pair, expert, row, scratch, place, lanes)
+                with T.serial(T.int64(1), table.planes) as plane:
+                    more = v.load_as(table.scratch, find_sum(plane, token), "float32", lanes)
+                    store(place, v.let(more + v.load_as(table.scratch, place, "float32", lanes)))
+                pair = v.let(v.wide(table.pairs[low + token]))
+                results.put_lanes(pair, expert, row, table.scratch, place, lanes)
 
 
 class _Panel:

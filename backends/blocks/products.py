@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pi2.backends.blocks.contract import PIECE
+from pi2.backends.blocks.contract import PIECE, complete_arguments
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
 from pi2.backends.blocks.operands import (
     Area,
@@ -15,7 +15,6 @@ from pi2.backends.blocks.operands import (
     Product,
     Routed,
     find_address,
-    put_optional,
 )
 from pi2.backends.blocks.room import (
     KvCache,
@@ -48,10 +47,6 @@ _LITTLE = {
     "quantize_q8_0": 16384,
 }
 """Elements up to which one thread computes a token."""
-
-
-SCRATCH = {"scratch": 0, "scratch_stride": 0}
-"""Arguments that `Products.finish` sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +229,7 @@ class Products:
         )
 
     def _append(self, instruction: Instruction) -> int:
+        instruction.values = complete_arguments(instruction.kernel, instruction.values)
         self.instructions.append(instruction)
         return len(self.instructions) - 1
 
@@ -259,8 +255,8 @@ class Products:
             "normalize",
             {
                 **x.put("x"),
-                **put_optional("weights", weights),
-                **put_optional("bias", bias),
+                "weights": weights,
+                "bias": bias,
                 **y.put("y"),
                 "length": length,
                 "epsilon": put_float(norm.epsilon),
@@ -394,7 +390,6 @@ class Products:
                     "y_stride": heads * y.stride,
                     "y_each": y.stride,
                     "blocks": weight.length // weight.kind.block,
-                    "tokens": 0,
                     "rows": rows,
                     "each": weight.rows // heads,
                     "factor": put_float(scale),
@@ -497,13 +492,11 @@ class Products:
                     "plane_stride": codes.plane_stride,
                     **y.put("y"),
                     "blocks": weight.length // weight.kind.block,
-                    "tokens": 0,
-                    **put_optional("bias", product.bias),
+                    "bias": product.bias,
                     "added": int(product.added),
                     "factor": put_float(product.factor),
                     "scales": self._place_scales(weight),
                     "rows": weight.rows,
-                    **SCRATCH,
                     **self._list_pairs(product),
                 },
                 ways=(one, several, many),
@@ -530,12 +523,8 @@ class Products:
                 "place_of": one,
                 "x_of": several,
                 "y_of": several,
-                "expert_bytes": 0,
                 "pairs": several,
-                "starts": 0,
                 "experts": 1,
-                "routes": 0,
-                "has_routes": 0,
             }
         weight = product.weight
         return {
@@ -592,7 +581,7 @@ class Products:
     def add_term(self, x: Area, y: Area, length: int, weights: int = 0) -> None:
         """Add vectors to others; with the address of weights, give their products instead."""
         values = {**x.put("x"), **y.put("y"), "length": length}
-        self.add("term", values | put_optional("weights", weights), each=1)
+        self.add("term", values | {"weights": weights}, each=1)
 
     def add_cap(
         self,

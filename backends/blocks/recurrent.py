@@ -16,26 +16,11 @@ from pi2.arrays import F32, I64
 from pi2.backends.blocks.building import Builder
 from pi2.backends.blocks.contract import STATE_BLOCK
 from pi2.backends.blocks.instructions import Weight, put_float
-from pi2.backends.blocks.operands import Area, Gates, HeadNorm, Product, put_optional
+from pi2.backends.blocks.operands import Area, Gates, HeadNorm, Product
 from pi2.backends.blocks.room import StateMemory
 from pi2.model.states import StateShape, list_state_tensors
 from pi2.model.tensor import DenseTensor, Place, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
-
-STATE_MATRICES = (
-    *(
-        "state_gates",
-        "state_in",
-        "state_key",
-        "state_value",
-        "state_gate",
-        "state_beta",
-        "state_alpha",
-    ),
-    *("state_decays", "state_output_gates", "state_parts", "state_steps", "state_output"),
-)
-"""Keys of the matrices of mixers with a state."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -142,8 +127,8 @@ class StateBuilder:
         bias = keep("state_convolution_bias", channels) if shape.convolution_bias else 0
         more = {
             "weights": weights,
-            **put_optional("bias", bias),
-            **put_optional("places", self._keep_numbers(places)),
+            "bias": bias,
+            "places": self._keep_numbers(places),
             "tails": self._memory.find(*place)[0],
             "sequence_stride": self._memory.stride,
             "is_silu": int(shape.kind != "convolution"),
@@ -219,11 +204,10 @@ class StateBuilder:
                 "group": heads // shape.key_heads,
                 "value_dim": shape.value_dim,
                 **factors.put("factors"),
-                **put_optional("skip", skip),
+                "skip": skip,
                 "memory": self._memory.find(*place)[1],
                 "sequence_stride": self._memory.stride,
                 **mixed.put("y"),
-                "tokens": 0,
                 **builder.put_tokens(),
             },
             items=heads * -(-shape.value_dim // STATE_BLOCK),
@@ -274,7 +258,6 @@ class StateBuilder:
                 "width": shape.width,
                 "key_dim": depth,
                 **mixed.put("y"),
-                "tokens": 0,
                 **builder.put_tokens(),
             },
             items=-(-shape.width // STATE_BLOCK),

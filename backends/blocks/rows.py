@@ -27,7 +27,7 @@ class _Token:
     ) -> None:
         self.codes = codes
         self.number = number
-        own = number * table.take("x_stride") + plane * table.take("plane_stride")
+        own = number * table.x_stride + plane * table.plane_stride
         self.base = v.let(own)
         self.length = length
 
@@ -45,21 +45,20 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     if ``added``. x may have several planes, which are added. Without experts, pairs are tokens, and
     all use expert 0. ``place_of[e]`` is the place of an expert's matrix, counted in matrices."""
     rows = _Rows(isa, unpacking, table)
-    pairs = Pairs(table)
-    with T.serial(table.first, table.end) as row, T.serial(table.take("tokens")) as pair:
-        expert = pairs.find_expert(pair)
-        start = v.let(rows.start(row) + pairs.find_matrix(expert))
-        x, total = pairs.find_x(pair), v.Cell(T.float32(0.0))
+    with T.serial(table.first, table.end) as row, T.serial(table.tokens) as pair:
+        expert = find_expert(table, pair)
+        start = v.let(rows.start(row) + find_matrix(table, expert))
+        x, total = find_x(table, pair), v.Cell(T.float32(0.0))
 
         def add(*planes: v.Expr) -> None:
-            taken = [_Token(table, rows.codes, x, rows.length, plane) for plane in planes]
+            taken = [_Token(table, table.x, x, rows.length, plane) for plane in planes]
             for own in rows.sum(start, taken):
                 total.set(total.get() + own)
 
-        with T.If(table.take("planes") == T.int64(2)):
+        with T.If(table.planes == T.int64(2)):
             with T.Then():  # weights are unpacked once
                 add(T.int64(0), T.int64(1))
-            with T.Else(), T.serial(table.take("planes")) as plane:
+            with T.Else(), T.serial(table.planes) as plane:
                 add(plane)
         rows.results.put(pair, expert, row, total.get())
 
@@ -67,27 +66,24 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
 def emit_multiply_few(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     """The same without experts; `FEW` tokens share the unpacking of a row, or the last two."""
     rows = _Rows(isa, unpacking, table)
-    tokens = table.take("tokens")
 
     def multiply(first: v.Expr, together: int) -> None:
-        numbers = [v.let(T.min(first + k, tokens - 1)) for k in range(together)]
+        numbers = [v.let(T.min(first + k, table.tokens - 1)) for k in range(together)]
         targets = [rows.results.find(number) for number in numbers]
         with T.serial(table.first, table.end) as row:
             totals = [v.Cell(T.float32(0.0)) for _ in numbers]
-            with T.serial(table.take("planes")) as plane:
-                taken = [
-                    _Token(table, rows.codes, number, rows.length, plane) for number in numbers
-                ]
+            with T.serial(table.planes) as plane:
+                taken = [_Token(table, table.x, number, rows.length, plane) for number in numbers]
                 for cell, own in zip(totals, rows.sum(rows.start(row), taken), strict=True):
                     cell.set(cell.get() + own)
             for place, (target, total) in enumerate(zip(targets, totals, strict=True)):
                 # The last tokens of a tile may be the last one again.
-                with T.If(first + place < tokens), T.Then():
+                with T.If(first + place < table.tokens), T.Then():
                     rows.results.put_at(*target, T.int64(0), row, total.get())
 
-    with T.serial((tokens + FEW - 1) // FEW) as tile:
+    with T.serial((table.tokens + FEW - 1) // FEW) as tile:
         first = v.let(tile * FEW)
-        with T.If(tokens - first > T.int64(2)):
+        with T.If(table.tokens - first > T.int64(2)):
             with T.Then():
                 multiply(first, FEW)
             with T.Else():
@@ -98,64 +94,54 @@ class _Rows:
     def __init__(self, isa: Isa, unpacking: Unpacking, table: Table) -> None:
         self._machine = Machine(isa)
         self._unpacking = unpacking
-        self._weights = table.take_array("weights", "uint8")
-        self._grid = table.take_array("grid", "uint8")
-        self.codes = table.take_array("x", "uint8")
-        self._blocks = table.take("blocks")
-        self.length = v.let(self._blocks * unpacking.whole)
+        self.table = table
+        self.length = v.let(self.table.blocks * unpacking.whole)
         self.results = Results(table)
 
     def start(self, row: v.Expr) -> v.Expr:
-        return v.let(row * self._blocks * self._unpacking.size)
+        return v.let(row * self.table.blocks * self._unpacking.size)
 
     def sum(self, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
         machine, unpacking = self._machine, self._unpacking
         if unpacking.floats is not None:
-            return _emit_floats(unpacking, self._weights, start, tokens, self.length)
+            return _emit_floats(unpacking, self.table.weights, start, tokens, self.length)
         emit = _emit_groups if unpacking.elements == 32 else _emit_super_blocks
-        return emit(machine, unpacking, self._weights, self._grid, start, tokens, self._blocks)
+        return emit(
+            machine,
+            unpacking,
+            self.table.weights,
+            self.table.grid,
+            start,
+            tokens,
+            self.table.blocks,
+        )
 
 
-class Pairs:
-    def __init__(self, table: Table) -> None:
-        self._experts = table.take_array("expert_of", "int32")
-        self._places = table.take_array("place_of", "int32")
-        self._x = table.take_array("x_of", "int32")
-        self._size = table.take("expert_bytes")
+def find_expert(table: Table, pair: v.Expr) -> v.Expr:
+    return v.let(v.wide(table.expert_of[pair]))
 
-    def find_expert(self, pair: v.Expr) -> v.Expr:
-        return v.let(v.wide(self._experts[pair]))
 
-    def find_matrix(self, expert: v.Expr) -> v.Expr:
-        """Return the offset of an expert's matrix from the first one."""
-        return v.let(v.wide(self._places[expert]) * self._size)
+def find_matrix(table: Table, expert: v.Expr) -> v.Expr:
+    """Return the offset of an expert's matrix from the first one."""
+    return v.let(v.wide(table.place_of[expert]) * table.expert_bytes)
 
-    def find_x(self, pair: v.Expr) -> v.Expr:
-        return v.let(v.wide(self._x[pair]))
+
+def find_x(table: Table, pair: v.Expr) -> v.Expr:
+    return v.let(v.wide(table.x_of[pair]))
 
 
 class Results:
     """Target of the sums."""
 
     def __init__(self, table: Table) -> None:
-        self._y = table.take_array("y", "float32")
-        self._stride = table.take("y_stride")
-        self._scales = table.take_array("scales", "float32")
-        self._bias = table.take_array("bias", "float32")
-        self._has_bias = table.take("has_bias")
-        self._added = table.take("added")
-        self._factor = table.take_float("factor")
-        self._rows = table.take("rows")
-        self._y_of = table.take_array("y_of", "int32")
-        self._routes = table.take_array("routes", "float32")
-        self._has_routes = table.take("has_routes")
+        self.table = table
 
     def find(self, pair: v.Expr) -> tuple[v.Expr, v.Expr]:
         """Return the place of a pair's first sum, and the factor of all."""
-        factor = v.Cell(self._factor)
-        with T.If(self._has_routes != T.int64(0)), T.Then():
-            factor.set(self._factor * self._routes[pair])
-        return v.let(v.wide(self._y_of[pair]) * self._stride), v.let(factor.get())
+        factor = v.Cell(self.table.factor)
+        with T.If(self.table.has_routes != T.int64(0)), T.Then():
+            factor.set(self.table.factor * self.table.routes[pair])
+        return v.let(v.wide(self.table.y_of[pair]) * self.table.y_stride), v.let(factor.get())
 
     def put(self, pair: v.Expr, expert: v.Expr, row: v.Expr, total: v.Expr) -> None:
         self.put_at(*self.find(pair), expert, row, total)
@@ -163,36 +149,36 @@ class Results:
     def put_at(
         self, start: v.Expr, factor: v.Expr, expert: v.Expr, row: v.Expr, total: v.Expr
     ) -> None:
-        cell = v.Cell(total * self._scales[expert])
-        with T.If(self._has_bias != T.int64(0)), T.Then():
-            cell.set(cell.get() + self._bias[expert * self._rows + row])
+        cell = v.Cell(total * self.table.scales[expert])
+        with T.If(self.table.has_bias != T.int64(0)), T.Then():
+            cell.set(cell.get() + self.table.bias[expert * self.table.rows + row])
         place = v.let(start + row)
         value = v.let(cell.get() * factor)
-        with T.If(self._added != T.int64(0)):
+        with T.If(self.table.added != T.int64(0)):
             with T.Then():
-                T.buffer_store(self._y, self._y[place] + value, [place])
+                T.buffer_store(self.table.y, self.table.y[place] + value, [place])
             with T.Else():
-                T.buffer_store(self._y, value, [place])
+                T.buffer_store(self.table.y, value, [place])
 
     def put_lanes(
         self, pair: v.Expr, expert: v.Expr, first: v.Expr, sums: v.Buffer, place: v.Expr, lanes: int
     ) -> None:
         """Store the sums of existing rows among ``lanes`` from ``first`` on, at a byte of
         ``sums``."""
-        with T.If(first + lanes <= self._rows):
+        with T.If(first + lanes <= self.table.rows):
             with T.Then():
-                scale = v.splat(self._scales[expert], lanes)
+                scale = v.splat(self.table.scales[expert], lanes)
                 cell = v.Cell(v.load_as(sums, place, "float32", lanes) * scale)
-                with T.If(self._has_bias != T.int64(0)), T.Then():
-                    at = expert * self._rows + first
-                    cell.set(cell.get() + v.load(self._bias, at, lanes))
+                with T.If(self.table.has_bias != T.int64(0)), T.Then():
+                    at = expert * self.table.rows + first
+                    cell.set(cell.get() + v.load(self.table.bias, at, lanes))
                 start, factor = self.find(pair)
                 target = v.let(start + first)
                 cell.set(cell.get() * v.splat(factor, lanes))
-                with T.If(self._added != T.int64(0)), T.Then():
-                    cell.set(cell.get() + v.load(self._y, target, lanes))
-                v.store(self._y, target, cell.get(), lanes)
-            with T.Else(), T.serial(self._rows - first) as lane:
+                with T.If(self.table.added != T.int64(0)), T.Then():
+                    cell.set(cell.get() + v.load(self.table.y, target, lanes))
+                v.store(self.table.y, target, cell.get(), lanes)
+            with T.Else(), T.serial(self.table.rows - first) as lane:
                 total = v.let(v.load_as(sums, place + lane * 4, "float32", 1))
                 self.put(pair, expert, v.let(first + lane), total)
 

@@ -38,7 +38,7 @@ class _Tile(Heads):
         # Sums fill 24 of 32 registers, or 12 of 16.
         self._rows, self._mixes = (8, (4, 1)) if has_many else (4, (2, 1))
         self._turned = v.let(self._scores + TILE * TILE_POSITIONS)
-        self._mixed = v.let(self._turned + TILE * self._key_width)
+        self._mixed = v.let(self._turned + TILE * self.table.key_width)
         numbers = v.let(self._mixed + TILE * self._width)
         self._numbers = [v.let(numbers + k * TILE) for k in range(4)]
         """Largest scores, sums of weights, and the first and last positions that are seen."""
@@ -53,7 +53,7 @@ class _Tile(Heads):
     ) -> None:
         """Compute tokens ``first`` to ``end``, the first of which stands at ``position``."""
         self._first, self._head, self._position = first, head, position
-        queries = v.let((end - first) * self.group)
+        queries = v.let((end - first) * self.table.group)
         with T.serial((queries + TILE - 1) // TILE) as part:
             self._begin = v.let(part * TILE)
             self._emit_part(v.let(T.min(queries - self._begin, T.int64(TILE))), bases)
@@ -77,7 +77,7 @@ class _Tile(Heads):
             hides = T.bitwise_or(place + size > low + 1, place < unseen)
             with T.serial(registers) as register:
                 query = v.let(register * lanes)
-                with T.If(self._cap != T.float32(0.0)), T.Then():
+                with T.If(self.table.cap != T.float32(0.0)), T.Then():
                     self._cut(query, size)
                 with T.If(self._has_slopes), T.Then():
                     self._lean(query, place, size)
@@ -91,26 +91,35 @@ class _Tile(Heads):
             _repeat(zero, pieces, self._mixes, lambda k, n: self._mix(count, k, n, size))
         with T.serial(count) as query:
             token, head = self._find(query)
-            total, place = self._numbers[1] + query, v.let(self._mixed + query * self._width)
-            self.put(v.let(self._first + token), head, self._scratch, place, self._scratch[total])
+            total, place = (
+                self._numbers[1] + query,
+                v.let(self._mixed + query * self._width),
+            )
+            self.put(
+                v.let(self._first + token),
+                head,
+                self._scratch,
+                place,
+                self._scratch[total],
+            )
 
     def _find(self, query: v.Expr) -> tuple[v.Expr, v.Expr]:
         """Return the token of a query, counted from the tile's first, and its head."""
         number = v.let(self._begin + query)
-        token = v.let(number // self.group)
-        return token, v.let(self._head * self.group + (number - token * self.group))
+        token = v.let(number // self.table.group)
+        return token, v.let(self._head * self.table.group + (number - token * self.table.group))
 
     def _put_queries(self, count: v.Expr, registers: v.Expr) -> None:
         """Begin with nothing; put queries, times the scale of scores."""
-        lanes, scale = self._lanes, v.let(v.splat(self._scale, self._lanes))
+        lanes, scale = self._lanes, v.let(v.splat(self.table.scale, self._lanes))
         with T.serial(count) as query:
             token, head = self._find(query)
             top, total = v.Cell(T.float32(_LEAST)), v.Cell(T.float32(0.0))
-            with T.If(self._has_sinks != T.int64(0)), T.Then():
-                top.set(self._sinks[head])
+            with T.If(self.table.has_sinks != T.int64(0)), T.Then():
+                top.set(self.table.sinks[head])
                 total.set(T.float32(1.0))
             with T.If(self._has_slopes), T.Then():
-                T.buffer_store(self._scratch, self._slopes[head], [self._leans + query])
+                T.buffer_store(self._scratch, self.table.slopes[head], [self._leans + query])
             now = v.let(self._position + token)
             seen = [v.cast(own, "float32", 1) for own in (self.find_first(now), now)]
             for place, value in zip(self._numbers, (top.get(), total.get(), *seen), strict=True):
@@ -120,10 +129,12 @@ class _Tile(Heads):
             starts = []
             for lane in range(lanes):
                 token, head = self._find(v.let(T.min(register * lanes + lane, count - 1)))
-                row = (self._first + token) * self._query_stride
-                starts.append(v.let(row + head * self._key_width))
-            with T.serial(self._key_width // lanes) as square:
-                rows = [v.let(v.load(self._queries, at + square * lanes, lanes)) for at in starts]
+                row = (self._first + token) * self.table.query_stride
+                starts.append(v.let(row + head * self.table.key_width))
+            with T.serial(self.table.key_width // lanes) as square:
+                rows = [
+                    v.let(v.load(self.table.queries, at + square * lanes, lanes)) for at in starts
+                ]
                 target = v.let(self._turned + square * (lanes * TILE) + register * lanes)
                 for place, column in enumerate(turn_square(rows, lanes)):
                     v.store(self._scratch, target + place * TILE, column * scale, lanes)
@@ -132,8 +143,8 @@ class _Tile(Heads):
         """Put keys or values of ``size`` positions from ``place`` on."""
         lanes = self._lanes
         array, stride, width = {
-            "key": (self._keys, self._key_width, self._key_width),
-            "value": (self._values, self._value_stride, self._width),
+            "key": (self._keys, self.table.key_width, self.table.key_width),
+            "value": (self._values, self.table.value_stride, self._width),
         }[name]
         with T.serial(size) as position:
             own = self.find_place(place + position)
@@ -149,7 +160,7 @@ class _Tile(Heads):
 
     def _score(self, query: v.Expr, registers: int, size: v.Expr) -> None:
         lanes, rows, scratch = self._lanes, self._rows, self._scratch
-        zero, pieces = v.constant(0.0, "float32", lanes), v.let(self._key_width // lanes)
+        zero, pieces = v.constant(0.0, "float32", lanes), v.let(self.table.key_width // lanes)
         several = _ELEMENTS // lanes
         with T.serial((pieces + several - 1) // several) as part, T.serial(size // rows) as block:
             target = v.let(self._scores + block * (rows * TILE) + query)
@@ -180,7 +191,7 @@ class _Tile(Heads):
 
     def _cut(self, query: v.Expr, size: v.Expr) -> None:
         """Cap scores of a register of queries."""
-        lanes, cap = self._lanes, v.splat(self._cap, self._lanes)
+        lanes, cap = self._lanes, v.splat(self.table.cap, self._lanes)
         with T.serial(size) as position:
             at = v.let(self._scores + position * TILE + query)
             value = v.take_tanh(v.load(self._scratch, at, lanes) / cap, lanes)
@@ -287,18 +298,17 @@ def emit_attend_many(isa: Isa, kind: KvType, table: Table) -> None:
     """The same as `attention.emit_attend`; items are tiles of tokens of the heads that share keys.
     Heads fill registers, and the cache has whole registers of positions."""
     tile = _Tile(isa, kind, table)
-    tokens, size = table.take("tokens"), table.take("tile")
     with T.serial(table.first, table.end) as item:
         # The last tiles, which see most, come first.
-        number = v.let((tokens + size - 1) // size - 1 - item // tile.kv_heads)
+        number = v.let((table.tokens + table.tile - 1) // table.tile - 1 - item // tile.kv_heads)
         head = v.let(item - item // tile.kv_heads * tile.kv_heads)
-        first = v.let(number * size)
-        end = v.let(T.min(first + size, tokens))
-        position = v.let(v.wide(tile.positions[first]))
+        first = v.let(number * table.tile)
+        end = v.let(T.min(first + table.tile, table.tokens))
+        position = v.let(v.wide(table.positions[first]))
         seen = v.Cell(end)
-        with T.If(tile.reach > T.int64(0)), T.Then():
+        with T.If(table.reach > T.int64(0)), T.Then():
             # Tokens behind attend to keys that are chosen for each.
-            seen.set(T.max(first, T.min(end, first + tile.reach - position)))
+            seen.set(T.max(first, T.min(end, first + table.reach - position)))
         last = v.let(seen.get())
         with T.If(last > first), T.Then():
             tile.emit(first, last, head, tile.find_bases(first, head), position)
