@@ -19,15 +19,7 @@ from pi2.backends.blocks.contract import (
     describe_heads,
 )
 from pi2.backends.blocks.instructions import Instruction, Way, Weight, put_float
-from pi2.backends.blocks.operands import (
-    Area,
-    Gates,
-    HeadNorm,
-    Matrix,
-    Norm,
-    Routed,
-    find_address,
-)
+from pi2.backends.blocks.operands import Area, Gates, HeadNorm, Matrix, Norm, Routed, find_address
 from pi2.backends.blocks.products import Products
 from pi2.backends.blocks.sizes import (
     PARTS,

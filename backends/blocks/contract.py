@@ -186,7 +186,7 @@ _OPTIONAL = {
 
 
 def complete_arguments(kernel: str, values: Mapping[str, int]) -> dict[str, int]:
-    """Return all arguments of a kernel: what is not given is 0, and ``has_NAME`` whether an array
+    """Return all arguments of a kernel: absent ones are 0, and ``has_NAME`` says whether an array
     is given."""
     unknown = values.keys() - _ABSENT[kernel].keys()
     assert not unknown, unknown

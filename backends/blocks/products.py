@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi2.backends.blocks.contract import PIECE, complete_arguments
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
-from pi2.backends.blocks.operands import (
-    Area,
-    Extent,
-    Matrix,
-    Product,
-    Routed,
-    find_address,
-)
+from pi2.backends.blocks.operands import Area, Extent, Matrix, Product, Routed, find_address
 from pi2.backends.blocks.room import (
     KvCache,
     Memory,

@@ -22,6 +22,7 @@ from pi2.model.states import StateShape, list_state_tensors
 from pi2.model.tensor import DenseTensor, Place, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
 
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Products of a token that matrices of the file give, and where rows of a tensor are."""

@@ -91,17 +91,8 @@ class _Tile(Heads):
             _repeat(zero, pieces, self._mixes, lambda k, n: self._mix(count, k, n, size))
         with T.serial(count) as query:
             token, head = self._find(query)
-            total, place = (
-                self._numbers[1] + query,
-                v.let(self._mixed + query * self._width),
-            )
-            self.put(
-                v.let(self._first + token),
-                head,
-                self._scratch,
-                place,
-                self._scratch[total],
-            )
+            total, place = (self._numbers[1] + query, v.let(self._mixed + query * self._width))
+            self.put(v.let(self._first + token), head, self._scratch, place, self._scratch[total])
 
     def _find(self, query: v.Expr) -> tuple[v.Expr, v.Expr]:
         """Return the token of a query, counted from the tile's first, and its head."""

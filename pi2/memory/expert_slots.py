@@ -15,7 +15,7 @@ import numpy as np
 from pi2.arrays import I32, I64, U8, Bits
 from pi2.memory.bulk_load import touch_memory
 from pi2.memory.cache import Lookup, NeuronCache
-from pi2.memory.io_engine import PENDING, EngineName, ReadBatch, make_readers
+from pi2.memory.io_engine import EngineName, ReadBatch, make_readers, make_reads
 from pi2.memory.policy import ABSENT, PolicyName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
 
@@ -324,27 +324,14 @@ class ExpertSlots:
     ) -> None:
         """Begin to read matrices ``numbers``, which one file has, of the missing experts."""
         experts = found.missing
-        count = len(numbers) * len(experts)
-        vectors = np.empty((len(numbers), len(experts), 2), np.int64)
         places = found.missing_slots * np.int64(own.group.stride) + own.group.region.ctypes.data
-        np.add(own.starts[numbers], places, out=vectors[:, :, 0])
-        lengths, offsets, sizes = (
-            table.take(experts, axis=1)[numbers].reshape(count)
-            for table in (own.lengths, own.firsts, own.needed)
+        addresses = (own.starts[numbers] + places).reshape(-1)
+        offsets, lengths, sizes = (
+            table.take(experts, axis=1)[numbers].reshape(-1)
+            for table in (own.firsts, own.lengths, own.needed)
         )
-        vectors[:, :, 1] = lengths.reshape(len(numbers), len(experts))
-        steps = np.arange(count, dtype=np.int32)
-        batch = ReadBatch(
-            file=file,
-            vectors=vectors.reshape(count, 2),
-            firsts=steps,
-            counts=np.ones(count, np.int32),
-            offsets=offsets,
-            sizes=sizes,
-            requests=steps,
-            results=np.full(count, PENDING, np.int64),
-            parts=tuple(slice(number, number + 1) for number in range(count)),
-        )
+        batch = make_reads(file, offsets, addresses, lengths, sizes)
+        batch.parts = tuple(slice(number, number + 1) for number in range(len(offsets)))
         reads.append(_Reads(batch, inputs * len(experts)))
         self._engine.submit(batch)
 

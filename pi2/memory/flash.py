@@ -24,7 +24,7 @@ from pi2.memory.io_engine import (
     keep_gates,
     make_batch,
     make_readers,
-    make_rest,
+    make_reads,
 )
 from pi2.memory.uring import UringEngine, open_engine
 
@@ -204,14 +204,11 @@ class FlashReader:
         indices, slots = pending.indices[cluster][wanted], pending.slots[cluster][wanted]
         if len(indices) == 0:
             return None
-        batch = make_rest(
-            pending.layer,
-            indices,
-            find_addresses(slots, self._address, file.stride),
-            base=file.bundles_offset,
-            stride=file.stride,
-            gate_bytes=self._gate_bytes,
-        )
+        skip, size = self._gate_bytes, np.full(len(indices), self.rest_bytes, np.int64)
+        offsets = find_addresses(indices, file.bundles_offset + skip, file.stride)
+        addresses = find_addresses(slots, self._address + skip, file.stride)
+        batch = make_reads(pending.layer, offsets, addresses, size)
+        batch.content = "rest"
         self._submit(batch)
         whole = (slice(0, len(indices)),)
         rest = PendingRead(pending.layer, indices, slots, whole, batch, number=number)

@@ -121,19 +121,23 @@ def make_batch(
     )
 
 
-def make_single(file: int, offset: int, address: int, size: int) -> ReadBatch:
-    """Plan one read of ``size`` bytes at ``offset`` to ``address``."""
-    one = np.zeros(1, np.int32)
+def make_reads(
+    file: int, offsets: I64, addresses: I64, lengths: I64, sizes: I64 | None = None
+) -> ReadBatch:
+    """Plan reads [n] of one place each: ``lengths`` bytes from ``offsets`` of a file on; as many
+    as ``sizes`` are needed, by default all."""
+    count = len(offsets)
+    steps = np.arange(count, dtype=np.int32)
     return ReadBatch(
         file=file,
-        vectors=np.array([[address, size]], np.int64),
-        firsts=one,
-        counts=one + np.int32(1),
-        offsets=np.array([offset], np.int64),
-        sizes=np.array([size], np.int64),
-        requests=one,
-        results=np.full(1, PENDING, np.int64),
-        parts=(slice(0, 1),),
+        vectors=np.stack([addresses, lengths], axis=1),
+        firsts=steps,
+        counts=np.ones(count, np.int32),
+        offsets=offsets,
+        sizes=lengths if sizes is None else sizes,
+        requests=steps,
+        results=np.full(count, PENDING, np.int64),
+        parts=(slice(0, count),),
     )
 
 
@@ -151,26 +155,6 @@ def keep_gates(batch: ReadBatch, gate_bytes: int, whole: Bits) -> tuple[ReadBatc
     batch.vectors[batch.firsts[requests], 1] = gate_bytes
     batch.sizes[requests] = gate_bytes
     return replace(batch, content="gates"), gates
-
-
-def make_rest(
-    file: int, indices: I32, addresses: I64, *, base: int, stride: int, gate_bytes: int
-) -> ReadBatch:
-    """Plan reads of what follows the first ``gate_bytes`` of the bundles ``indices`` [b]
-    (ascending), whose beginnings lie at ``addresses`` [b]: one request each."""
-    count, size = len(indices), stride - gate_bytes
-    return ReadBatch(
-        file=file,
-        vectors=np.stack([addresses + gate_bytes, np.full(count, size, np.int64)], axis=1),
-        firsts=np.arange(count, dtype=np.int32),
-        counts=np.ones(count, np.int32),
-        offsets=indices.astype(np.int64) * stride + (base + gate_bytes),
-        sizes=np.full(count, size, np.int64),
-        requests=np.arange(count, dtype=np.int32),
-        results=np.full(count, PENDING, np.int64),
-        parts=(slice(0, count),),
-        content="rest",
-    )
 
 
 def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.memory.bulk_load import PIECE_BYTES, Batch, BulkLoad, Job, cut_rows
-from pi2.memory.io_engine import PENDING, EngineName, IoEngine, ReadBatch, make_single
+from pi2.memory.io_engine import PENDING, EngineName, IoEngine, ReadBatch, make_reads
 from pi2.memory.uring import EngineSettings, open_engine
 from pi2.plan.weights.layout import round_up
 from pi2.progress import Progress, ignore_progress
@@ -226,7 +226,8 @@ class WeightStream:
             piece = self._pieces[number % len(self._pieces)]
             first, length = piece.aligned
             address = self._address + number % self.slots * self._slot_bytes
-            self._coming[number] = batch = make_single(piece.file, first, address, length)
+            place = (np.array([own], np.int64) for own in (first, address, length))
+            self._coming[number] = batch = make_reads(piece.file, *place)
             self._begun += 1
             self._engine.submit(batch)
 
