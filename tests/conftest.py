@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 SLOW_FILES = (
     *("test_kernels_amx", "test_kernels_attention", "test_kernels_dots", "test_kernels_ffn"),
-    *("test_kernels_cache", "test_kernels_i8mm", "test_kernels_isa", "test_hexagon_kernels"),
+    *("test_kernels_cache", "test_kernels_isa", "test_hexagon_kernels"),
 )
 """Files about kernels that are compiled for each store or NPU: tests of executors, steps, units and
 goldens use all of them on each push."""

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import U8
-from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocks_bytes
+from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocks_bytes, count_tile_bytes
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec, describe_kernels
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Ffn, Quantization, Shape
@@ -135,13 +135,13 @@ class Bench:
                     length=length,
                     precision=precision,
                 )
-                x = take_activations(take, "x", length, spec.planes, tokens, isa=spec.isa)
+                x = take_activations(take, "x", length, spec.planes, tokens)
                 y = take.take_array("y", "float32")
 
                 def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
                     v.store(y, token * rows + row, value, 1)
 
-                emit_multiply(program.isa, spec.threads, matrix, x, tokens, keep)
+                emit_multiply(program.isa, spec.threads, matrix, x, (T.int32(0), tokens), keep)
 
             return emit
 
@@ -168,21 +168,13 @@ class Bench:
         self.kernels["begin_ffn"](128, *self.flat(*self.x, self.y))
 
     def make_activations(self, tokens: int, length: int) -> list[npt.NDArray[Any]]:
-        """Return codes, scales, sums and values, and what tiles take where there are some."""
+        """Return codes, scales, sums and values."""
         spec = self.spec
-        blocks: list[npt.NDArray[Any]] = []
-        if spec.isa.blocks:
-            size = count_blocks_bytes(length, spec.planes)
-            blocks = [
-                allocate("int8", spec.threads, spec.isa.count_tile_bytes(length)),
-                allocate("int8", -(-tokens // BLOCK_TOKENS), size),
-            ]
         return [
             allocate("int8", tokens, spec.planes, length),
             allocate("float32", tokens, length // 32),
             allocate("int32", tokens, length // 32),
             allocate("float32", tokens, length),
-            *blocks,
         ]
 
     def flat(self, *arrays: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
@@ -236,7 +228,7 @@ class Bench:
         fixed = self.flat(*x, *gates, firing, partial, counts, self.y)
 
         def run(index: int) -> None:
-            kernel(count, arena.reshape(-1), slots[index % 16], *fixed)
+            kernel(count, 0, arena.reshape(-1), slots[index % 16], *fixed)
 
         run(0)
         assert counts[-1] >= 0.99 * count, "most neurons fire"
@@ -254,7 +246,13 @@ class Bench:
         unpacked = allocate("float32", spec.threads, UNPACKED + KEPT, 128)
         kernel = self.kernels["add_dense"]
         masks = allocate("int32", 128, PARTS)
-        fixed = self.flat(arena, *self.x, values, masks, unpacked, self.y)
+        blocks: list[npt.NDArray[Any]] = []
+        if spec.isa.blocks:
+            blocks = [
+                allocate("int8", spec.threads, count_tile_bytes(HIDDEN)),
+                allocate("int8", 128 // BLOCK_TOKENS, count_blocks_bytes(HIDDEN, spec.planes)),
+            ]
+        fixed = self.flat(arena, *self.x, *blocks, values, masks, unpacked, self.y)
         return Work(
             name=f"dense FFN, {count} neurons, {tokens} tokens",
             read_bytes=count * lay_out_bundle(HIDDEN, "int4").used_bytes,

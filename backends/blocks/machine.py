@@ -16,7 +16,6 @@ from pi2.backends.blocks.contract import FIELDS, TYPES
 from pi2.backends.blocks.room import CHUNK
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.operands import emit_vpdpbusd
 
 _ANY = 1 << 46
 """Elements of an array of unknown size."""
@@ -102,6 +101,17 @@ def turn_square(rows: Sequence[v.Expr], lanes: int) -> list[v.Expr]:
 def as_bytes(value: v.Expr, dtype: str, size: int) -> v.Expr:
     """Return the same bits as ``dtype`` int8 or uint8."""
     return v.reinterpret(value, dtype, size)
+
+
+def emit_vpdpbusd(total: v.Expr, weights: v.Expr, codes: v.Expr, width: int) -> v.Expr:
+    """Return int32 x ``width`` ``total`` plus 4 products of unsigned and signed bytes each."""
+    return T.call_llvm_pure_intrin(
+        f"int32x{width}",
+        f"llvm.x86.avx512.vpdpbusd.{32 * width}",
+        total,
+        v.reinterpret(weights, "int8", 4 * width),
+        codes,
+    )
 
 
 class Machine:

@@ -16,7 +16,13 @@ from pi2.backends.cpu.request import (
     make_spec,
 )
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
-from pi2.backends.kernels.isa import ARCHITECTURES, BLOCK_TOKENS, count_blocks_bytes, list_newest
+from pi2.backends.kernels.isa import (
+    ARCHITECTURES,
+    BLOCK_TOKENS,
+    count_blocks_bytes,
+    count_tile_bytes,
+    list_newest,
+)
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import GROUP, round_up
@@ -100,7 +106,7 @@ class NeuronArrays:
         """``keeps_read``: whether each of several chunks keeps what its neurons read anyway."""
         self._spec, self._memory = spec, memory
         tokens, rows, neurons = count_tokens(request), request.step_tokens, request.neurons
-        threads, hidden, isa = spec.threads, spec.hidden, spec.isa
+        threads, hidden = spec.threads, spec.hidden
         chunk = self._shape_chunk(tokens)
         if request.chunks > 1 and not keeps_read:
             chunk["hidden_values"] = "float32", tokens, hidden
@@ -108,9 +114,11 @@ class NeuronArrays:
             chunk["routes"] = "float32", tokens, spec.experts
         self.chunks = [self._take(chunk) for _ in range(request.chunks)]
         """Of each: what a chunk's neurons read and give. The only one reads the program's area."""
-        tiles = {"hidden_tiles": ("int8", threads, isa.count_tile_bytes(hidden))}
-        self.tiles = self._take(tiles if isa.unpacks else {})
-        """What threads unpack weights in that several tokens share."""
+        tiles: Shapes = {}
+        if spec.isa.blocks:
+            size = count_blocks_bytes(hidden, spec.chunk_planes)
+            tiles["tiles"] = "int8", threads, count_tile_bytes(hidden)
+            tiles["blocks"] = "int8", -(-tokens // BLOCK_TOKENS), size
         values = memory.take("float32", max(tokens * PANEL, threads * hidden))
         gathered: Shapes = {
             "slots": ("int32", neurons),
@@ -134,7 +142,7 @@ class NeuronArrays:
             "tokens_of_expert": ("int32", tokens if spec.experts else 1),
             "masks": ("int32", tokens, PARTS),
         }
-        self.panel = self._take(panel) | {"slots": self.gathered["slots"], "values": values}
+        self.panel = self._take(panel | tiles) | {"slots": self.gathered["slots"], "values": values}
         """What neighbours are computed in for several tokens."""
         self.shared = self._take(self._shape_shared(rows) if spec.shares_neurons else {})
         """What neurons are computed in that the tokens of a step share."""
@@ -160,14 +168,8 @@ class NeuronArrays:
 
     def _shape_chunk(self, tokens: int) -> Shapes:
         spec = self._spec
-        isa, planes = spec.isa, spec.most_planes
-        shapes = self._shape_activations(
-            "hidden", tokens, spec.hidden, planes, even=round_up(tokens, 2 if isa.pairs else 1)
-        )
+        shapes = self._shape_activations("hidden", tokens, spec.hidden, spec.most_planes)
         shapes["y"] = "float32", tokens, spec.hidden
-        if isa.blocks:
-            size = count_blocks_bytes(spec.hidden, planes)
-            shapes["hidden_blocks"] = "int8", -(-tokens // BLOCK_TOKENS), size
         if spec.sub_norm:
             shapes["squares"] = "float32", tokens
         if spec.cutoff_rows:
@@ -175,16 +177,14 @@ class NeuronArrays:
         return shapes
 
     def _shape_middle(self, rows: int, rank: int) -> Shapes:
-        shapes = self._shape_activations("middle", rows, rank, self._spec.planes, even=rows)
+        shapes = self._shape_activations("middle", rows, rank, self._spec.planes)
         return shapes | {"middle_values": ("float32", rows, rank)}
 
-    def _shape_activations(
-        self, name: str, tokens: int, length: int, planes: int, *, even: int
-    ) -> Shapes:
-        """Codes, scales and sums; ``even``: tokens that the first two have room for."""
+    def _shape_activations(self, name: str, tokens: int, length: int, planes: int) -> Shapes:
+        """Codes, scales and sums."""
         shapes: Shapes = {
-            f"{name}_codes": ("int8", even, planes, length),
-            f"{name}_scales": ("float32", even, length // GROUP),
+            f"{name}_codes": ("int8", tokens, planes, length),
+            f"{name}_scales": ("float32", tokens, length // GROUP),
             f"{name}_sums": ("int32", tokens, length // GROUP),
         }
         if self._spec.upper_steps:

@@ -72,8 +72,7 @@ class CpuExecutor(Executor):
         arrays = NeuronArrays(spec, request, memory, keeps_read=self.program.keeps_read)
         for chunk, read in zip(arrays.chunks, self.kept_reads, strict=False):
             chunk["hidden_values"] = read
-        given = wrap_all(library, arrays.tiles)
-        given["given"] = library.wrap(self.view(self.exchange.given, spec.hidden))
+        given = {"given": library.wrap(self.view(self.exchange.given, spec.hidden))}
         given |= wrap_table(library, spec.precision.gates, "block_table")
         each = [self._share_areas() | chunk for chunk in arrays.chunks]
         chunks = [wrap_all(library, chunk) | given for chunk in each]
@@ -107,8 +106,10 @@ class CpuExecutor(Executor):
         if spec.foresees:
             ahead = self.exchange.ahead
             assert ahead is not None
-            later = library.wrap(self.view(ahead, spec.hidden)[: request.step_tokens])
-            self._prediction.bind_foresight(library, later, views)
+            # What the following layer would read is rounded in the place of this one's.
+            later = views | {"hidden_values": library.wrap(self.view(ahead, spec.hidden))}
+            kind = "step" if self._step_begin is not self._now.begin else "ffn"
+            self._read_ahead = library.bind(f"begin_{kind}", "tokens", later, name="begin_ffn")
         self._down_biases: list[F32] = []
         """By layer of an MoE model whose FFNs have biases [experts, hidden]."""
         if model.moe is not None and model.ffn.bias:
@@ -149,6 +150,9 @@ class CpuExecutor(Executor):
     def begin_ffn(self, layer: int) -> None:
         """Compute what neurons read, and clear their sum."""
         self.read_layer(layer)
+        self._begin(layer)
+
+    def _begin(self, layer: int) -> None:
         if not self._shares_arrays:
             self._take_arrays()
         begin = self._step_begin if self.is_step else self._now.begin
@@ -169,12 +173,12 @@ class CpuExecutor(Executor):
 
     def foresee(self, following: int, layer: int, threshold: float) -> None:
         self.read_layer(layer)
-        if not self._shares_arrays:
-            self._take_arrays()
-        self._prediction.begin(self.tokens)
-        self._prediction.foresee(following, layer, threshold)
-        if self._observer is not None:
-            self._observer.begin_ffn(layer)
+        if following != layer:
+            self._read_ahead(self.tokens)
+            self._prediction.foresee(following, threshold, self.tokens)
+        self._begin(layer)
+        if following == layer:
+            self._prediction.foresee(layer, threshold, self.tokens)
 
     def list_foreseen(self) -> I32:
         return self._prediction.list_foreseen()

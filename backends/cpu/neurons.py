@@ -13,7 +13,6 @@ from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.views import Views, wrap_all
 from pi2.backends.kernels.spec import DENSE_FLOATS, MOST_NAMING, KernelSpec
 from pi2.backends.protocol import BuildRequest
-from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_experts
 
 
@@ -30,14 +29,6 @@ def list_groups(experts: I32, routes: F32) -> Iterator[tuple[I32, I32]]:
         if len(tokens):
             yield order[start:end], tokens
         start = end
-
-
-def complete_pairs(tokens: I32, count: int) -> I32:
-    """``tokens``, ascending, of ``count``, with the other of each two that are computed together:
-    tokens 0 and 1, 2 and 3, ..."""
-    pairs = np.unique(tokens // 2)
-    both = (2 * pairs[:, None] + np.arange(2)).reshape(-1)
-    return both[both < count].astype(np.int32)
 
 
 _MOST_ARENAS = 256
@@ -92,17 +83,14 @@ class Neurons:
         unpacked = scratch[: 4 * spec.threads * DENSE_FLOATS].view(np.float32)
         self._panel = wrap_all(library, arrays.panel | {"unpacked": unpacked})
         """What neurons are computed in for several tokens."""
-        self._token: tuple[int, ...] = (0,) if spec.sequences else ()
-        """The token that gathered neurons are computed for, if kernels ask."""
-        self._gather = [
-            self._bind_gather(layer, self._room, views, is_plain=not spec.has_gathered_ffn)
-            for layer in range(layers)
-        ]
+        self._token = 0
+        """The token that gathered neurons are computed for."""
+        self._gather = [self._bind_gather(layer, self._room, views) for layer in range(layers)]
         self._gather_open: list[list[BoundCall]] = []
         """By layer and token."""
         if prediction.has_gates and spec.uses_known_gates:
             limit = "limit" if spec.is_smooth else ""
-            given = f"count {self._name_token()} {limit} arena"
+            given = f"count token {limit} arena"
             self._gather_open = [
                 [
                     library.bind(
@@ -115,9 +103,10 @@ class Neurons:
         self._find_gates: list[BoundCall] = []
         """By layer."""
         if spec.closes_gates:
-            given = f"count {self._name_token()} arena"
             self._find_gates = [
-                library.bind("find_gates", given, scales, self._room, views, layer=layer)
+                library.bind(
+                    "find_gates", "count token arena", scales, self._room, views, layer=layer
+                )
                 for layer, scales in enumerate(self._scales)
             ]
         self._shared: list[BoundCall] = []
@@ -142,17 +131,11 @@ class Neurons:
             ]
         self._least_gate = spec.ffn.threshold
         self._layout = request.bundle
-        self._in_pairs = spec.isa.pairs and not find_packing(spec.precision.gates).meets_values
         self._arenas: dict[int, tuple[U8, Any]] = {}
 
-    def _name_token(self) -> str:
-        return "token" if self._spec.sequences else ""
-
-    def _bind_gather(self, layer: int, *arrays: Views, is_plain: bool) -> BoundCall:
-        function = "add_plain_neurons" if is_plain else "add_neurons"
-        given = f"count {self._name_token()} arena"
+    def _bind_gather(self, layer: int, *arrays: Views) -> BoundCall:
         scales = self._scales[layer]
-        return self._library.bind(function, given, scales, *arrays, layer=layer, name="add_neurons")
+        return self._library.bind("add_neurons", "count token arena", scales, *arrays, layer=layer)
 
     def bind_chunk(self, layer: int, views: Views) -> NeighbourCalls:
         """Return the calls for neighbours in a layer, of a chunk with ``views``."""
@@ -166,16 +149,13 @@ class Neurons:
             for function in ("add_dense", *(["add_dense_step"] if has_step else []))
         ]
         return NeighbourCalls(
-            one=self._bind_gather(
-                layer, self._every, self._room, views, is_plain=spec.has_plain_ffn
-            ),
+            one=self._bind_gather(layer, self._every, self._room, views),
             several=several[0],
             step=several[-1],
         )
 
     def select_token(self, number: int) -> None:
-        if self._token:
-            self._token = (number,)
+        self._token = number
 
     def add_gathered(
         self, layer: int, arena: U8, slots: I32, indices: I32 | None, known: bool
@@ -185,12 +165,12 @@ class Neurons:
         self._slots[:count] = slots
         bundles = self._take_bundles(arena, indices)
         if not known or not self._gather_open:
-            self._gather[layer](count, *self._token, bundles)
+            self._gather[layer](count, self._token, bundles)
             return
         assert indices is not None
         self._prediction.wanted[:count] = indices
-        add = self._gather_open[layer][self._token[0] if self._token else 0]
-        add(count, *self._token, *self._prediction.get_second_limit(layer), bundles)
+        add = self._gather_open[layer][self._token]
+        add(count, self._token, *self._prediction.get_second_limit(layer), bundles)
 
     def can_share(self, tokens: int, known: bool) -> bool:
         """Whether `add_shared` adds neurons named by ``tokens``, with gates perhaps ``known``."""
@@ -218,7 +198,7 @@ class Neurons:
         assert self._find_gates, "every neuron counts, with any gate"
         count = len(slots)
         self._slots[:count] = slots
-        self._find_gates[layer](count, *self._token, self._take_bundles(arena, indices))
+        self._find_gates[layer](count, self._token, self._take_bundles(arena, indices))
         opened: Bits = self._gates[:count] > self._least_gate
         return opened
 
@@ -241,7 +221,7 @@ class Neurons:
         rows = None if self._rows is None else np.arange(first, first + count, dtype=np.int32)
         taken = self._take_bundles(bundles, rows)
         if tokens == 1:
-            calls.one(count, *self._token, taken)
+            calls.one(count, self._token, taken)
         else:
             add = calls.step if is_step else calls.several
             add(count, tokens, *self._name_row(first), taken)
@@ -258,13 +238,11 @@ class Neurons:
             self._slots[: len(places)] = places
             taken = self._take_bundles(bundles, places + np.int32(first))
             if len(places):
-                calls.one(len(places), *self._token, taken)
+                calls.one(len(places), self._token, taken)
             return
         add = calls.step if is_step else calls.several
         taken = self._take_bundles(bundles, _NONE)
         for neurons, tokens in list_groups(experts, routes):
-            if self._in_pairs:
-                tokens = complete_pairs(tokens, len(routes))
             self._slots[: len(neurons)] = neurons
             self._tokens[: len(tokens)] = tokens
             add(len(neurons), len(tokens), *self._name_row(first), taken)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.compiler.runtime import BoundCall, Library, View
+from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import NeuronArrays
 from pi2.backends.cpu.views import TensorViews, Views, wrap_all, wrap_table
 from pi2.backends.kernels.spec import KernelSpec
@@ -34,10 +34,8 @@ class Prediction:
         self._found: I32 = arrays.lists["found"]
         self._scores: F32 = arrays.lists["scores"]
         self._named_scores: F32 = arrays.named_scores
-        self._is_several = spec.sequences
         self._tokens = self._token = 0
         lists = wrap_all(library, arrays.lists)
-        several = "first tokens" if spec.sequences else ""
         self.known_gates: list[Views] = []
         """By token, views of the gates that `find_open` computed, and of ``wanted``."""
         self._limits: list[tuple[float, ...]] = [()] * layers
@@ -50,7 +48,7 @@ class Prediction:
             self.known_gates = [{"scores": row, "indices": wanted} for row in scores]
             if spec.is_smooth:
                 self._limits = list(request.limits or [(0.0, 0.0)] * layers)
-            given = f"neurons {'limit' if spec.is_smooth else ''} {several}"
+            given = f"neurons {'limit' if spec.is_smooth else ''} first tokens"
             self._gates = [
                 [
                     library.bind("predict_gate", given, gates, lists, views, layer=layer)
@@ -62,54 +60,24 @@ class Prediction:
             order.reshape(request.model.expert_count, -1) for order in request.expert_neurons or ()
         ]
         middle = {rank: wrap_all(library, own) for rank, own in arrays.middle.items()}
-        predictors = [
-            [
-                (rank, (weights, middle[rank], lists))
-                for rank, weights in _wrap_predictors(request, tensors, layer)
-            ]
-            for layer in range(layers if spec.ranks else 0)
-        ]
-        """By layer and expert: ranks, and the arrays of predictions."""
         self._low_rank = [
             [
                 library.bind(
                     f"predict_low_rank_{rank}",
-                    f"neurons threshold {several}",
-                    *arrays,
-                    views,
+                    "neurons threshold first tokens",
+                    *(weights, middle[rank], lists, views),
                     layer=layer,
                     name="predict_low_rank",
                 )
-                for rank, arrays in own
+                for rank, weights in _wrap_predictors(request, tensors, layer)
             ]
-            for layer, own in enumerate(predictors)
+            for layer in range(layers if spec.ranks else 0)
         ]
         """By layer and expert."""
-        self._predictors = predictors if spec.foresees else []
-        self._foresee: dict[tuple[int, int], BoundCall] = {}
-        """By the layer that is predicted and the one that is begun."""
 
-    def bind_foresight(self, library: Library, later: View, views: Views) -> None:
-        """Bind the calls that predict a layer and begin the one before it, or itself; ``later``:
-        what the following layer would read."""
-        tokens = "tokens" if self._is_several else ""
-        for following, ((rank, arrays),) in enumerate(self._predictors):
-            for layer in {max(0, following - 1), following}:
-                ahead = views["hidden_values"] if layer == following else later
-                self._foresee[following, layer] = library.bind(
-                    f"foresee_{rank}",
-                    f"neurons threshold {tokens}",
-                    {"ahead": ahead},
-                    *arrays,
-                    views,
-                    layer=layer,
-                    name="foresee",
-                )
-
-    def foresee(self, following: int, layer: int, threshold: float) -> None:
-        """Predict the neurons of ``following`` for all tokens, and begin ``layer``."""
-        tokens = (self._tokens,) if self._is_several else ()
-        self._foresee[following, layer](self._neurons, float(threshold), *tokens)
+    def foresee(self, layer: int, threshold: float, tokens: int) -> None:
+        """Predict the neurons of a layer for all tokens."""
+        self._low_rank[layer][0](self._neurons, float(threshold), 0, tokens)
 
     def list_foreseen(self) -> I32:
         """Return the neurons that `foresee` has found for the selected token."""
@@ -135,29 +103,22 @@ class Prediction:
         calls, least = self._low_rank[layer], float(threshold)
         if not self._is_mixture:
             if self._token == 0:
-                calls[0](self._neurons, least, *self._list_all())
+                calls[0](self._neurons, least, 0, self._tokens)
             return self._list_found(self._token)
-        one = self._list_one()
-        return self._collect(layer, experts, lambda size, n: calls[n](size, least, *one))
+        return self._collect(layer, experts, lambda size, n: calls[n](size, least, self._token, 1))
 
     def find_open(self, layer: int, experts: I32) -> I32:
         calls, limits = self._gates[layer], self._limits[layer][:1]
         if not self._is_mixture:
             if self._token == 0:
-                calls[0](self._neurons, *limits, *self._list_all())
+                calls[0](self._neurons, *limits, 0, self._tokens)
             return self._list_found(self._token)
-        one = self._list_one()
         every = [limits] * len(calls)
         if limits and self._expert_limits is not None:
             every = [(limit,) for limit in self._expert_limits[layer]]
-        return self._collect(layer, experts, lambda size, n: calls[n](size, *every[n], *one))
-
-    def _list_all(self) -> tuple[int, ...]:
-        return (0, self._tokens) if self._is_several else ()
-
-    def _list_one(self) -> tuple[int, ...]:
-        """Arguments of a prediction for the selected token; its results are stored as token 0's."""
-        return (self._token, 1) if self._is_several else ()
+        return self._collect(
+            layer, experts, lambda size, n: calls[n](size, *every[n], self._token, 1)
+        )
 
     def _list_found(self, token: int) -> I32:
         return self._indices[token, : self._found[token]]

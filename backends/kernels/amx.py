@@ -33,18 +33,10 @@ from pi2.backends.kernels.isa import BLOCK_TOKENS as TOKENS
 from pi2.backends.kernels.isa import BLOCKED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import BLOCKED_ROWS as TOGETHER
 from pi2.backends.kernels.isa import BLOCKED_SUM_BYTES, Isa, count_block_bytes
-from pi2.backends.kernels.operands import (
-    EVERYTHING,
-    FLOAT_PLANES,
-    Activations,
-    Chosen,
-    Items,
-    Vector,
-    emit_request,
-    list_runs,
-)
+from pi2.backends.kernels.matrix import Items
+from pi2.backends.kernels.operands import FLOAT_PLANES, LINE, Activations, Chosen, Vector, list_runs
 from pi2.backends.kernels.unpacking import find_unpacking
-from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.layout import GROUP, Precision, round_up, weight_bytes
 
 ROWS = 16
 """Rows of weights of a tile."""
@@ -68,7 +60,7 @@ def has_many(activations: Activations, tokens: v.Expr) -> v.Expr:
     return tokens >= _LEAST_TOKENS[activations.planes]
 
 
-def emit_blocks(activations: Activations, tokens: v.Expr, chosen: Chosen = EVERYTHING) -> None:
+def emit_blocks(activations: Activations, tokens: v.Expr, chosen: Chosen) -> None:
     """Bring ``tokens``, or those ``chosen``, into the order of tiles, in parallel."""
     blocks, planes, length = activations.blocks, activations.planes, activations.length
     assert blocks is not None
@@ -175,7 +167,7 @@ def emit_block_items(
                 for turn in range(ROWS // parts)
             ]
             asked = [vector for item in later for vector in take_vectors(item)]
-            emit_request(asked, activations.length, tile)
+            _emit_request(asked, activations.length, tile)
             found = _emit_tile(activations, tile, weights, room)
             with (
                 T.serial(T.min(tokens - first, TOKENS)) as token,
@@ -188,6 +180,20 @@ def emit_block_items(
                 ]
                 finish(v.let(first + token), v.let(top + place + item), dots)
     _emit_instruction("tilerelease")
+
+
+_REQUESTS = 8
+"""Tiles of tokens in which the next vectors are asked for, a part of them in each."""
+
+
+def _emit_request(vectors: Sequence[Vector], length: int, turn: v.Expr) -> None:
+    """Ask for ``vectors``, for the second-level cache: in each of the first turns for a part."""
+    with T.If(turn < _REQUESTS), T.Then():
+        for vector in vectors:
+            size = round_up(weight_bytes(length, vector.precision), _REQUESTS * LINE) // _REQUESTS
+            begin = v.let(vector.weights_base + v.wide(turn) * size)
+            for line in range(0, size, LINE):
+                v.prefetch(vector.weights, begin + line, 2)
 
 
 def _emit_tile(activations: Activations, tile: v.Expr, weights: v.Expr, room: v.Expr) -> v.Expr:
@@ -334,7 +340,7 @@ def _emit_sixteen_groups(
             for vector in vectors
         ]
         for lane, words in enumerate(_transpose(packed, LANES)):
-            for chunk, numbers in unpacking.split_words(False, words, word, ROWS):
+            for chunk, numbers in unpacking.split_words(words, word, ROWS):
                 v.store(tiles, find(lane) + chunk * (4 * ROWS), numbers, 4 * ROWS)
     scales = [v.let(unpacking.load_scales(vector, group, LANES)) for vector in vectors]
     for lane, own in enumerate(_transpose(scales, LANES)):
@@ -357,7 +363,7 @@ def _emit_few_groups(
             with T.serial(v.wide(unpacking.chunks * activations.once)) as word:
                 four = byte + word * (4 * lanes) + lane * 4
                 words = v.let(v.load_as(vector.weights, four, "int32", 1))
-                for chunk, numbers in unpacking.split_words(False, words, word, 1):
+                for chunk, numbers in unpacking.split_words(words, word, 1):
                     v.store(tiles, target + chunk * (4 * ROWS), numbers, 4)
             scale = v.let(unpacking.load_scales(vector, v.let(group + lane), 1))
             v.store(tiles, target + _CODE_BYTES, v.reinterpret(scale, "int8", 4), 4)

@@ -162,7 +162,7 @@ def _emit_groups(dots: _Dots, piece: _Piece) -> list[list[v.Expr]]:
                         cell = row[index][plane * streams + stream]
                         cell.set(dot.add(cell.get(), unpacked[half], codes))
 
-    unrolls = isa.unrolls and not isa.few_tokens and len(tokens) > 1
+    unrolls = isa.unrolls and len(tokens) > 1
     if unrolls or len(vectors) * len(tokens) == 1 or unpacking.unrolls or is_narrow:
         for chunk in range(0, chunks, piece.fold):
             emit_chunk(chunk)

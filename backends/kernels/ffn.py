@@ -17,7 +17,6 @@ from pi2.backends.kernels.panel import (
     Opened,
     Panel,
     Share,
-    count_sharing,
     emit_activations,
     emit_gates,
     emit_open_values,
@@ -57,11 +56,11 @@ def emit_dense(
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
     works on: in y itself, one token's places would evict another's from the caches."""
-    spec, chosen, count = every.bundles.spec, every.chosen, every.size
+    spec, count = every.bundles.spec, every.size
     threads, hidden = spec.threads, spec.hidden
     if takes_blocks(isa, activations, spec.precision.gates):
         with T.If(has_many(activations, tokens)), T.Then():
-            emit_blocks(activations, tokens, chosen)
+            emit_blocks(activations, tokens, every.chosen)
     with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as number:
         origin = v.let(number * PANEL)
         size = v.let(T.min(count - origin, PANEL))
@@ -286,22 +285,16 @@ def _emit_open_values(
 
     Threads share parts of neurons with a mask: none idles if there are fewer tokens than threads.
     If squares are added up, threads share whole tokens, whose sums have one order."""
-    sharing = count_sharing(isa, panel.bundles.spec)
-    groups = T.floordiv(tokens + sharing - 1, sharing)
     width = UNPACKED if room.squares is None else PANEL
     each = v.let(T.floordiv(panel.size + width - 1, width))
-    begin, end = emit_split(thread, panel.bundles.spec.threads, v.let(groups * each))
+    begin, end = emit_split(thread, panel.bundles.spec.threads, v.let(tokens * each))
     top = v.let(T.floordiv(begin, each))
     with T.serial(T.floordiv(end + each - 1, each) - top) as step:
-        group = v.let(top + step)
-        start = v.let(T.max(begin - group * each, 0) * width)
-        stop = v.let(T.min(T.min(end - group * each, each) * width, panel.size))
-        first = v.let(group * sharing)
-        count = v.let(T.min(tokens - first, sharing))
-        share = Share(start, stop, count, thread)
-        opened = emit_open_values(isa, activations, panel, share, first)
-        with T.serial(count) as turn:
-            _emit_open_masks(panel, opened, stop, v.let(first + turn), room)
+        token = v.let(top + step)
+        start = v.let(T.max(begin - token * each, 0) * width)
+        stop = v.let(T.min(T.min(end - token * each, each) * width, panel.size))
+        opened = emit_open_values(isa, activations, panel, token, start, stop)
+        _emit_open_masks(panel, opened, stop, token, room)
 
 
 def _emit_open_masks(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -11,21 +10,8 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.ffn import DenseRoom, emit_dense
 from pi2.backends.kernels.gathered import Gathered, Run, Scratch, emit_gathered, emit_gathered_gates
-from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import emit_quantize, emit_shared, emit_split
-from pi2.backends.kernels.neurons import (
-    NO_CUTOFF,
-    Bundles,
-    Neuron,
-    Squares,
-    emit_add,
-    emit_clear,
-    emit_count,
-    emit_downs,
-    emit_leave_lane_order,
-    emit_values,
-    load_route,
-)
+from pi2.backends.kernels.matrix import emit_quantize
+from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, Squares, emit_leave_lane_order
 from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen
 from pi2.backends.kernels.panel import Panel
 from pi2.backends.kernels.schedule import Schedule, emit_each_token
@@ -49,7 +35,7 @@ def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> No
     tokens = take.take_number("tokens")
     finding = take_finding(schedule, take) if has_cutoff else None
     cutoffs = None if has_cutoff else take_cutoffs(schedule, take)
-    hidden = schedule.take_chunk(take, "hidden", schedule.spec.hidden, tokens)
+    hidden = schedule.take_chunk(take, tokens)
     begin = take_beginning(schedule, take, hidden)
 
     def prepare(token: v.Expr) -> None:
@@ -246,27 +232,6 @@ def emit_add_shared_neurons(schedule: Schedule, take: Parameters) -> None:
     emit_shared_neurons(run, naming, schedule.take_rows(take, "y"))
 
 
-def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
-    """Add gathered neurons that have biases or no gate to y of one token."""
-    count, token = take.take_number("count"), schedule.take_token(take)
-    bundles = _take_bundles(schedule, take, "arena")
-    gathered = Gathered(*_take_slots(schedule, take), count)
-    hidden = schedule.take_hidden(take, count)
-    partial = schedule.take_rows(take, "partial", "threads")
-    sums = _take_sums(schedule, take, token)
-    emit_plain_gathered(schedule.isa, hidden, bundles, gathered, partial, sums)
-
-
-def _take_sums(schedule: Schedule, take: Parameters, token: v.Expr) -> Sums:
-    return Sums(
-        counts=take.take_array("counts", "int32", schedule.spec.threads + 1),
-        total=schedule.take_rows(take, "y"),
-        routes=schedule.take_routes(take),
-        token=token,
-        squares=_take_thread_squares(schedule, take),
-    )
-
-
 def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
     """Add contiguous neurons to y of all tokens; in an MoE model, an expert's to its tokens."""
     count = take.take_number("count")
@@ -299,69 +264,3 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
     )
     room = DenseRoom(masks=masks, unpacked=unpacked, squares=squares)
     emit_dense(schedule.isa, hidden, every, tokens, room, total)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """What a call adds to, of ``token``."""
-
-    counts: v.Buffer
-    """int32 [threads + 1]: the last one counts non-zero activations, ever."""
-    total: v.Buffer
-    """float32 [hidden] (lane order)."""
-    routes: v.Buffer | None
-    """float32 [experts]: weights of an MoE model's experts, None without."""
-    token: v.Expr
-    squares: Squares | None = None
-    """Of activations, if they are normalised."""
-
-
-def emit_plain_gathered(
-    isa: Isa,
-    activations: Activations,
-    bundles: Bundles,
-    gathered: Gathered,
-    partial: v.Buffer,
-    sums: Sums,
-) -> None:
-    """Add gathered neurons to the total.
-
-    ``partial`` float32 [threads, hidden] one sum per thread, added up in the order of threads. Only
-    its place in the list decides which thread computes a neuron: equal input gives equal bits."""
-    spec, count, squares, token = bundles.spec, gathered.count, sums.squares, sums.token
-    threads, zero = spec.threads, T.int32(0)
-
-    def emit_thread(thread: v.Expr) -> None:
-        origin = emit_clear(spec, partial, thread)
-        begin, end = emit_split(thread, threads, count)
-        fired, square_sum = v.Cell(zero), v.Cell(v.constant(0.0, "float32"))
-        with T.serial(end - begin) as step:
-            place = begin + step
-            neuron = gathered.find(bundles, place)
-
-            def emit_neuron(neuron: Neuron = neuron) -> None:
-                found = emit_values(isa, activations, bundles, [neuron], token, sums.routes)
-                value = v.let(found[0])
-                with T.If(value != v.constant(0.0, "float32")), T.Then():
-                    fired.set(fired.get() + 1)
-                    if squares is not None:
-                        square_sum.set(T.fma(value, value, square_sum.get()))
-                    vector = bundles.take_part(neuron, "down")
-                    emit_downs(isa, spec, [(vector, value)], partial, origin, activations.once)
-
-            if sums.routes is None:
-                emit_neuron()
-            else:
-                # Of experts that rest nothing but the number is read.
-                weight = load_route(bundles, neuron, sums.routes, token)
-                with T.If(weight != v.constant(0.0, "float32")), T.Then():
-                    emit_neuron()
-        v.store(sums.counts, thread, fired.get(), 1)
-        if squares is not None:
-            v.store(squares.own, thread, square_sum.get(), 1)
-
-    emit_shared(threads, v.wide(count) * spec.bundle.neuron_bytes, emit_thread)
-    emit_add(spec, partial, sums.total, token)
-    if squares is not None:
-        squares.emit_add(threads, token)
-    emit_count(spec, sums.counts)

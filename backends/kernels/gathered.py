@@ -20,12 +20,13 @@ from pi2.backends.kernels.neurons import (
     Bundles,
     Neuron,
     Squares,
-    activate,
+    add_biases,
     adjust_up,
     emit_add,
     emit_clear,
     emit_count,
     emit_downs,
+    find_value,
     is_firing,
 )
 from pi2.backends.kernels.operands import LINE, Activations, Prefetch, Vector
@@ -151,7 +152,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What every loop of a call needs."""
+    """What every loop of a call needs; ``routes`` are the weights of an MoE model's experts."""
 
     isa: Isa
     spec: KernelSpec
@@ -162,16 +163,10 @@ class Run:
     token: v.Expr
     cutoffs: v.Buffer | None = None
 
-    def activate(self, gate: v.Expr, up: v.Expr) -> v.Expr:
-        cutoff = None if self.cutoffs is None else v.let(self.cutoffs[self.token])
-        return activate(self.spec, gate, up, cutoff)
-
-    def weigh(self, place: Place, value: v.Expr) -> v.Expr:
-        """Return an activation times the weight of the neuron's expert, if it has one."""
-        if self.routes is None:
-            return value
-        expert = self.bundles.load_expert(self.find(place))
-        return value * self.routes[self.token * self.spec.experts + expert]
+    @property
+    def names(self) -> list[PartName]:
+        """Parts that are multiplied: gate and up, or up."""
+        return [part.name for part in self.spec.bundle.parts[:-1]]
 
     def find(self, place: Place) -> Neuron:
         return self.bundles.find(place.slot, place.row)
@@ -247,7 +242,8 @@ def emit_gathered(
             assert known is not None
             return known[0][known[1][thread + place * threads]]
 
-        emit_all = emit_at_once if spec.passes == 1 else emit_in_turn
+        is_one = spec.passes == 1 or not spec.ffn.gated
+        emit_all = emit_at_once if is_one else emit_in_turn
         fired = emit_all(run, given, read_gate if known else None, first, target, limit)
         v.store(scratch.counts, thread, fired, 1)
         if scratch.squares is not None:
@@ -283,14 +279,17 @@ def emit_at_once(
             places, following = given.take(start), given.look_ahead(start + TOGETHER)
             if gates is None:
                 # A row is read from its beginning to its end.
-                found = run.dot(places, "gate", places, "up")
-                ups = run.dot(places, "up", following, "gate")
+                names = run.names
+                asked = [*((places, name) for name in names[1:]), (following, names[0])]
+                dots = [run.dot(places, name, *ask) for name, ask in zip(names, asked, strict=True)]
             else:
-                found = [v.let(gates(place)) for place in given.list_places(start)]
-                ups = run.dot(places, "up", following, "up")
-            for index, (place, gate, up) in enumerate(zip(places, found, ups, strict=True)):
+                dots = [
+                    [v.let(gates(place)) for place in given.list_places(start)],
+                    run.dot(places, "up", following, "up"),
+                ]
+            for index, (place, *terms) in enumerate(zip(places, *dots, strict=True)):
                 there = start + index < given.count
-                _keep_active(run, kept, there, place, (gate, up), limit)
+                _keep_active(run, kept, there, place, terms, limit, 0 if gates is None else 1)
         waiting = v.let(kept.count - added.get())
         # One turn more has to wait: memory is asked for it during the last one.
         is_enough = waiting >= (DOWN_TURNS + 1) * TOGETHER
@@ -356,7 +355,8 @@ def _emit_gates(run: Run, given: PlaceList, first: v.Expr) -> v.Expr:
 
     def emit(start: v.Expr, places: list[Place], following: list[Place]) -> None:
         gates = run.dot(places, "gate", following, "gate")
-        for index, (place, gate) in enumerate(zip(places, gates, strict=True)):
+        for index, (place, dot) in enumerate(zip(places, gates, strict=True)):
+            (gate,) = add_biases(run.bundles, run.find(place), [dot])
             opens = None if run.spec.is_smooth else is_firing(run.spec, gate)
             there = start + index < given.count
             kept.keep(there, place, scratch.gates, gate, opens)
@@ -376,7 +376,7 @@ def _emit_ups(run: Run, opened: PlaceList, first: v.Expr, limit: v.Expr | None) 
         ups = run.dot(places, "up", following, "up")
         for index, (place, gate, up) in enumerate(zip(places, gates, ups, strict=True)):
             there = start + index < opened.count
-            _keep_active(run, kept, there, place, (gate, up), limit)
+            _keep_active(run, kept, there, place, [gate, up], limit, 1)
 
     opened.visit(emit)
     return v.let(kept.count)
@@ -415,15 +415,21 @@ def _keep_active(
     kept: _Kept,
     there: v.Expr,
     place: Place,
-    dots: tuple[v.Expr, v.Expr],
+    terms: list[v.Expr],
     limit: v.Expr | None,
+    done: int,
 ) -> None:
-    """Compute an activation of gate and up; keep its neuron unless it is 0 or below ``limit``."""
-    gate, up = dots
-    value = v.let(run.activate(gate, up) if limit is None else gate * adjust_up(run.spec, up))
-    weighed = v.let(run.weigh(place, value))
-    fires = weighed != v.constant(0.0, "float32") if limit is None else T.abs(value) >= limit
-    kept.keep(there, place, run.scratch.values, weighed, fires)
+    """Compute an activation of gate and up, of which the first ``done`` have their biases; keep its
+    neuron unless it is 0 or below ``limit``."""
+    neuron = run.find(place)
+    terms[done:] = add_biases(run.bundles, neuron, terms[done:], done)
+    if limit is None:
+        value = v.let(find_value(run.bundles, neuron, run.token, terms, run.routes, run.cutoffs))
+        fires = value != v.constant(0.0, "float32")
+    else:
+        value = v.let(terms[0] * adjust_up(run.spec, terms[1]))
+        fires = T.abs(value) >= limit
+    kept.keep(there, place, run.scratch.values, value, fires)
 
 
 def _emit_down_turn(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pi2.plan.weights.layout import split_lanes
@@ -27,52 +27,12 @@ class Isa:
     """Rows that are multiplied together with several tokens: accumulators fit the registers."""
     tile_tokens: int = 2
     """Tokens of that tile, in two planes: 4096 elements of each fit the first-level cache."""
-    few_tokens: bool = False
-    """Whether several tokens are so few that weights come from memory faster than they are computed
-    with: they are asked for ahead."""
     unrolls: bool = False
     """Whether a block of several rows and tokens is written out without a loop, if it gains
     something: unpacked weights fit the registers next to sums."""
-    pairs: bool = False
-    """Whether several tokens are multiplied two by two rows, in an order of their own (`i8mm`)."""
     blocks: bool = False
     """Whether many tokens are multiplied sixteen by sixteen rows (`amx`)."""
 
-    @property
-    def unpacks(self) -> bool:
-        """Whether rows are unpacked for several tokens, which takes room (`count_tile_bytes`)."""
-        return self.pairs or self.blocks
-
-    def count_tile_bytes(self, length: int) -> int:
-        """Return the bytes in which a thread unpacks rows of ``length``."""
-        if self.blocks:
-            return count_blocked_tile_bytes(length)
-        return length // 32 * PAIRED_GROUP_BYTES
-
-    def shape_tile(self, planes: int, *, of_values: bool) -> Isa:
-        """Return the schedule for tokens of a chunk in ``planes``: with one, which leaves registers
-        for the sums of twice as many tokens, half as many rows are quicker with VNNI.
-
-        ``of_values``: weights meet values that are not rounded. Unpacking them takes longest: six
-        tokens share it, whose sums fill 24 of 32 registers."""
-        if of_values and self.lanes == 16 and not self.few_tokens:
-            return replace(self, tile_rows=2, tile_tokens=3 if planes == 1 else 6)
-        if self.dot != "vnni" or planes != 1 or self.few_tokens:
-            return self
-        return replace(self, tile_rows=self.tile_rows // 2)
-
-    def widen_few(self) -> Isa | None:
-        """Return the schedule for more tokens of a step than the tile has, if another one is
-        quicker: twice as many tokens share the unpacking of weights."""
-        if not self.few_tokens or self.dot != "vnni":
-            return None
-        return replace(self, tile_rows=self.tile_rows // 2, tile_tokens=2 * self.tile_tokens)
-
-
-PAIRED_ROWS = 8
-"""Rows that such a schedule unpacks together."""
-PAIRED_GROUP_BYTES = 32 * PAIRED_ROWS + 8 * PAIRED_ROWS
-"""Bytes of a group of those rows unpacked: weights, and scales (float32, twice)."""
 
 BLOCK_TOKENS = 16
 """Tokens of a tile."""
@@ -93,7 +53,7 @@ def count_places(length: int) -> int:
     return blocks[0] * len(blocks)
 
 
-def count_blocked_tile_bytes(length: int) -> int:
+def count_tile_bytes(length: int) -> int:
     """Return the bytes in which a thread unpacks rows of ``length`` for tiles, and keeps sums."""
     rows = BLOCKED_ROWS // 16 * count_places(length) * BLOCKED_GROUP_BYTES
     return rows + BLOCKED_SUM_BYTES
@@ -139,21 +99,6 @@ _X86 = (
 )
 
 _ARM = (
-    (
-        {"neon", "dotprod", "i8mm", "fp16"},
-        Isa(
-            name="i8mm",
-            dot="sdot",
-            lanes=4,
-            mcpu=None,
-            mattr=("+neon", "+dotprod", "+i8mm", "+fullfp16"),
-            pairs=True,
-        ),
-    ),
-    (
-        {"neon", "dotprod", "i8mm"},
-        Isa(name="i8mm", dot="sdot", lanes=4, mcpu=None, mattr=("+dotprod", "+i8mm"), pairs=True),
-    ),
     (
         {"neon", "dotprod", "fp16"},
         Isa(

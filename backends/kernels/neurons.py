@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.operands import Activations, Prefetch, Vector, list_runs
+from pi2.backends.kernels.operands import Prefetch, Vector, list_runs
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.unpacking import Block, find_unpacking
-from pi2.backends.kernels.unpacking.unpacking import WIDE
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, PartName, Precision, weight_bytes
 
@@ -175,58 +173,37 @@ def find_neighbour(bundles: Bundles, place: v.Expr, first: v.Expr | None) -> Neu
     return bundles.find(place, None if first is None else first + place)
 
 
-def emit_values(
-    isa: Isa,
-    activations: Activations,
-    bundles: Bundles,
-    neurons: list[Neuron],
-    token: v.Expr,
-    routes: v.Buffer | None,
+def add_biases(
+    bundles: Bundles, neuron: Neuron, dots: Sequence[v.Expr], first: int = 0
 ) -> list[v.Expr]:
-    """Values of ``neurons`` for ``token``, times the weights of their experts."""
-    names = [part.name for part in bundles.spec.bundle.parts[:-1]]
-    parts, vectors = len(names), bundles.take_parts(neurons, names)
-    dots = [v.let(row[0]) for row in emit_dots(isa, vectors, activations, [token])]
-    found = []
-    for index, neuron in enumerate(neurons):
-        biases = load_biases(bundles, neuron)
-        terms = dots[index * parts : (index + 1) * parts]
-        found.append(find_value(bundles, neuron, biases, token, terms, routes))
-    return found
+    """Return products of a neuron's parts from number ``first`` on with what the model adds."""
+    biases = bundles.spec.bundle.biases[first : first + len(dots)]
+    if not biases:
+        return list(dots)
+    return [
+        v.let(dot + v.load_as(bundles.arena, neuron.base + bias.offset, "float32", 1))
+        for dot, bias in zip(dots, biases, strict=True)
+    ]
 
 
 def find_value(
     bundles: Bundles,
     neuron: Neuron,
-    biases: list[v.Expr],
     token: v.Expr,
-    terms: list[v.Expr],
+    terms: Sequence[v.Expr],
     routes: v.Buffer | None,
     cutoffs: v.Buffer | None = None,
 ) -> v.Expr:
-    """Return a neuron's value for a token, of its dot products; ``biases``: what to add to them, if
-    anything; ``cutoffs`` float32 [tokens] of gates, if layers have them."""
-    if biases:
-        terms = [v.let(term + bias) for term, bias in zip(terms, biases, strict=True)]
-    weight = None if routes is None else load_route(bundles, neuron, routes, token)
-    if weight is not None and bundles.spec.weighs_input:
+    """Return a neuron's value for a token, of the products of its parts, times the weight of its
+    expert; ``cutoffs`` float32 [tokens] of gates, if layers have them."""
+    spec, weight = bundles.spec, None
+    if routes is not None:
+        weight = v.let(routes[token * spec.experts + bundles.load_expert(neuron)])
+    if weight is not None and spec.weighs_input:
         terms, weight = [v.let(term * weight) for term in terms], None
     cutoff = None if cutoffs is None else v.let(cutoffs[token])
-    value = activate(bundles.spec, terms[0], terms[1] if bundles.spec.ffn.gated else None, cutoff)
+    value = activate(spec, terms[0], terms[1] if spec.ffn.gated else None, cutoff)
     return value if weight is None else value * weight
-
-
-def load_route(bundles: Bundles, neuron: Neuron, routes: v.Buffer, token: v.Expr) -> v.Expr:
-    expert = bundles.load_expert(neuron)
-    return v.let(routes[token * bundles.spec.experts + expert])
-
-
-def load_biases(bundles: Bundles, neuron: Neuron) -> list[v.Expr]:
-    """Return the number added to a neuron's dot products; none if the model adds nothing."""
-    return [
-        v.let(v.load_as(bundles.arena, neuron.base + bias.offset, "float32", 1))
-        for bias in bundles.spec.bundle.biases
-    ]
 
 
 def emit_clear(spec: KernelSpec, partial: v.Buffer, thread: v.Expr) -> v.Expr:
@@ -299,17 +276,6 @@ def emit_downs(
     unpacking = find_unpacking(spec.precision.ffn)
     size = weight_bytes(GROUP, spec.precision.ffn)
 
-    def add_rows(
-        vectors: Sequence[Sequence[tuple[v.Expr, v.Expr]]], scales: Sequence[v.Expr], lanes: int
-    ) -> None:
-        """Add, of each of some vectors, registers of weights by their places, times its scale."""
-        for rows in zip(*vectors, strict=True):
-            at = v.let(base + rows[0][0])
-            total = v.load(target, at, lanes)
-            for (_, weights), scale in zip(rows, scales, strict=True):
-                total = T.fma(weights, scale, total)
-            v.store(target, at, total, lanes)
-
     def emit_block(lanes: int, first: v.Expr) -> None:
         step = unpacking.count_tile_bytes(lanes)
         scales = [
@@ -322,22 +288,14 @@ def emit_downs(
                 if ask is not None:
                     ask(index, v.wide(first * size) + chunk * step, step)
                 tiles.append(unpacking.emit_tile(isa, Block(vector, lanes, first), chunk))
-            add_rows(tiles, scales, lanes)
-
-    def emit_narrow(lanes: int, first: v.Expr) -> None:
-        blocks = []
-        for index, (vector, _) in enumerate(weighed):
-            if ask is not None:
-                ask(index, v.wide(first * size), lanes * size)
-            blocks.append(unpacking.emit_narrow_block(Block(vector, lanes, first)))
-        scales = [
-            v.let(unpacking.load_wide_scale(Block(vector, lanes, first), value))
-            for vector, value in weighed
-        ]
-        add_rows(blocks, scales, WIDE)
+            for rows in zip(*tiles, strict=True):
+                at = v.let(base + rows[0][0])
+                total = v.load(target, at, lanes)
+                for (_, weights), scale in zip(rows, scales, strict=True):
+                    total = T.fma(weights, scale, total)
+                v.store(target, at, total, lanes)
 
     for lanes, group, tiles in unpacking.list_tiles(spec.hidden):
         groups = unpacking.count_groups(lanes)
-        emit_own = emit_narrow if unpacking.can_widen(isa, lanes) else emit_block
         with T.serial(tiles // unpacking.tiles * once) as block:
-            emit_own(lanes, group + block * groups)
+            emit_block(lanes, group + block * groups)

@@ -3,15 +3,15 @@ unsigned weight bytes times signed activation bytes, summed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 from tvm.tirx.script import builder as T
 
+from pi2.backends.blocks.machine import Machine
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
-from pi2.plan.weights.layout import GROUP, Precision, round_up, split_lanes, weight_bytes
+from pi2.plan.weights.layout import GROUP, Precision, split_lanes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +22,7 @@ class Chosen:
     neurons: v.Buffer | None = None
     """int32 [n]."""
     tokens: v.Buffer | None = None
-    """int32 [T], ascending; if tokens are multiplied in pairs (`i8mm`), both of each, but for the
-    last one of a chunk that has no other."""
-    origin: v.Expr | None = None
-    """Token from which numbers are counted; None: from the first."""
+    """int32 [T], ascending."""
 
     def find_neuron(self, number: v.Expr) -> v.Expr:
         """Return the place of neuron ``number`` of the call."""
@@ -33,12 +30,7 @@ class Chosen:
 
     def find_token(self, number: v.Expr) -> v.Expr:
         """Return the place of token ``number`` of the call."""
-        number = number if self.origin is None else self.origin + number
         return number if self.tokens is None else v.let(self.tokens[number])
-
-    def count_from(self, token: v.Expr) -> Chosen:
-        """Return the same neurons and tokens, of which ``token`` is number 0."""
-        return replace(self, origin=token)
 
 
 EVERYTHING = Chosen()
@@ -67,22 +59,19 @@ class Activations:
     """1, but the compiler cannot know: loops of known length over the blocks of a vector would be
     unrolled and their loads hoisted, which spills registers and takes seconds to compile."""
     several: v.Expr | None = None
-    """Whether there is more than one token, if a chunk's have other planes or another order."""
+    """Whether there is more than one token, if a chunk's have other planes."""
     chunk_planes: int = 0
     """Their planes; the arrays are large enough for either."""
     tiles: v.Buffer | None = None
-    """int8 [threads, `Isa.count_tile_bytes`]: rows of weights unpacked for several tokens, in
-    schedules that do so (`i8mm`, `amx`)."""
+    """int8 [threads, `isa.count_tile_bytes`]: rows of weights unpacked for tiles (`amx`)."""
     blocks: v.Buffer | None = None
-    """int8 [tokens / 16, `isa.count_places`, `isa.count_block_bytes`]: codes and scales of many
-    tokens once more, in the order of `amx`."""
+    """int8 [tokens / 16, `isa.count_blocks_bytes`]: codes and scales of many tokens in their
+    order."""
     upper_sums: v.Buffer | None = None
     """int32 [tokens, length / 32]: -8 * sum of the codes of the upper plane of two, if several
     tokens are multiplied only by these codes."""
     upper: bool = False
     """Whether they are multiplied so now."""
-    paired: bool = False
-    """Whether codes and scales are in the order of `i8mm`, as for several tokens there."""
 
     @property
     def used_planes(self) -> int:
@@ -93,26 +82,10 @@ class Activations:
         own = replace(self, upper=True) if self.upper_sums is not None else self
         if self.several is None:
             return own
-        paired = self.tiles is not None and self.blocks is None
-        return replace(own, planes=self.chunk_planes, several=None, paired=paired)
+        return replace(own, planes=self.chunk_planes, several=None)
 
     def for_one(self) -> Activations:
-        return replace(self, several=None, paired=False)
-
-
-FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
-"""Called with (token, item, dot product of each of the item's vectors) to store the result."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Items:
-    """Items ``begin`` to ``end``, each of ``parts`` vectors: 1 (a row) or 2 (gate and up)."""
-
-    begin: v.Expr
-    end: v.Expr
-    parts: int = 1
-    take_vectors: Callable[[v.Expr], Sequence[Vector]]
-    finish: FinishItem
+        return replace(self, several=None)
 
 
 Prefetch = Callable[[int, v.Expr, int], None]
@@ -150,19 +123,6 @@ class Vector:
 
 LINE = 64
 """Bytes of a cache line."""
-REQUESTS = 8
-"""Tiles of tokens in which the next vectors are asked for, a part of them in each."""
-
-
-def emit_request(vectors: Sequence[Vector], length: int, turn: v.Expr) -> None:
-    """Ask for ``vectors``, for the second-level cache: in each of the first `REQUESTS` turns for a
-    part of them."""
-    with T.If(turn < REQUESTS), T.Then():
-        for vector in vectors:
-            size = round_up(weight_bytes(length, vector.precision), REQUESTS * LINE) // REQUESTS
-            begin = v.let(vector.weights_base + v.wide(turn) * size)
-            for line in range(0, size, LINE):
-                v.prefetch(vector.weights, begin + line, 2)
 
 
 def emit_lane_order(target: Activations, token: v.Expr) -> None:
@@ -176,36 +136,6 @@ def emit_lane_order(target: Activations, token: v.Expr) -> None:
             v.store(target.codes, (base + element * lanes) * 4, bytes_, 4 * lanes)
 
 
-def emit_vpdpbusd(total: v.Expr, weights: v.Expr, codes: v.Expr, width: int) -> v.Expr:
-    """Return int32 x ``width`` ``total`` plus 4 products of unsigned and signed bytes each."""
-    return T.call_llvm_pure_intrin(
-        f"int32x{width}",
-        f"llvm.x86.avx512.vpdpbusd.{32 * width}",
-        total,
-        v.reinterpret(weights, "int8", 4 * width),
-        codes,
-    )
-
-
-def look_up_bytes(arm: bool, numbers: Sequence[int], places: v.Expr, size: int) -> v.Expr:
-    """Return the bytes of ``numbers`` [16] at ``places`` uint8 [size], 0 to 15; at least 16."""
-    words = np.array(numbers, np.int8).view("<i4").tolist() * (size // 16)
-    table = v.reinterpret(v.list_constants(words, "int32"), "int8", size)
-    name = (
-        "llvm.aarch64.neon.tbl1.v16i8"
-        if arm
-        else {
-            16: "llvm.x86.ssse3.pshuf.b.128",
-            32: "llvm.x86.avx2.pshuf.b",
-            64: "llvm.x86.avx512.pshuf.b.512",
-        }[size]
-    )
-    found = T.call_llvm_pure_intrin(
-        f"int8x{size}", name, table, v.reinterpret(places, "int8", size)
-    )
-    return v.reinterpret(found, "uint8", size)
-
-
 class DotPrimitive:
     """The primitive ``sum += unsigned weight byte * signed activation byte`` of an ISA."""
 
@@ -215,7 +145,7 @@ class DotPrimitive:
         self.width = width
         self.whole_bytes = self.dot in ("vnni", "sdot")
         self.signed = self.dot == "sdot"
-        self._bits = str(32 * width)
+        self._machine = Machine(isa)
 
     def start(self) -> v.Expr:
         """Return the empty sum."""
@@ -245,28 +175,12 @@ class DotPrimitive:
 
     def add(self, total: v.Expr, weights: v.Expr, codes: v.Expr) -> v.Expr:
         """Return ``total`` plus the products of 4 ``width`` bytes."""
-        width, bits = self.width, self._bits
-        if self.dot == "vnni":
-            return emit_vpdpbusd(total, weights, codes, width)
-        if self.dot == "sdot":
-            return T.call_llvm_pure_intrin(
-                "int32x4",
-                "llvm.aarch64.neon.sdot.v4i32.v16i8",
-                total,
-                v.reinterpret(weights, "int8", 16),
-                codes,
-            )
+        size = 4 * self.width
+        if self.whole_bytes:
+            return self._machine.add_bytes(total, weights, codes, size)
         if self.dot == "maddubs":
-            name = {
-                "512": "llvm.x86.avx512.pmaddubs.w.512",
-                "256": "llvm.x86.avx2.pmadd.ub.sw",
-                "128": "llvm.x86.ssse3.pmadd.ub.sw.128",
-            }[bits]
-            return total + T.call_llvm_pure_intrin(
-                f"int16x{2 * width}", name, v.reinterpret(weights, "int8", 4 * width), codes
-            )
-        lanes = 4 * width
-        return total + v.cast(weights, "int16", lanes) * v.cast(codes, "int16", lanes)
+            return total + self._machine.add_pairs(weights, codes, size)
+        return total + v.cast(weights, "int16", size) * v.cast(codes, "int16", size)
 
     def finish(self, total: v.Expr) -> v.Expr:
         """Return the sums of the groups as int32 x ``width``."""
@@ -274,13 +188,8 @@ class DotPrimitive:
         if self.whole_bytes:
             return total
         if self.dot == "maddubs":
-            name = {
-                "512": "llvm.x86.avx512.pmaddw.d.512",
-                "256": "llvm.x86.avx2.pmadd.wd",
-                "128": "llvm.x86.sse2.pmadd.wd",
-            }[self._bits]
             ones = v.constant(1, "int16", 2 * width)
-            return T.call_llvm_pure_intrin(f"int32x{width}", name, total, ones)
+            return self._machine.multiply_words(total, ones, width)
         # Four int16 of a lane: add neighbours within int32, then within int64.
         sixteen = v.constant(16, "int32", 2 * width)
         pairs = v.let(v.reinterpret(total, "int32", 2 * width))

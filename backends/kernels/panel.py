@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.amx import emit_block_items, has_many, takes_blocks
 from pi2.backends.kernels.dots import emit_dots
-from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import emit_token_tiles
+from pi2.backends.kernels.matrix import Items, emit_items
 from pi2.backends.kernels.neurons import (
     Bundles,
     Neuron,
+    add_biases,
     find_neighbour,
     find_value,
     is_firing,
-    load_biases,
 )
-from pi2.backends.kernels.operands import Activations, Chosen, Items, Vector
-from pi2.backends.kernels.spec import PANEL, KernelSpec
-from pi2.formats import find_packing
+from pi2.backends.kernels.operands import Activations, Chosen
+from pi2.backends.kernels.spec import PANEL
 from pi2.plan.weights.layout import PartName
 
 
@@ -103,32 +101,24 @@ class Share:
     thread: v.Expr
 
 
-Keep = Callable[[v.Expr, v.Expr, Neuron, list[v.Expr]], None]
-"""Called with (token, number in the panel, neuron, its dot products) to store the result."""
-
-
 def emit_activations(isa: Isa, activations: Activations, panel: Panel, share: Share) -> None:
     """Set the panel's values of neurons of a share for all tokens."""
 
-    def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
-        place = panel.chosen.find_token(token)
-        biases = load_biases(panel.bundles, neuron)
-        found = (panel.bundles, neuron, biases, place, dots, panel.routes, panel.cutoffs)
-        value = find_value(*found)
-        panel.store(token, number, value)
+    def find(place: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> v.Expr:
+        terms = add_biases(panel.bundles, neuron, dots)
+        return find_value(panel.bundles, neuron, place, terms, panel.routes, panel.cutoffs)
 
     names = [part.name for part in panel.bundles.spec.bundle.parts[:-1]]
-    _emit_products(isa, activations, panel, names, share, keep)
+    _emit_products(isa, activations, panel, names, share, find)
 
 
 def emit_gates(isa: Isa, activations: Activations, panel: Panel, share: Share) -> None:
     """Set the panel's values of neurons of a share to their gates, for all tokens."""
 
-    def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
-        biases = load_biases(panel.bundles, neuron)
-        panel.store(token, number, dots[0] + biases[0] if biases else dots[0])
+    def find(_place: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> v.Expr:
+        return add_biases(panel.bundles, neuron, dots)[0]
 
-    _emit_products(isa, activations, panel, ["gate"], share, keep)
+    _emit_products(isa, activations, panel, ["gate"], share, find)
 
 
 def _emit_products(
@@ -137,71 +127,45 @@ def _emit_products(
     panel: Panel,
     names: Sequence[PartName],
     share: Share,
-    keep: Keep,
+    find: Callable[[v.Expr, Neuron, list[v.Expr]], v.Expr],
 ) -> None:
-    spec, parts = panel.bundles.spec, len(names)
-
-    def take_vectors(number: v.Expr) -> list[Vector]:
-        return panel.bundles.take_parts([panel.find(number)], names)
+    """Keep what ``find`` makes of a token's place, a neuron, and the products of its parts."""
 
     def finish(token: v.Expr, number: v.Expr, dots: list[v.Expr]) -> None:
-        keep(token, number, panel.find(number), dots)
+        panel.store(token, number, find(panel.chosen.find_token(token), panel.find(number), dots))
 
+    parts, of_values = len(names), panel.bundles.spec.packing.meets_values
     items = Items(
-        begin=share.start, end=share.stop, parts=parts, take_vectors=take_vectors, finish=finish
+        begin=share.start,
+        end=share.stop,
+        parts=parts,
+        most=VECTOR_TILE // parts,
+        take_vectors=lambda number: panel.bundles.take_parts([panel.find(number)], names),
+        finish=finish,
+        find_token=panel.chosen.find_token,
     )
-    given = (activations, share.tokens, share.thread, items)
-    if takes_pairs(isa, spec.precision.gates):
-        emit_items(*given, panel.chosen)
+    tile = _shape_tile(isa, activations.used_planes, of_values=of_values)
+    if not takes_blocks(isa, activations, panel.bundles.spec.precision.gates):
+        emit_items(tile, activations, share.tokens, items)
         return
-    if takes_blocks(isa, activations, spec.precision.gates):
-        with T.If(has_many(activations, share.tokens)):
-            with T.Then():
-                emit_block_items(*given)
-            with T.Else():
-                _emit_tiled_products(isa, activations, panel, names, share, keep)
-        return
-    _emit_tiled_products(isa, activations, panel, names, share, keep)
+    with T.If(has_many(activations, share.tokens)):
+        with T.Then():
+            emit_block_items(activations, share.tokens, share.thread, items)
+        with T.Else():
+            emit_items(tile, activations, share.tokens, items)
 
 
-def _emit_tiled_products(
-    isa: Isa,
-    activations: Activations,
-    panel: Panel,
-    names: Sequence[PartName],
-    share: Share,
-    keep: Keep,
-) -> None:
-    """Multiply parts of neurons with all tokens, a few of both at a time."""
-    parts = len(names)
-    of_values = find_packing(panel.bundles.spec.precision.gates).meets_values
-    isa = isa.shape_tile(activations.used_planes, of_values=of_values)
-    together, size = max(1, isa.tile_rows // parts), VECTOR_TILE // parts
+def _shape_tile(isa: Isa, planes: int, *, of_values: bool) -> Isa:
+    """Return the schedule for tokens of a chunk in ``planes``: with one, which leaves registers for
+    the sums of twice as many tokens, half as many rows are quicker with VNNI.
 
-    def emit_tile(first: v.Expr, last: v.Expr, named: list[v.Expr]) -> None:
-        places = [panel.chosen.find_token(token) for token in named]
-        with T.serial(T.floordiv(last - first + together, together)) as step:
-            top = v.let(first + step * together)
-            # A repeated token or neuron writes the same value again.
-            numbers = [v.let(T.min(top + index, last)) for index in range(together)]
-            neurons = [panel.find(number) for number in numbers]
-            vectors = panel.bundles.take_parts(neurons, names)
-            dots = emit_dots(isa, vectors, activations, places)
-            for index, (number, neuron) in enumerate(zip(numbers, neurons, strict=True)):
-                own = dots[index * parts : (index + 1) * parts]
-                for turn, token in enumerate(named):
-                    keep(token, number, neuron, [v.let(row[turn]) for row in own])
-
-    with T.serial(T.floordiv(share.stop - share.start + size - 1, size)) as tile:
-        first = v.let(share.start + tile * size)
-        last = v.let(T.min(first + size, share.stop) - 1)
-
-        def emit(
-            _: v.Expr, named: list[v.Expr], first: v.Expr = first, last: v.Expr = last
-        ) -> None:
-            emit_tile(first, last, named)
-
-        emit_token_tiles(isa, activations.used_planes, share.tokens, emit)
+    ``of_values``: weights meet values that are not rounded. Unpacking them takes longest: six
+    tokens share it, whose sums fill 24 of 32 registers."""
+    if of_values and isa.lanes == 16:
+        return replace(isa, tile_rows=2, tile_tokens=3 if planes == 1 else 6)
+    if isa.dot != "vnni" or planes != 1:
+        return isa
+    return replace(isa, tile_rows=isa.tile_rows // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,38 +181,18 @@ class Opened:
         return v.let(self.start + v.cast(self.numbers[place], "int32", 1))
 
 
-def count_sharing(isa: Isa, spec: KernelSpec) -> int:
-    """Return how many tokens have their open gates in one list."""
-    return 2 if takes_pairs(isa, spec.precision.gates) else 1
-
-
 def emit_open_values(
-    isa: Isa, activations: Activations, panel: Panel, share: Share, token: v.Expr
+    isa: Isa, activations: Activations, panel: Panel, token: v.Expr, start: v.Expr, stop: v.Expr
 ) -> Opened:
-    """Replace gates, which `emit_gates` has left, by activations, for the share's tokens, from
-    ``token`` on (`count_sharing` at most): of those neurons whose gates are open for any of them;
-    return which these are."""
-    spec, start, tokens = panel.bundles.spec, share.start, share.tokens
-    rows = [v.let(token * PANEL + start)]
-    if count_sharing(isa, spec) > 1:
-        rows.append(v.let((token + tokens - 1) * PANEL + start))
+    """Replace gates, which `emit_gates` has left, by activations: a token's, of those of neurons
+    ``start`` to ``stop`` whose gates are open; return which these are."""
+    spec, row = panel.bundles.spec, v.let(token * PANEL + start)
     numbers = T.alloc_buffer((PANEL,), "int16")
 
     def test(number: v.Expr, lanes: int) -> v.Expr:
-        opens = [is_firing(spec, v.load(panel.values, row + number, lanes), lanes) for row in rows]
-        return opens[0] if len(opens) == 1 else T.Or(*opens)
+        return is_firing(spec, v.load(panel.values, row + number, lanes), lanes)
 
-    opened = Opened(numbers, emit_list(isa, v.let(share.stop - start), test, numbers), start)
-    if takes_pairs(isa, spec.precision.gates):
-        _emit_paired_ups(activations, panel, opened, token, tokens, share.thread)
-    else:
-        _emit_listed_ups(isa, activations, panel, opened, token)
-    return opened
-
-
-def _emit_listed_ups(
-    isa: Isa, activations: Activations, panel: Panel, opened: Opened, token: v.Expr
-) -> None:
+    opened = Opened(numbers, emit_list(isa, v.let(stop - start), test, numbers), start)
     place = v.let(panel.chosen.find_token(token))
     with T.serial(T.floordiv(opened.count + LISTED - 1, LISTED)) as step:
         top = v.let(step * LISTED)
@@ -264,36 +208,12 @@ def _emit_listed_ups(
         ]
         for number, value in zip(own, values, strict=True):
             panel.store(token, number, value)
-
-
-def _emit_paired_ups(
-    activations: Activations,
-    panel: Panel,
-    opened: Opened,
-    token: v.Expr,
-    tokens: v.Expr,
-    thread: v.Expr,
-) -> None:
-    """Make activations of the open gates of two tokens that are multiplied together, or of one."""
-    chosen = panel.chosen.count_from(token)
-
-    def take_vectors(place: v.Expr) -> list[Vector]:
-        return panel.bundles.take_parts([panel.find(opened.read(place))], ["up"])
-
-    def keep(turn: v.Expr, place: v.Expr, dots: list[v.Expr]) -> None:
-        number = opened.read(place)
-        gate = panel.load(token + turn, number)
-        value = _find_open_value(panel, panel.find(number), chosen.find_token(turn), gate, dots[0])
-        panel.store(token + turn, number, value)
-
-    items = Items(begin=T.int32(0), end=opened.count, take_vectors=take_vectors, finish=keep)
-    emit_items(activations, tokens, thread, items, chosen, is_pair=True)
+    return opened
 
 
 def _find_open_value(
     panel: Panel, neuron: Neuron, place: v.Expr, gate: v.Expr, up: v.Expr
 ) -> v.Expr:
     """Return the activation of a neuron for the token at ``place`` of the chunk."""
-    biases = load_biases(panel.bundles, neuron)
-    terms = [v.let(gate), v.let(up + biases[1]) if biases else up]
-    return v.let(find_value(panel.bundles, neuron, [], place, terms, panel.routes))
+    terms = [v.let(gate), *add_biases(panel.bundles, neuron, [up], 1)]
+    return v.let(find_value(panel.bundles, neuron, place, terms, panel.routes))

@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
-from pi2.backends.kernels.isa import BLOCK_TOKENS, Isa, count_blocks_bytes
+from pi2.backends.kernels.isa import BLOCK_TOKENS, Isa, count_blocks_bytes, count_tile_bytes
 from pi2.backends.kernels.matrix import Matrix
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KernelSpec
@@ -41,51 +41,36 @@ def take_activations(
     count: v.Expr,
     chunk_planes: int | None = None,
     *,
-    isa: Isa | None = None,
     rows: str = "tokens",
     upper: bool = False,
 ) -> Activations:
     """Declare the arrays of quantised activations for ``rows``; ``count`` is a positive parameter.
 
-    With ``chunk_planes`` it is the number of tokens, and more than one have those planes and, if
-    ``isa`` has pairs, the order of `i8mm`; with ``upper`` several are multiplied by the upper
-    plane. ``isa`` None: rows are not unpacked for several tokens."""
-    unpacks = isa is not None and isa.unpacks
-    pairs = isa is not None and isa.pairs
-    differs = chunk_planes is not None and (pairs or chunk_planes != planes)
-    most_planes = max(planes, chunk_planes or 0)
+    With ``chunk_planes`` it is the number of tokens, and more than one have those planes; with
+    ``upper`` several are multiplied by the upper plane."""
+    several = planes if chunk_planes is None else chunk_planes
+    most_planes = max(planes, several)
+    sums = rows, length // GROUP
     return Activations(
-        several=count > 1 if differs else None,
-        chunk_planes=chunk_planes or planes,
+        several=None if several == planes else count > 1,
+        chunk_planes=several,
         once=T.min(count, 1),
         length=length,
         planes=planes,
         codes=take.take_array(f"{name}_codes", "int8", rows, most_planes, length),
-        scales=take.take_array(f"{name}_scales", "float32", rows, length // GROUP),
-        sums=take.take_array(f"{name}_sums", "int32", rows, length // GROUP),
+        scales=take.take_array(f"{name}_scales", "float32", *sums),
+        sums=take.take_array(f"{name}_sums", "int32", *sums),
         values=take.take_array(f"{name}_values", "float32", rows, length),
-        tiles=take_tiles(take, name, length, isa) if isa is not None and unpacks else None,
-        blocks=_take_blocks(take, name, length, most_planes, rows)
-        if isa is not None and isa.blocks
-        else None,
-        upper_sums=take.take_array(f"{name}_upper_sums", "int32", rows, length // GROUP)
-        if upper
-        else None,
+        upper_sums=take.take_array(f"{name}_upper_sums", "int32", *sums) if upper else None,
     )
 
 
-def take_tiles(take: Parameters, name: str, length: int, isa: Isa) -> v.Buffer:
-    """Declare the room in which every thread unpacks weights that several tokens share."""
-    return take.take_array(f"{name}_tiles", "int8", "threads", isa.count_tile_bytes(length))
-
-
-def _take_blocks(take: Parameters, name: str, length: int, planes: int, rows: str) -> v.Buffer:
-    size = count_blocks_bytes(length, planes) // BLOCK_TOKENS
-    return take.take_array(f"{name}_blocks", "int8", rows, size)
-
-
-def emit_each_token(tokens: v.Expr, emit: Callable[[v.Expr], None]) -> None:
+def emit_each_token(tokens: v.Expr | int, emit: Callable[[v.Expr], None]) -> None:
     """Run ``emit`` for every token: in place for one, in parallel for more."""
+    if isinstance(tokens, int):
+        assert tokens == 1
+        emit(T.int32(0))
+        return
     with T.If(tokens == 1):
         with T.Then():
             emit(T.int32(0))
@@ -98,22 +83,29 @@ class Schedule:
     """Declares parameters as the spec has them."""
 
     spec: KernelSpec
-    isa: Isa
-    ignores_tiles: bool = False
-    """Whether arrays of tiles are parameters, and not used."""
     upper: bool = False
     """Whether several tokens are multiplied only by the upper planes of their activations."""
+    is_step: bool = False
+
+    @property
+    def isa(self) -> Isa:
+        return replace(self.spec.isa, blocks=False) if self.is_step else self.spec.isa
 
     def for_step(self) -> Schedule:
         """Return the schedule for a token each of several sequences: each as in a step of its own,
         or with activations of 8 bits (`KernelSpec.upper_steps`)."""
         spec = replace(self.spec, chunk_planes=self.spec.planes)
-        isa = replace(self.isa, pairs=False, blocks=False, few_tokens=True)
-        return Schedule(spec, isa, ignores_tiles=self.isa.pairs, upper=spec.upper_steps)
+        return Schedule(spec, upper=spec.upper_steps, is_step=True)
 
     def take_token(self, take: Parameters) -> v.Expr:
-        """Declare the token that a function for one is about, if there are several."""
-        return take.take_number("token") if self.spec.sequences else T.int32(0)
+        """Declare the token that a function for one is about."""
+        token = take.take_number("token")
+        return token if self.spec.sequences else T.int32(0)
+
+    def take_tokens(self, take: Parameters) -> tuple[v.Expr, v.Expr | int]:
+        """Declare the first of some tokens, and their number: 1 unless there may be more."""
+        tokens = take.take_number("first"), take.take_number("tokens")
+        return tokens if self.spec.sequences else (T.int32(0), 1)
 
     def take_rows(self, take: Parameters, name: str, rows: str = "tokens") -> v.Buffer:
         """Declare vectors as long as what neurons read, float32."""
@@ -122,39 +114,28 @@ class Schedule:
     def take_hidden(self, take: Parameters, count: v.Expr) -> Activations:
         """Declare the activations of one token; ``count`` is any positive parameter."""
         spec = self.spec
-        hidden = take_activations(
-            take, "hidden", spec.hidden, spec.planes, count, isa=self.isa, upper=self.upper
-        )
-        self._ignore_tiles(take, "hidden", spec.hidden)
-        return hidden
+        return take_activations(take, "hidden", spec.hidden, spec.planes, count, upper=self.upper)
 
     def take_dense(self, take: Parameters, count: v.Expr) -> Activations:
         """Declare the activations of a chunk; ``count`` is any positive parameter."""
-        spec = self.spec
-        hidden = take_activations(
-            take, "hidden", spec.hidden, spec.chunk_planes, count, isa=self.isa, upper=self.upper
-        )
-        self._ignore_tiles(take, "hidden", spec.hidden)
+        spec, length = self.spec, self.spec.hidden
+        planes = spec.chunk_planes
+        hidden = take_activations(take, "hidden", length, planes, count, upper=self.upper)
+        if self.isa.blocks:
+            size = count_blocks_bytes(length, planes) // BLOCK_TOKENS
+            hidden = replace(
+                hidden,
+                tiles=take.take_array("tiles", "int8", "threads", count_tile_bytes(length)),
+                blocks=take.take_array("blocks", "int8", "tokens", size),
+            )
         return hidden.for_chunk()
 
-    def take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
+    def take_chunk(self, take: Parameters, tokens: v.Expr) -> Activations:
+        """Declare the activations of one token, or of several."""
         spec = self.spec
-        chunk = take_activations(
-            take,
-            name,
-            length,
-            spec.planes,
-            tokens,
-            spec.chunk_planes,
-            isa=self.isa,
-            upper=self.upper,
+        return take_activations(
+            take, "hidden", spec.hidden, spec.planes, tokens, spec.chunk_planes, upper=self.upper
         )
-        self._ignore_tiles(take, name, length)
-        return chunk
-
-    def _ignore_tiles(self, take: Parameters, name: str, length: int) -> None:
-        if self.ignores_tiles:
-            take_tiles(take, name, length, self.isa)
 
     def take_routes(self, take: Parameters) -> v.Buffer | None:
         """Declare the weights of an MoE model's experts."""

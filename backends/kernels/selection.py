@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,14 +41,13 @@ def emit_compact(
     lists: Lists,
     count: v.Expr,
     limit: v.Expr,
+    token: v.Expr,
     *,
     strict: bool = False,
     magnitudes: bool = False,
-    token: v.Expr | None = None,
 ) -> None:
-    """List the indices whose score reaches ``limit``, of ``token``, if there are several
-    (`find_row`); ``strict`` means above the limit, not at it, ``magnitudes`` that signs do not
-    count."""
+    """List the indices whose score reaches ``limit``, of ``token`` (`find_row`); ``strict`` means
+    above the limit, not at it, ``magnitudes`` that signs do not count."""
     scores, indices, found = lists
     row = find_row(token, count)
 
@@ -60,20 +58,16 @@ def emit_compact(
         return score > least if strict else score >= least
 
     end = emit_list(isa, count, test, indices, row)
-    v.store(found, 0 if token is None else token, end, 1)
+    v.store(found, token, end, 1)
 
 
-def find_row(token: v.Expr | None, count: v.Expr) -> v.Expr | int:
+def find_row(token: v.Expr, count: v.Expr) -> v.Expr:
     """Return where the scores and indices of a token's ``count`` neurons begin: in whole lines."""
-    return 0 if token is None else v.let(token * (T.floordiv(count + 15, 16) * 16))
+    return v.let(token * (T.floordiv(count + 15, 16) * 16))
 
 
 def emit_activate(
-    spec: KernelSpec,
-    scores: v.Buffer,
-    count: v.Expr,
-    token: v.Expr | None = None,
-    cutoff: v.Expr | None = None,
+    spec: KernelSpec, scores: v.Buffer, count: v.Expr, token: v.Expr, cutoff: v.Expr | None = None
 ) -> None:
     """Replace gates ``scores`` float32 [count] by their smooth activations, after a ``cutoff``
     where layers have one.
@@ -105,28 +99,22 @@ def emit_low_rank(
     predictor: LowRank,
     activations: Activations,
     scores: v.Buffer,
-    several: tuple[v.Expr, v.Expr] | None = None,
+    tokens: tuple[v.Expr, v.Expr | int],
 ) -> None:
-    """Set ``scores`` float32 [neurons]; ``several``: first token and number of tokens, if there may
-    be more than one (`find_row`)."""
+    """Set ``scores`` float32 [neurons] of some tokens, the first and their number (`find_row`)."""
     isa, threads, middle = schedule.isa, schedule.spec.threads, predictor.middle
     inner, outer, bias = predictor.inner, predictor.outer, predictor.bias
-    first, tokens = (None, None) if several is None else several
 
     def keep_positive(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        place = row if tokens is None else token * middle.length + row
+        place = token * middle.length + row
         v.store(middle.values, place, T.max(value, v.constant(0.0, "float32")), 1)
 
     def add_bias(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        place = row if tokens is None else find_row(token, outer.rows) + row
-        v.store(scores, place, value + bias[row], 1)
+        v.store(scores, find_row(token, outer.rows) + row, value + bias[row], 1)
 
-    emit_multiply(isa, threads, inner, activations, tokens, keep_positive, first)
-    if tokens is None:
-        emit_quantize(middle, T.int32(0))
-    else:
-        emit_each_token(tokens, lambda token: emit_quantize(middle, token))
-    emit_multiply(isa, threads, outer, middle, tokens, add_bias)
+    emit_multiply(isa, threads, inner, activations, tokens, keep_positive)
+    emit_each_token(tokens[1], lambda token: emit_quantize(middle, token))
+    emit_multiply(isa, threads, outer, middle, (T.int32(0), tokens[1]), add_bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +153,8 @@ class Cutoffs:
             cutoff = load(T.int32(0)) + self.sign * T.sqrt(squares.get())
             v.store(self.cutoffs, token, cutoff, 1)
 
-        emit_multiply(self.schedule.isa, spec.threads, self.matrix, hidden, tokens, store)
+        every = T.int32(0), tokens
+        emit_multiply(self.schedule.isa, spec.threads, self.matrix, hidden, every, store)
         emit_each_token(tokens, finish)
 
 
@@ -195,55 +184,35 @@ SMALLEST = 1e-37
 
 def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> None:
     """Compute the scores of a layer's or expert's neurons, and list the ones above a threshold."""
-    neurons = take.take_number("neurons")
-    threshold = take.take_number("threshold", "float32")
-    several = _take_several(schedule, take)
-    hidden = schedule.take_hidden(take, neurons)
-    take_low_rank(schedule, rank, take, neurons, threshold, hidden)(several)
-
-
-def take_low_rank(
-    schedule: Schedule,
-    rank: int,
-    take: Parameters,
-    neurons: v.Expr,
-    threshold: v.Expr,
-    hidden: Activations,
-) -> Callable[[tuple[v.Expr, v.Expr] | None], None]:
-    """Declare what else a prediction takes; return what makes it of ``hidden``: of several tokens,
-    given the first and their number, or of the only one."""
     spec, isa = schedule.spec, schedule.isa
     precision = spec.precision.predictor
     assert precision is not None
+    neurons = take.take_number("neurons")
+    threshold = take.take_number("threshold", "float32")
+    tokens = schedule.take_tokens(take)
+    hidden = schedule.take_hidden(take, neurons)
     inner = take_matrix(take, "inner", rank, spec.hidden, precision)
     weights, scales = take_rows(take, "outer", "expert", rank, precision)
+    outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
     bias = take.take_array("bias", "float32", "expert")
     middle = take_activations(
         take, "middle", rank, spec.planes, neurons, rows="sequences", upper=schedule.upper
     )
     lists = _take_lists(take)
-    outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
     predictor = LowRank(inner=inner, outer=outer, bias=bias, middle=middle)
-
-    def emit_list(token: v.Expr | None) -> None:
-        emit_compact(isa, lists, neurons, threshold, token=token)
-
-    def predict(several: tuple[v.Expr, v.Expr] | None) -> None:
-        emit_low_rank(schedule, predictor, hidden, lists.scores, several)
-        _emit_lists(several, emit_list)
-
-    return predict
+    emit_low_rank(schedule, predictor, hidden, lists.scores, tokens)
+    emit_each_token(tokens[1], lambda token: emit_compact(isa, lists, neurons, threshold, token))
 
 
 def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
     """Compute all gates of a layer, or of an expert, and list the open ones.
 
     Smooth activations are computed as well: gates that reach ``limit`` count as open."""
-    spec = schedule.spec
+    spec, isa = schedule.spec, schedule.isa
     precision = spec.precision.gates
     neurons = take.take_number("neurons")
     least = take.take_number("limit", "float32") if spec.is_smooth else None
-    several = _take_several(schedule, take)
+    tokens = schedule.take_tokens(take)
     weights, scales = take_rows(take, "gate", "expert", spec.hidden, precision)
     biases = take.take_array("biases", "float32", "expert") if spec.ffn.bias else None
     hidden = schedule.take_hidden(take, neurons)
@@ -254,52 +223,31 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
         weights=weights, scales=scales, rows=neurons, length=spec.hidden, precision=precision
     )
 
-    first, tokens = (None, None) if several is None else several
-
     def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        place = row if tokens is None else find_row(token, neurons) + row
+        place = find_row(token, neurons) + row
         v.store(scores, place, value if biases is None else value + biases[row], 1)
 
-    isa = schedule.isa
-    emit_multiply(isa, spec.threads, matrix, hidden, tokens, keep, first)
+    emit_multiply(isa, spec.threads, matrix, hidden, tokens, keep)
 
-    def emit_list(token: v.Expr | None) -> None:
-        if least is not None:
-            cutoff, limit = None, least
-            if cutoffs is not None:
-                # What a cutoff has closed is exactly zero.
-                place = T.int32(0) if token is None or first is None else first + token
-                cutoff = v.let(cutoffs[place])
-                tiny = v.constant(SMALLEST, "float32")
-                is_cut = cutoff > v.constant(NO_CUTOFF, "float32")
-                limit = v.let(T.Select(is_cut, T.max(least, tiny), least))
-            emit_activate(spec, scores, neurons, token, cutoff)
-            emit_compact(isa, lists, neurons, limit, magnitudes=True, token=token)
+    def list_open(token: v.Expr) -> None:
+        if least is None:
+            limit = v.constant(spec.ffn.threshold, "float32")
+            emit_compact(isa, lists, neurons, limit, token, strict=True)
             return
-        limit = v.constant(spec.ffn.threshold, "float32")
-        emit_compact(isa, lists, neurons, limit, strict=True, token=token)
+        cutoff, limit = None, least
+        if cutoffs is not None:
+            # What a cutoff has closed is exactly zero.
+            cutoff = v.let(cutoffs[tokens[0] + token])
+            tiny = v.constant(SMALLEST, "float32")
+            is_cut = cutoff > v.constant(NO_CUTOFF, "float32")
+            limit = v.let(T.Select(is_cut, T.max(least, tiny), least))
+        emit_activate(spec, scores, neurons, token, cutoff)
+        emit_compact(isa, lists, neurons, limit, token, magnitudes=True)
 
-    _emit_lists(several, emit_list)
-
-
-def _take_several(schedule: Schedule, take: Parameters) -> tuple[v.Expr, v.Expr] | None:
-    """Declare the first token and the number of tokens, if there may be more than one."""
-    if not schedule.spec.sequences:
-        return None
-    first = take.take_number("first")
-    return first, take.take_number("tokens")
+    emit_each_token(tokens[1], list_open)
 
 
 def _take_lists(take: Parameters) -> Lists:
     scores = take.take_array("scores", "float32", "sequences", "neurons")
     indices = take.take_array("indices", "int32", "sequences", "neurons")
     return Lists(scores, indices, take.take_array("found", "int32", "sequences"))
-
-
-def _emit_lists(
-    several: tuple[v.Expr, v.Expr] | None, emit: Callable[[v.Expr | None], None]
-) -> None:
-    if several is None:
-        emit(None)
-    else:
-        emit_each_token(several[1], emit)

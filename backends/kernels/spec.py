@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.formats import find_packing
+from pi2.formats.packing import Packing
 from pi2.model.ffn import count_stored_cutoff_rows, find_cutoff_precision
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn
@@ -113,25 +115,30 @@ class KernelSpec:
         )
 
     @property
+    def packing(self) -> Packing:
+        """Of gates and ups."""
+        return find_packing(self.precision.gates)
+
+    @property
     def most_planes(self) -> int:
         """Bytes of an activation that arrays have room for."""
         return max(self.planes, self.chunk_planes)
 
     @property
     def isa(self) -> Isa:
-        """The schedule; tokens are taken in pairs as integers only."""
+        """The schedule; tiles multiply integers only."""
         isa = choose_isa(frozenset(self.features), self.architecture)
-        return isa if self.most_planes < 4 else dataclasses.replace(isa, pairs=False, blocks=False)
+        return isa if self.most_planes < 4 else dataclasses.replace(isa, blocks=False)
 
     @property
     def has_other_chunks(self) -> bool:
         """Whether the tokens of a chunk are computed otherwise than a single token."""
-        return self.chunk_planes != self.planes or self.isa.pairs or self.upper_steps
+        return self.chunk_planes != self.planes or self.upper_steps
 
     @property
     def foresees(self) -> bool:
-        """Whether a function predicts for a layer to come and begins the present one: not where
-        experts have to be known before, or gates have cutoffs."""
+        """Whether the neurons of a layer are predicted before its input is known: not where experts
+        have to be known before, or gates have cutoffs."""
         return self.looks_ahead and bool(self.ranks) and not self.experts and not self.cutoff_rows
 
     @property
@@ -140,19 +147,9 @@ class KernelSpec:
         return self.ffn.activation in SMOOTH_ACTIVATIONS
 
     @property
-    def has_plain_ffn(self) -> bool:
-        """Whether `pi2.backends.kernels.ffn_block` computes the FFN of all neurons of a layer."""
-        return not self.has_gathered_ffn or self.experts > 0
-
-    @property
     def uses_known_gates(self) -> bool:
         """Whether gates that have named neurons are not computed again with these."""
-        return self.gates and self.has_gathered_ffn and self.experts == 0
-
-    @property
-    def has_gathered_ffn(self) -> bool:
-        """Whether `pi2.backends.kernels.gathered` computes the neurons that a predictor names."""
-        return self.ffn.gated and not self.ffn.bias
+        return self.gates and self.ffn.gated and self.experts == 0
 
     @property
     def skips_ups(self) -> bool:

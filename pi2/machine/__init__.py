@@ -66,7 +66,7 @@ def list_hints(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
         yield (
             f"a control group allows {quota:g} of {machine.cpu.cores_online} cores: raise cpu.max"
         )
-    fast = {"x86-64": "avx512vnni", "aarch64": "i8mm"}.get(machine.architecture)
+    fast = {"x86-64": "avx512vnni", "aarch64": "dotprod"}.get(machine.architecture)
     if fast is not None and fast not in machine.features:
         yield f"the CPU has no {fast}: products of 8-bit weights take more instructions"
 

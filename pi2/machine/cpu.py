@@ -100,7 +100,7 @@ LEVELS: Mapping[str, Mapping[str, Set[IsaFeature]]] = {
         "avx512vnni": {"avx512vnni"},
         "amx": {"amx-int8"},
     },
-    "aarch64": {"neon": {"neon"}, "dotprod": {"fp16", "dotprod"}, "i8mm": {"i8mm"}},
+    "aarch64": {"neon": {"neon"}, "dotprod": {"fp16", "dotprod"}},
 }
 """Generations of processors, each with all features of the ones before, by the names of the
 schedules that they choose."""

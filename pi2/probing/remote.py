@@ -143,7 +143,7 @@ class RemoteNeurons:
         arrays = NeuronArrays(spec, request, memory, keeps_read=False)
         read, given = (memory.take("float32", request.chunk, spec.hidden) for _ in range(2))
         read[:] = 1
-        own = arrays.chunks[0] | arrays.tiles | {"hidden_values": read, "given": given}
+        own = arrays.chunks[0] | {"hidden_values": read, "given": given}
         views, tensors = wrap_all(calls, own), TensorViews(calls, memory, request.tensors)
         self.prediction = Prediction(request, arrays, spec, calls, views, tensors)
         scratch = memory.take("uint8", 4 * spec.threads * DENSE_FLOATS)

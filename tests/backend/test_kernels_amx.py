@@ -4,25 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tvm.tirx.script import builder as T
 
-from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.weights.layout import GROUP, Precision, scale_bytes, weight_bytes
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels import amx
+from pi2.plan.weights.layout import Precision
 from tests.helpers.aarch64 import generate_assembly
-from tests.helpers.kernels import (
-    X86_FEATURES,
-    allocate,
-    allocate_blocks,
-    compile_kernel,
-    list_runnable_isas,
-    make_isa,
-    make_multiply,
-    make_spec,
-    quantize_activations,
-)
+from tests.helpers.kernels import X86_FEATURES, compile_anew, list_runnable_isas, make_spec
 from tests.property.test_kernels_ffn import Layer
-
-needs_tiles = pytest.mark.skipif("amx" not in list_runnable_isas(), reason="needs AMX")
 
 
 @pytest.mark.parametrize("name", ["amx", "avx512vnni"])
@@ -38,65 +27,81 @@ def test_activations_that_are_not_rounded_take_none() -> None:
     assert "tdpbssd" not in code
 
 
-def multiply(
-    isa: Isa, weights: Any, scales: Any, x: Any, precision: Precision, planes: int
-) -> np.ndarray[Any, Any]:
-    (tokens, length), rows = x.shape, len(weights)
-    arrays, _ = quantize_activations(x, planes)
-    blocks = allocate_blocks(isa, 2, tokens, length, planes)
-    y = allocate("float32", tokens, rows)
-    kernel = compile_kernel(make_multiply(isa, length, precision, planes, 2), isa)
-    kernel(rows, tokens, weights, scales, *arrays, *blocks, y)
-    return y
+SHAPES = {**dict.fromkeys(range(4), (16, 64)), 4: (16, 32), 5: (16, 32), 6: (8, 64)}
+"""Rows of each tile, and their bytes."""
 
 
-@needs_tiles
+class Tiles:
+    """AMX's instructions written out, for processors without."""
+
+    def configure(self) -> None:
+        self._bytes = T.alloc_buffer((8 * 1024,), "int8")
+
+    def load(self, tile: int, buffer: v.Buffer, byte: v.Expr, stride: int) -> None:
+        rows, width = SHAPES[tile]
+        start = v.let(byte)
+        with T.serial(rows) as row:
+            own = v.load(buffer, start + row * stride, width)
+            v.store(self._bytes, tile * 1024 + row * 64, own, width)
+
+    def emit(self, name: str, *operands: v.Expr) -> None:
+        if name == "tilerelease":
+            return
+        tile = int(operands[0].value) * 1024
+        with T.serial(16) as row:
+            at = v.let(tile + row * 64)
+            match name:
+                case "tilezero":
+                    v.store(self._bytes, at, v.constant(0, "int8", 64), 64)
+                case "tdpbssd":
+                    codes, weights = (int(own.value) * 1024 for own in operands[1:])
+                    with T.serial(8) as chunk:
+                        total = v.load_as(self._bytes, at, "int32", 16)
+                        for byte in range(4):
+                            code = self._bytes[codes + row * 64 + chunk * 4 + byte]
+                            own = self._bytes[v.span(weights + chunk * 64 + byte, 16, 4)]
+                            wide = v.cast(own, "int32", 16)
+                            total = total + wide * v.splat(v.cast(code, "int32", 1), 16)
+                        v.store(self._bytes, at, v.reinterpret(total, "int8", 64), 64)
+                case "tilestored64":
+                    place = operands[1].args[0]
+                    start = place.indices[0] + row * int(operands[2].value)
+                    v.store(place.source, start, v.load(self._bytes, at, 64), 64)
+                case _:
+                    raise AssertionError(name)
+
+
+@pytest.mark.skipif("avx512vnni" not in list_runnable_isas(), reason="needs AVX-512 with VNNI")
 @pytest.mark.parametrize(
-    ("length", "rows", "tokens", "precision", "planes"),
+    ("hidden", "neurons", "tokens", "activation", "planes", "precision"),
     [
+        # Blocks of a few lanes.
+        (352, 300, 37, "drelu", 1, "int4"),
         # Two blocks of 16 groups and one each of 8, 4, 2 and 1.
-        *((1504, 33, 35, precision, 2) for precision in ("int4", "int8", "mxfp4", "ternary")),
-        *((96, 70, 33, precision, 1) for precision in ("int4", "int8", "mxfp4", "ternary")),
-        # Fewer rows than a tile has; several steps of rows, and tokens that just fill their tiles.
-        *((32, 5, 49, "int4", planes) for planes in (1, 2)),
-        *((512, 150, 48, "int4", planes) for planes in (1, 2)),
+        (1504, 33, 35, "silu", 2, "int4"),
+        (1504, 33, 35, "drelu", 2, "ternary"),
+        (352, 40, 33, "silu", 1, "mxfp4"),
+        # One group, and fewer rows than a tile has.
+        (32, 5, 49, "drelu", 2, "int8"),
     ],
 )
-def test_products_have_the_bits_of_the_schedule_without_tiles(
-    length: int, rows: int, tokens: int, precision: Precision, planes: int
-) -> None:
-    rng = np.random.default_rng(length)
-    weights = rng.integers(0, 256, (rows, weight_bytes(length, precision)), np.uint8)
-    if precision == "mxfp4":
-        scales = rng.integers(120, 131, (rows, length // GROUP)).astype(np.uint8)
-    elif precision == "ternary":
-        # No field of two bits is 3.
-        weights &= ~((weights & 0x55) & ((weights >> 1) & 0x55))
-        scales = rng.random((rows, 1)).astype(np.float32).view(np.uint8)
-    else:
-        scales = rng.random((rows, length // GROUP)).astype(np.float16).view(np.uint8)
-    assert scales.nbytes == rows * scale_bytes(length, precision)
-    x = (rng.standard_normal((tokens, length)) * 30).astype(np.float32)
-    found, expected = (
-        multiply(make_isa(name), weights, scales, x, precision, planes)
-        for name in ("amx", "avx512vnni")
-    )
-    assert expected.any()
-    assert np.array_equal(found.view(np.int32), expected.view(np.int32))
+def test_dense_ffn_has_the_bits_of_the_schedule_without_tiles(
+    hidden: int, neurons: int, tokens: int, activation: str, planes: int, precision: Precision,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if "amx" not in list_runnable_isas():
+        tiles = Tiles()
+        monkeypatch.setattr(amx, "_emit_configuration", tiles.configure)
+        monkeypatch.setattr(amx, "_emit_load", tiles.load)
+        monkeypatch.setattr(amx, "_emit_instruction", tiles.emit)
 
-
-@needs_tiles
-@pytest.mark.parametrize("activation", ["drelu", "silu"])
-@pytest.mark.parametrize("planes", [1, 2])
-def test_dense_ffn_has_the_bits_of_the_schedule_without_tiles(activation: str, planes: int) -> None:
     def compute(name: str) -> Any:
-        spec: KernelSpec = make_spec(
-            hidden=352,
-            activation=activation,
-            planes=planes,
-            chunk_planes=planes,
-            features=tuple(sorted(X86_FEATURES[name])),
-        )
-        return Layer(spec, 300, 37, 3).compute_dense(3, 280)
+        spec = make_spec(
+            hidden=hidden, activation=activation, ffn=precision, planes=planes,
+            chunk_planes=planes, features=tuple(sorted(X86_FEATURES[name])),
+        )  # fmt: skip
+        return Layer(spec, neurons, tokens, 3).compute_dense(0, neurons)
 
-    assert np.array_equal(compute("amx").view(np.int32), compute("avx512vnni").view(np.int32))
+    with compile_anew():
+        found, expected = compute("amx"), compute("avx512vnni")
+    assert expected.any() and np.array_equal(found.view(np.int32), expected.view(np.int32))

@@ -45,7 +45,7 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
         for weights, scales in (inner, outer)
         for part in (weights, scales)
     ]
-    kernel(neurons, 3.0, *arrays, *parts, bias, *middle, scores, indices, found)
+    kernel(neurons, 3.0, 0, 1, *arrays, *parts, bias, *middle, scores, indices, found)
     plain = [
         find_packing(precision).dequantize(*pair, size)
         for pair, size in ((inner, hidden), (outer, rank))
@@ -80,7 +80,7 @@ def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> N
     kernel = compile_program(
         "predict_gate", make_spec(hidden=160, activation=activation, threshold=limit)
     )
-    kernel(NEURONS, *given, *lists)
+    kernel(NEURONS, 0, 1, *given, *lists)
     assert np.array_equal(indices[: found[0]], np.flatnonzero(gates > limit))
 
 
@@ -93,7 +93,7 @@ def test_gate_predictor_of_smooth_activations_lists_those_that_reach_limit(activ
     expected = activate(model, gates, None)
     counts = []
     for limit in (0.0, 0.05, 0.3, 1e9):
-        kernel(NEURONS, limit, *given, *lists)
+        kernel(NEURONS, limit, 0, 1, *given, *lists)
         assert np.allclose(scores[:NEURONS], expected, atol=3e-6)
         listed = np.abs(scores[:NEURONS]) >= np.float32(limit)
         assert np.array_equal(indices[: found[0]], np.flatnonzero(listed))

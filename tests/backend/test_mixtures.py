@@ -12,7 +12,6 @@ import pytest
 import pi2
 import pi2.orchestrator
 from pi2.arrays import F32
-from pi2.backends.cpu.neurons import complete_pairs
 from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import ReferenceExecutor
@@ -114,15 +113,6 @@ def test_prompts_compute_no_expert_for_a_token_that_has_not_chosen_it(drelu: Pat
         model._parts.forward.prefill(np.array(LONG[:16], np.int32))
     # Two layers, 16 tokens, two experts of four, with 200 neurons each.
     assert sum(done) == 2 * 16 * 2 * 200
-
-
-def test_pairs_of_tokens_are_completed() -> None:
-    for tokens, count, expected in (
-        ([1, 4], 6, [0, 1, 4, 5]),
-        ([2, 3, 6], 7, [2, 3, 6]),
-        ([], 4, []),
-    ):
-        assert complete_pairs(np.array(tokens, np.int32), count).tolist() == expected
 
 
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])

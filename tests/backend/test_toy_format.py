@@ -34,12 +34,12 @@ UNPACKING = '''
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.unpacking.integers import Nibbles
+from pi2.backends.kernels.unpacking.unpacking import Nibbles
 from pi2.formats import find_packing
 
 
 class Toy(Nibbles):
-    unrolls, begins_with_offset, has_words, values = True, False, False, ()
+    unrolls, begins_with_offset = True, False
 
     def unpack_word(self, isa, block, word, tile):
         def number(value):

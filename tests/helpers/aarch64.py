@@ -23,7 +23,6 @@ ARM_FEATURES = {
     "neon": ("neon",),
     "dotprod": ("dotprod", "neon"),
     "dotprod, fp16": ("dotprod", "fp16", "neon"),
-    "i8mm": ("dotprod", "fp16", "i8mm", "neon"),
 }
 """Features of the device documents' cores, oldest first."""
 COMPILER = shutil.which("aarch64-linux-gnu-gcc")

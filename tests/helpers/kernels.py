@@ -12,10 +12,10 @@ from pi2.arrays import F32, F64, I8, U8
 from pi2.backends.host import HostLoops, load_host_loops
 from pi2.backends.kernels.isa import (
     BLOCK_TOKENS,
-    PAIRED_GROUP_BYTES,
     Isa,
     choose_isa,
     count_blocks_bytes,
+    count_tile_bytes,
 )
 from pi2.backends.kernels.spec import KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest
@@ -138,6 +138,8 @@ def make_multiply(
     isa: Isa, length: int, precision: Precision, planes: int, threads: int
 ) -> Callable[[Any], None]:
     """A kernel (rows, tokens; weights, scales, activations; y [tokens, rows])."""
+    from tvm.tirx.script import builder as T
+
     from pi2.backends.compiler import vectors as v
     from pi2.backends.kernels.matrix import Matrix, emit_multiply
     from pi2.backends.kernels.schedule import take_activations
@@ -151,13 +153,13 @@ def make_multiply(
             length=length,
             precision=precision,
         )
-        x = take_activations(take, "x", length, planes, tokens, planes, isa=isa)
+        x = take_activations(take, "x", length, planes, tokens, planes)
         y = take.take_array("y", "float32")
 
         def keep(token: Any, row: Any, value: Any) -> None:
             v.store(y, token * rows + row, value, 1)
 
-        emit_multiply(isa, threads, matrix, x, tokens, keep)
+        emit_multiply(isa, threads, matrix, x, (T.int32(0), tokens), keep)
 
     return emit
 
@@ -171,17 +173,11 @@ def allocate_activations(tokens: int, length: int, planes: int) -> list[npt.NDAr
     ]
 
 
-def allocate_tiles(threads: int, length: int) -> I8:
-    """Return the scratch of schedules that multiply tokens in pairs."""
-    return allocate("int8", threads, length // GROUP * PAIRED_GROUP_BYTES)
-
-
 def allocate_blocks(isa: Isa, threads: int, tokens: int, length: int, planes: int) -> list[I8]:
-    """Return the scratch of schedules that multiply tokens in tiles, which follows activations in
-    the parameters of kernels; nothing of others."""
+    """Return what schedules that multiply tokens in tiles take for a chunk."""
     if not isa.blocks:
         return []
-    tiles = allocate("int8", threads, isa.count_tile_bytes(length))
+    tiles = allocate("int8", threads, count_tile_bytes(length))
     return [tiles, allocate("int8", -(-tokens // BLOCK_TOKENS), count_blocks_bytes(length, planes))]
 
 

@@ -18,7 +18,6 @@ from tests.helpers.kernels import (
     align,
     allocate,
     allocate_activations,
-    allocate_blocks,
     compile_kernel,
     list_runnable_isas,
     make_isa,
@@ -52,9 +51,8 @@ def test_a_product_is_what_float64_says_of_the_same_codes(
     y = allocate("float32", tokens, rows)
     schedule = make_isa(isa)
     kernel = compile_kernel(make_multiply(schedule, length, precision, planes, threads), schedule)
-    blocks = allocate_blocks(schedule, threads, tokens, length, planes)
     packed_scales = weights if scales is None else align(scales)
-    kernel(rows, tokens, weights, packed_scales.view(np.uint8).copy(), *arrays, *blocks, y)
+    kernel(rows, tokens, weights, packed_scales.view(np.uint8).copy(), *arrays, y)
     plain = find_packing(precision).dequantize(weights, scales, length).astype(np.float64)
     inputs = x.astype(np.float64) if precision == "fp16" else stands_for
     # Relative to the largest sum of magnitudes: products may cancel.
@@ -79,9 +77,8 @@ def test_blocks_of_files_meet_values_that_are_not_rounded(isa: str, precision: P
     schedule = make_isa(isa)
     kernel = compile_kernel(make_multiply(schedule, length, precision, 1, 2), schedule)
     arrays, _ = quantize_activations(x, 1)
-    tiles = allocate_blocks(schedule, 2, tokens, length, 1)
     y = allocate("float32", tokens, rows)
-    kernel(rows, tokens, weights, make_tables(precision), *arrays, *tiles, y)
+    kernel(rows, tokens, weights, make_tables(precision), *arrays, y)
     plain = own.decode(weights).reshape(rows, length).astype(np.float64)
     wrong = np.abs(y - x.astype(np.float64) @ plain.T)
     assert (wrong <= 1e-6 * (np.abs(x) @ np.abs(plain).T) + 1e-30).all()
@@ -102,8 +99,7 @@ def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> No
     y = allocate("float32", 2, 2)
     assert scales is not None
     kernel = compile_kernel(make_multiply(make_isa(isa), length, precision, 2, 1), make_isa(isa))
-    blocks = allocate_blocks(make_isa(isa), 1, 2, length, 2)
-    kernel(2, 2, weights, scales.view(np.uint8), *arrays, *blocks, y)
+    kernel(2, 2, weights, scales.view(np.uint8), *arrays, y)
     plain = find_packing(precision).dequantize(weights, scales, length).astype(np.float64)
     assert measure_error(y, stands_for @ plain.T) < 1e-6
 
@@ -121,12 +117,11 @@ def test_one_token_gives_the_same_bits_as_many(isa: str, planes: int) -> None:
     kernel = compile_kernel(make_multiply(make_isa(isa), length, "int4", planes, 2), make_isa(isa))
     together, alone = allocate("float32", tokens, rows), allocate("float32", tokens, rows)
     arrays, _ = quantize_activations(x, planes)
-    blocks = allocate_blocks(make_isa(isa), 2, tokens, length, planes)
-    kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, *blocks, together)
+    kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, together)
     for token in range(tokens):
         arrays, _ = quantize_activations(x[token : token + 1], planes)
         row = allocate("float32", 1, rows)
-        kernel(rows, 1, weights, scales.view(np.uint8), *arrays, *blocks, row)
+        kernel(rows, 1, weights, scales.view(np.uint8), *arrays, row)
         alone[token] = row
     assert np.array_equal(together, alone)
 

@@ -169,7 +169,7 @@ def test_this_machine() -> None:
     ("architecture", "level"),
     [
         *(("x86-64", name) for name in ("x86-64", "sse4.2", "avx2", "avx512bw", "avx512vnni")),
-        *(("x86-64", "amx"), ("aarch64", "dotprod"), ("aarch64", "i8mm")),
+        *(("x86-64", "amx"), ("aarch64", "dotprod")),
     ],
 )
 def test_a_generation_chooses_the_schedule_of_its_name(architecture: str, level: str) -> None:

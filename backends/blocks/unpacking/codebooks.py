@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
@@ -24,7 +25,6 @@ from pi2.backends.blocks.unpacking.block import (
     take_nibbles,
 )
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.operands import look_up_bytes
 
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Weights that nibbles of IQ4_NL and IQ4_XS stand for."""
@@ -46,6 +46,25 @@ def _word(source: Source, place: int) -> v.Expr:
 def _bits(value: v.Expr, first: int, count: int) -> v.Expr:
     shifted = value if first == 0 else T.shift_right(value, T.int32(first))
     return shifted & T.int32((1 << count) - 1)
+
+
+def look_up_bytes(arm: bool, numbers: Sequence[int], places: v.Expr, size: int) -> v.Expr:
+    """Return the bytes of ``numbers`` [16] at ``places`` uint8 [size], 0 to 15; at least 16."""
+    words = np.array(numbers, np.int8).view("<i4").tolist() * (size // 16)
+    table = v.reinterpret(v.list_constants(words, "int32"), "int8", size)
+    name = (
+        "llvm.aarch64.neon.tbl1.v16i8"
+        if arm
+        else {
+            16: "llvm.x86.ssse3.pshuf.b.128",
+            32: "llvm.x86.avx2.pshuf.b",
+            64: "llvm.x86.avx512.pshuf.b.512",
+        }[size]
+    )
+    found = T.call_llvm_pure_intrin(
+        f"int8x{size}", name, table, v.reinterpret(places, "int8", size)
+    )
+    return v.reinterpret(found, "uint8", size)
 
 
 def _make_parts(

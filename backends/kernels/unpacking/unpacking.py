@@ -1,10 +1,9 @@
-"""What kernels ask of a format: tiles of floats, fields of dot products, bytes of integer tiles.
-
-Fp16 and blocks of GGUF files, which are multiplied with values that are not rounded."""
+"""How kernels unpack formats, to tiles of floats and to fields of dot products: integers of 2, 4
+and 8 bits; fp16 and blocks of GGUF files, which are multiplied with values that are not rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.tirx import Shuffle
@@ -22,8 +21,6 @@ from pi2.formats.packing import GROUP, BlockPacking, Packing
 
 WIDE = 16
 """Elements that are unpacked together."""
-_FIELDS = 4
-"""Elements of a group in a word: a byte each, which in weights has two."""
 
 Place = v.Expr | int
 Tile = list[tuple[v.Expr, v.Expr]]
@@ -66,8 +63,6 @@ class Unpacking:
     """Whether sums of whole bytes may begin with what takes the codes' offset out again."""
     stream_places = 0
     """Bits by which the second of two streams is worth more."""
-    values: Sequence[int] = ()
-    """Values of 16 codes of 4 bits, if a table has them."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -129,39 +124,6 @@ class Unpacking:
         factor = v.splat(v.load_as(vector.weights, vector.factor_base, "float32", 1), lanes)
         return scales * factor if has_scales else factor
 
-    def can_widen(self, isa: Isa, lanes: int) -> bool:
-        """Return whether `emit_narrow_block` unpacks blocks of ``lanes``."""
-        return isa.lanes == WIDE and lanes < WIDE and bool(self.values)
-
-    def emit_narrow_block(self, block: Block) -> Tile:
-        """Unpack a block: (place in y, float32 x 16 weights without scale) of each 16 elements."""
-        vector, lanes, first = block.vector, block.lanes, block.first
-        byte = vector.weights_base + v.wide(first * self.group_bytes)
-        words = _Words(vector.weights, byte, lanes)
-        units = None
-        if vector.spread:
-            units = _Words(vector.scales, vector.scales_base + v.wide(first * GROUP), lanes)
-        table = v.let(v.list_constants(list(self.values), "float32"))
-        found = []
-        for number in range(2 * lanes):
-            element = number * WIDE // lanes
-            half = element // (GROUP // 2)
-            code = words.take_fields(element % (GROUP // 2), 4 * half)
-            weights = look_up_floats(table, code)
-            if units is not None:
-                exponents = units.take_fields(element, 0) << v.constant(23, "int32", WIDE)
-                bits = exponents & v.constant(0x7F800000, "int32", WIDE)
-                weights = weights * v.reinterpret(bits, "float32", WIDE)
-            found.append((v.let(first * GROUP + number * WIDE), v.let(weights)))
-        return found
-
-    def load_wide_scale(self, block: Block, value: v.Expr) -> v.Expr:
-        """Return what each of 16 elements is multiplied with: the scale of its group, times a
-        neuron's ``value``."""
-        lanes = block.lanes
-        scale = v.let(self.load_block_scale(block) * v.splat(value, lanes))
-        return _repeat(scale, lanes, [lane % lanes for lane in range(WIDE)])
-
     # Dot products of values that are not rounded, and of integers (`kernels.dots`).
 
     piece = GROUP
@@ -197,14 +159,12 @@ class Unpacking:
         """Return the sum of codes from the sum of fields; ``sums``: -8 times the inputs' sums."""
         raise NotImplementedError
 
-    # Tiles of bytes (`kernels.amx`, `kernels.i8mm`) and rows of tables.
+    # Tiles of bytes (`kernels.amx`).
 
     has_words = True
     """Whether there is `split_words`."""
 
-    def split_words(
-        self, arm: bool, words: v.Expr, word: Place, count: int
-    ) -> list[tuple[v.Expr, v.Expr]]:
+    def split_words(self, words: v.Expr, word: Place, count: int) -> list[tuple[v.Expr, v.Expr]]:
         """Return (chunk of four elements, int8 [count, 4]) for each chunk that is in the packed
         ``words`` int32 [count], number ``word`` of their groups."""
         raise NotImplementedError
@@ -217,35 +177,155 @@ def look_up_floats(table: v.Expr, code: v.Expr) -> v.Expr:
     return T.call_llvm_pure_intrin("float32x16", name, table, code)
 
 
-class _Words:
-    """int32 words of a block, chunk by chunk, each of which has one for every group."""
+class Bytes(Unpacking):
+    """A field is a code; if the primitive takes no whole bytes, two nibbles of one."""
 
-    def __init__(self, buffer: v.Buffer, byte: v.Expr, lanes: int) -> None:
-        self._buffer = buffer
-        self._byte = byte
-        self._lanes = lanes
-        self._loaded: dict[int, v.Expr] = {}
+    divides_bytes = False
+    stream_places = 4
 
-    def take_fields(self, element: int, shift: int) -> v.Expr:
-        """Return int32 x 16 whose low bits are the bytes of 16 elements, from ``element`` of the
-        groups on, without their lowest ``shift`` bits; the bits above have no meaning."""
-        lanes = self._lanes
-        own = [element + lane // lanes for lane in range(WIDE)]
-        first = own[0] // _FIELDS
-        count = (own[-1] // _FIELDS - first + 1) * lanes
-        if first not in self._loaded:
-            place = self._byte + 4 * first * lanes
-            self._loaded[first] = v.let(v.load_as(self._buffer, place, "int32", count))
-        words = [(at // _FIELDS - first) * lanes + lane % lanes for lane, at in enumerate(own)]
-        shifts = v.list_constants([8 * (at % _FIELDS) + shift for at in own], "int32")
-        return _repeat(self._loaded[first], count, words) >> shifts
+    def list_elements(self, tile: Place) -> list[v.Expr]:
+        return [4 * tile + index for index in range(4)]
+
+    def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
+        lanes = block.lanes
+        result = []
+        for index in range(4):
+            shifted = word << v.constant(24 - 8 * index, "int32", lanes) if index < 3 else word
+            code = shifted >> v.constant(24, "int32", lanes)
+            result.append(v.cast(code, "float32", lanes))
+        return result
+
+    def splits(self, dot: DotPrimitive) -> bool:
+        return not dot.whole_bytes
+
+    def split(self, dot: DotPrimitive, raw: v.Expr) -> list[v.Expr]:
+        if dot.signed:
+            return [v.let(v.reinterpret(raw, "int8", 4 * dot.width))]
+        unsigned = v.let(raw ^ v.constant(0x80, "uint8", 4 * dot.width))
+        if self.splits(dot):
+            return [v.let(dot.take_low(unsigned)), v.let(dot.take_high(unsigned))]
+        return [unsigned]
+
+    def has_offset(self, dot: DotPrimitive) -> bool:
+        return not dot.signed
+
+    def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
+        return total + (sums << v.constant(4, "int32", width))
+
+    def split_words(self, words: v.Expr, word: Place, count: int) -> list[tuple[v.Expr, v.Expr]]:
+        return [(word, v.reinterpret(words, "int8", 4 * count))]
 
 
-def _repeat(value: v.Expr, lanes: int, places: list[int]) -> v.Expr:
-    if lanes == 1:
-        return v.splat(value, WIDE)
-    # As many lanes have to be given as are taken.
-    return v.let(Shuffle([value] * (WIDE // lanes), places))
+class Nibbles(Unpacking):
+    """Codes are fields less 8."""
+
+    begins_with_offset = True
+
+    def list_elements(self, tile: Place) -> list[v.Expr]:
+        return [4 * tile + index // 2 + 16 * (index % 2) for index in range(8)]
+
+    def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
+        lanes = block.lanes
+        table = isa.lanes == 16 and lanes == 16
+        if table:
+            values = v.let(v.cast(T.ramp(-8, 1, 16), "float32", 16))
+        else:
+            # q + 8 with its top bit flipped is q in two's complement.
+            word = v.let(word ^ v.constant(-2004318072, "int32", lanes))
+        result = []
+        for index in range(8):
+            if table:
+                code = word >> v.constant(4 * index, "int32", lanes) if index else word
+                result.append(look_up_floats(values, code))
+                continue
+            shifted = word << v.constant(28 - 4 * index, "int32", lanes) if index < 7 else word
+            code = shifted >> v.constant(28, "int32", lanes)
+            result.append(v.cast(code, "float32", lanes))
+        return result
+
+    def split(self, dot: DotPrimitive, raw: v.Expr) -> list[v.Expr]:
+        return [v.let(dot.take_low(raw)), v.let(dot.take_high(raw))]
+
+    def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
+        return total + sums
+
+    def split_words(self, words: v.Expr, word: Place, count: int) -> list[tuple[v.Expr, v.Expr]]:
+        size = 4 * count
+        codes = v.let(v.reinterpret(words, "uint8", size))
+        low = codes & v.constant(15, "uint8", size)
+        high = codes >> v.constant(4, "uint8", size)
+        return [
+            (chunk, self.find_numbers(code, size))
+            for chunk, code in ((word, low), (word + 4, high))
+        ]
+
+    def find_numbers(self, codes: v.Expr, size: int) -> v.Expr:
+        """Return what nibbles uint8 [size] stand for, as int8."""
+        return v.reinterpret(codes, "int8", size) - v.constant(8, "int8", size)
+
+
+class Pairs(Unpacking):
+    """Fields of two bits, less 1; a tile is half of a chunk."""
+
+    def __init__(self, packing: Packing) -> None:
+        super().__init__(packing)
+        self.tiles = self.chunks * 2
+
+    def find_chunk(self, tile: Place) -> Place:
+        return tile // 2
+
+    def list_elements(self, tile: Place) -> list[v.Expr]:
+        # Field by field, so that the elements of a field lie side by side.
+        first = 4 * self.find_chunk(tile) + 16 * (tile % 2)
+        return [first + index % 4 + 8 * (index // 4) for index in range(8)]
+
+    def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
+        lanes = block.lanes
+        one, three = (v.constant(number, "int32", lanes) for number in (1, 3))
+        table = isa.lanes == 16 and lanes == 16
+        if table:
+            # Of the low 4 bits of each lane, two are the next code's.
+            values = v.let(v.cast((T.ramp(0, 1, 16) & three) - one, "float32", 16))
+        half = tile % 2
+        turn = T.int32(4 * half) if isinstance(half, int) else T.cast(half * 4, "int32")
+        word = v.let(word >> v.splat(turn, lanes))
+        result = []
+        for index in range(8):
+            shift = 8 * (index % 4) + 2 * (index // 4)
+            code = word >> v.constant(shift, "int32", lanes) if shift else word
+            if table:
+                result.append(look_up_floats(values, code))
+            else:
+                result.append(v.cast((code & three) - one, "float32", lanes))
+        return result
+
+    def count_folded(self, isa: Isa, lanes: int) -> int:
+        # Both chunks of one lane fill half of a register, and two fields of them a whole one.
+        return 4 if lanes == 1 else super().count_folded(isa, lanes)
+
+    def take_fields(self, dot: DotPrimitive, chunk: Chunk) -> list[v.Expr]:
+        whole = self.chunks * chunk.lanes
+        if dot.width <= whole:
+            return super().take_fields(dot, chunk)
+        raw = v.let(chunk.load(chunk.byte, 4 * whole))
+        half = DotPrimitive(dot.isa, whole)
+        fields = [v.let(half.take_pair(raw, number)) for number in range(4)]
+        return [v.let(Shuffle(fields[first : first + 2], list(range(16)))) for first in (0, 2)]
+
+    def split(self, dot: DotPrimitive, raw: v.Expr) -> list[v.Expr]:
+        return [v.let(dot.take_pair(raw, number)) for number in range(4)]
+
+    def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
+        return total + (sums >> v.constant(3, "int32", width))
+
+    def split_words(self, words: v.Expr, word: Place, count: int) -> list[tuple[v.Expr, v.Expr]]:
+        size, found = 4 * count, []
+        codes = v.let(v.reinterpret(words, "uint8", size))
+        three, one = v.constant(3, "uint8", size), v.constant(1, "int8", size)
+        for field in range(4):
+            code = (codes >> v.constant(2 * field, "uint8", size)) & three
+            found.append((word + 2 * field, v.reinterpret(code, "int8", size) - one))
+        return found
 
 
 class _Halves(Unpacking):
@@ -302,6 +382,9 @@ class _Blocks(Unpacking):
 
 _FP16 = _Halves(find_packing("fp16"))
 _FP16.tiles = 1
-UNPACKINGS: dict[str, Unpacking] = {"fp16": _FP16} | {
-    name: _Blocks(own) for name, own in list_packings().items() if isinstance(own, BlockPacking)
-}
+UNPACKINGS: dict[str, Unpacking] = {
+    "fp16": _FP16,
+    "int4": Nibbles(find_packing("int4")),
+    "int8": Bytes(find_packing("int8")),
+    "ternary": Pairs(find_packing("ternary")),
+} | {name: _Blocks(own) for name, own in list_packings().items() if isinstance(own, BlockPacking)}
