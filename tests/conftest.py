@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from tests.helpers.models import TinyModel
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
-# every time, so that a change is to blame for a failure; people draw others, and twice as many.
-settings.register_profile("local", deadline=None)
+# every time, so that a change is to blame for a failure; people draw others.
+settings.register_profile("local", deadline=None, max_examples=50)
 settings.register_profile(
     "ci",
-    deadline=None,
+    settings.get_profile("local"),
     derandomize=True,
-    max_examples=50,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -70,12 +69,14 @@ def every_core() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiler_at_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels are compiled by processes without TVM at first, each once for all workers."""
+    """Kernels are compiled by processes without TVM at first, each once for all workers; runs
+    measure the memory's rate with few bytes."""
     folder = tmp_path_factory.getbasetemp()
     objects = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
     objects.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "start_compiler", partial(start_loaded_compiler, objects))
+        patch.setattr("pi2.machine.memory.MEASURED_BYTES", 1 << 20)
         yield
 
 

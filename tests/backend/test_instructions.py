@@ -24,6 +24,11 @@ WIDE = (*CASES, "f16", "q4_k", "q8_0", "iq3_s", "nvfp4", "pq2_0")
 OF_CACHES = (ATTENTION, INDEX)
 PLAIN = (COMMON, "q4_k", "q8_0")
 """For processors without instructions for products of bytes."""
+QUICK: Mapping[str, tuple[str, ...]] = {
+    "avx512vnni": WAYS, "dotprod": (COMMON, f"{ATTENTION} fp16", "q4_k", "q8_0", "iq2_s"),
+    **dict.fromkeys(("avx512bw", "sse4.2", "x86-64", "neon"), ("q4_k",)),
+}  # fmt: skip
+"""Libraries that each push compares on other processors than AVX2, where it compares all."""
 RUNNABLE = list_runnable_isas()
 COMPARED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("avx2", "avx512vnni"), (*CASES, *FORMATS)),
@@ -35,8 +40,7 @@ COMPARED: Mapping[str, tuple[str, ...]] = {
 
 
 def list_marks(library: str, processor: str) -> list[pytest.MarkDecorator]:
-    """Each push compares every format on AVX2, and every way of reading on other processors."""
-    is_usual = processor != "avx512vnni" or library in WAYS or "avx2" not in RUNNABLE
+    is_usual = "avx2" not in RUNNABLE or library in QUICK.get(processor, (library,))
     return [needs_emulator] * (processor in ARM_FEATURES) + [pytest.mark.slow] * (not is_usual)
 
 

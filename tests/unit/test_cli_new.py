@@ -13,6 +13,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.plan.reading.references import list_shipped
 from tests.helpers.goldens import copy_checkpoint, list_goldens
 from tests.helpers.programs import Ask
+from tests.helpers.slow import keep_quick
 
 SIZES = "layers=4 hidden=64 ffn=128 heads=4 kv-heads=2 head-dim=16 vocab=100 context=128"
 SHAPE = [f"--{item}" for item in SIZES.split()]
@@ -44,7 +45,10 @@ def test_plans_for_phones_name_android_s_limit(device: str, is_phone: bool) -> N
     assert ("Android 17 limits anonymous memory" in budget) == is_phone
 
 
-@pytest.mark.parametrize("model", sorted(list_shipped("model")))
+MODELS = sorted(list_shipped("model"))
+
+
+@pytest.mark.parametrize("model", keep_quick(MODELS, MODELS[::4]))
 def test_every_shipped_model_gets_a_plan(model: str) -> None:
     assert make_plan("--device", "pc-rtx-4090", "--model", model, memory="64 GiB") == 0
     (path,) = Path().glob("*.plan.toml")

@@ -22,6 +22,7 @@ from pi2.store.manifest import read_manifest
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.slow import mark_slow
 
 IDS = [5, 6, 7, 8, 9, 250, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 17, 99, 23, 41]
 SAME = 2e-6
@@ -246,8 +247,13 @@ class Failing:
         return self.call(*arguments)
 
 
-@pytest.mark.parametrize("prompts", ["cpu", "second"])
-@pytest.mark.parametrize("look_ahead", ["none", "layer"])
+@pytest.mark.parametrize(
+    ("prompts", "look_ahead"),
+    [
+        *(("cpu", "layer"), ("second", "none")),
+        *(mark_slow(own) for own in (("cpu", "none"), ("second", "layer"))),
+    ],
+)
 @pytest.mark.parametrize(("method", "after"), [("start", 0), ("start", 4), ("finish", 4)])
 def test_a_run_goes_on_without_a_lost_unit(
     plan: Path, alone: tuple[F32, F32], method: str, after: int, look_ahead: str, prompts: str

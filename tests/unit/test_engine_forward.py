@@ -15,6 +15,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.memory.uring import UringEngine
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.slow import mark_slow
 
 FP16 = {
     "quantization": dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")
@@ -62,7 +63,7 @@ def test_gates_name_all_that_is_active(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("look_ahead", ["none", "attention", "layer"])
-@pytest.mark.parametrize("hot", [0.0, 0.35, 1.0])
+@pytest.mark.parametrize("hot", [mark_slow(0.0), 0.35, mark_slow(1.0)])
 def test_looking_ahead_costs_nothing_where_every_neuron_is_named(
     tmp_path: Path, look_ahead: str, hot: float
 ) -> None:

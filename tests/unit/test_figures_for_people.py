@@ -27,6 +27,7 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.reading.references import list_shipped
 from tests.helpers.shipped_plans import read_device, read_model
+from tests.helpers.slow import keep_quick, mark_slow
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,10 @@ def test_a_thousand_tebibytes_are_written_without_an_exponent() -> None:
     assert approximate_bytes(5000 * 2**40) == "5000 TiB"
 
 
-@pytest.mark.parametrize("name", list_shipped("model"))
+MODELS = sorted(list_shipped("model"))
+
+
+@pytest.mark.parametrize("name", keep_quick(MODELS, MODELS[1::4]))
 def test_the_plan_of_a_first_run_keeps_everything_in_memory(name: str) -> None:
     model = read_model(name)
     device = read_device("host")
@@ -92,7 +96,7 @@ def test_the_plan_of_a_first_run_keeps_everything_in_memory(name: str) -> None:
     assert sum(char.isdigit() for char in plan["memory"]["budget"]) <= 6
 
 
-@pytest.mark.parametrize("size", ["5315543244 B", "4.951 GiB"])
+@pytest.mark.parametrize("size", ["5315543244 B", mark_slow("4.951 GiB")])
 @pytest.mark.parametrize("command", [["new", "plan"], ["plan"]], ids=["new plan", "plan"])
 def test_a_plan_for_an_odd_size_has_a_budget_that_people_can_read(
     command: list[str], size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,17 +16,20 @@ from tests.helpers.goldens import (
     read_golden,
     run_golden,
 )
-from tests.helpers.slow import keep_quick
+from tests.helpers.slow import keep_quick, mark_slow
 
 REFERENCE_ERROR = 1e-4
 
 
+@pytest.mark.parametrize("tokens", [8, mark_slow(32)])
 @pytest.mark.parametrize("name", list_goldens())
-def test_the_reference_backend_agrees(make_plan: Callable[[str], Path], name: str) -> None:
+def test_the_reference_backend_agrees(
+    make_plan: Callable[[str], Path], name: str, tokens: int
+) -> None:
     golden = read_golden(name)
-    logits, greedy = run_golden(make_plan(name), golden)
+    logits, greedy = run_golden(make_plan(name), golden, tokens)
     assert measure_error(logits, golden.logits) <= REFERENCE_ERROR
-    np.testing.assert_array_equal(greedy, golden.greedy)
+    np.testing.assert_array_equal(greedy, golden.greedy[:tokens])
 
 
 CPU_ERROR = 5e-3
@@ -105,7 +108,7 @@ INT4_ERROR = 5e-3
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-relu-odd-heads", "starcoder2-odd-widths", "mixtral", "opt"]
+    "name", ["mixtral", "opt", *map(mark_slow, ("llama-relu-odd-heads", "starcoder2-odd-widths"))]
 )
 def test_backends_agree_about_int4_weights(tmp_path: Path, name: str) -> None:
     golden = read_golden(name)

@@ -19,6 +19,7 @@ from pi2.weights.file_reading import FileFiller
 from tests.helpers.gguf_goldens import convert, expect_same_weights
 from tests.helpers.goldens import EXACT, copy_checkpoint
 from tests.helpers.peers import TOKENS, VOCAB, read_models, write_tiny
+from tests.helpers.slow import mark_slow
 
 pytest.importorskip("gguf")
 
@@ -53,14 +54,19 @@ SCALES = np.resize(np.array([0.5, 2.0, 0.25, 4.0, 8.0, 0.125, 16.0], np.float32)
 @pytest.mark.parametrize(
     ("name", "kind", "matrices"),
     [
-        ("llama", "F32", ["blk.0.attn_q", "blk.1.ffn_down", "output"]),
         ("llama", "Q8_0", ["blk.0.attn_output", "blk.1.ffn_gate"]),
-        ("qwen2", "F32", ["blk.0.attn_k", "blk.1.attn_v"]),
         ("mixtral", "F32", ["blk.0.ffn_gate_exps", "blk.1.ffn_down_exps"]),
         ("qwen3-5", "F32", ["blk.0.attn_gate", "blk.0.ssm_out", "blk.1.attn_q"]),
-        ("granite-hybrid", "F32", ["blk.0.ssm_in", "blk.0.ssm_out"]),
-        ("deepseek-v3", "F32", ["blk.0.attn_k_b", "blk.1.attn_v_b", "blk.1.ffn_gate_exps"]),
-        ("qwen2-moe", "BF16", ["blk.0.ffn_up_exps", "blk.1.ffn_down_shexp"]),
+        *map(
+            mark_slow,
+            [
+                ("llama", "F32", ["blk.0.attn_q", "blk.1.ffn_down", "output"]),
+                ("qwen2", "F32", ["blk.0.attn_k", "blk.1.attn_v"]),
+                ("granite-hybrid", "F32", ["blk.0.ssm_in", "blk.0.ssm_out"]),
+                ("deepseek-v3", "F32", ["blk.0.attn_k_b", "blk.1.attn_v_b", "blk.1.ffn_gate_exps"]),
+                ("qwen2-moe", "BF16", ["blk.0.ffn_up_exps", "blk.1.ffn_down_shexp"]),
+            ],
+        ),
     ],
 )
 def test_matrices_are_multiplied_by_their_scales(

@@ -17,6 +17,7 @@ from tests.helpers.compiling import share_kernels
 from tests.helpers.models import make_tiny
 from tests.helpers.peers import read_models, write_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.slow import mark_slow
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 DEMO = Path(__file__).resolve().parents[2] / "plans" / "demo.plan.toml"
@@ -233,20 +234,25 @@ TURNS = [LONG[:30], LONG, [*LONG[:40], 7], [*LONG[:28], 9], LONG[:30], LONG]
 """Prompts within the original context and beyond it, in turn."""
 
 
-@pytest.mark.parametrize("is_file", [False, True])
-@pytest.mark.parametrize("mode", ["prompts", "answers"])
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize(
+    ("mode", "is_file"),
+    [
+        ("prompts", False),
+        ("answers", True),
+        *map(mark_slow, (("prompts", True), ("answers", False))),
+    ],
+)
 def test_a_longer_prompt_does_not_go_on_from_keys_of_shorter_ones(
-    tmp_path: Path, mode: str, backend: str, is_file: bool
+    tmp_path: Path, mode: str, is_file: bool
 ) -> None:
     """LongRoPE turns all keys of a long prompt otherwise; texts are those of models that keep
     nothing, also where an answer goes beyond the original context."""
     tiny = make_tiny(tmp_path, {"shape": {"context": 128, "head_dim": 8}, "rope": LONGROPE})
     plan = write_plan(tmp_path, tiny, {"decode": {"batch": 1}, "kv": {"context": 64}})
-    settings: dict[str, Any] = {"backends.cpu": backend, "serve.prefixes": mode}
+    settings: dict[str, Any] = {"serve.prefixes": mode}
     if is_file:
         settings["serve.prefix_cache"] = "1 MiB"
-    alone, found = run_alone(plan, TURNS, {"backends.cpu": backend}), []
+    alone, found = run_alone(plan, TURNS, {}), []
     for turns in (TURNS[:2], TURNS[2:]) if is_file else (TURNS,):
         with pi2.load(plan, set=settings) as model:
             model.keep_prefixes()

@@ -20,6 +20,7 @@ from pi2.plan.documents.device import Device
 from pi2.planning.planner import plan
 from pi2.planning.wish import Wish
 from tests.helpers.shipped_plans import read_device
+from tests.helpers.slow import keep_quick
 from tools.compare_predictions import Cell, make_plan, read_model
 
 FOLDER = Path(__file__).parents[2] / "plans/devices"
@@ -107,7 +108,7 @@ def test_a_data_sheets_arithmetic_is_a_part_of_itself() -> None:
     assert part.ops_s == pytest.approx(0.5 * whole.ops_s)
 
 
-@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize("name", keep_quick(STATED, STATED[::4]))
 def test_speed_grows_with_memory_and_has_no_cliff(name: str) -> None:
     """A processor slows down with the time spent reading, not with the first read."""
     memories = [0.3 + 0.01 * step for step in range(71)]

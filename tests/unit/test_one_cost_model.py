@@ -2,14 +2,13 @@
 
 import pytest
 
+from tests.helpers.slow import mark_slow
 from tools.compare_predictions import Outcome, run_grid
 
-CELLS = 150
 
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
-    return list(run_grid(CELLS, seed=20261122))
+@pytest.fixture(scope="module", params=[40, mark_slow(150)])
+def outcomes(request: pytest.FixtureRequest) -> list[Outcome]:
+    return list(run_grid(request.param, seed=20261122))
 
 
 def test_expected_numbers_cost_what_drawn_ones_cost_over_random_grid(

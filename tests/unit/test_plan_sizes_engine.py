@@ -9,6 +9,7 @@ from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import EXACT as EXPLICIT
 from tests.helpers.goldens import UNROUNDED, check_arrays, make_golden_plan, read_golden
+from tests.helpers.slow import mark_slow
 
 EXACT = ("attention", "kv", "predictor", "hot")
 
@@ -45,8 +46,8 @@ def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, plan: Path
 @pytest.mark.parametrize(
     "name",
     [
-        *("gemma3n", "gemma4", "gemma4-moe", "qwen2-moe", "phi", "starcoder2-odd-widths"),
-        *("llama4", "nemotron-h-blocks"),
+        *("gemma3n", "gemma4-moe", "starcoder2-odd-widths"),
+        *map(mark_slow, ("gemma4", "qwen2-moe", "phi", "llama4", "nemotron-h-blocks")),
     ],
 )
 def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -> None:

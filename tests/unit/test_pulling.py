@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,7 +201,11 @@ def test_a_pulled_model_is_run_by_its_name(hub: Hub, environment: dict[str, str]
     assert ask(["run", "mine", "--prompt", "hello", "--max-tokens", "3"]).out.strip()
 
 
-def test_a_download_that_was_cut_off_goes_on(hub: Hub, tmp_path: Path) -> None:
+def test_a_download_that_was_cut_off_goes_on(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+    monkeypatch.setattr("huggingface_hub.file_download.time", clock)
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     (hub.folder / second).write_bytes(os.urandom(21 << 20))  # the library writes 10 MiB at a time
     sizes = {name: (hub.folder / name).stat().st_size for name in ("config.json", first, second)}

@@ -17,6 +17,7 @@ from tests.helpers.answers import (
     write_reasoning,
     write_template,
 )
+from tests.helpers.slow import keep_quick
 
 SIZES = (1, 3, 10**6)
 ONE = [("get_weather", dict(ARGUMENTS))]
@@ -36,7 +37,7 @@ def test_a_family_is_known_by_its_template(name: str) -> None:
     assert find_format(write_template(FORMATS[name])).name == name
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", keep_quick(FORMATS, list(FORMATS)[::3]))
 def test_calls_are_calls(name: str) -> None:
     format = FORMATS[name]
     form = format.calls[0]
@@ -78,7 +79,7 @@ def test_a_cut_call_is_content_as_it_was_written(name: str) -> None:
         check(name, written[:cut], ("", written[:cut], []))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", keep_quick(FORMATS, list(FORMATS)[1::3]))
 def test_a_whole_call_that_is_cut_in_its_closing_mark_is_a_call(name: str) -> None:
     """An answer of the most tokens may end there."""
     form = FORMATS[name].calls[0]

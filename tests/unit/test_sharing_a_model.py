@@ -22,9 +22,11 @@ OPTIONS: dict[str, Any] = {"max_tokens": 9, "temperature": 1.0, "ignore_eos": Tr
 PROMPTS = [[5 + number, 6, 7, 8][: 1 + number % 4] for number in range(16)]
 
 
-def run_alone(plan: Path) -> list[tuple[int, ...]]:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
     """Tokens of each prompt, by a model that does nothing else."""
-    with pi2.load(plan) as model:
+    folder = tmp_path_factory.mktemp("alone")
+    with pi2.load(write_plan(folder, make_tiny(folder))) as model:
         return [
             model.generate(ids, seed=number, **OPTIONS).result.token_ids
             for number, ids in enumerate(PROMPTS)
@@ -32,8 +34,9 @@ def run_alone(plan: Path) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_threads_that_share_model_get_what_each_would_get_alone(plan: Path, batch: int) -> None:
-    alone = run_alone(plan)
+def test_threads_that_share_model_get_what_each_would_get_alone(
+    plan: Path, alone: list[tuple[int, ...]], batch: int
+) -> None:
     with pi2.load(plan, set={"decode.batch": batch}) as model:
         logits = model.logits(PROMPTS[3], mode="decode")
 
@@ -50,8 +53,9 @@ def test_threads_that_share_model_get_what_each_would_get_alone(plan: Path, batc
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
-def test_generators_of_one_thread_may_take_turns(plan: Path, batch: int) -> None:
-    alone = run_alone(plan)
+def test_generators_of_one_thread_may_take_turns(
+    plan: Path, alone: list[tuple[int, ...]], batch: int
+) -> None:
     with pi2.load(plan, set={"decode.batch": batch}) as model:
         generations = [
             model.generate(ids, seed=number, **OPTIONS) for number, ids in enumerate(PROMPTS[:5])
@@ -164,9 +168,7 @@ def test_closing_tells_those_who_wait_in_other_threads(plan: Path) -> None:
         assert error is None or "P615" in str(error)
 
 
-def test_tasks_of_an_event_loop_share_a_model(plan: Path) -> None:
-    alone = run_alone(plan)
-
+def test_tasks_of_an_event_loop_share_a_model(plan: Path, alone: list[tuple[int, ...]]) -> None:
     async def run(model: pi2.LoadedModel, number: int) -> tuple[str, tuple[int, ...]]:
         generation = model.generate_async(PROMPTS[number], seed=number, **OPTIONS)
         text = "".join([piece async for piece in generation])

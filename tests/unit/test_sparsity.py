@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen
 LOOSE = "900%"
 """An error that any text keeps."""
 SMOOTH = {"predictor": None, "ffn": {"activation": "silu"}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_timed_tokens() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pi2.measuring.calibration.TIMED", 4)
+        yield
 
 
 @pytest.fixture(scope="module")

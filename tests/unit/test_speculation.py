@@ -22,6 +22,7 @@ from pi2.phone.contents import Wish, aim_plan
 from tests.helpers.goldens import UNROUNDED, make_golden_plan, read_golden
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.slow import mark_slow
 
 ALWAYS = {"decode.speculation": {"when": "always", "tokens": 4}}
 
@@ -104,7 +105,7 @@ DRAWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize("drawing", [{"temperature": 0.0}, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("drawing", [mark_slow({"temperature": 0.0}), DRAWN])
 def test_the_text_is_the_same_however_neurons_are_found(
     plan: Path, name: str, drawing: dict[str, Any]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -62,12 +63,13 @@ class Arguments:
         size = np.dtype(dtype).itemsize
         if not all(shape):
             return np.zeros(shape, dtype)
-        if strides is None:
-            strides = [int(np.prod(shape[place + 1 :])) for place in range(len(shape))]
-        span = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        steps, span = None, math.prod(shape)
+        if strides is not None:
+            steps = [step * size for step in strides]
+            span = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         address = self._values[name] + skip * size
         raw: Any = (ctypes.c_char * (span * size)).from_address(address)
-        return np.ndarray(shape, dtype, raw, strides=[step * size for step in strides])
+        return np.ndarray(shape, dtype, raw, strides=steps)
 
     def vector(self, name: str, length: int) -> F32:
         return self.view(name, (length,))

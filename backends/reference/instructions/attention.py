@@ -65,7 +65,7 @@ class _Heads:
         self._own, self._place = own, (sequence, number)
         self._ring = _count_ring(own)
         self._shape = sequence + 1, number + 1, min(end, self._ring)
-        self._heads = slice(number * own.group, (number + 1) * own.group)
+        self.heads = slice(number * own.group, (number + 1) * own.group)
 
     def _read(self, name: str, stride: int, positions: slice | I32) -> F64:
         place = *self._place, np.r_[positions] % self._ring
@@ -84,19 +84,17 @@ class _Heads:
         shape = tokens.stop, own.heads, own.key_width
         queries = own.view("queries", shape, (own.query_stride, own.key_width, 1))
         keys = self._read("key", own.key_width, positions)
-        scores = widen(queries[tokens, self._heads]) @ keys.T * own.real("scale")
+        scores = widen(queries[tokens, self.heads]) @ keys.T * own.real("scale")
         cap = own.real("cap")
         if cap:
             scores = cap * np.tanh(scores / cap)
         if own.has_slopes:
-            slopes = own.vector("slopes", own.heads)[self._heads, None]
+            slopes = own.vector("slopes", own.heads)[self.heads, None]
             now = own.numbers("positions", tokens.stop)[tokens]
             scores -= slopes * (now[:, None, None] - np.r_[positions])
         if visible is not None:
             scores = np.where(visible[:, None, :], scores, -np.inf)
-        sinks = (
-            own.vector("sinks", own.heads)[self._heads] if has_sinks else np.full(group, -np.inf)
-        )
+        sinks = own.vector("sinks", own.heads)[self.heads] if has_sinks else np.full(group, -np.inf)
         top = np.maximum(scores.max(-1), sinks)
         weights = np.exp(scores - top[..., None])
         values = self._read("value", own.value_stride, positions)
@@ -106,7 +104,7 @@ class _Heads:
         own = self._own
         shape = tokens.stop, own.heads, own.value_width
         y = own.view("y", shape, (own.y_stride, own.value_width, 1))
-        y[tokens, self._heads] = mixed / total[..., None]
+        y[tokens, self.heads] = mixed / total[..., None]
 
 
 def _find_first(own: Arguments, positions: I64) -> I64:
@@ -152,27 +150,26 @@ def attend_chosen(own: Arguments) -> None:
 
 def _attend(own: Arguments, is_chosen: bool) -> None:
     groups = own.heads // own.group
-    for item in own.items.tolist():
-        rest, number = divmod(item, own.parts)
+    for rest in range(own.first // own.parts, -(-own.last // own.parts)):
         token, head = divmod(rest, groups)
         (sequence,), (position,) = own.find_sequences(np.array([token]))
         chosen = _list_chosen(own, token, head * own.group)
-        parts = _cut_context(own, int(position), chosen)
-        if number >= len(parts) or is_chosen != (chosen is not None):
+        if is_chosen != (chosen is not None):
             continue
+        parts = _cut_context(own, int(position), chosen)
         end = int(position if chosen is None else chosen.max()) + 1
         heads = _Heads(own, int(sequence), head, end)
-        tokens, has_sinks = slice(token, token + 1), bool(own.has_sinks) and number == 0
-        place = slice(*parts[number])
-        positions = place if chosen is None else chosen[place]
-        mixed, top, total = heads.mix(tokens, positions, None, has_sinks)
-        if len(parts) == 1:
-            heads.put(tokens, mixed, total)
-            continue
-        group = slice(head * own.group, (head + 1) * own.group)
-        partial = _view_partials(own, token + 1)[token, group, number]
-        partial[:, : own.value_width] = mixed[0]
-        partial[:, own.value_width], partial[:, own.value_width + 1] = top[0], total[0]
+        tokens, first = slice(token, token + 1), rest * own.parts
+        for number in range(max(0, own.first - first), min(len(parts), own.last - first)):
+            place, has_sinks = slice(*parts[number]), bool(own.has_sinks) and number == 0
+            positions = place if chosen is None else chosen[place]
+            mixed, top, total = heads.mix(tokens, positions, None, has_sinks)
+            if len(parts) == 1:
+                heads.put(tokens, mixed, total)
+            else:
+                partial = _view_partials(own, token + 1)[token, heads.heads, number]
+                partial[:, : own.value_width] = mixed[0]
+                partial[:, own.value_width :][:, :2] = np.stack([top[0], total[0]], -1)
 
 
 def join(own: Arguments) -> None:
