@@ -1,93 +1,21 @@
-"""Tensors that a checkpoint stores as codes, scales and more, decoded as their rows are read."""
+"""Tensors that a checkpoint stores as codes, scales and more, decoded as their rows are read: 8-bit
+floats, integers and 4-bit floats times their scales."""
 
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from pi2.arrays import F32, I64, U8, Raw
+from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.safetensors_file import SourceTensor, turn
-
-_PIECE_WEIGHTS = 2**20
-"""Weights that are decoded together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedTensor(SourceTensor, ABC):
-    """A tensor whose stored rows `_read_stored` reads and `_decode` turns into numbers."""
-
-    order: I64 | None = None
-    """The stored row at every row of the tensor; None means that both are in the same order."""
-    is_turned: bool = False
-    """Whether the file has columns where the tensor has rows."""
-    added: float = 0.0
-    """Number that the file has added to every element."""
-    factors: F32 | None = None
-    """Factors of the columns, float32 [columns], or [1] where all have the same."""
-
-    @property
-    def is_stored(self) -> bool:
-        return False
-
-    @abstractmethod
-    def _read_stored(self, start: int, stop: int) -> Raw:
-        """Stored rows: plain numbers [n, ...], or bytes uint8 [n, bytes] that must be decoded."""
-
-    @abstractmethod
-    def _decode(self, raw: U8) -> F32:
-        """The numbers float32 [n, length] that bytes [n, bytes] stand for."""
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        """Rows ``start`` to ``stop``: plain numbers, or bytes [n, bytes]; raises as
-        `SourceTensor.read_raw`."""
-        stop = self.shape[0] if stop is None else stop
-        if self.is_turned:
-            return turn(self._decode_stored(self.shape[1]))[start:stop]
-        if self.order is None:
-            return self._read_stored(start, stop)
-        wanted = self.order[start:stop]
-        first, last = int(wanted.min()), int(wanted.max())
-        return self._read_stored(first, last + 1)[wanted - first]
-
-    def read_turned(self) -> Raw:
-        if self.is_turned:
-            return self._read_stored(0, self.shape[1])
-        rows, columns = self.shape
-        step = max(1, _PIECE_WEIGHTS // columns)
-        pieces = ((at, min(at + step, rows)) for at in range(0, rows, step))
-        turned: Raw | None = None
-        for first, last in pieces:
-            piece = self.read_raw(first, last)
-            # Groups lie along the rows: bytes must become numbers before they can be turned.
-            numbers = self._decode(piece.view(np.uint8)) if piece.dtype == np.uint8 else piece
-            if turned is None:
-                turned = np.empty((columns, rows), numbers.dtype)
-            turned[:, first:last] = turn(numbers)
-        assert turned is not None
-        return turned
-
-    def widen(self, raw: Raw) -> F32:
-        # A zero-argument super() does not work in classes with slots.
-        numbers = (
-            self._decode(raw.view(np.uint8))
-            if raw.dtype == np.uint8
-            else SourceTensor.widen(self, raw)
-        )
-        if self.added:
-            numbers = numbers - np.float32(self.added)
-        if self.factors is not None:
-            numbers = numbers * self.factors
-        return numbers
-
-    def _decode_stored(self, stop: int) -> Raw:
-        raw = self._read_stored(0, stop)
-        return self._decode(raw.view(np.uint8)) if raw.dtype == np.uint8 else raw
-
+from pi2.plan.weights.layout import GROUP, Precision
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
 """How numpy reads types that are codes."""
@@ -279,3 +207,258 @@ def unfold_norm(inner: SourceTensor, norm: SourceTensor | None, offset: float) -
     return multiply_columns(
         inner, np.divide(1, weights, out=np.zeros_like(weights), where=weights != 0)
     )
+
+
+_STACKED = re.compile(r"(.*)\.([0-9]+)")
+"""A matrix that `pi2.importing.checkpoint.divide_stacks` has named."""
+_SCALES = ("_scale_inv", "_scale")
+FLOATS = ("F32", "BF16", "F16")
+SCALE_TYPES = (*FLOATS, "F8_E8M0")
+_EXPONENTS = ("U8", "F8_E8M0")
+_WORD = 32
+"""Bits of a word."""
+
+
+def unpack(words: Raw, bits: int, count: int) -> I32:
+    """The first ``count`` codes of rows of 32-bit words [n, m], lowest bits first, without gaps."""
+    raw, mask = words.view(np.uint32), np.uint32((1 << bits) - 1)
+    if _WORD % bits == 0:
+        codes = raw[:, :, None] >> np.arange(0, _WORD, bits, dtype=np.uint32) & mask
+        return codes.reshape(len(words), -1)[:, :count].astype(np.int32)
+    first, shift = np.divmod(np.arange(count) * bits, _WORD)
+    low = raw[:, first] >> shift.astype(np.uint32)
+    # Of codes that end in the next word. A shift by 32 bits is none, so it is done in two.
+    following = np.pad(raw, ((0, 0), (0, 1)))[:, first + 1]
+    high = following << np.uint32(1) << (_WORD - 1 - shift).astype(np.uint32)
+    return ((low | high) & mask).astype(np.int32)
+
+
+def count_words(count: int, bits: int) -> int:
+    return -(-count * bits // _WORD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledTensor(DecodedTensor):
+    """Codes, less the code that stands for 0, times scales."""
+
+    codes: SourceTensor
+    scales: SourceTensor
+    block: tuple[int, int]
+    """Rows and columns that share a scale."""
+    layout: Literal["plain", "words", "pairs of rows"] = "plain"
+    """Of the codes: a number each, 32-bit words along the rows, or 4 bits of two rows a byte."""
+    bits: int = 8
+    zeros: SourceTensor | None = None
+    """Codes that stand for 0: as the scales, or in words [words, groups] along the rows."""
+    groups: SourceTensor | None = None
+    """Number of the group of each column; None: they follow each other."""
+
+    def decode(self, start: int, stop: int) -> F32:
+        numbers = self._read_codes(start, stop)
+        if self.zeros is not None:
+            numbers = numbers - self._spread(self._read_zeros(self.zeros), start, stop)
+        return np.asarray(numbers * self._spread(read_scales(self.scales), start, stop), np.float32)
+
+    def _read_codes(self, start: int, stop: int) -> F32:
+        if self.layout == "pairs of rows":
+            stored = read_array(self.codes, start // 2, -(-stop // 2)).view(np.uint8)
+            # The upper half of a byte and its sign; shifted, they are a signed number of 4 bits.
+            halves = np.stack([stored << np.uint8(4), stored & np.uint8(0xF0)], axis=1)
+            codes = (halves.view(np.int8) >> 4).reshape(-1, self.shape[1])
+            return codes[start % 2 :][: stop - start].astype(np.float32)
+        raw = read_array(self.codes, start, stop)
+        if self.layout == "words":
+            codes = unpack(raw, self.bits, self.shape[1]) - (1 << (self.bits - 1))
+            return codes.astype(np.float32)
+        return E4M3[raw] if self.codes.dtype == "F8_E4M3" else raw.astype(np.float32)
+
+    def _read_zeros(self, zeros: SourceTensor) -> F32:
+        raw = read_array(zeros)
+        if zeros.dtype != "I32":
+            return E4M3[raw] if zeros.dtype == "F8_E4M3" else raw.astype(np.float32)
+        packed = np.ascontiguousarray(raw.T)
+        codes = unpack(packed, self.bits, self.shape[0]).T - (1 << (self.bits - 1))
+        return codes.astype(np.float32)
+
+    def _spread(self, values: F32, start: int, stop: int) -> F32:
+        """The value of each weight of some rows, or an array that broadcasts to them."""
+        if values.size == 1:
+            return values.reshape(1, 1)
+        rows, columns = self.block
+        own = values.reshape(-(-self.shape[0] // rows), -1)[np.arange(start, stop) // rows]
+        if own.shape[1] == 1:
+            return own
+        index = np.arange(self.shape[1]) // columns
+        if self.groups is not None:
+            found = read_array(self.groups).astype(np.int64)
+            if found.min() < -1 or found.max() >= own.shape[1]:
+                raise refuse_shape(self.groups, (self.shape[1],))
+            # -1 fills numbers that the quantiser has left out: groups follow each other.
+            index = index if found.min() < 0 else found
+        return own[:, index]
+
+
+def read_scales(tensor: SourceTensor) -> F32:
+    found = read_array(tensor).reshape(tensor.shape)
+    if tensor.dtype in _EXPONENTS:
+        return decode_e8m0(found)
+    return np.asarray(found, np.float32)
+
+
+def find_block(
+    shape: tuple[int, ...], scales: SourceTensor, stated: Iterable[tuple[int, int]] = ()
+) -> tuple[int, int]:
+    """Rows and columns of a matrix of ``shape`` that share a scale: blocks as ``stated`` or of 128,
+    or groups along the rows.  `UserError` P534 if shapes do not show them."""
+    rows, columns = shape
+    # Axes of length 1 may follow those of blocks.
+    given = scales.shape[::2] if len(scales.shape) == 4 else scales.shape
+    if given in ((), (1,), (1, 1)):
+        return rows, columns
+    if given in ((rows,), (rows, 1)):
+        return 1, columns
+    blocks = [*stated, (128, 128)]
+    for high, wide in blocks:
+        if given == (-(-rows // high), -(-columns // wide)):
+            return high, wide
+    if len(given) == 2 and given[0] == rows and columns % given[1] == 0:
+        return 1, columns // given[1]
+    high, wide = blocks[0]
+    raise refuse_shape(scales, (-(-rows // high), -(-columns // wide)))
+
+
+def decode_scaled(
+    tensors: Mapping[str, SourceTensor], name: str, stated: Iterable[tuple[int, int]] = ()
+) -> DecodedTensor:
+    """A matrix of 8-bit codes with its scales, and its zero points if it has some."""
+    codes = take_part(tensors, name)
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        raise refuse_shape(codes, (-1, -1))
+    match = _STACKED.fullmatch(name)
+    names = [name + ending for ending in _SCALES]
+    if match is not None:
+        names += [f"{match[1]}{ending}.{match[2]}" for ending in _SCALES]
+    found = next((item for item in names if item in tensors), names[0])
+    scales = take_part(tensors, found, dtypes=(*SCALE_TYPES, "U8"))
+    parts, zeros = [codes, scales], None
+    if f"{name}_zero_point" in tensors:
+        types = ("I8", "F8_E4M3", "I64")
+        zeros = take_part(tensors, f"{name}_zero_point", scales.shape, types)
+        parts.append(zeros)
+    return ScaledTensor(
+        **describe_decoded(name, codes.shape, *parts),
+        codes=codes,
+        scales=scales,
+        block=find_block(codes.shape, scales, stated),
+        zeros=zeros,
+    )
+
+
+MX_GROUP, NV_GROUP = 32, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FourBitTensor(DecodedTensor):
+    """Rows of 4-bit floats with a scale for each group; of one expert where there are several."""
+
+    codes: SourceTensor
+    """Bytes [rows, columns / 2], or of all experts [experts, rows, groups, bytes]."""
+    scales: SourceTensor
+    """[rows, groups], or [experts, rows, groups]: exponents, or 8-bit floats."""
+    factor: float = 1.0
+    """Scale of the whole tensor."""
+    expert: int | None = None
+    is_turned: bool = False
+    """Whether the tensor's rows are the columns of the stored matrix."""
+
+    def decode(self, start: int, stop: int) -> F32:
+        rows = (self.shape[1] if self.is_turned else self.shape[0]) * (self.expert or 0)
+        codes = _read_part(self.codes, rows + start, rows + stop)
+        scales = _read_part(self.scales, rows + start, rows + stop)
+        wide = decode_e8m0(scales) if self.is_mxfp4 else E4M3[scales] * np.float32(self.factor)
+        numbers = decode_pairs(codes)
+        groups = numbers.reshape(len(codes), wide.shape[1], -1) * wide[:, :, None]
+        return np.asarray(groups.reshape(len(codes), -1), np.float32)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scales.dtype in _EXPONENTS
+
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        if find_packing(precision).like != "q8_0" or raw.shape[1] % GROUP:
+            return None
+        return quantize_exactly(self.widen(raw))
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        stop = self.shape[0] if stop is None else stop
+        if self.is_turned:
+            return turn(self.decode(0, self.shape[1]))[start:stop]
+        return self.decode(start, stop)
+
+    def read_turned(self) -> Raw:
+        return self.decode(0, self.shape[1]) if self.is_turned else turn(self.read_raw())
+
+
+def quantize_exactly(rows: F32) -> tuple[U8, F16 | None] | None:
+    """Rows [n, length] as int8 with powers of two as scales if groups fit exactly, else nearest;
+    None if none fits."""
+    if not np.isfinite(rows).all():
+        return None
+    groups = rows.reshape(len(rows), -1, GROUP)
+    most = np.abs(groups).max(axis=2)
+    exponents = np.frexp(most)[1] - 7
+    # The smallest and the largest power of two of fp16.
+    powers = np.ldexp(np.float32(1), np.clip(exponents, -24, 15)).astype(np.float32)
+    codes = groups / powers[:, :, None]
+    exact = (codes == np.rint(codes)).all(axis=2) & (np.abs(codes) <= 127).all(axis=2)
+    if not exact.any():
+        return None
+    packing = find_packing("int8")
+    packed, scales = packing.quantize(rows)
+    assert scales is not None
+    known = packing.unpack(packed, rows.shape[1]).reshape(groups.shape)
+    chosen = np.where(exact[:, :, None], codes, known).astype(np.int8)
+    scales = np.where(exact, powers, scales).astype(np.float16)
+    return packing.pack(chosen.reshape(rows.shape)), scales
+
+
+def _read_part(tensor: SourceTensor, start: int, stop: int) -> Raw:
+    """Rows of codes or scales [n, .], of all experts one after the other."""
+    if len(tensor.shape) == 2:
+        return read_array(tensor, start, stop)
+    rows = tensor.shape[1]
+    first, last = start // rows, -(-stop // rows)
+    found = read_array(tensor, first, last).reshape((last - first) * rows, -1)
+    return found[start - first * rows : stop - first * rows]
+
+
+def decode_four_bits(
+    tensors: Mapping[str, SourceTensor],
+    name: str,
+    codes_name: str,
+    scales_name: str,
+    global_name: str,
+    *,
+    divides: bool,
+) -> DecodedTensor:
+    """A matrix of packed 4-bit floats; ``divides``: whether the tensor's own scale divides the
+    groups' scales, instead of multiplying."""
+    codes = take_part(tensors, codes_name, dtypes=("U8",))
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        raise refuse_shape(codes, (-1, -1))
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    found = tensors.get(scales_name)
+    is_nv = found is not None and found.dtype == "F8_E4M3"
+    group = NV_GROUP if is_nv else MX_GROUP
+    if columns % group:
+        raise refuse_shape(codes, (rows, -(-columns // group) * group // 2))
+    types = ("F8_E4M3",) if is_nv else _EXPONENTS
+    scales = take_part(tensors, scales_name, (rows, columns // group), types)
+    factor, parts = 1.0, [codes, scales]
+    if is_nv:
+        whole = take_part(tensors, global_name, dtypes=FLOATS)
+        value = float(read_array(whole).reshape(-1)[0])
+        factor = 1.0 / value if divides and value else value
+        parts.append(whole)
+    own = describe_decoded(name, (rows, columns), *parts)
+    return FourBitTensor(**own, codes=codes, scales=scales, factor=factor)

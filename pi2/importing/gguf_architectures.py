@@ -12,7 +12,7 @@ from typing import Any
 from pi2.caches import show_path
 from pi2.importing.config import ROTATED_SHARE
 from pi2.importing.families import list_families
-from pi2.importing.gguf_decoders import Metadata, Scope
+from pi2.importing.gguf_metadata import Metadata, Scope
 from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.family import Architecture as Stated

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I64, U8, Raw
+from pi2.arrays import F32, I64
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.formats import Format
 from pi2.importing.checkpoint import Checkpoint, check_weights, parse_json
 from pi2.importing.config import list_beginnings, make_generation_config, rename_tensors
-from pi2.importing.decoded_tensor import PackedTensor, refuse_shape, unfold_norm
+from pi2.importing.decoded_tensor import refuse_shape, unfold_norm
 from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import (
     Architecture,
@@ -27,90 +26,28 @@ from pi2.importing.gguf_architectures import (
     make_config,
     name_in_file,
 )
-from pi2.importing.gguf_decoders import Metadata, join_heads
-from pi2.importing.gguf_file import GgufEntry, GgufFile, check_block, read_gguf, take_blocks
+from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
+from pi2.importing.gguf_metadata import POSITIONS, Metadata, scale_positions
 from pi2.importing.gguf_statements import find_unread
-from pi2.importing.gguf_states import (
-    POSITIONS,
+from pi2.importing.gguf_tensors import (
+    join_heads,
+    make_tensor,
     read_delta_heads,
     restore_plain,
     restore_state,
-    scale_positions,
 )
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, may_have_table
 from pi2.importing.gguf_tokens import WHOLE, GgufTokens, read_chat_files, read_named_templates
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import Precision
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.tokens.table_tokenizer import Coder
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-_PIECE_WEIGHTS = 2**20
-"""Weights that are looked at together."""
-_KEEP_THREE = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "q1_0", "q2_0", "pq2_0")
-"""Types in which -1, 0 and 1 times a scale still have one magnitude: Q4_0 and its like round one of
-the two signs."""
 _LAST = 3
 """Number that means embeddings of last tokens."""
 _UNSCALED = ("token_embd",)
 """Matrices that may be two things, of which llama.cpp multiplies neither."""
-_PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8"}
-_WHOLE_NUMBERS = ".ffn_gate_tid2eid.weight"
-"""Ends the names of tables of numbers of experts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufTensor(PackedTensor):
-    """A tensor of a GGUF file; ``name`` is what the file calls it."""
-
-    block: Format
-
-    def check_type(self) -> str:
-        storage = _PLAIN.get(self.block.name)
-        if self.block.name == "i32" and self.name.endswith(_WHOLE_NUMBERS):
-            return "<i4"
-        if storage is None and (self.block.is_plain or len(self.shape) < 2):
-            return SourceTensor.check_type(self)
-        if storage is None:
-            check_block(self.block, self.name, str(self.file))
-        return storage or "|u1"
-
-    def _read_stored(self, start: int, stop: int) -> Raw:
-        storage = self.check_type()
-        columns = self.shape[0] if self.is_turned else self.shape[-1]
-        width = columns if len(self.shape) > 1 else 1
-        if storage == "|u1":
-            width = self.block.count_bytes(width)
-        size = np.dtype(storage).itemsize
-        flat = self.read_flat(self.offset + start * width * size, (stop - start) * width, storage)
-        return flat.reshape(stop - start, width) if len(self.shape) > 1 else flat
-
-    def _decode(self, raw: U8) -> F32:
-        return self.block.decode(raw)
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.block.name == "mxfp4" and self.factors is None
-
-    def is_ternary(self) -> bool:
-        if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
-            return False
-        size: np.float32 | None = None
-        rows, columns = self.shape[::-1] if self.is_turned else self.shape
-        step = max(1, _PIECE_WEIGHTS // columns)
-        for start in range(0, rows, step):
-            sizes = np.abs(self.widen(self._read_stored(start, min(start + step, rows))))
-            if size is None and sizes.any():
-                size = sizes.max()
-            if not ((sizes == 0) | (sizes == size)).all():
-                return False
-        return True
-
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        if raw.dtype != np.uint8 or self.factors is not None:
-            return None
-        return take_blocks(raw.view(np.uint8), self.block, precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -524,18 +461,6 @@ def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
     """The numbers of a tensor that is no part of a checkpoint; None if no file has it."""
     file = next((file for file in files if name in file.entries), None)
     return None if file is None else make_tensor(file, file.entries[name]).read()
-
-
-def make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
-    return GgufTensor(
-        file=file.path,
-        name=entry.name,
-        dtype=entry.block.name.upper(),
-        shape=entry.shape,
-        offset=entry.offset,
-        size_bytes=entry.size_bytes,
-        block=entry.block,
-    )
 
 
 def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:

@@ -12,7 +12,7 @@ import tomli
 
 from pi2.diagnostics import Diagnostic
 from pi2.importing.config import ACTIVATIONS
-from pi2.importing.gguf_decoders import Metadata
+from pi2.importing.gguf_metadata import Metadata
 from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
 from pi2.plan.toml.expressions import evaluate, parse_expression

@@ -27,7 +27,7 @@ from pi2.importing.gguf_architectures import (
 )
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
 from pi2.importing.gguf_keys import describe_keys, describe_vocabulary, list_divisors
-from pi2.importing.gguf_states import DeltaHeads
+from pi2.importing.gguf_tensors import DeltaHeads
 from pi2.importing.gguf_writer import (
     NewTensor,
     make_vector,

@@ -27,16 +27,9 @@ from pi2.importing.gguf_architectures import (
     list_suited,
     name_in_file,
 )
-from pi2.importing.gguf_checkpoint import (
-    DOCUMENT,
-    FILES,
-    OWN,
-    TEMPLATES,
-    GgufCheckpoint,
-    GgufTensor,
-    make_tensor,
-)
+from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN, TEMPLATES, GgufCheckpoint
 from pi2.importing.gguf_file import GgufFile, join_blocks, read_gguf
+from pi2.importing.gguf_tensors import GgufTensor, make_tensor
 from pi2.importing.gguf_writer import (
     NewTensor,
     Part,

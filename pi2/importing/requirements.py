@@ -13,7 +13,8 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.formats import find_packing, list_packings, name_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import TABLE
-from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor
+from pi2.importing.gguf_checkpoint import GgufCheckpoint
+from pi2.importing.gguf_tensors import GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources
 from pi2.model.tensor import Place, Source, fill_name

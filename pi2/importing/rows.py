@@ -16,7 +16,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, F64, I32, I64, U8, Raw
 from pi2.importing.decoded_tensor import compute_tensor
-from pi2.importing.gguf_states import RateLogarithms
+from pi2.importing.gguf_tensors import RateLogarithms
 from pi2.importing.safetensors_file import SourceTensor, ViewTensor
 from pi2.model.attention import Attention, list_fused_heads
 from pi2.model.ffn import find_factors, find_neurons

@@ -13,7 +13,7 @@ from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
-from pi2.importing.gguf_decoders import Metadata
+from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_file import read_gguf
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.gguf_tokens import read_chat_files

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 from pi2.diagnostics import UserError
 from pi2.importing.gguf_architectures import find_architecture
 from pi2.importing.gguf_checkpoint import open_gguf
-from pi2.importing.gguf_decoders import Metadata, Scope
-from pi2.importing.gguf_states import scale_llama3
+from pi2.importing.gguf_metadata import Metadata, Scope, scale_llama3
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import make_same

@@ -19,22 +19,20 @@ import numpy as np
 from pi2.arrays import F32, I32, Raw
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import (
-    DecodedTensor,
-    describe_decoded,
-    read_array,
-    refuse_shape,
-    take_part,
-)
-from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.scaled_tensor import (
     FLOATS,
+    DecodedTensor,
     ScaledTensor,
     count_words,
     decode_four_bits,
     decode_scaled,
+    describe_decoded,
     find_block,
+    read_array,
+    refuse_shape,
+    take_part,
     unpack,
 )
+from pi2.importing.safetensors_file import SourceTensor
 
 _FORMATS = (
     *("dense", "fakequant", "int-quantized", "float-quantized", "naive-quantized"),
@@ -255,6 +253,3 @@ def _decode_all(
             packs_outputs=packs_outputs,
         )
     return decoded
-
-
-METHODS = {"compressed-tensors": read_compressed, "gptq": read_gptq, "awq": read_awq}

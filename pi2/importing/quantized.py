@@ -1,4 +1,5 @@
-"""Weights of two, four and eight bits: MXFP4, FP8, ModelOpt, BitNet.
+"""Hugging Face checkpoints whose weights are quantised: shown as the plain tensors that they stand
+for.  Here are weights of two, four and eight bits: MXFP4, FP8, ModelOpt, BitNet.
 
 BitNet's ternary weights: -1, 0 and 1 times one scale of the matrix.
 
@@ -13,33 +14,34 @@ Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
+from pi2.importing.compressed_tensors import read_awq, read_compressed, read_gptq
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import (
-    MOST_EXPERTS,
-    DecodedTensor,
-    describe_decoded,
-    multiply_columns,
-    read_array,
-    refuse_shape,
-    take_part,
-)
-from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.scaled_tensor import (
     FLOATS,
+    MOST_EXPERTS,
     MX_GROUP,
     SCALE_TYPES,
+    DecodedTensor,
     FourBitTensor,
     ScaledTensor,
     decode_four_bits,
     decode_scaled,
+    describe_decoded,
     find_block,
+    multiply_columns,
+    read_array,
     read_scales,
+    refuse_shape,
+    take_part,
 )
+from pi2.importing.safetensors_file import SourceTensor
 
 
 def read_fp8(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
@@ -227,10 +229,50 @@ def _decode(tensors: Mapping[str, SourceTensor], name: str, divides: bool) -> So
 
 
 _MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
-METHODS = {
+Read = Callable[[Config, Mapping[str, SourceTensor]], dict[str, SourceTensor]]
+"""Gives tensors with weights that are decoded as they are read, by the names of plain weights."""
+_METHODS: Mapping[str, Read] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed,
+    "gptq": read_gptq,
     "fp8": read_fp8,
     "fbgemm_fp8": read_fp8,
     "mxfp4": read_mxfp4,
     **dict.fromkeys(_MODELOPT, read_modelopt),
     "bitnet": read_bitnet,
 }
+"""By ``quantization_config.quant_method``."""
+
+
+def decode_weights(
+    file: Path, settings: Mapping[str, Any], tensors: Mapping[str, SourceTensor]
+) -> Mapping[str, SourceTensor]:
+    """Tensors as in a plain checkpoint, by what ``file`` says of quantised weights, if anything;
+    `UserError` P533 to P535, P544 for unknown methods."""
+    if not settings:
+        return tensors
+    own = Config(file, settings)
+    # Some say how, and leave the name of the method out.
+    method = own.read("quant_method", str, "fp8" if own.has("weight_block_size") else "")
+    if method not in _METHODS:
+        raise UserError.of(
+            "P544",
+            f"{file} says that the weights are quantised by {method!r}, which pi2 does not read",
+            help=f"take a checkpoint of another kind: plain, or {', '.join(sorted(_METHODS))}",
+            file=str(file),
+        )
+    decoded = _METHODS[method](own, tensors)
+    made = {name: item for name, item in decoded.items() if isinstance(item, DecodedTensor)}
+    parts = {part.name for item in made.values() for part in item.parts}
+    return {name: item for name, item in decoded.items() if name in made or name not in parts}
+
+
+def find_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration says of quantised weights; nothing if they are plain."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            found = place.get(key)
+            if isinstance(found, Mapping) and found:
+                return found
+    return {}

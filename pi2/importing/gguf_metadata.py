@@ -1,8 +1,10 @@
-"""What GGUF files state, and what expressions of families' documents make of it."""
+"""What GGUF files state, what expressions of families' documents make of it, and the scaling of
+positions that tensors tell."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded, refuse_shape
+from pi2.importing.config import ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.toml.expressions import evaluate, is_expression, list_names, parse_expression
 
@@ -237,46 +239,111 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 """What expressions of `gguf` tables may call."""
 
 
-_KEYS, _VALUES, _JOINED = (f".{name}_proj.weight" for name in ("k_b", "v_b", "kv_b"))
+_FREQUENCIES = "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_LONG_FAMILIES = ("granite", "minicpm3", "phi3", "phimoe")
+"""Families with LongRoPE; as Granite pi2 reads MiniCPM."""
+POSITIONS = (_FREQUENCIES, _LONG, _SHORT)
+"""Tensors that `scale_positions` reads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedHeads(DecodedTensor):
-    """The KV matrix [heads (plain + value), rank]."""
+def scale_positions(
+    config: dict[str, Any], metadata: Metadata, read: Callable[[str], F32 | None]
+) -> None:
+    """State the scaling in ``config``; ``read`` gives a tensor [pairs] or None. P544, P532."""
+    divisors = read(_FREQUENCIES)
+    stated = config.get("rope_scaling")
+    if divisors is not None and not _scale(config, divisors):
+        raise _refuse(metadata.file, _FREQUENCIES)
+    if stated is not None and config["rope_scaling"] is not stated:
+        raise _refuse_both(metadata, _FREQUENCIES)
+    long, short = read(_LONG), read(_SHORT)
+    if long is None and short is None:
+        return
+    if long is None or short is None or config["model_type"] not in _LONG_FAMILIES:
+        raise _refuse(metadata.file, _SHORT if long is None else _LONG)
+    if stated is not None and (stated["rope_type"], stated["factor"]) != ("longrope", 1.0):
+        raise _refuse_both(metadata, _LONG)
+    context = metadata.read_count("{arch}.rope.scaling.original_context_length")
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": context,
+        # Files have 32 bits of what people wrote in decimals.
+        "long_factor": [float(str(number)) for number in long],
+        "short_factor": [float(str(number)) for number in short],
+    }
+    if metadata.has("{arch}.rope.scaling.attn_factor"):
+        # It is all that they are multiplied by.
+        scaling["attention_factor"] = config.pop(TURN_FACTOR)
+    config |= {"rope_scaling": scaling, "original_max_position_embeddings": context}
 
-    keys: SourceTensor
-    """Keys of one head after the other, turned [heads rank, plain]."""
-    values: SourceTensor
-    """Values of one head after the other [heads value, rank]."""
 
-    def decode(self, start: int, stop: int) -> F32:
-        plain, rank = self.keys.shape[1], self.shape[1]
-        heads = self.keys.shape[0] // rank
-        each, value = self.shape[0] // heads, self.values.shape[0] // heads
-        first, last = start // each, -(-stop // each)
-        joined = np.empty((last - first, each, rank), np.float32)
-        turned = self.keys.read(first * rank, last * rank).reshape(-1, rank, plain)
-        joined[:, :plain] = turned.swapaxes(1, 2)
-        joined[:, plain:] = self.values.read(first * value, last * value).reshape(-1, value, rank)
-        return joined.reshape(-1, rank)[start - first * each : stop - first * each]
+def _refuse_both(metadata: Metadata, name: str) -> UserError:
+    return metadata.refuse(
+        f"{metadata.architecture}.rope.scaling scales positions, and so does tensor {name!r}"
+    )
 
 
-def join_heads(tensors: dict[str, SourceTensor]) -> None:
-    """Join separate key and value matrices; `UserError` P534 for shapes that do not fit."""
-    for name in [name for name in tensors if name.endswith(_KEYS)]:
-        keys, values = tensors[name], tensors.get(name.replace(_KEYS, _VALUES))
-        if values is None:
-            continue
-        if len(keys.shape) != 3:
-            raise refuse_shape(keys, (0, *values.shape[1:]))
-        heads, rank, plain = keys.shape
-        value = values.shape[1] if len(values.shape) == 3 else 0
-        if values.shape != (heads, value, rank):
-            raise refuse_shape(values, (heads, value, rank))
-        del tensors[name], tensors[name.replace(_KEYS, _VALUES)]
-        joined = name.replace(_KEYS, _JOINED)
-        tensors[joined] = JoinedHeads(
-            **describe_decoded(joined, (heads * (plain + value), rank), keys, values),
-            keys=replace(keys, shape=(heads * rank, plain)),
-            values=replace(values, shape=(heads * value, rank)),
-        )
+_STILL = 1e20
+"""Divisors of frequencies from here on turn nothing."""
+
+
+def _scale(config: dict[str, Any], divisors: F32) -> bool:
+    """State in a configuration what divisors of frequencies [pairs] say; whether that is known."""
+    full = config.get("rope_parameters", {}).get("full_attention", {})
+    if full.get("rope_type") != "proportional":
+        return scale_llama3(config, divisors)
+    turning = int(np.count_nonzero(divisors == 1.0))
+    is_known = turning > 0 and bool((divisors[:turning] == 1.0).all())
+    full["partial_rotary_factor"] = turning / len(divisors)
+    return is_known and bool((divisors[turning:] >= _STILL).all())
+
+
+def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
+    """State the llama3 scaling; whether it is one."""
+    theta, size = config.get("rope_theta", 10000.0), config.get("head_dim", 1)
+    full = config.get("rope_parameters", {}).get("full_attention", {})
+    size = int(size * full.get("partial_rotary_factor", config.get(ROTATED_SHARE, 1.0)))
+    # Elements that do not turn may have ones; what scales positions otherwise is no part of it.
+    is_known = full.get("rope_type", "default") == "default"
+    is_known &= bool((divisors[size // 2 :] == 1.0).all())
+    scaling = _recover_llama3(divisors[: size // 2], theta, size) if is_known else None
+    if scaling:
+        config["rope_scaling"] = scaling
+        full.update(scaling)
+    return scaling is not None
+
+
+def _recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The llama3 scaling with divisors ``factors`` [head_dim / 2] (``rope_freqs.weight``); {} for
+    none, None if unknown."""
+    if (factors == 1.0).all():
+        return {}
+    if theta <= 1.0 or not (np.isfinite(factors) & (factors >= 1.0)).all():
+        return None
+    factor = float(factors.max())
+    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) * 2 / head_dim)
+    low = 1.0
+    # Llama 4 has nothing between the two.
+    for original, high in product((2**power for power in range(4, 20)), (4.0, 1.0, 32.0)):
+        turns = original / wavelengths
+        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else turns >= low
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if np.allclose(expected, factors, rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    return None
+
+
+def _refuse(file: Path, name: str) -> UserError:
+    return UserError.of(
+        "P544",
+        f"tensor {name!r} in {file} scales positions in a way that is unknown",
+        help="convert the original checkpoint",
+        file=str(file),
+    )
