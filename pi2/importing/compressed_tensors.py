@@ -20,12 +20,11 @@ from pi2.arrays import F32, I32, Raw
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import (
     FLOATS,
-    DecodedTensor,
-    ScaledTensor,
+    ScaledCodes,
+    compute_tensor,
     count_words,
     decode_four_bits,
     decode_scaled,
-    describe_decoded,
     find_block,
     read_array,
     refuse_shape,
@@ -120,8 +119,8 @@ def _decode_packed(
     if f"{base}_g_idx" in tensors:
         groups = take_part(tensors, f"{base}_g_idx", (columns,), ("I32", "I64"))
         parts.append(groups)
-    return ScaledTensor(
-        **describe_decoded(base, (rows, columns), *parts),
+    made = ScaledCodes(
+        shape=(rows, columns),
         codes=codes,
         scales=scales,
         block=find_block((rows, columns), scales),
@@ -130,6 +129,7 @@ def _decode_packed(
         zeros=zeros,
         groups=groups,
     )
+    return compute_tensor(base, (rows, columns), made.decode, *parts)
 
 
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -137,9 +137,10 @@ _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnedIntegers(DecodedTensor):
+class TurnedIntegers:
     """A matrix [out, in]."""
 
+    inputs: int
     codes: SourceTensor
     zeros: SourceTensor
     """[groups, words of outputs]."""
@@ -158,12 +159,9 @@ class TurnedIntegers(DecodedTensor):
         turned: F32 = np.ascontiguousarray(self._decode_columns(start, stop).T)
         return turned
 
-    def read_turned(self) -> Raw:
-        return self._decode_columns(0, self.shape[0])
-
     def _decode_columns(self, start: int, stop: int) -> F32:
         """Outputs ``start`` to ``stop`` as columns [in, n]."""
-        inputs, per_word = self.shape[1], 32 // self.bits
+        inputs, per_word = self.inputs, 32 // self.bits
         first, last = start // per_word, -(-stop // per_word)
         inside = slice(start - first * per_word, stop - first * per_word)
         zeros = self._unpack(read_array(self.zeros)[:, first:last])[:, inside]
@@ -241,8 +239,8 @@ def _decode_all(
         if not packs_outputs and f"{base}.g_idx" in tensors:
             groups = take_part(tensors, f"{base}.g_idx", (inputs,), ("I32", "I64"))
             parts.append(groups)
-        decoded[f"{base}.weight"] = TurnedIntegers(
-            **describe_decoded(f"{base}.weight", (outputs, inputs), *parts),
+        made = TurnedIntegers(
+            inputs=inputs,
             codes=codes,
             zeros=zeros,
             scales=scales,
@@ -252,4 +250,6 @@ def _decode_all(
             offset_of_zeros=offset_of_zeros,
             packs_outputs=packs_outputs,
         )
+        name = f"{base}.weight"
+        decoded[name] = compute_tensor(name, (outputs, inputs), made.decode, *parts)
     return decoded

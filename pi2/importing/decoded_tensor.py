@@ -3,7 +3,6 @@ floats, integers and 4-bit floats times their scales."""
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
-from pi2.importing.safetensors_file import SourceTensor, turn
+from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.weights.layout import GROUP, Precision
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -115,36 +114,52 @@ def refuse_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> UserError:
     )
 
 
+Kind = Literal["plain", "ternary", "mxfp4", "nvfp4"]
+"""Of numbers: any, -1, 0 and 1 times one scale, or 4-bit floats with a scale for each group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedTensor(SourceTensor, ABC):
-    """A matrix [rows, columns] that `decode` makes of other tensors; ``offset`` is unused."""
+class DecodedTensor(SourceTensor):
+    """Rows that a function makes of other tensors; ``offset`` is unused."""
 
     parts: tuple[SourceTensor, ...]
     """All that it is made of, and what else belongs to it."""
+    compute: Callable[[int, int], F32]
+    """Gives rows from one on and before another, float32 [n, ...]."""
+    keeps: bool = False
+    """Whether the parts have its numbers as they are, in the type ``dtype``."""
+    kind: Kind = "plain"
 
     @property
     def is_stored(self) -> bool:
-        return False
+        return self.keeps
 
-    @abstractmethod
-    def decode(self, start: int, stop: int) -> F32:
-        """Rows ``start`` to ``stop`` float32 [n, columns]."""
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.kind == "mxfp4"
+
+    def is_ternary(self) -> bool:
+        return self.kind == "ternary"
 
     def check_type(self) -> str:
         return "<f4"
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         rows = self.shape[0]
-        return self.decode(start, rows if stop is None else min(stop, rows))
+        return self.compute(start, rows if stop is None else min(stop, rows))
 
     def widen(self, raw: Raw) -> F32:
         return raw.astype(np.float32, copy=False)
 
-    def read_turned(self) -> Raw:
-        return turn(self.read_raw())
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        has_groups = self.kind in ("mxfp4", "nvfp4") and raw.shape[1] % GROUP == 0
+        is_wide = find_packing(precision).like == "q8_0"
+        return quantize_exactly(self.widen(raw)) if has_groups and is_wide else None
 
 
-def describe_decoded(name: str, shape: tuple[int, ...], *parts: SourceTensor) -> dict[str, Any]:
+def describe_decoded(
+    name: str, shape: tuple[int, ...], compute: Callable[[int, int], F32], *parts: SourceTensor
+) -> dict[str, Any]:
     """What every `DecodedTensor` states of itself, made of ``parts``."""
     return {
         "file": parts[0].file if parts else Path(),
@@ -154,23 +169,8 @@ def describe_decoded(name: str, shape: tuple[int, ...], *parts: SourceTensor) ->
         "offset": 0,
         "size_bytes": sum(part.size_bytes for part in parts),
         "parts": parts,
+        "compute": compute,
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputedTensor(DecodedTensor):
-    """Rows that a function makes."""
-
-    compute: Callable[[int, int], F32]
-    """Gives rows from one on and before another, float32 [n, ...]."""
-    keeps: bool
-
-    @property
-    def is_stored(self) -> bool:
-        return self.keeps
-
-    def decode(self, start: int, stop: int) -> F32:
-        return self.compute(start, stop)
 
 
 def compute_tensor(
@@ -179,14 +179,15 @@ def compute_tensor(
     compute: Callable[[int, int], F32],
     *parts: SourceTensor,
     dtype: str | None = None,
-) -> ComputedTensor:
+    kind: Kind = "plain",
+) -> DecodedTensor:
     """A tensor that a function makes of ``parts``; ``dtype``: the type of numbers that are
     kept as they are."""
-    own = describe_decoded(name, shape, *parts) | {"dtype": dtype or "F32"}
-    return ComputedTensor(**own, compute=compute, keeps=dtype is not None)
+    own = describe_decoded(name, shape, compute, *parts) | {"dtype": dtype or "F32"}
+    return DecodedTensor(**own, keeps=dtype is not None, kind=kind)
 
 
-def multiply_columns(matrix: SourceTensor, factors: F32, *parts: SourceTensor) -> ComputedTensor:
+def multiply_columns(matrix: SourceTensor, factors: F32, *parts: SourceTensor) -> DecodedTensor:
     """A matrix whose columns are multiplied by ``factors`` [columns]; ``parts`` belong to it."""
     return compute_tensor(
         matrix.name,
@@ -238,9 +239,10 @@ def count_words(count: int, bits: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledTensor(DecodedTensor):
+class ScaledCodes:
     """Codes, less the code that stands for 0, times scales."""
 
+    shape: tuple[int, ...]
     codes: SourceTensor
     scales: SourceTensor
     block: tuple[int, int]
@@ -345,58 +347,37 @@ def decode_scaled(
         types = ("I8", "F8_E4M3", "I64")
         zeros = take_part(tensors, f"{name}_zero_point", scales.shape, types)
         parts.append(zeros)
-    return ScaledTensor(
-        **describe_decoded(name, codes.shape, *parts),
-        codes=codes,
-        scales=scales,
-        block=find_block(codes.shape, scales, stated),
-        zeros=zeros,
-    )
+    block = find_block(codes.shape, scales, stated)
+    made = ScaledCodes(shape=codes.shape, codes=codes, scales=scales, block=block, zeros=zeros)
+    return compute_tensor(name, codes.shape, made.decode, *parts)
 
 
 MX_GROUP, NV_GROUP = 32, 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FourBitTensor(DecodedTensor):
-    """Rows of 4-bit floats with a scale for each group; of one expert where there are several."""
+def decode_groups(
+    name: str,
+    shape: tuple[int, int],
+    codes: SourceTensor,
+    scales: SourceTensor,
+    *parts: SourceTensor,
+    factor: float = 1.0,
+    first: int = 0,
+) -> DecodedTensor:
+    """Rows of 4-bit floats with a scale for each group: bytes [rows, columns / 2] with exponents,
+    or 8-bit floats that ``factor`` multiplies, [rows, groups].  Of several experts [experts, rows,
+    groups, .], ``first`` is the row where one begins."""
+    is_mxfp4 = scales.dtype in _EXPONENTS
 
-    codes: SourceTensor
-    """Bytes [rows, columns / 2], or of all experts [experts, rows, groups, bytes]."""
-    scales: SourceTensor
-    """[rows, groups], or [experts, rows, groups]: exponents, or 8-bit floats."""
-    factor: float = 1.0
-    """Scale of the whole tensor."""
-    expert: int | None = None
-    is_turned: bool = False
-    """Whether the tensor's rows are the columns of the stored matrix."""
+    def decode(start: int, stop: int) -> F32:
+        own = _read_part(scales, first + start, first + stop)
+        wide = decode_e8m0(own) if is_mxfp4 else E4M3[own] * np.float32(factor)
+        numbers = decode_pairs(_read_part(codes, first + start, first + stop))
+        groups = numbers.reshape(*wide.shape, -1) * wide[:, :, None]
+        return np.asarray(groups.reshape(len(wide), -1), np.float32)
 
-    def decode(self, start: int, stop: int) -> F32:
-        rows = (self.shape[1] if self.is_turned else self.shape[0]) * (self.expert or 0)
-        codes = _read_part(self.codes, rows + start, rows + stop)
-        scales = _read_part(self.scales, rows + start, rows + stop)
-        wide = decode_e8m0(scales) if self.is_mxfp4 else E4M3[scales] * np.float32(self.factor)
-        numbers = decode_pairs(codes)
-        groups = numbers.reshape(len(codes), wide.shape[1], -1) * wide[:, :, None]
-        return np.asarray(groups.reshape(len(codes), -1), np.float32)
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.scales.dtype in _EXPONENTS
-
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        if find_packing(precision).like != "q8_0" or raw.shape[1] % GROUP:
-            return None
-        return quantize_exactly(self.widen(raw))
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        stop = self.shape[0] if stop is None else stop
-        if self.is_turned:
-            return turn(self.decode(0, self.shape[1]))[start:stop]
-        return self.decode(start, stop)
-
-    def read_turned(self) -> Raw:
-        return self.decode(0, self.shape[1]) if self.is_turned else turn(self.read_raw())
+    kind: Kind = "mxfp4" if is_mxfp4 else "nvfp4"
+    return compute_tensor(name, shape, decode, codes, scales, *parts, kind=kind)
 
 
 def quantize_exactly(rows: F32) -> tuple[U8, F16 | None] | None:
@@ -454,11 +435,10 @@ def decode_four_bits(
         raise refuse_shape(codes, (rows, -(-columns // group) * group // 2))
     types = ("F8_E4M3",) if is_nv else _EXPONENTS
     scales = take_part(tensors, scales_name, (rows, columns // group), types)
-    factor, parts = 1.0, [codes, scales]
+    factor, parts = 1.0, list[SourceTensor]()
     if is_nv:
         whole = take_part(tensors, global_name, dtypes=FLOATS)
         value = float(read_array(whole).reshape(-1)[0])
         factor = 1.0 / value if divides and value else value
         parts.append(whole)
-    own = describe_decoded(name, (rows, columns), *parts)
-    return FourBitTensor(**own, codes=codes, scales=scales, factor=factor)
+    return decode_groups(name, (rows, columns), codes, scales, *parts, factor=factor)

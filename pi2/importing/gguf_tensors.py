@@ -8,6 +8,7 @@ the first files of Qwen3-Next, has queries, keys, values and gates of outputs.""
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Self
 
 import numpy as np
 
@@ -162,16 +163,23 @@ class JoinedHeads(DecodedTensor):
     values: SourceTensor
     """Values of one head after the other [heads value, rank]."""
 
-    def decode(self, start: int, stop: int) -> F32:
-        plain, rank = self.keys.shape[1], self.shape[1]
-        heads = self.keys.shape[0] // rank
-        each, value = self.shape[0] // heads, self.values.shape[0] // heads
-        first, last = start // each, -(-stop // each)
-        joined = np.empty((last - first, each, rank), np.float32)
-        turned = self.keys.read(first * rank, last * rank).reshape(-1, rank, plain)
-        joined[:, :plain] = turned.swapaxes(1, 2)
-        joined[:, plain:] = self.values.read(first * value, last * value).reshape(-1, value, rank)
-        return joined.reshape(-1, rank)[start - first * each : stop - first * each]
+    @classmethod
+    def of(cls, name: str, heads: int, keys: SourceTensor, values: SourceTensor) -> Self:
+        """Join ``keys`` and ``values`` of ``heads``."""
+        rank, plain, value = values.shape[1], keys.shape[1], values.shape[0] // heads
+        each = plain + value
+
+        def decode(start: int, stop: int) -> F32:
+            first, last = start // each, -(-stop // each)
+            joined = np.empty((last - first, each, rank), np.float32)
+            turned = keys.read(first * rank, last * rank).reshape(-1, rank, plain)
+            joined[:, :plain] = turned.swapaxes(1, 2)
+            own = values.read(first * value, last * value)
+            joined[:, plain:] = own.reshape(-1, value, rank)
+            return joined.reshape(-1, rank)[start - first * each : stop - first * each]
+
+        own = describe_decoded(name, (heads * each, rank), decode, keys, values)
+        return cls(**own, keys=keys, values=values)
 
 
 def join_heads(tensors: dict[str, SourceTensor]) -> None:
@@ -188,10 +196,11 @@ def join_heads(tensors: dict[str, SourceTensor]) -> None:
             raise refuse_shape(values, (heads, value, rank))
         del tensors[name], tensors[name.replace(_KEYS, _VALUES)]
         joined = name.replace(_KEYS, _JOINED)
-        tensors[joined] = JoinedHeads(
-            **describe_decoded(joined, (heads * (plain + value), rank), keys, values),
-            keys=replace(keys, shape=(heads * rank, plain)),
-            values=replace(values, shape=(heads * value, rank)),
+        tensors[joined] = JoinedHeads.of(
+            joined,
+            heads,
+            replace(keys, shape=(heads * rank, plain)),
+            replace(values, shape=(heads * value, rank)),
         )
 
 
@@ -283,9 +292,15 @@ class RateLogarithms(DecodedTensor):
         rates = self.source.read(start, stop)
         return rates if self.is_negated else -rates
 
-    def decode(self, start: int, stop: int) -> F32:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.log(-self.read_rates(start, stop))
+    @classmethod
+    def of(cls, source: GgufTensor, *, is_negated: bool = True) -> Self:
+        def decode(start: int, stop: int) -> F32:
+            rates = source.read(start, stop)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return np.log(-rates if is_negated else rates)
+
+        own = describe_decoded(source.name, source.shape, decode, source)
+        return cls(**own, source=source, is_negated=is_negated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,11 +311,13 @@ class OrderedColumns(DecodedTensor):
     columns: I64
     """The stored column at every column."""
 
-    def decode(self, start: int, stop: int) -> F32:
-        return np.ascontiguousarray(self.source.read(start, stop)[:, self.columns])
+    @classmethod
+    def of(cls, source: GgufTensor, columns: I64) -> Self:
+        def decode(start: int, stop: int) -> F32:
+            return np.ascontiguousarray(source.read(start, stop)[:, columns])
 
-    def read_turned(self) -> Raw:
-        return np.ascontiguousarray(self.read_raw().T)
+        own = describe_decoded(source.name, source.shape, decode, source)
+        return cls(**own, source=source, columns=columns)
 
 
 _VECTORS = (".D", ".mamba.norm.weight", ".mixer.norm.weight")
@@ -315,8 +332,7 @@ def restore_plain(name: str, tensor: GgufTensor, *, is_negated: bool) -> SourceT
     if is_column or name.endswith(_VECTORS):
         tensor = replace(tensor, shape=(prod(tensor.shape),))
     if name.endswith(".A_log"):
-        described = describe_decoded(tensor.name, tensor.shape, tensor)
-        return RateLogarithms(**described, source=tensor, is_negated=is_negated)
+        return RateLogarithms.of(tensor, is_negated=is_negated)
     return tensor
 
 
@@ -334,18 +350,16 @@ def restore_state(
             name.replace(part, own): replace(tensor, shape=shapes[own], order=rows)
             for own, rows in pieces.items()
         }
-    described = describe_decoded(tensor.name, tensor.shape, tensor)
     if order is None:
         return None
     if part == "out_proj.weight":
         is_whole = tensor.shape[1:] == (len(order),)
-        columns = OrderedColumns(**described, source=tensor, columns=order)
-        return {name: columns} if is_whole else None
+        return {name: OrderedColumns.of(tensor, order)} if is_whole else None
     if count != len(order):
         return None
     ordered = replace(tensor, order=order)
     if part == "A_log":
-        return {name: RateLogarithms(**described, source=ordered)}
+        return {name: RateLogarithms.of(ordered)}
     if part == "conv1d.weight" and len(tensor.shape) == 2:
         ordered = replace(ordered, shape=(count, 1, tensor.shape[1]))
     return {name: ordered}

@@ -12,7 +12,6 @@ Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 
 (arXiv 2402.17764), section 2."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ from pi2.importing.decoded_tensor import (
     MX_GROUP,
     SCALE_TYPES,
     DecodedTensor,
-    FourBitTensor,
-    ScaledTensor,
+    ScaledCodes,
+    compute_tensor,
     decode_four_bits,
+    decode_groups,
     decode_scaled,
-    describe_decoded,
     find_block,
     multiply_columns,
     read_array,
@@ -41,7 +40,7 @@ from pi2.importing.decoded_tensor import (
     refuse_shape,
     take_part,
 )
-from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.safetensors_file import SourceTensor, TurnedTensor
 
 
 def read_fp8(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
@@ -72,12 +71,11 @@ def read_mxfp4(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[st
             raise refuse_shape(tensor, (-1, -1, -1, MX_GROUP // 2))
         scales = take_part(tensors, f"{base}_scales", shape[:3], ("U8", "F8_E8M0"))
         for expert in range(shape[0]):
-            own = describe_decoded(
-                f"{base}.{expert}", (shape[2] * MX_GROUP, shape[1]), codes, scales
-            )
-            own["size_bytes"] //= shape[0]
-            decoded[f"{base}.{expert}"] = FourBitTensor(
-                **own, codes=codes, scales=scales, expert=expert, is_turned=True
+            sizes = shape[1], shape[2] * MX_GROUP
+            first = expert * shape[1]
+            whole = decode_groups(f"{base}.{expert}", sizes, codes, scales, first=first)
+            decoded[f"{base}.{expert}"] = TurnedTensor.of(
+                whole, shape=sizes[::-1], size_bytes=whole.size_bytes // shape[0]
             )
     return decoded
 
@@ -116,13 +114,9 @@ def _decode_pairs_of_rows(tensors: Mapping[str, SourceTensor], name: str) -> Dec
     shape = (2 * codes.shape[0], codes.shape[1])
     scales, further = take_part(tensors, f"{name}_scale"), tensors.get(f"{name}_scale_2")
     parts = [codes, scales, *([] if further is None else [further])]
-    return ScaledTensor(
-        **describe_decoded(name, shape, *parts),
-        codes=codes,
-        scales=scales,
-        block=find_block(shape, scales),
-        layout="pairs of rows",
-    )
+    block = find_block(shape, scales)
+    made = ScaledCodes(shape=shape, codes=codes, scales=scales, block=block, layout="pairs of rows")
+    return compute_tensor(name, shape, made.decode, *parts)
 
 
 _PARTS = 4
@@ -132,60 +126,36 @@ _PIECE_ROWS = 1024
 _SMALLEST_SCALE = 1e-5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TernaryTensor(DecodedTensor):
-    """A matrix of -1, 0 and 1 times a scale."""
-
-    codes: SourceTensor
-    """Packed uint8 [rows / 4, columns]: row r is in bits 2 (r // n) of row r % n, n being their
-    number; or plain numbers [rows, columns]."""
-    scale: SourceTensor
-    divides: bool
-    """Whether numbers are divided by the scale, not multiplied."""
-
-    def decode(self, start: int, stop: int) -> F32:
-        scale = read_scales(self.scale).reshape(())
-        factor = np.float32(1) / scale if self.divides else scale
-        if self.codes.dtype != "U8":
-            return self.codes.read(start, stop) * factor
-        count = self.codes.shape[0]
-        found = np.empty((stop - start, self.shape[1]), np.float32)
-        for part in range(_PARTS):
-            first, last = max(start, part * count), min(stop, (part + 1) * count)
-            if first < last:
-                raw = read_array(self.codes, first - part * count, last - part * count)
-                codes = (raw.view(np.uint8) >> np.uint8(2 * part)) & np.uint8(3)
-                if (codes == 3).any():
-                    raise self._refuse_code()
-                found[first - start : last - start] = codes
-        return (found - np.float32(1)) * factor
-
-    def _refuse_code(self) -> UserError:
-        return UserError.of(
-            "P539",
-            f"tensor {self.codes.name!r} in {self.codes.file} has a code that no weight has: 3",
-            help="ternary weights are packed as 0, 1 and 2; fetch the file again",
-        )
-
-    def is_ternary(self) -> bool:
-        return True
+def _decode_parts(codes: SourceTensor, start: int, stop: int) -> F32:
+    """Rows of -1, 0 and 1 that are packed uint8 [rows / 4, columns]: row r is in bits 2 (r // n) of
+    row r % n, n being their number."""
+    count = codes.shape[0]
+    found = np.empty((stop - start, codes.shape[1]), np.float32)
+    for part in range(_PARTS):
+        first, last = max(start, part * count), min(stop, (part + 1) * count)
+        if first < last:
+            raw = read_array(codes, first - part * count, last - part * count)
+            fields = (raw.view(np.uint8) >> np.uint8(2 * part)) & np.uint8(3)
+            if (fields == 3).any():
+                raise UserError.of(
+                    "P539",
+                    f"tensor {codes.name!r} in {codes.file} has a code that no weight has: 3",
+                    help="ternary weights are packed as 0, 1 and 2; fetch the file again",
+                )
+            found[first - start : last - start] = fields
+    return found - np.float32(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MasterTensor(DecodedTensor):
+def _round_online(plain: SourceTensor) -> DecodedTensor:
     """A matrix whose numbers are rounded to -1, 0 or 1 times their mean magnitude."""
+    find_scale = cache(_find_scale)
 
-    plain: SourceTensor
-    find_scale: Callable[[SourceTensor], np.float32]
-    """Gives 1 over the mean magnitude, which is found once."""
-
-    def decode(self, start: int, stop: int) -> F32:
-        scale = self.find_scale(self.plain)
-        codes = np.clip(np.rint(self.plain.read(start, stop) * scale), -1, 1)
+    def decode(start: int, stop: int) -> F32:
+        scale = find_scale(plain)
+        codes = np.clip(np.rint(plain.read(start, stop) * scale), -1, 1)
         return np.asarray(codes / scale, np.float32)
 
-    def is_ternary(self) -> bool:
-        return True
+    return compute_tensor(plain.name, plain.shape, decode, plain, kind="ternary")
 
 
 def _find_scale(plain: SourceTensor) -> np.float32:
@@ -204,18 +174,18 @@ def read_bitnet(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[s
     divides = settings.read("linear_class", str, "bitlinear") != "autobitlinear"
     is_online = not divides and settings.read("quantization_mode", str, "offline") == "online"
     left_out = [str(item) for item in settings.read_list("modules_to_not_convert")]
-    decoded, find_scale = dict(tensors), cache(_find_scale)
+    decoded = dict(tensors)
     for name, tensor in tensors.items():
         if f"{name}_scale" in tensors:
             decoded[name] = _decode(tensors, name, divides)
         elif is_online and len(tensor.shape) == 2 and ".layers." in name:
             if not any(part in name for part in left_out):
-                own = describe_decoded(name, tensor.shape, tensor)
-                decoded[name] = MasterTensor(**own, plain=tensor, find_scale=find_scale)
+                decoded[name] = _round_online(tensor)
     return decoded
 
 
 def _decode(tensors: Mapping[str, SourceTensor], name: str, divides: bool) -> SourceTensor:
+    """A matrix whose numbers a scale multiplies, or divides."""
     codes = take_part(tensors, name)
     scale = take_part(tensors, f"{name}_scale", dtypes=SCALE_TYPES)
     if len(codes.shape) != 2 or 0 in codes.shape:
@@ -223,9 +193,16 @@ def _decode(tensors: Mapping[str, SourceTensor], name: str, divides: bool) -> So
     if int(np.prod(scale.shape)) != 1:
         raise refuse_shape(scale, (1,))
     rows, columns = codes.shape
-    shape = (rows * _PARTS if codes.dtype == "U8" else rows, columns)
-    own = describe_decoded(name, shape, codes, scale)
-    return TernaryTensor(**own, codes=codes, scale=scale, divides=divides)
+    is_packed = codes.dtype == "U8"
+    shape = (rows * _PARTS if is_packed else rows, columns)
+
+    def decode(start: int, stop: int) -> F32:
+        own = read_scales(scale).reshape(())
+        factor = np.float32(1) / own if divides else own
+        found = _decode_parts(codes, start, stop) if is_packed else codes.read(start, stop)
+        return np.asarray(found * factor, np.float32)
+
+    return compute_tensor(name, shape, decode, codes, scale, kind="ternary")
 
 
 _MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
@@ -262,7 +239,11 @@ def decode_weights(
             file=str(file),
         )
     decoded = _METHODS[method](own, tensors)
-    made = {name: item for name, item in decoded.items() if isinstance(item, DecodedTensor)}
+    stored = {
+        name: item.stored if isinstance(item, TurnedTensor) else item
+        for name, item in decoded.items()
+    }
+    made = {name: item for name, item in stored.items() if isinstance(item, DecodedTensor)}
     parts = {part.name for item in made.values() for part in item.parts}
     return {name: item for name, item in decoded.items() if name in made or name not in parts}
 

@@ -17,7 +17,7 @@ import numpy as np
 from pi2.arrays import F16, F32, F64, I32, I64, U8, Raw
 from pi2.importing.decoded_tensor import compute_tensor
 from pi2.importing.gguf_tensors import RateLogarithms
-from pi2.importing.safetensors_file import SourceTensor, ViewTensor
+from pi2.importing.safetensors_file import SourceTensor, TurnedTensor, ViewTensor
 from pi2.model.attention import Attention, list_fused_heads
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
@@ -74,17 +74,6 @@ class ExpertTensor(ViewTensor):
 def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
     size, name = whole.size_bytes // whole.shape[0], f"{whole.name}[{expert}]"
     return ExpertTensor.of(whole, name=name, shape=whole.shape[1:], size_bytes=size, expert=expert)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnedTensor(ViewTensor):
-    """A matrix that the file has turned."""
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        return self.stored.read_turned()[start:stop]
-
-    def read_turned(self) -> Raw:
-        return self.stored.read_raw()
 
 
 def fill_heads(

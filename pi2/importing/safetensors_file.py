@@ -136,6 +136,20 @@ class ViewTensor(SourceTensor):
         return self.stored.is_mxfp4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedTensor(ViewTensor):
+    """A matrix that the file has turned."""
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return self.stored.read_turned()[start:stop]
+
+    def read_turned(self) -> Raw:
+        return self.stored.read_raw()
+
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        return self.stored.take_codes(raw, precision)
+
+
 def turn(matrix: Raw) -> Raw:
     rows, columns = matrix.shape
     turned = np.empty((columns, rows), matrix.dtype)

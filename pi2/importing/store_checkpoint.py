@@ -14,7 +14,7 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.decoded_tensor import ComputedTensor
+from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
 from pi2.importing.rows import make_plain
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import find_factors, find_neurons
@@ -245,14 +245,13 @@ class _Store:
         self, source: Source, compute: Callable[[int, int], F32], *, is_half: bool = False
     ) -> SourceTensor:
         """Numbers that are made of several parts of a store."""
-        described = self._describe(source, source.shape, "F16" if is_half else "F32")
-        return ComputedTensor(**described, parts=(), compute=compute, keeps=is_half)
+        own = describe_decoded(self._name(source), source.shape, compute)
+        own |= self._describe(source, source.shape, "F16" if is_half else "F32")
+        return DecodedTensor(**own, keeps=is_half)
 
     def _give(self, source: Source, values: F32) -> SourceTensor:
-        described = self._describe(source, values.shape, "F32")
-        return ComputedTensor(
-            **described, parts=(), compute=lambda start, stop: values[start:stop], keeps=False
-        )
+        own = describe_decoded("", values.shape, lambda start, stop: values[start:stop])
+        return DecodedTensor(**own | self._describe(source, values.shape, "F32"))
 
     def _list_state(
         self, tensor: DenseTensor, stored: Tensor
