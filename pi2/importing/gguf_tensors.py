@@ -1,5 +1,5 @@
-"""Tensors of GGUF files, shown as the original has them: rows in another order, keys and values of
-heads in one matrix, and the inverse of llama.cpp's conversion of layers with a state.
+"""Tensors of GGUF files, shown as the original has them: rows in another order, one KV matrix, and
+the inverse of llama.cpp's conversion of layers with a state.
 
 Value heads that share a key head follow each other in the original; files of Qwen3.5, unlike
 Qwen3-Next's, have the first of every key head, then the second: keys can be repeated as a whole.

@@ -333,8 +333,8 @@ def take_heads(
     whole: SourceTensor, heads: int, sizes: tuple[int, int], *, is_value: bool = False
 ) -> SourceTensor:
     """Keys of the KV matrix of latent attention [heads (plain + value), rank], turned [heads rank,
-    plain], by which queries become ones of what keys are made of; or its values [heads value,
-    rank].  ``sizes``: rows of both in a head."""
+    plain]: queries times these meet latent vectors.  Or its values [heads value, rank].
+    ``sizes``: rows of both in a head."""
     count, rank = sizes[is_value], whole.shape[1]
     width = count if is_value else rank
 

@@ -161,8 +161,8 @@ def heads_of_layers(scope: Description) -> None:
 
 
 def _find_turns(scope: Description) -> tuple[Config, Config]:
-    """The tables of positions of layers without and with a window.  Where `rope_parameters` has
-    neither, it is of the former itself, or older keys are; bases that no table states are the
+    """The tables of positions of layers without and with a window.  If `rope_parameters` has
+    neither, it is of the former itself, or older keys are.  Bases that no table states are the
     configuration's `full_theta` and `local_theta`."""
     both = scope.config.read_table("rope_parameters")
     full, local = both.read_table("full_attention"), both.read_table("sliding_attention")
