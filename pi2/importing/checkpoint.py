@@ -114,10 +114,14 @@ class Checkpoint:
         pieces = self.read_file(SENTENCE_PIECE) if found is None else None
         if pieces is None:
             return found
+        return self.convert_pieces(self.folder / SENTENCE_PIECE, pieces)
+
+    def convert_pieces(self, file: Path, content: bytes) -> bytes:
+        """What the SentencePiece library's ``file`` holds as ``tokenizer.json``; `UserError` P543."""
         from pi2.importing.gguf_tokenizer import convert_sentence_piece, parse_config
 
         config = parse_config(self.read_file("tokenizer_config.json"))
-        return convert_sentence_piece(self.folder / SENTENCE_PIECE, pieces, config)
+        return convert_sentence_piece(file, content, config)
 
     def read_template(self) -> bytes | None:
         """The chat template: ``chat_template.jinja``, or what ``chat_template.json`` says;
@@ -195,6 +199,14 @@ class Checkpoint:
 Opened = TypeVar("Opened", bound=Checkpoint)
 
 
+def read_given(file: Path) -> bytes:
+    """Contents of a small file that is not the checkpoint's; `UserError` P543."""
+    try:
+        return read_regular(file)
+    except OSError as error:
+        raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
+
+
 def find_tokenizer(path: Path) -> Path:
     """The file of a tokenizer, or the one in a folder; `UserError` P543."""
     names = ("tokenizer.json", SENTENCE_PIECE)
@@ -215,15 +227,9 @@ def use_tokenizer(checkpoint: Opened, path: Path | None) -> Opened:
     if path is None:
         return checkpoint
     file = find_tokenizer(path)
-    try:
-        content = read_regular(file)
-    except OSError as error:
-        raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
+    content = read_given(file)
     if file.suffix == ".model":
-        from pi2.importing.gguf_tokenizer import convert_sentence_piece, parse_config
-
-        said = parse_config(checkpoint.read_file("tokenizer_config.json"))
-        content = convert_sentence_piece(file, content, said)
+        content = checkpoint.convert_pieces(file, content)
     return replace(checkpoint, given_tokenizer=(file, content))
 
 
@@ -354,12 +360,11 @@ def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor
 
 def find_weight_files(folder: Path) -> list[Path]:
     """The single weight file, or the files that the index names, in order of their names."""
-    for single, index in zip(SINGLES, INDEXES, strict=True):
-        if (folder / single).exists():
-            return [folder / single]
-        if (folder / index).exists():
-            names = sorted(set(_read_weight_map(folder / index).values()))
-            return [folder / name for name in names]
+    single, index = _find_first(folder)
+    if single is not None:
+        return [single]
+    if index is not None:
+        return [folder / name for name in sorted(set(_read_weight_map(index).values()))]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         found = sorted(file for ending in PICKLED for file in folder.glob(f"*{ending}"))
@@ -392,13 +397,14 @@ def list_tensors(file: Path) -> Mapping[str, SourceTensor]:
     return list_safetensors(file)
 
 
-def find_index(folder: Path) -> Path | None:
+def _find_first(folder: Path) -> tuple[Path | None, Path | None]:
+    """The weight file that is a whole checkpoint, or the index of several; None for the other."""
     for single, index in zip(SINGLES, INDEXES, strict=True):
         if (folder / single).exists():
-            return None
+            return folder / single, None
         if (folder / index).exists():
-            return folder / index
-    return None
+            return None, folder / index
+    return None, None
 
 
 def _read_weight_map(file: Path) -> dict[str, str]:
@@ -422,7 +428,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:
-    index = find_index(folder)
+    index = _find_first(folder)[1]
     if index is None:
         return
     for name, file in _read_weight_map(index).items():

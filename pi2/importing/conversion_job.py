@@ -12,7 +12,7 @@ import numpy as np
 from pi2.arrays import I32, I64
 from pi2.caches import check_regular, read_regular
 from pi2.diagnostics import UserError
-from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.checkpoint import Checkpoint, read_given
 from pi2.importing.quantizers import Quantizer
 from pi2.model.tensor import DenseTensor
 from pi2.plan.documents.model import Model
@@ -187,7 +187,7 @@ def read_extra_files(
     if activations is not None:
         paths["activations.parquet"] = activations
     for path, file in paths.items():
-        contents[path] = _read_bytes(file)
+        contents[path] = read_given(file)
     if name not in contents:
         found = source.read_tokenizer()
         if found is None:
@@ -201,13 +201,6 @@ def read_extra_files(
     file = source.folder / name if source.given_tokenizer is None else source.given_tokenizer[0]
     _check_tokenizer(file, contents[name], model)
     return contents
-
-
-def _read_bytes(file: Path) -> bytes:
-    try:
-        return read_regular(file)
-    except OSError as error:
-        raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
 
 
 def keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]:

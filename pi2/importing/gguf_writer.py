@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F32, U8
-from pi2.diagnostics import UserError
 from pi2.formats import Format, find_format
 from pi2.importing.safetensors_file import Shards
+from pi2.store.verification import explain_os_error
 
 _ALIGNMENT = 32
 _TEXT, _LIST = 8, 9
@@ -95,17 +95,18 @@ def write_gguf(
     tensors: Sequence[NewTensor],
     shards: Shards | None = None,
 ) -> None:
-    """Write ``file``, which appears when it is whole.  ``keys``: each with its value, as bytes.
+    """Write ``file``, which appears when it is whole.  ``keys``: each with its value, as bytes;
+    tensors without parts are holes.
 
     ``shards`` bring sources one by one; bytes written before a failure are then kept, for a call
     with the same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
     and shards raise."""
     head = make_head(keys, tensors)
-    first = _align(len(head))
+    places = [_align(len(head)) + place for place in _place_all(tensors)]
     parts = [
-        (first + place, own)
-        for tensor, start in zip(tensors, _place_all(tensors), strict=True)
-        for place, own in _place_parts(tensor, start)
+        found
+        for tensor, start in zip(tensors, places, strict=True)
+        for found in _place_parts(tensor, start)
     ]
     part, journal = (file.with_name(f".{file.name}.{end}") for end in ("part", "done.part"))
     try:
@@ -118,6 +119,7 @@ def write_gguf(
             shards.reserve(left, max(map(shards.measure, left), default=0))
         with part.open("r+b" if done else "wb") as stream:
             stream.write(head)
+            stream.truncate(places[-1] + tensors[-1].size_bytes)
             for source in left:
                 if shards is not None:
                     shards.bring(source)
@@ -136,42 +138,16 @@ def write_gguf(
         part.replace(file)
         journal.unlink(missing_ok=True)
     except OSError as error:
-        raise refuse_output(file, error) from None
+        raise explain_os_error(error, file) from None
     finally:
         if shards is None:
             part.unlink(missing_ok=True)
-
-
-def refuse_output(file: Path, error: OSError) -> UserError:
-    return UserError.of(
-        "P523",
-        f"cannot write {file}: {error.strerror}",
-        help="choose another file with -o, or free disk space",
-    )
 
 
 def make_head(keys: Mapping[str, bytes], tensors: Sequence[NewTensor]) -> bytes:
     keys = {"general.alignment": write_key("general.alignment", _ALIGNMENT), **keys}
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
     return head + b"".join([*keys.values(), *_describe(tensors)])
-
-
-def write_outline(
-    file: Path, keys: Mapping[str, bytes], tensors: Sequence[NewTensor], first: Sequence[NewTensor]
-) -> None:
-    """Write a file with the numbers of ``first``, and a hole for the others; the system may raise
-    `OSError`."""
-    head = make_head(keys, [*first, *tensors])
-    places = list(_place_all([*first, *tensors]))
-    with file.open("wb") as stream:
-        stream.write(head)
-        for tensor, place in zip(first, places, strict=False):
-            stream.seek(_align(len(head)) + place)
-            for part in tensor.parts:
-                for piece in part.pieces():
-                    piece.tofile(stream)
-        last = [*first, *tensors][-1]
-        stream.truncate(_align(len(head)) + places[-1] + last.size_bytes)
 
 
 def _align(size: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pi2.caches import VARIABLE
+from pi2.caches import VARIABLE, replace_file
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import PICKLED, Checkpoint, open_checkpoint, open_folder, read_json
 from pi2.importing.config import Config
@@ -487,10 +487,7 @@ class HubShards:
         prefix = self.read_bytes(file, 0, 8)
         text = self.read_bytes(file, 8, measure_header(file, prefix, size))
         with explain_errors(self._reference):
-            kept.parent.mkdir(exist_ok=True)
-            unfinished = kept.with_suffix(".partial")
-            unfinished.write_bytes(prefix + text)
-            unfinished.replace(kept)
+            replace_file(kept, prefix + text)
         return prefix + text, size
 
     def read_bytes(self, file: Path, offset: int, count: int) -> bytes:

@@ -28,13 +28,7 @@ from pi2.importing.gguf_architectures import (
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
 from pi2.importing.gguf_keys import describe_keys, describe_vocabulary, list_divisors
 from pi2.importing.gguf_tensors import DeltaHeads
-from pi2.importing.gguf_writer import (
-    NewTensor,
-    make_vector,
-    refuse_output,
-    write_key,
-    write_outline,
-)
+from pi2.importing.gguf_writer import NewTensor, make_vector, write_gguf, write_key
 from pi2.importing.new_model import describe_metadata
 from pi2.importing.rows import (
     PARTS,
@@ -272,14 +266,10 @@ def _read_outline(
     output: Path, keys: Mapping[str, bytes], laid: Sequence[Laid], vectors: Mapping[str, F32]
 ) -> Model:
     plain = find_format("f32")
-    tensors = [NewTensor(name=own.name, shape=own.shape, format=plain, parts=()) for own in laid]
-    first = [make_vector(*each) for each in vectors.items()]
+    holes = [NewTensor(name=own.name, shape=own.shape, format=plain, parts=()) for own in laid]
     file = output.with_name(f".{output.name}.outline.part")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_outline(file, keys, tensors, first)
+        write_gguf(file, keys, [*(make_vector(*each) for each in vectors.items()), *holes])
         return describe_metadata(open_gguf(file))
-    except OSError as error:
-        raise refuse_output(output, error) from None
     finally:
         file.unlink(missing_ok=True)

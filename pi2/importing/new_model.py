@@ -355,28 +355,23 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     }
     stated = {key: value for key, value in tables["tensors"].items() if key not in TENSOR_OPTIONS}
     patterns |= stated
-    embedding = patterns["embedding"]
+    embedding, head = patterns["embedding"], stated.get("head")
     if embedding in checkpoint.tensors:
         return
-    for longer in _LONGER:
-        if embedding.replace("model.", longer, 1) in checkpoint.tensors:
-            tables["tensors"] |= {
-                key: pattern.replace("model.", longer, 1) for key, pattern in patterns.items()
-            }
-            outer = f"language_model.{stated.get('head', Tensors().head)}"
-            if outer in checkpoint.tensors:
-                tables["tensors"]["head"] = outer
-            return
-    for prefix in _PREFIXES:
-        short = embedding.removeprefix(prefix)
-        if short != embedding and short in checkpoint.tensors:
-            head = stated.get("head")
-            tables["tensors"] |= {
-                key: pattern.removeprefix(prefix) for key, pattern in patterns.items()
-            }
-            if head is not None:
-                tables["tensors"]["head"] = head
-            return
+    for old, new in (*(("model.", own) for own in _LONGER), *((own, "") for own in _PREFIXES)):
+        own = new + embedding.removeprefix(old)
+        if not embedding.startswith(old) or own not in checkpoint.tensors:
+            continue
+        tables["tensors"] |= {
+            key: new + pattern.removeprefix(old) if pattern.startswith(old) else pattern
+            for key, pattern in patterns.items()
+        }
+        outer = f"language_model.{head or Tensors().head}"
+        if new and outer in checkpoint.tensors:
+            tables["tensors"]["head"] = outer
+        elif head is not None and not new:
+            tables["tensors"]["head"] = head
+        return
 
 
 def _match_blocks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:

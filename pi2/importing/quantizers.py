@@ -20,7 +20,7 @@ from pi2.arrays import F16, F32, I8, U8, Scales
 from pi2.caches import is_gguf, read_regular
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
-from pi2.formats.fitting import fit_scales, turn_groups
+from pi2.formats.fitting import fit_scales, list_tiles, turn_groups
 from pi2.importing.gguf_file import read_gguf
 from pi2.plan.weights.layout import GROUP, Precision
 
@@ -75,8 +75,6 @@ class ErrorReport:
 
 _INT4 = find_packing("int4")
 BOTTOM, TOP = -_INT4.offset, _INT4.top
-_TILE_WEIGHTS = 2**15
-"""Weights that are tried together: they stay in a core's cache."""
 
 
 def quantize_by_search(
@@ -90,9 +88,8 @@ def quantize_by_search(
     groups = rows.reshape(count, length // GROUP, GROUP)
     weights = None if importance is None else importance.reshape(length // GROUP, GROUP)
     scales = np.empty((count, length // GROUP), np.float16)
-    step = max(1, _TILE_WEIGHTS // length)
-    for start in range(0, count, step):
-        scales[start : start + step] = find_scales(groups[start : start + step], weights)
+    for own in list_tiles(count, length):
+        scales[own] = find_scales(groups[own], weights)
     if not np.isfinite(scales).all():
         packing.quantize(rows)  # says what is wrong
     codes = round_groups(groups, scales).reshape(count, length)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from pi2.caches import find_cache_folder
+from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.sandbox.child import MIB, ChildFailed, Limits, run_child
 
@@ -56,7 +56,8 @@ def try_tokenizer(content: bytes) -> Tried:
         answer = run_child("trial", content, limits)
     except ChildFailed as error:
         raise TokenizerRefused(str(error)) from None
-    _keep(file, answer)
+    with suppress(OSError):
+        replace_file(file, answer)
     return Tried(**json.loads(answer))
 
 
@@ -149,13 +150,3 @@ def _read_known(file: Path) -> Tried | None:
         return Tried(**json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _keep(file: Path, answer: bytes) -> None:
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(answer)
-        os.replace(temporary, file)
-    except OSError:
-        return

@@ -177,12 +177,12 @@ def _name_old(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def explain_os_error(error: OSError, folder: Path) -> UserError:
+def explain_os_error(error: OSError, place: Path) -> UserError:
     """`UserError` P523: the system refuses to write (disk full, no permission, read-only)."""
     return UserError.of(
         "P523",
-        f"cannot write {error.filename or folder}: {error.strerror or error}",
-        help="free disk space, or choose an output folder that can be written",
+        f"cannot write {error.filename or place}: {error.strerror or error}",
+        help="free disk space, or choose another output, which can be written",
     )
 
 
@@ -248,7 +248,9 @@ class HashCheck:
         findings = [
             finding
             for entry in entries
-            for finding in _compare_contents(self._path / entry.path, entry, self._advance)
+            for finding in _compare_hash(
+                self._path / entry.path, entry, self._advance, hashed=entry.checks is None
+            )
         ]
         if findings:
             raise UserError(tuple(findings), exit_code=2)
@@ -283,12 +285,6 @@ def _check_file(
         problem = _compare_columns(file, entry.rows, own)
     if problem is not None:
         yield report_file("P510", file, problem)
-
-
-def _compare_contents(
-    file: Path, entry: StoredFile, advance: Callable[[int], None]
-) -> Iterator[Diagnostic]:
-    yield from _compare_hash(file, entry, advance, hashed=entry.checks is None)
 
 
 def _compare_hash(
