@@ -117,7 +117,7 @@ class Checkpoint:
         return self.convert_pieces(self.folder / SENTENCE_PIECE, pieces)
 
     def convert_pieces(self, file: Path, content: bytes) -> bytes:
-        """What the SentencePiece library's ``file`` holds as ``tokenizer.json``; `UserError` P543."""
+        """What a ``file`` of SentencePiece holds as ``tokenizer.json``; `UserError` P543."""
         from pi2.importing.gguf_tokenizer import convert_sentence_piece, parse_config
 
         config = parse_config(self.read_file("tokenizer_config.json"))

@@ -30,7 +30,7 @@ from pi2.importing.predictors import LayerPredictor, find_predictors, list_predi
 from pi2.importing.quantizers import Quantizer
 from pi2.importing.requirements import check_checkpoint
 from pi2.importing.rows import (
-    ExpertMatrices,
+    Kept,
     Rows,
     find_dense_rows,
     find_ffn_rows,
@@ -200,7 +200,7 @@ class _Conversion:
                 self._order[layer], self._model.shape.ffn
             ):
                 # Experts are read one after the other: all of them may be larger than memory.
-                experts = ExpertMatrices(partial(self._read_expert, matrices))
+                experts = Kept(partial(self._read_expert, matrices))
                 pieces = self._pack_layer(layer, matrices, experts, writer.bundle, pool)
                 writer.write_layer(layer, self._order[layer], pieces)
                 continue
@@ -230,7 +230,7 @@ class _Conversion:
         self,
         layer: int,
         sources: list[list[Rows]],
-        raw: list[list[Raw]] | ExpertMatrices,
+        raw: list[list[Raw]] | Kept[int, list[Raw]],
         bundle: BundleLayout,
         pool: ThreadPoolExecutor,
     ) -> Iterator[U8]:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -28,27 +28,32 @@ _KEPT_EXPERTS = 2 * (os.cpu_count() or 1) + 2
 """Experts that pieces which are packed at the same time may need."""
 
 
-class ExpertMatrices:
-    """Reads an expert's matrices when the first of its neurons is packed, and forgets the ones not
-    used lately; several threads may ask."""
+Key = TypeVar("Key")
+Made = TypeVar("Made")
 
-    def __init__(self, read: Callable[[int], list[Raw]]) -> None:
-        self._read = read
-        self._kept: OrderedDict[int, Future[list[Raw]]] = OrderedDict()
+
+class Kept(Generic[Key, Made]):
+    """Makes a value when it is first asked for, such as an expert's matrices, and forgets the ones
+    not used lately; several threads may ask."""
+
+    def __init__(self, make: Callable[[Key], Made], most: int = _KEPT_EXPERTS) -> None:
+        """``most``: values that are kept."""
+        self._make, self._most = make, most
+        self._kept: OrderedDict[Key, Future[Made]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __getitem__(self, expert: int) -> list[Raw]:
+    def __getitem__(self, key: Key) -> Made:
         with self._lock:
-            found = self._kept.get(expert)
+            found = self._kept.get(key)
             is_mine = found is None
             if found is None:
-                found = self._kept[expert] = Future()
-            self._kept.move_to_end(expert)
-            while len(self._kept) > _KEPT_EXPERTS:
+                found = self._kept[key] = Future()
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         if is_mine:
             try:
-                found.set_result(self._read(expert))
+                found.set_result(self._make(key))
             except BaseException as error:
                 found.set_exception(error)
         return found.result()

@@ -1,6 +1,5 @@
 """Opens a neuron store as the checkpoint that it was made from, with the numbers that it has."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -15,7 +14,7 @@ from pi2.fitting.check import check_file
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
-from pi2.importing.rows import make_plain
+from pi2.importing.rows import Kept, make_plain
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
@@ -123,19 +122,17 @@ class _Store:
 
     def __init__(self, store: NeuronStore, model: Model) -> None:
         self.store, self.model = store, model
-        self.lock = threading.Lock()
         self._parts: dict[str, tuple[list[Tensor], I64]] = {}
         """Tensors of the store, and rows, by names of the checkpoint's, which may come in parts."""
         self._known: dict[str, F32] = {}
-        self.read_downs = lru_cache(_KEPT_EXPERTS)(self._read_downs)
+        self._downs = Kept(self._read_downs, _KEPT_EXPERTS)
 
-    def _take_downs(self, layer: int, first: int, count: int, start: int, stop: int) -> F32:
-        """Rows of the down vectors of an expert as columns [width, neurons]; several threads may
-        ask."""
-        with self.lock:
-            return self.read_downs(layer, first, count)[start:stop]
+    def _take_downs(self, place: tuple[int, int, int], start: int, stop: int) -> F32:
+        return self._downs[place][start:stop]
 
-    def _read_downs(self, layer: int, first: int, count: int) -> F32:
+    def _read_downs(self, place: tuple[int, int, int]) -> F32:
+        """The down vectors as columns [width, neurons] of a layer's neurons, from the first on."""
+        layer, first, count = place
         own = self.store.layers[layer]
         places = self.find_places(layer)[first : first + count]
         bundles = own.read_inline(places)
@@ -316,7 +313,7 @@ class _Store:
                 first = int(np.flatnonzero(places == parts[0][1][0])[0])
                 count = sum(len(own_places) for _, own_places, _ in parts)
                 is_half = layout.parts[number].precision == "fp16"
-                made = partial(self._take_downs, layer, first, count)
+                made = partial(self._take_downs, (layer, first, count))
                 yield name, self._make(source, made, is_half=is_half)
                 continue
             if "fused" in source.key:

@@ -166,36 +166,16 @@ class PieceFeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFile:
-    """Places in ``layers/ffn-*.arrow``: offsets of three columns of ``neurons`` rows, in bytes."""
+class FilePlan:
+    """Places in a file, in bytes."""
 
     pieces: tuple[Piece, ...]
     size: int
-    bundles_offset: int
-    neurons_offset: int
-    checks_offset: int
+    holes: tuple[tuple[int, ...], ...]
+    """Offsets of the columns whose data come later, by record batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsFile:
-    """Place of the one column of ``layers/scales-*.arrow``, in bytes."""
-
-    pieces: tuple[Piece, ...]
-    size: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseFile:
-    """Places in ``dense.arrow``: per tensor, the offsets of its weights and scales, in bytes."""
-
-    pieces: tuple[Piece, ...]
-    size: int
-    weights_offsets: tuple[int, ...]
-    scales_offsets: tuple[int, ...]
-
-
-def lay_out_layer_file(neurons: int, stride: int) -> LayerFile:
+def lay_out_layer_file(neurons: int, stride: int) -> FilePlan:
     """Lay out the file of a layer: bundle fixed_size_binary(stride), neuron int32, check uint32."""
     schema = [
         _describe_field("bundle", 15, {0: Scalar("i", stride)}),
@@ -205,26 +185,18 @@ def lay_out_layer_file(neurons: int, stride: int) -> LayerFile:
     batch = _Batch(
         rows=neurons, columns=((neurons * stride,), (4 * neurons,), (4 * neurons,)), alignment=PAGE
     )
-    pieces, size, (places,) = _lay_out(schema, [batch])
-    return LayerFile(
-        pieces=pieces,
-        size=size,
-        bundles_offset=places[0],
-        neurons_offset=places[1],
-        checks_offset=places[2],
-    )
+    return _lay_out(schema, [batch])
 
 
-def lay_out_scales_file(neurons: int, row_bytes: int) -> RowsFile:
+def lay_out_scales_file(neurons: int, row_bytes: int) -> FilePlan:
     """Lay out a row for each of some neurons: ``scales`` fixed_size_binary(row_bytes)."""
     schema = [_describe_field("scales", 15, {0: Scalar("i", row_bytes)})]
     batch = _Batch(rows=neurons, columns=((neurons * row_bytes,),), alignment=ALIGNMENT)
-    pieces, size, ((offset,),) = _lay_out(schema, [batch])
-    return RowsFile(pieces=pieces, size=size, offset=offset)
+    return _lay_out(schema, [batch])
 
 
-def lay_out_dense_file(tensors: Sequence[DenseTensor]) -> DenseFile:
-    """Lay out ``dense.arrow``: one record batch of one row per tensor."""
+def lay_out_dense_file(tensors: Sequence[DenseTensor]) -> FilePlan:
+    """Lay out ``dense.arrow``: one record batch of one row per tensor, with weights and scales."""
     integer = {0: Scalar("i", 64), 1: Scalar("?", True)}
     schema = [
         _describe_field("name", 5, {}),
@@ -248,13 +220,7 @@ def lay_out_dense_file(tensors: Sequence[DenseTensor]) -> DenseFile:
         )
         for tensor in tensors
     ]
-    pieces, size, places = _lay_out(schema, batches)
-    return DenseFile(
-        pieces=pieces,
-        size=size,
-        weights_offsets=tuple(holes[0] for holes in places),
-        scales_offsets=tuple(holes[1] for holes in places),
-    )
+    return _lay_out(schema, batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,27 +250,24 @@ def _describe_field(name: str, kind: int, type_fields: Mapping[int, Node]) -> Ta
     )
 
 
-def _lay_out(
-    fields: Sequence[Table], batches: Sequence[_Batch]
-) -> tuple[tuple[Piece, ...], int, list[list[int]]]:
-    """Return the known pieces, the size of the file, and the holes' offsets of every batch."""
+def _lay_out(fields: Sequence[Table], batches: Sequence[_Batch]) -> FilePlan:
     schema = Table({0: Scalar("h", 0), 1: Tables(fields)})
     pieces = [Piece(0, _MAGIC + b"\0\0")]
     message = _wrap_message(1, schema, 0)
     pieces.append(Piece(8, _frame(message, len(message))))
     end = 8 + len(pieces[-1].data)
-    blocks, holes = [], []
+    blocks, holes = [], list[tuple[int, ...]]()
     for batch in batches:
         end, block, batch_pieces, batch_holes = _lay_out_batch(batch, end)
         blocks.append(block)
         pieces += batch_pieces
-        holes.append(batch_holes)
+        holes.append(tuple(batch_holes))
     footer = serialize(
         Table({0: _VERSION, 1: schema, 2: Structs("qiiq", []), 3: Structs("qiiq", blocks)})
     )
     tail = _END_OF_STREAM + footer + struct.pack("<i", len(footer)) + _MAGIC
     pieces.append(Piece(end, tail))
-    return tuple(pieces), end + len(tail), holes
+    return FilePlan(pieces=tuple(pieces), size=end + len(tail), holes=tuple(holes))
 
 
 def _lay_out_batch(

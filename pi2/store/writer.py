@@ -129,11 +129,12 @@ class StoreWriter:
         if self.has_file(path):
             return
         plan = lay_out_layer_file(neurons, stride)
+        (places,) = plan.holes
         checks = np.empty(neurons, "<u4")
         scales: list[U8] = []
         with self._create(path) as file:
             known = PieceFeed(file, plan.pieces)
-            known.write_before(plan.bundles_offset)
+            known.write_before(places[0])
             done = 0
             groups = self._stored.scales == "resident" and self._stored.parts[-1].spread
             for whole in cut_groups(bundles) if groups else bundles:
@@ -146,9 +147,9 @@ class StoreWriter:
                 file.write(piece)
                 done += len(piece)
             assert done == neurons, (done, neurons)
-            known.write_before(plan.neurons_offset)
+            known.write_before(places[1])
             file.write(original.astype("<i4", copy=False))
-            known.write_before(plan.checks_offset)
+            known.write_before(places[2])
             file.write(checks)
             known.write_rest(plan.size)
             if scales:
@@ -158,9 +159,9 @@ class StoreWriter:
                 path,
                 file,
                 rows=neurons,
-                bundles_offset=plan.bundles_offset,
-                neurons_offset=plan.neurons_offset,
-                checks_offset=plan.checks_offset,
+                bundles_offset=places[0],
+                neurons_offset=places[1],
+                checks_offset=places[2],
             )
 
     def _write_scales(self, layer: int, scales: Sequence[U8]) -> None:
@@ -169,13 +170,14 @@ class StoreWriter:
         if self.has_file(path):
             return
         plan = lay_out_scales_file(neurons, self._stored.scales_stride)
+        ((offset,),) = plan.holes
         with self._create(path) as file:
             known = PieceFeed(file, plan.pieces)
-            known.write_before(plan.offset)
+            known.write_before(offset)
             for piece in scales:
                 file.write(piece)
             known.write_rest(plan.size)
-            self._record(path, file, rows=neurons, scales_offset=plan.offset)
+            self._record(path, file, rows=neurons, scales_offset=offset)
 
     def has_tensor(self, tensor: DenseTensor) -> bool:
         """Whether a dense tensor is written, or set aside."""
@@ -208,8 +210,8 @@ class StoreWriter:
         plan = self._dense
         with self._create(DENSE_FILE) as file:
             known = PieceFeed(file, plan.pieces)
-            places = zip(plan.weights_offsets, plan.scales_offsets, strict=True)
-            for tensor, (weights_offset, scales_offset) in zip(self.tensors, places, strict=True):
+            places = zip(self.tensors, plan.holes, strict=True)
+            for tensor, (weights_offset, scales_offset) in places:
                 weights_bytes, scales_bytes = tensor.count_bytes()
                 known.write_before(weights_offset)
                 scales = []
@@ -302,7 +304,7 @@ class StoreWriter:
         missing = [path for path in expected if path not in files]
         assert not missing, f"not written: {missing}"
         parts = describe_weights(self.model)
-        places = zip(self._dense.weights_offsets, self._dense.scales_offsets, strict=True)
+        places = zip(self.tensors, self._dense.holes, strict=True)
         return Manifest(
             format=FORMAT,
             format_version=FORMAT_VERSION,
@@ -322,9 +324,7 @@ class StoreWriter:
                     weights_offset=weights_offset,
                     scales_offset=scales_offset,
                 )
-                for tensor, (weights_offset, scales_offset) in zip(
-                    self.tensors, places, strict=True
-                )
+                for tensor, (weights_offset, scales_offset) in places
             ),
         )
 

@@ -123,10 +123,11 @@ def test_an_arrow_reader_sees_the_same_tensors_without_copies(
 def test_a_layer_file_is_laid_out_without_its_contents(neurons: int, blocks: int) -> None:
     plan = lay_out_layer_file(neurons, 512 * blocks)
     ends = [piece.offset + len(piece.data) for piece in plan.pieces]
-    assert plan.bundles_offset == 4096
-    assert plan.neurons_offset >= plan.bundles_offset + 512 * blocks * neurons
-    assert plan.checks_offset >= plan.neurons_offset + 4 * neurons
-    assert plan.size == max(ends) > plan.checks_offset + 4 * neurons
+    ((bundles, originals, checks),) = plan.holes
+    assert bundles == 4096
+    assert originals >= bundles + 512 * blocks * neurons
+    assert checks >= originals + 4 * neurons
+    assert plan.size == max(ends) > checks + 4 * neurons
     assert sum(len(piece.data) for piece in plan.pieces) < 8192
 
 
@@ -139,8 +140,7 @@ def test_a_dense_file_may_have_any_names_and_sizes(sizes: list[tuple[str, int]])
     for piece in plan.pieces:
         content[piece.offset : piece.offset + len(piece.data)] = piece.data
     for number, tensor in enumerate(tensors):
-        offsets = (plan.weights_offsets[number], plan.scales_offsets[number])
-        for offset, size in zip(offsets, tensor.count_bytes(), strict=True):
+        for offset, size in zip(plan.holes[number], tensor.count_bytes(), strict=True):
             assert offset % 64 == 0
             assert not any(content[offset : offset + size])
             content[offset : offset + size] = bytes([number + 1]) * size
