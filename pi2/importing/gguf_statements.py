@@ -77,28 +77,6 @@ def _has_router(model: Model, value: int) -> bool:
     return (router == wanted or is_softmax) and (value != 3 or model.moe.normalise_weights)
 
 
-def _list_dense(model: Model) -> list[bool]:
-    return [not block.ffn.has_router for block in model.blocks]
-
-
-def _has_dense(model: Model, value: object) -> bool:
-    """Whether so many layers are dense before the first with experts; a step may skip more."""
-    dense = _list_dense(model)
-    count = dense.index(False) if False in dense else len(dense)
-    return value == count or (isinstance(value, int) and value < count and True in dense[count:])
-
-
-def _has_step(model: Model, value: object) -> bool:
-    """Whether each ``value``-th layer has experts, from the first such on."""
-    if not isinstance(value, int) or value < 1:
-        return False
-    dense = _list_dense(model)
-    first = dense.index(False) if False in dense else len(dense)
-    return all(
-        own == ((layer + 1) % value != 0) for layer, own in enumerate(dense) if layer >= first
-    )
-
-
 def _turns_around(model: Model, value: float) -> bool:
     # Of the model's own positions no layer may be left.
     ropes = [model.rope, *(rope for rope, _ in list_turns(model))]
@@ -112,7 +90,10 @@ class _Names:
     metadata: Metadata
     model: Model
     value: Any = None
-    layers: int = 0
+
+    @property
+    def layers(self) -> int:
+        return self.model.shape.layers
 
     def hold(self, test: str) -> bool:
         try:
@@ -131,8 +112,7 @@ class _Names:
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "has_dense": lambda names, value: _has_dense(names.model, value),
-    "has_step": lambda names, value: _has_step(names.model, value),
+    "has_router": lambda names, layer: names.model.blocks[layer].ffn.has_router,
     "has_width": lambda names, value: _has_width(names.model, value),
     "is_stated": lambda names, key: names.metadata.has(f"{{arch}}.{key}"),
     "name_activation": lambda names, value: ACTIVATIONS.get(value),
