@@ -59,9 +59,9 @@ class Metadata:
             value = float(str(np.float32(value)))
         return value
 
-    def read_count(self, key: str, default: int | None = None) -> int:
+    def read_count(self, key: str) -> int:
         """A whole number of 1 or more; raises as `read` does."""
-        count: int = self.read(key, int, default)
+        count: int = self.read(key, int)
         if count < 1:
             raise self.refuse(f"{self._complete(key)} is {count}, expected 1 or more")
         return count

@@ -1,6 +1,5 @@
 """Families of models from ``config.json``: ``MODEL_TYPE.family.toml``, of the checkpoint or pi2."""
 
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,10 +25,8 @@ _LIMITS = {
     "max_position_embeddings": 2**40,
 }
 """No model document states more; families may count through layers, and take roots of sizes."""
-_SAME_LETTERS = 4
-"""Letters with which similar names begin: a version or a kind of FFN comes after a family's."""
 _SIMILAR = 0.7
-"""Likeness of similar names that begin otherwise."""
+"""Likeness of similar names."""
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 """Families whose configurations have no ``text_config`` where older transformers wrote them: the
 text's keys are next to ``vision_config``."""
@@ -84,16 +81,10 @@ def find_nearest(kind: str) -> str:
     """Say which known family has the most similar name, as the end of a sentence: its description
     is the one to begin with.  Nothing if none is similar."""
 
-    from difflib import SequenceMatcher
+    from difflib import get_close_matches
 
-    def rate(name: str) -> tuple[int, float]:
-        equal = (ours == theirs for ours, theirs in zip(kind, name, strict=False))
-        same = sum(1 for _ in itertools.takewhile(bool, equal))
-        return same, SequenceMatcher(None, kind, name).ratio()
-
-    nearest = max(list_families().families, key=rate)
-    same, ratio = rate(nearest)
-    if same < _SAME_LETTERS and ratio < _SIMILAR:
+    nearest = next(iter(get_close_matches(kind, list_families().families, 1, _SIMILAR)), None)
+    if nearest is None:
         return ""
     return (
         f"; the nearest known one is {nearest!r}: {kind}{SUFFIX} in that folder with "
