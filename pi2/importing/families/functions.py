@@ -141,25 +141,6 @@ def shared_indexes(scope: Description) -> list[int]:
     return [layer for layer in layers if max(layer - offset + 1, 0) % every]
 
 
-def heads_of_layers(scope: Description) -> None:
-    """Laguna's heads, of which layers may have two numbers."""
-    config, layers = scope.config, scope.layers
-    counts = config.read_list("num_attention_heads_per_layer")
-    if not counts:
-        return
-    if len(counts) != layers or not all(type(item) is int for item in counts):
-        raise config.refuse(f"num_attention_heads_per_layer is not a list of {layers} numbers")
-    found = sorted(set(counts))
-    if len(found) > 2:
-        raise config.refuse(f"layers have {len(found)} numbers of heads, pi2 computes two")
-    kv_heads, width = scope.find("shape.kv_heads"), scope.find("shape.head_dim")
-    scope.tables["shape.heads"] = found[0]
-    if len(found) == 2:
-        others = [layer for layer, count in enumerate(counts) if count == found[1]]
-        other = {"layers": others, "heads": found[1], "kv_heads": kv_heads, "head_dim": width}
-        scope.put("other_heads", other)
-
-
 def _find_turns(scope: Description) -> tuple[Config, Config]:
     """The tables of positions of layers without and with a window.  If `rope_parameters` has
     neither, it is of the former itself, or older keys are.  Bases that no table states are the
@@ -243,16 +224,6 @@ def stretch_base(scope: Description) -> None:
     kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
     if kind == "dynamic" and alpha > 0 and size > 2:
         scope.tables["rope.theta"] *= alpha ** (size / (size - 2))
-
-
-def same(scope: Description, *keys: str) -> int:
-    """The number that the first stated key has for every layer."""
-    config = scope.config
-    found = next((config.read_list(key) for key in keys if config.has(key)), [1])
-    if len(set(map(str, found))) != 1 or type(found[0]) is not int:
-        raise config.refuse(f"{keys[0]} is not the same number in every layer")
-    number: int = found[0]
-    return number
 
 
 def windowed(scope: Description) -> list[int]:
