@@ -13,8 +13,8 @@ from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
-from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_file import read_gguf
+from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.gguf_tokens import read_chat_files
 from pi2.importing.new_model import describe_checkpoint
