@@ -53,17 +53,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pi2.arrays import F32, U8
 from pi2.plan.arithmetic.units import UnitShare
-from pi2.plan.documents.device import Unit
-from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.weights.bundles import join_scales
-from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.arrays import I32
     from pi2.backends.blocks.model import BlockModel
     from pi2.backends.executor import ExecutorObserver
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.weights.layout import Tensor
 
 
@@ -132,11 +129,18 @@ class Padding:
 
 
 class DenseUnit(Protocol):
-    """A unit that computes neurons densely, next to the executor.  One calling thread."""
+    """A unit that computes neurons densely, next to the executor.  One calling thread.
+
+    By default it copies all values at once, and counts what it tells of."""
+
+    observer: UnitObserver | None = None
+    busy_s: float = 0.0
+    """Seconds that the unit has worked, of the jobs that were finished."""
 
     def offer_room(self, layer: int) -> U8 | None:
         """Room [neurons, stride] for the layer's bundles as the store has them, which the host can
-        write and where they stay; None where the unit wants to copy them."""
+        write and where they stay; None if the unit rearranges them on their way."""
+        return None
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Keep ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on,
@@ -163,6 +167,7 @@ class DenseUnit(Protocol):
 
     def wait(self, job: int) -> None:
         """Return when nothing that was added to the job is read from the caller's memory."""
+        return
 
     def finish(self, job: int) -> F32:
         """Wait for the job; return the sum [T, hidden] of its neurons, or the products [T, rows],
@@ -174,49 +179,22 @@ class DenseUnit(Protocol):
 
     def observe(self, observer: UnitObserver | None) -> None:
         """Tell ``observer`` of each piece of work when its job is finished; None ends it."""
+        self.observer = observer
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds that the unit has worked, of the jobs that were finished."""
+    def note(self, name: str | None, start_s: float, end_s: float) -> None:
+        """Count a piece of work, and tell of it if it has a name."""
+        self.busy_s += end_s - start_s
+        if self.observer is not None and name is not None:
+            self.observer(name, start_s, end_s)
 
     @property
     def padding(self) -> Padding | None:
         """Of the jobs so far, if the unit's programs have fixed shapes."""
+        return None
 
     def close(self) -> None:
         """Give back threads, processes and memory; jobs under way are given up.  Never fails, and
         may be called twice."""
-
-
-class NotedUnit:
-    """A unit that counts and tells what it does, and copies all values at once."""
-
-    _observer: UnitObserver | None = None
-    _busy_s = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
-
-    @property
-    def padding(self) -> Padding | None:
-        return None
-
-    def observe(self, observer: UnitObserver | None) -> None:
-        self._observer = observer
-
-    def note(self, name: str | None, start_s: float, end_s: float) -> None:
-        """Count a piece of work, and tell of it if it has a name."""
-        self._busy_s += end_s - start_s
-        if self._observer is not None and name is not None:
-            self._observer(name, start_s, end_s)
-
-    def wait(self, job: int) -> None:
-        """Return at once: all added values have been copied."""
-
-    def offer_room(self, layer: int) -> U8 | None:
-        """Return None: neurons are rearranged on their way."""
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,27 +203,11 @@ class WholeRequest:
 
     name: str
     """The unit's name in the device and the plan."""
-    unit: Unit
-    """What the device document says of it."""
-    model: Model
-    bundle: BundleLayout
-    """Layout of neurons in the store."""
+    resolved: ResolvedPlan
     count: Callable[[int], None]
     """Counts bytes that the host does not see as an array, such as a GPU's."""
     progress: Progress = ignore_progress
     """Called with a label and the share done while something takes its time."""
-    chunk: int
-    """Most tokens in a call of ``prefill``."""
-    sequences: int
-    """Sequences that have a KV cache, and that a step may be of."""
-    context: int
-    """Tokens of a sequence that the KV cache holds."""
-    kv_type: KvType
-    """What its elements are."""
-    predictor: PredictorMode
-    """What names the neurons that compute a token in a step."""
-    threshold: float
-    """Score from which the predictor names a neuron."""
     expert_neurons: Sequence[I32] | None = None
     """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each; needed to name neurons only."""

@@ -23,7 +23,7 @@ from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec, Number, 
 from pi2.backends.gpu.launchers.interface import DeviceArray, DeviceFacts, Event, Launcher
 from pi2.backends.gpu.launches import Kernels, choose_kernel_tokens, choose_parts
 from pi2.backends.gpu.packing import WholeTiles, pack_matrix, pack_neurons
-from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
+from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Tensor
 
@@ -47,7 +47,7 @@ class _Job:
     events: list[Event] = field(default_factory=list)
 
 
-class GpuUnit(NotedUnit):
+class GpuUnit(DenseUnit):
     """A unit that computes on a GPU, through the first of its APIs that has a device."""
 
     def __init__(self, request: UnitRequest) -> None:

@@ -12,7 +12,7 @@ from pi2.backends.gpu.arrays import Memory
 from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher, Recording
 from pi2.backends.gpu.launches import Kernels
-from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse
+from pi2.backends.gpu.model_arrays import ModelArrays, describe_use
 from pi2.backends.gpu.model_graph import ModelGraph, StepShape, Work
 from pi2.backends.gpu.model_weights import ModelWeights
 from pi2.backends.units import WholeModel, WholeRequest
@@ -27,15 +27,8 @@ class GpuModel(WholeModel):
 
     def __init__(self, request: WholeRequest) -> None:
         """Open the device and make room; raises P360 to P363."""
-        self._use = use = ModelUse(
-            model=request.model,
-            layout=request.bundle,
-            chunk=max(request.chunk, request.sequences),
-            sequences=request.sequences,
-            context=request.context,
-            kv=request.kv_type,
-            predictor=request.predictor,
-        )
+        resolved = request.resolved
+        self._use = use = describe_use(resolved)
         counted = Memory()
         ModelArrays(counted, use)
         request.count(counted.bytes)
@@ -43,7 +36,7 @@ class GpuModel(WholeModel):
         self._begin_s: float | None = None
         self._named = self._possible = self._tokens = 0
         self._recordings: dict[StepShape, Recording] = {}
-        launcher = open_unit(request.unit)
+        launcher = open_unit(resolved.device.units[request.name])
         self._launcher: Launcher | None = launcher
         self._memory = Memory(launcher)
         try:
@@ -53,7 +46,9 @@ class GpuModel(WholeModel):
             self._arrays = arrays = ModelArrays(self._memory, use)
             self._queue = launcher.open_queue()
             self._weights = ModelWeights(self._queue, use, arrays)
-            self._graph = ModelGraph(kernels, launcher.facts, use, arrays, request.threshold)
+            self._graph = ModelGraph(
+                kernels, launcher.facts, use, arrays, resolved.plan.decode.threshold
+            )
             for layer, order in enumerate(request.expert_neurons or ()):
                 self._weights.put_order(layer, order)
             self._weights.expect(0)

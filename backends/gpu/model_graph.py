@@ -11,7 +11,7 @@ from pi2.backends.gpu.launches import Kernels, choose_kernel_tokens, choose_part
 from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse
 from pi2.model.blocks import find_attention
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, POSITIONS, name_layer_tensor
-from pi2.plan.arithmetic.units import count_qkv_rows, name_head
+from pi2.plan.arithmetic.units import name_head
 from pi2.plan.documents.model_parts import Moe
 
 _SPAN_TOKENS = 256
@@ -45,6 +45,7 @@ class ModelGraph:
         self._kernels, self._facts, self._use, self._arrays = kernels, facts, use, arrays
         self._model, self._state = use.model, arrays.state
         self._products = use.products
+        self._rows = {tensor.name: tensor.rows for tensor in use.list_tensors()}
         if use.predictor == "gate":
             ffn = self._model.ffn
             closed = ffn.threshold if ffn.activation == "fatrelu" else 0.0
@@ -75,7 +76,7 @@ class ModelGraph:
     def list_logits(self, first: int, tokens: int) -> list[Work]:
         """The logits of ``tokens`` tokens of the last chunk, from ``first`` on."""
         self._normalise(FINAL_NORM, "u", first, tokens)
-        self._multiply("head", None, self._model.shape.vocab, tokens, "u", "logits")
+        self._multiply("head", None, tokens, "u", "logits")
         return self._take()
 
     def _take(self) -> list[Work]:
@@ -97,14 +98,12 @@ class ModelGraph:
         self,
         kind: str,
         layer: int | None,
-        rows: int,
         tokens: int,
         inputs: str,
         outputs: str,
         bias: str | None = None,
     ) -> None:
-        """Add the product of the working array ``inputs`` with the ``rows`` of a layer's tensor, or
-        of the head."""
+        """Add the product of the working array ``inputs`` with a layer's tensor, or the head."""
         product = self._products[kind]
         size = min(choose_kernel_tokens(tokens), 4 if product.blocks > 1 else 64)
         name = name_head(self._model) if layer is None else name_layer_tensor(layer, kind)
@@ -115,7 +114,8 @@ class ModelGraph:
         }
         if product.bias:
             arrays["biases"] = self._find_vector(bias or f"{kind}_bias", layer)
-        self._add(f"{product.name}_{size}", arrays, {"rows": rows, "tokens": tokens})
+        numbers = {"rows": self._rows[name], "tokens": tokens}
+        self._add(f"{product.name}_{size}", arrays, numbers)
 
     def _normalise(
         self, name: str, target: str, first: int, tokens: int, layer: int | None = None
@@ -170,15 +170,14 @@ class ModelGraph:
         else:
             self._list_attention(layer, shape)
         direct = self._use.adds_to_stream
-        hidden, target = self._model.shape.stored_hidden, "x" if direct else "y"
-        self._multiply(kind, layer, hidden, shape.tokens, mixed, target)
+        self._multiply(kind, layer, shape.tokens, mixed, "x" if direct else "y")
         if not direct:
             self._add_y("attention_output_norm", layer, shape.tokens)
 
     def _list_attention(self, layer: int, shape: StepShape) -> None:
         """Add the kernels that turn u into ``mixed``."""
         model, state, tokens = self._model, self._state, shape.tokens
-        self._multiply("qkv", layer, count_qkv_rows(model), tokens, "u", "qkv")
+        self._multiply("qkv", layer, tokens, "u", "qkv")
         own, latent = find_attention(model, layer), model.attention.latent
         number = self._use.number_attention(layer)
         rope = 0 if own.rope is not model.other_rope else 1
@@ -201,17 +200,14 @@ class ModelGraph:
             if latent.query_rank is not None:
                 norm = arrays | {"weights": self._find_vector("latent_query_norm", layer)}
                 self._add(f"latent_norm_{number}", norm, numbers)
-                rows = model.shape.heads * latent.key
-                self._multiply("latent_query_out", layer, rows, tokens, "made", "queries")
+                self._multiply("latent_query_out", layer, tokens, "made", "queries")
         self._add(f"keep_{number}", arrays, numbers)
         if latent is not None:
-            rows = model.shape.heads * latent.rank
-            self._multiply("latent_key", layer, rows, tokens, "plain", "absorbed")
+            self._multiply("latent_key", layer, tokens, "plain", "absorbed")
         for name in ("attend", "mix"):
             self._add(f"{name}_{number}", arrays, numbers)
         if latent is not None:
-            rows = model.shape.query
-            self._multiply("latent_value", layer, rows, tokens, "mixed_latent", "mixed")
+            self._multiply("latent_value", layer, tokens, "mixed_latent", "mixed")
 
     def _list_recurrence(self, layer: int, tokens: int, runs: int) -> None:
         """Add the kernels that turn u into ``mixed_state``; ``runs``: parts of equal length that
@@ -219,7 +215,7 @@ class ModelGraph:
         assert self._use.state is not None
         shape, state = self._use.state.shape, self._state
         is_short = shape.kind == "convolution"
-        self._multiply("state_in", layer, shape.rows, tokens, "u", "projected")
+        self._multiply("state_in", layer, tokens, "u", "projected")
         numbers = {"runs": runs, "length": tokens // runs, "tokens": tokens}
         arrays = {
             **self._arrays.kept[layer],
@@ -233,7 +229,7 @@ class ModelGraph:
         self._add("convolve", arrays, numbers)
         if is_short:
             return
-        self._multiply("state_gates", layer, shape.gates, tokens, "u", "state_gates")
+        self._multiply("state_gates", layer, tokens, "u", "state_gates")
         arrays |= {
             "gates": state["state_gates"],
             "rates": self._find_vector("state_decay", layer),
@@ -321,10 +317,8 @@ class ModelGraph:
             "threshold": self._threshold,
         }
         if self._use.predictor == "low-rank":
-            assert model.predictor is not None
-            rows, bias = model.expert_count * model.predictor.rank, "predictor_bias"
-            self._multiply("predictor_in", layer, rows, tokens, "v", "inner")
-            self._multiply("predictor_out", layer, neurons, tokens, "inner", "scores", bias)
+            self._multiply("predictor_in", layer, tokens, "v", "inner")
+            self._multiply("predictor_out", layer, tokens, "inner", "scores", "predictor_bias")
         elif self._use.predictor == "gate":
             self._add("gates", arrays, numbers)
         for name in ("select", "gathered_values", "gathered_sums", "join"):

@@ -17,9 +17,9 @@ from pi2.backends.hexagon.arrays import (
     place_piece,
 )
 from pi2.backends.hexagon.packing import Arrays, pack_neurons, pack_rows, pack_tokens
-from pi2.backends.hexagon.session import Session, choose_machine, find_unit_obstacles
+from pi2.backends.hexagon.session import Session, find_unit_obstacles
 from pi2.backends.hexagon.specification import LANES, PROGRAMS, FfnGraph, Graph, Room, Weights
-from pi2.backends.units import NotedUnit, Padding, UnitFailed, UnitRequest
+from pi2.backends.units import DenseUnit, Padding, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
 
@@ -35,7 +35,7 @@ class _Job:
     """First byte of each run's result, and its tokens."""
 
 
-class HexagonUnit(NotedUnit):
+class HexagonUnit(DenseUnit):
     """A unit whose neurons an NPU, or its emulator, computes."""
 
     def __init__(self, request: UnitRequest) -> None:
@@ -46,15 +46,15 @@ class HexagonUnit(NotedUnit):
         self._arrays = arrays = UnitArrays(request.share)
         self._shape = arrays.shape
         self._numbers = {graph: number for number, graph in enumerate(arrays.spec.index)}
-        machine = choose_machine(request.share.unit)
-        self._note = ", emulated" if machine.is_emulated else ""
+        emulated = bool(request.share.unit.emulated)
+        self._note = ", emulated" if emulated else ""
         try:
             library = load_or_compile(arrays.spec, request.progress, PROGRAMS)
         except UserError as error:
             found = error.diagnostics[0]
             raise UnitFailed(found.message, help=found.help) from error
         self._session = Session(
-            machine, str(library), len(self._numbers), arrays.bytes, arrays.scratch_bytes
+            str(library), len(self._numbers), arrays.bytes, arrays.scratch_bytes, emulated=emulated
         )
         self._memory = request.adopt(self._session.memory)
         self._loading = request.allocate(arrays.loading_bytes)

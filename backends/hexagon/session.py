@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -33,57 +32,24 @@ _ALLOCATE = 0xC0184800
 _HEAP_REQUEST = struct.Struct("<QIIQ")
 
 
-class Machine(Protocol):
-    """What a worker runs on."""
-
-    @property
-    def is_emulated(self) -> bool:
-        """Whether times mean nothing."""
-
-    def list_command(self, library: str) -> Sequence[str]:
-        """The worker's program and arguments."""
-
-    def open_memory(self, size: int) -> int:
-        """Return a file descriptor of memory that the worker can map; or `UnitFailed`."""
+def list_command(library: str, *, emulated: bool) -> list[str]:
+    """Return a worker's program and arguments: qemu's user mode, or a program that passes messages
+    on to the vendor's driver (FastRPC)."""
+    return [EMULATOR, "-cpu", _EMULATED_CPU, library] if emulated else [HOST_PROGRAM, library]
 
 
-class Emulator:
-    """qemu's user mode: the worker is a Linux process of another architecture."""
-
-    is_emulated = True
-
-    def list_command(self, library: str) -> Sequence[str]:
-        return [EMULATOR, "-cpu", _EMULATED_CPU, library]
-
-    def open_memory(self, size: int) -> int:
-        return open_region(size)
-
-
-class Driver:
-    """A real NPU: a program of this machine passes messages on to the vendor's driver (FastRPC)."""
-
-    is_emulated = False
-
-    def list_command(self, library: str) -> Sequence[str]:
-        """Run the program that was built with the vendor's SDK."""
-        return [HOST_PROGRAM, library]
-
-    def open_memory(self, size: int) -> int:
-        for heap in filter(os.path.exists, _HEAPS):
-            try:
-                with open(heap, "rb", buffering=0) as opened:
-                    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
-                    request = bytearray(_HEAP_REQUEST.pack(size, 0, flags, 0))
-                    fcntl.ioctl(opened, _ALLOCATE, request)
-                    return int(_HEAP_REQUEST.unpack(request)[1])
-            except OSError as error:
-                raise UnitFailed(f"{heap} gives no memory: {error.strerror}") from error
-        raise UnitFailed("this system has no memory that an NPU can map (/dev/dma_heap)")
-
-
-def choose_machine(unit: Unit) -> Machine:
-    """Return the unit's machine: the emulator if the device document asks for it."""
-    return Emulator() if unit.emulated else Driver()
+def open_memory(size: int) -> int:
+    """Return a file descriptor of memory that an NPU can map; or `UnitFailed`."""
+    for heap in filter(os.path.exists, _HEAPS):
+        try:
+            with open(heap, "rb", buffering=0) as opened:
+                flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+                request = bytearray(_HEAP_REQUEST.pack(size, 0, flags, 0))
+                fcntl.ioctl(opened, _ALLOCATE, request)
+                return int(_HEAP_REQUEST.unpack(request)[1])
+        except OSError as error:
+            raise UnitFailed(f"{heap} gives no memory: {error.strerror}") from error
+    raise UnitFailed("this system has no memory that an NPU can map (/dev/dma_heap)")
 
 
 def find_unit_obstacles(unit: Unit) -> list[str]:
@@ -153,15 +119,17 @@ class Session:
     """A worker and the memory that it shares with this process."""
 
     def __init__(
-        self, machine: Machine, library: str, graphs: int, size: int, scratch: int = 0
+        self, library: str, graphs: int, size: int, scratch: int = 0, *, emulated: bool
     ) -> None:
         """Start a worker for ``graphs`` with ``size`` bytes, ``scratch`` of them theirs;
         `UnitFailed`."""
-        file = machine.open_memory(size)
+        file = open_region(size) if emulated else open_memory(size)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self.memory: U8 = np.frombuffer(mmap.mmap(file, size), np.uint8)
-            self._worker = WorkerProcess(machine.list_command(library), file, stderr=self._errors)
+            self._worker = WorkerProcess(
+                list_command(library, emulated=emulated), file, stderr=self._errors
+            )
             words = (MAGIC, PROTOCOL, file, size, scratch)
             self._worker.write(HELLO.pack(*words, *[0] * (OPERANDS - 1)))
             try:

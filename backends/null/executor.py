@@ -14,14 +14,14 @@ from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import NumpyInterpreter, ReferenceExecutor
 from pi2.backends.reference.instructions import elements
 from pi2.backends.reference.instructions.arguments import Arguments
-from pi2.backends.units import NotedUnit, UnitRequest, WholeModel, WholeRequest
+from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import Tensor
 
 
-class NullUnit(NotedUnit):
+class NullUnit(DenseUnit):
     """A `pi2.backends.units.DenseUnit` without arithmetic."""
 
     def __init__(self, request: UnitRequest) -> None:
@@ -66,7 +66,7 @@ class NullModel(WholeModel):
     program, touched_bytes, waited_s = None, 0, 0.0
 
     def __init__(self, request: WholeRequest) -> None:
-        shape, moe = request.model.shape, request.model.moe
+        shape, moe = request.resolved.model.shape, request.resolved.model.moe
         self._vocab, self._neurons = shape.vocab, shape.layers * shape.ffn
         self._neurons *= 1 if moe is None else moe.active_experts
         self._tokens = self._possible = 0

@@ -12,7 +12,7 @@ import numpy as np
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.units import NotedUnit, UnitFailed, UnitRequest
+from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.formats import find_packing
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
@@ -191,7 +191,7 @@ class _Job:
     pieces: list[Future[tuple[str, float, float]]] = field(default_factory=list)
 
 
-class ThreadUnit(NotedUnit):
+class ThreadUnit(DenseUnit):
     """A `pi2.backends.units.DenseUnit` that computes in a thread of this process."""
 
     def __init__(self, request: UnitRequest) -> None:

@@ -157,15 +157,7 @@ class WholeOpening(Opening):
         model = backend.build_whole(
             WholeRequest(
                 name=name,
-                unit=resolved.device.units[name],
-                model=resolved.model,
-                bundle=resolved.bundle,
-                chunk=plan.prefill.chunk,
-                sequences=plan.decode.batch,
-                context=plan.kv.context,
-                kv_type=plan.kv.type,
-                predictor=plan.decode.predictor,
-                threshold=plan.decode.threshold,
+                resolved=resolved,
                 expert_neurons=None if plan.decode.predictor == "none" else grouped,
                 count=partial(budget.charge, resolved.name_segment(name)),
                 progress=progress,

@@ -16,7 +16,7 @@ from pi2.backends.hexagon.arrays import (
     place_piece,
 )
 from pi2.backends.hexagon.packing import Arrays, Tokens, find_top_multiplier, pack_tokens
-from pi2.backends.hexagon.session import Emulator, Session, find_unit_obstacles
+from pi2.backends.hexagon.session import Session, find_unit_obstacles
 from pi2.backends.hexagon.specification import PROGRAMS, FfnGraph, HexagonSpec, ProductGraph, Room
 from pi2.formats import find_packing
 from pi2.plan.documents.device import Unit
@@ -70,7 +70,7 @@ class Bench:
     def __init__(self, spec: HexagonSpec, size: int = 1 << 22) -> None:
         self.spec = spec
         library = load_or_compile(spec, ignore_progress, PROGRAMS)
-        self.session = Session(Emulator(), str(library), len(spec.index), size)
+        self.session = Session(str(library), len(spec.index), size, emulated=True)
         self._end = 0
 
     def place(self, room: Room) -> Room:

@@ -188,9 +188,12 @@ def explain_driver(
         yield
     except kinds as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        is_memory = is_full(error)
         raise UserError.of(
-            "P361" if is_full(error) else "P362",
+            "P361" if is_memory else "P362",
             f"{what}: {lines[0] if lines else 'the driver does not say why'}",
-            help="bring the driver up to date, or choose another unit or API in the plan",
+            help="give the unit less in the plan's `memory.units`"
+            if is_memory
+            else "bring the driver up to date, or choose another unit or API in the plan",
             notes=lines[1:12],
         ) from error

@@ -19,7 +19,6 @@ from pi2.backends.gpu.launchers.interface import (
     MemoryState,
     explain_driver,
 )
-from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
@@ -186,14 +185,9 @@ class OpenClLauncher:
 
     def allocate(self, size: int) -> Buffer:
         assert size % 4 == 0, size
-        try:
+        what = f"{self.facts.name} has no memory left for {size} bytes"
+        with _explain(what, is_full=lambda error: True):
             buffer = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(size, 4))
-        except cl.Error as error:
-            raise UserError.of(
-                "P361",
-                f"{self.facts.name} has no memory left for {size} bytes ({error})",
-                help="give the unit less in the plan's `memory.units`",
-            ) from error
         self.allocated_bytes += size
         return Buffer(buffer, size)
 

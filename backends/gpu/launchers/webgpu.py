@@ -25,7 +25,6 @@ from pi2.backends.gpu.launchers.interface import (
     MemoryState,
     explain_driver,
 )
-from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
@@ -275,15 +274,9 @@ class WebGpuLauncher:
         usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
         # An array that a vector is read from has at least one.
         size = -(-max(size, 16) // 16) * 16
-        try:
+        what = f"{self.facts.name} has no memory left for {size} bytes"
+        with _explain(what, is_full=lambda error: True):
             buffer = self._device.create_buffer(size=size, usage=usage)
-        except wgpu.GPUError as error:
-            raise UserError.of(
-                "P361",
-                f"{self.facts.name} has no memory left for {size} bytes",
-                help="give the unit less in the plan's `memory.units`",
-                notes=str(error).splitlines()[:4],
-            ) from error
         self.allocated_bytes += size
         return Buffer(buffer, size)
 
