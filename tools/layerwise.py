@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8
-from pi2.backends.blocks.counting import count_program
 from pi2.backends.blocks.instructions import Weight
+from pi2.backends.blocks.layers import count_program
 from pi2.backends.blocks.operands import Extent
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.executor import CONTEXT_BLOCK

@@ -105,11 +105,11 @@ def measure(
                     kind=kind,
                     guessed=counters.draft_tokens,
                     kept=counters.accepted_tokens,
-                    tokens_a_step=rounds.stepped_tokens / rounds.steps,
+                    tokens_a_step=rounds.whole.tokens / rounds.whole.steps,
                     bytes_a_token=(counters.drafted_bytes + counters.plain_bytes) / made,
                     flash_bytes_a_token=(counters.drafted_flash_bytes + counters.plain_flash_bytes)
                     / made,
-                    tokens_s=rounds.stepped_tokens / rounds.steps_s,
+                    tokens_s=rounds.whole.tokens / rounds.whole.seconds,
                     same_text=plain.setdefault(path.stem, result.token_ids) == result.token_ids,
                 )
 

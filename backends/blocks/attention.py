@@ -401,6 +401,10 @@ def emit_attend(
             own.emit(counts, v.let(head * table.group), own.find_bases(token, head), part)
 
 
+def emit_attend_chosen(isa: Isa, kind: KvType, counts: Sequence[int], table: Table) -> None:
+    emit_attend(isa, kind, counts, table, chosen=True)
+
+
 def emit_join(isa: Isa, kind: KvType, table: Table) -> None:
     """Join the parts of heads; items are heads of tokens."""
     own = _Parts(isa, kind, table)

@@ -166,6 +166,10 @@ def find_unknown(model: Model) -> list[str]:
     return unknown + [key for key, is_there in lying.items() if is_there]
 
 
+LIBRARIES: Mapping[str, list[str]] = {
+    name: kernels.split() for name, kernels in TABLE["libraries"].items()
+}
+"""Kernels of each library, or of a family of libraries."""
 _TYPES = {"~": "float", "*": "float32", "#": "int32", "@": "uint8", "%": "int64"}
 _PARTS = {name: own.format(**TABLE["parts"]) for name, own in TABLE["parts"].items()}
 _KERNELS = {name: own.format(**_PARTS).split() for name, own in TABLE["kernels"].items()}

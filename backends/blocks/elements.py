@@ -11,6 +11,7 @@ together, and then the second ones; or every fourth or eighth code of them (`roo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
@@ -29,6 +30,10 @@ def emit_quantize(kind: Activations, table: Table) -> None:
         token = v.let(item // blocks)
         number = v.let(item - token * blocks)
         emit(_Block(table, token, number, size))
+
+
+emit_quantize_q8_k = partial(emit_quantize, "q8_k")
+emit_quantize_q8_0 = partial(emit_quantize, "q8_0")
 
 
 class _Block:
@@ -245,22 +250,17 @@ def emit_gate(table: Table) -> None:
 
             def emit(place: v.Expr, lanes: int, name: str = name) -> None:
                 gate = v.let(v.load(table.gates, source + place, lanes))
-                if name == "swiglu":
+                if name in ("swiglu", "cut_silu"):
                     top = v.splat(table.limit, lanes)
                     up = v.load(table.ups, source + place, lanes)
                     up = T.max(T.min(up, top), v.constant(0.0, "float32", lanes) - top)
-                    gate = v.let(T.min(gate, top))
-                    value = gate * v.take_sigmoid(gate * v.splat(table.slope, lanes), lanes)
+                    if name == "swiglu":
+                        gate = v.let(T.min(gate, top))
+                        slope = v.splat(table.slope, lanes)
+                        value = gate * v.take_sigmoid(gate * slope, lanes)
+                    else:
+                        value = T.min(v.take_silu(gate, lanes), top)
                     value = value * (up + v.splat(table.up_offset, lanes))
-                    v.store(table.y, target + place, value, lanes)
-                    return
-                if name == "cut_silu":
-                    top = v.splat(table.limit, lanes)
-                    up = v.load(table.ups, source + place, lanes)
-                    up = T.max(T.min(up, top), v.constant(0.0, "float32", lanes) - top)
-                    value = T.min(v.take_silu(gate, lanes), top) * (
-                        up + v.splat(table.up_offset, lanes)
-                    )
                     v.store(table.y, target + place, value, lanes)
                     return
                 if name == "xielu":

@@ -71,9 +71,8 @@ class FeedForward:
     def _add_down(
         self, layer: int, key: str, active: Area, width: int, total: Sum, factor: float = 1.0
     ) -> None:
-        builder, has_bias = self._builder, self._model.ffn.bias
-        down = builder.make_product(key, layer, has_bias=has_bias, **total.take(factor))
-        builder.add_products(active, width, [down])
+        more = {"has_bias": self._model.ffn.bias, **total.take(factor)}
+        self._builder.add_product(active, width, key, layer, **more)
 
     def _add_mixture(self, layer: int, moe: Moe, read: Area, total: Sum) -> None:
         builder, ffn, side = self._builder, self._model.ffn, self._model.side_ffn
@@ -86,9 +85,7 @@ class FeedForward:
         own, length = total, self._hidden
         if moe.latent is not None:
             length, latent = moe.latent, builder.take_area("experts read", moe.latent)
-            builder.add_products(
-                read, self._hidden, [builder.make_product("experts_in", layer, latent)]
-            )
+            builder.add_product(read, self._hidden, "experts_in", layer, latent)
             read, own = latent, Sum(builder.take_area("experts give", length))
         elif side is not None and side.norms:
             own = Sum(builder.take_area("experts give", length))
@@ -110,8 +107,7 @@ class FeedForward:
         down = builder.make_product("down", layer, has_bias=ffn.bias, **own.take(), **more)
         builder.add_products(mixed, width, [down], each=active)
         if moe.latent is not None:
-            back = builder.make_product("experts_out", layer, **total.take())
-            builder.add_products(own.area, length, [back])
+            builder.add_product(own.area, length, "experts_out", layer, **total.take())
         elif own is not total:
             self.add_normalized("experts_output_norm", own.area, total)
 
@@ -145,8 +141,7 @@ class FeedForward:
                 factor=moe.input_scale,
             )
             read = own
-        router = builder.make_product("router", layer, scores, moe.router_bias)
-        builder.add_products(read, self._hidden, [router])
+        builder.add_product(read, self._hidden, "router", layer, scores, moe.router_bias)
 
     def _add_prediction(self, layer: int, moe: Moe, routed: Routed) -> None:
         """Let the router of ``layer``, the next one, choose by the residual stream as it is."""
@@ -167,8 +162,7 @@ class FeedForward:
         builder, width = self._builder, moe.count_shared(self._model.shape.ffn)
         scores = builder.take_area("shared_score", 1)
         if moe.shared_gate:
-            own = builder.make_product("shared_router", layer, scores)
-            builder.add_products(read, self._hidden, [own])
+            builder.add_product(read, self._hidden, "shared_router", layer, scores)
         kinds = ("shared_gate", "shared_up", "shared_down")
         active = self._add_active(layer, read, kinds, "fused_shared", width)
         if moe.shared_gate:

@@ -37,10 +37,9 @@ class GatedStreamBuilder:
 
     def begin(self, layer: int, key: str) -> None:
         """Make the input of an operator, by the tensors whose names begin with ``key``."""
-        inject = f"{key}_inject"
-        weight = self._builder.need(inject, layer)
         factor = 1 / self._own.streams
-        self._read(key, [Product(key=inject, weight=weight, y=self.kept, factor=factor)])
+        made = self._builder.make_product(f"{key}_inject", layer, self.kept, factor=factor)
+        self._read(key, [made])
 
     def end(self) -> None:
         """Add the output of the operator to the streams."""
@@ -64,14 +63,12 @@ class GatedStreamBuilder:
         normed = builder.take_area("normed streams", self.width)
         self.normalize(self.x, normed, f"{key}_norm")
         inner, opened = (builder.take_area(name, rank) for name in ("inner gates", "opened gates"))
-        weight = builder.need(f"{key}_down")
-        down = Product(key=f"{key}_down", weight=weight, y=inner, factor=1 / count)
+        down = builder.make_product(f"{key}_down", None, inner, factor=1 / count)
         builder.add_products(normed, self.width, [down, *others])
         ones = Area(builder.fill(1.0, rank), 0)
         builder.add_gates(ones, opened, [0], rank, Gates(inner, [0], "silu"))
         gates = builder.take_area("stream gates", self.width)
-        up = Product(key=f"{key}_up", weight=builder.need(f"{key}_up"), y=gates)
-        builder.add_products(opened, rank, [up])
+        builder.add_product(opened, rank, f"{key}_up", None, gates)
         values = {**normed.put("x"), **gates.put("gates"), **self.read.put("y")}
         values |= {"length": self._hidden, "count": count}
         builder.add("collapse", values, each=-(-self._hidden // PIECE))
@@ -105,7 +102,7 @@ class NgramBuilder:
             for name, size in (("keys", width), ("values", hidden))
         )
         products = (("ngram_key", keys), ("ngram_value", values))
-        made = [Product(key=key, weight=builder.need(key), y=y) for key, y in products]
+        made = [builder.make_product(key, None, y) for key, y in products]
         builder.add_products(rows, hidden, made)
         streams.normalize(keys, keys, "ngram_key_norm")
         queries = builder.take_area("normed streams", width)

@@ -116,8 +116,7 @@ class PooledAttention:
         products = [builder.make_product(key, layer, y) for key, y in pairs]
         builder.add_products(read, self._hidden, products)
         builder.add_norm("latent_query_norm", made, made, pooled.query_rank, norm=builder.rms)
-        out = builder.make_product("latent_query_out", layer, queries)
-        builder.add_products(made, pooled.query_rank, [out])
+        builder.add_product(made, pooled.query_rank, "latent_query_out", layer, queries)
         builder.add_parts_norm(queries, heads, width)
         builder.add_norm("latent_norm", vectors, vectors, width, norm=builder.rms)
         self._turn(queries, heads, own)

@@ -12,6 +12,7 @@ from pi2.backends.blocks.elements import round_half_even, walk
 from pi2.backends.blocks.machine import Table
 from pi2.backends.blocks.sizes import LIST_HEAD
 from pi2.backends.compiler import vectors as v
+from pi2.plan.arithmetic.units import find_index_type
 
 if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType
@@ -58,6 +59,10 @@ def emit_keep(kind: KvType, table: Table) -> None:
                 v.store(cache, target + place, value, lanes)
 
             walk(T.int64(0), width, emit)
+
+
+def emit_keep_index(kind: KvType, table: Table) -> None:
+    emit_keep(find_index_type(kind), table)
 
 
 def _keep_scale(

@@ -1,8 +1,10 @@
-"""Embedding, layers and head of a model, as instructions of a program."""
+"""Embedding, layers and head of a model, as instructions of a program, and the sizes of these."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.building import Builder
@@ -10,7 +12,7 @@ from pi2.backends.blocks.contract import cuts_normed
 from pi2.backends.blocks.feed_forward import FeedForward
 from pi2.backends.blocks.gated_streams import GatedStreamBuilder, NgramBuilder
 from pi2.backends.blocks.indexed import Indexing, LatentAttention, PooledAttention
-from pi2.backends.blocks.operands import Area, Extent, Gates, Product
+from pi2.backends.blocks.operands import Area, Extent, Gates, Matrix, Product
 from pi2.backends.blocks.outside import OutsideFeedForward
 from pi2.backends.blocks.residual import Residual
 from pi2.backends.blocks.room import KvCache, Memory, StateMemory
@@ -120,8 +122,7 @@ class Layers:
         builder.add_norm(token_norm, self.x, joined, hidden)
         stream = builder.take_area("stream", hidden)
         builder.add_norm(stream_norm, stream, joined.skip(hidden), hidden)
-        own = Product(key=project, weight=builder.need(project, None), y=self.x)
-        builder.add_products(joined, 2 * hidden, [own])
+        builder.add_product(joined, 2 * hidden, project, None, self.x)
 
     def _add_layer_embeddings(self, own: LayerEmbedding) -> None:
         """Add what each layer adds of its own: rows of a table, and a projection of the first
@@ -129,13 +130,8 @@ class Layers:
         builder, half = self._builder, math.sqrt(0.5)
         layers, width = self._model.shape.layers, own.width
         area = self._take_layer_inputs(own)
-        project = Product(
-            key="layer_projection",
-            weight=builder.need("layer_projection", None),
-            y=area,
-            factor=own.projection_factor,
-        )
-        builder.add_products(self.x, self._hidden, [project])
+        product = builder.make_product("layer_projection", None, area, factor=own.projection_factor)
+        builder.add_products(self.x, self._hidden, [product])
         norm, offset = builder.need("layer_projection_norm", None), self._model.norm.weight_offset
         weights = builder.keep(
             norm.rows * norm.length,
@@ -156,13 +152,11 @@ class Layers:
         gates = area.skip(self._model.shape.layers * width)
         streams = self._residual.streams
         read = self.x if streams is None else streams.scale_first(layer)
-        project = builder.make_product("layer_input_gate", layer, gates)
-        builder.add_products(read, self._hidden, [project])
+        builder.add_product(read, self._hidden, "layer_input_gate", layer, gates)
         mixed = builder.take_area("active", width)
         builder.add_gate(gates, area.skip(layer * width), mixed, width)
         given = builder.take_area("given", self._hidden)
-        output = builder.make_product("layer_input_output", layer, given)
-        builder.add_products(mixed, width, [output])
+        builder.add_product(mixed, width, "layer_input_output", layer, given)
         for target in [self.x] if streams is None else streams.others:
             builder.add_norm("layer_input_norm", given, target, self._hidden, added=True)
 
@@ -340,8 +334,7 @@ class Layers:
 
     def _add_output(self, key: str, layer: int, mixed: Area, length: int, has_bias: bool) -> None:
         builder, total = self._builder, self._residual.begin()
-        output = builder.make_product(key, layer, has_bias=has_bias, **total.take())
-        builder.add_products(mixed, length, [output])
+        builder.add_product(mixed, length, key, layer, has_bias=has_bias, **total.take())
         self._residual.end("attention_output_norm")
 
 
@@ -354,3 +347,46 @@ def start_layers(
     cache = KvCache(model, extent.positions, extent.sequences, memory, extent.kv, most)
     states = StateMemory(model, extent.sequences, memory)
     return Layers(model, Builder(model, find, interpreter, cache, memory, extent), states)
+
+
+MOST_LANES = 16
+"""Lanes of the widest registers."""
+
+
+class Uncompiled:
+    """An interpreter without kernels: a program can be built with it, and not run."""
+
+    lanes = MOST_LANES
+
+    def find(self, kernel: str, own: str | None = None) -> int:
+        return 0
+
+    def run(self, program: int, begin: int, end: int, most: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSize:
+    """What the program of a model takes, without its weights."""
+
+    segments: Mapping[str, int]
+    """Bytes by segment."""
+    kept: Sequence[Area]
+    """What a call has in areas while its neurons are computed elsewhere."""
+    keeps_read: bool
+    """Whether what neurons read is among it."""
+    matrices: Sequence[Matrix]
+
+
+def count_program(
+    model: Model, find: FindWeight, extent: Extent, lanes: int = MOST_LANES
+) -> ProgramSize:
+    """Return the size of a program; ``find`` may give tensors without their bytes."""
+    memory, interpreter = Memory(), Uncompiled()
+    interpreter.lanes = lanes
+    layers = start_layers(model, find, interpreter, memory, extent)
+    layers.add_model()
+    return ProgramSize(memory.sizes, layers.list_kept(), layers.keeps_read, layers.builder.matrices)

@@ -116,8 +116,8 @@ class OutsideFeedForward:
         if moe is not None:
             self._add_routes(layer, moe)
         if moe is not None and moe.latent is not None and self._has_router(layer):
-            own = self._builder.make_product("experts_in", layer, exchange.read)
-            self._builder.add_products(exchange.normalized, self._hidden, [own])
+            read = exchange.normalized
+            self._builder.add_product(read, self._hidden, "experts_in", layer, exchange.read)
         stations.gap = len(self._builder.instructions)
         if self._model.blocks[layer].ffn.kind != "none":
             self._finish(layer)
@@ -145,8 +145,7 @@ class OutsideFeedForward:
         shared = None
         if moe.shared_gate:
             shared = builder.take_area("shared_score", 1)
-            own = builder.make_product("shared_router", layer, shared)
-            builder.add_products(read, self._hidden, [own])
+            builder.add_product(read, self._hidden, "shared_router", layer, shared)
         builder.add_spread(chosen, routes, count, moe.shared_experts, moe.shared_factor, shared)
 
     def _finish(self, layer: int) -> None:
@@ -158,8 +157,7 @@ class OutsideFeedForward:
             builder.add_term(Area(bias, 0), given, self._hidden)
         if moe is not None and moe.latent is not None:
             if self._has_router(layer):
-                own = builder.make_product("experts_out", layer, **total.take())
-                builder.add_products(given, moe.latent, [own])
+                builder.add_product(given, moe.latent, "experts_out", layer, **total.take())
         elif side is not None and side.norms:
             self._ffn.add_normalized("experts_output_norm", given, total)
         elif side is None and model.norm.outputs:

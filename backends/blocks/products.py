@@ -262,10 +262,24 @@ class Products:
         )
 
     def make_product(
-        self, key: str, layer: int, y: Area, has_bias: bool = False, **more: Any
+        self, key: str, layer: int | None, y: Area, has_bias: bool = False, **more: Any
     ) -> Product:
+        """Return the product with a matrix of a layer, by default of the addition's."""
         bias = self.read_vector(f"{key}_bias", layer) if has_bias else 0
         return Product(key=key, weight=self.need(key, layer), y=y, bias=bias, **more)
+
+    def add_product(
+        self,
+        x: Area,
+        length: int,
+        key: str,
+        layer: int | None,
+        y: Area,
+        has_bias: bool = False,
+        **more: Any,
+    ) -> None:
+        """Add a matrix times vectors; see `make_product`."""
+        self.add_products(x, length, [self.make_product(key, layer, y, has_bias, **more)])
 
     def list_inputs(
         self, fused: str, layer: int, parts: list[tuple[str, Area]], has_bias: bool, **more: Any
@@ -369,28 +383,25 @@ class Products:
         between heads, which follow each other without gaps."""
         weight, y = product.weight, product.y
         scale = weight.scales[0] if weight.scales else 1.0
-        way = Way(address=self._interpreter.find("multiply_turned", weight.format), items=heads)
-        number = self._append(
-            Instruction(
-                kernel="multiply_turned",
-                values={
-                    "weights": find_address(weight),
-                    "grid": self._find_grid(weight.format),
-                    "x": x.address,
-                    "x_stride": heads * x.stride,
-                    "x_each": x.stride,
-                    "y": y.address,
-                    "y_stride": heads * y.stride,
-                    "y_each": y.stride,
-                    "blocks": weight.length // weight.kind.block,
-                    "rows": rows,
-                    "each": weight.rows // heads,
-                    "factor": put_float(scale),
-                },
-                ways=(way, way, way),
-                layer=self.layer,
-                label=product.key,
-            )
+        number = self.add(
+            "multiply_turned",
+            {
+                "weights": find_address(weight),
+                "grid": self._find_grid(weight.format),
+                "x": x.address,
+                "x_stride": heads * x.stride,
+                "x_each": x.stride,
+                "y": y.address,
+                "y_stride": heads * y.stride,
+                "y_each": y.stride,
+                "blocks": weight.length // weight.kind.block,
+                "rows": rows,
+                "each": weight.rows // heads,
+                "factor": put_float(scale),
+            },
+            own=weight.format,
+            items=heads,
+            label=product.key,
         )
         self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
 

@@ -222,8 +222,7 @@ class StateBuilder:
         """Add the first Mamba's recurrence over convolved ``values``."""
         builder, rank, depth = self._builder, shape.step_rank, shape.key_dim
         parts = builder.take_area("state parts", shape.parts)
-        own = Product(key="state_parts", weight=builder.need("state_parts"), y=parts)
-        builder.add_products(values, shape.width, [own])
+        builder.add_product(values, shape.width, "state_parts", None, parts)
         if shape.part_norm != "none":
             is_weighted = shape.part_norm == "weighted"
             weights: F32 = builder.keep(
@@ -239,8 +238,7 @@ class StateBuilder:
                 part = parts.skip(first)
                 builder.add_gates(part, part, [0], size, norm=norm)
         steps = builder.take_area("state steps", shape.width)
-        own = Product(key="state_steps", weight=builder.need("state_steps"), y=steps)
-        builder.add_products(parts, rank, [own])
+        builder.add_product(parts, rank, "state_steps", None, steps)
         mixed = builder.take_area("state mixed", shape.width)
         builder.add(
             "scan",
@@ -302,10 +300,8 @@ class StateBuilder:
     def _expand(self, key: str, projected: _Rows, latents: I64, rank: int) -> Area:
         """Add the product with a matrix that reads latents, which are neighbours."""
         builder = self._builder
-        weight, first = builder.need(key), int(latents[0])
-        area = builder.take_area(key, weight.rows)
-        own = Product(key=key, weight=weight, y=area)
-        builder.add_products(projected.area.skip(first), rank, [own])
+        area = builder.take_area(key, builder.need(key).rows)
+        builder.add_product(projected.area.skip(int(latents[0])), rank, key, None, area)
         return area
 
 

@@ -155,18 +155,18 @@ class Streams:
         builder, hidden, count = self._builder, self._hidden, self._count
         read, made = builder.take_area("router reads", hidden), builder.take_area("routes", count)
         builder.add_norm("altup_router_norm", self.x, read, hidden, factor=1 / hidden)
-        builder.add_products(read, hidden, [builder.make_product("altup_router", layer, made)])
+        builder.add_product(read, hidden, "altup_router", layer, made)
         builder.add_cap(made, count, 1.0, 1.0)
         factors = builder.take_area("factors", rows)
-        builder.add_products(made, count, [builder.make_product(key, layer, factors)])
+        builder.add_product(made, count, key, layer, factors)
         return factors.put("factors")
 
     def add_laurel(self, layer: int, read: Area) -> None:
         """Add ``read``, the input of attention, and LAuReL to the first stream."""
         builder, hidden, rank = self._builder, self._hidden, self._altup.laurel_rank
         inner, given = builder.take_area("laurel", rank), builder.take_area("given", hidden)
-        builder.add_products(read, hidden, [builder.make_product("laurel_in", layer, inner)])
-        builder.add_products(inner, rank, [builder.make_product("laurel_out", layer, given)])
+        builder.add_product(read, hidden, "laurel_in", layer, inner)
+        builder.add_product(inner, rank, "laurel_out", layer, given)
         builder.add_norm("laurel_norm", given, self.x, hidden, added=True)
         builder.add_term(read, self.x, hidden)
         builder.add_cap(self.x, hidden, 0.0, math.sqrt(0.5))
@@ -232,7 +232,7 @@ class MixedStreams:
         flat = builder.take_area("streams read", self._width)
         made = builder.take_area("stream factors", own.factors)
         builder.add_norm("", self.x, flat, self._width, norm=builder.rms)
-        builder.add_products(flat, self._width, [builder.make_product(key, layer, made)])
+        builder.add_product(flat, self._width, key, layer, made)
         builder.add(
             "mix",
             {

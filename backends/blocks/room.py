@@ -251,39 +251,38 @@ class KvCache:
         """``tokens``: the most of a call, if windows keep no more; see `count_positions`."""
         self.kind: KvType = kind
         self.ring: Ring | None = None
-        self._layers: dict[int, list[Cached]] = {}
-        for layer, block in enumerate(model.blocks):
-            if block.attention is None or not block.attention.has_keys:
-                continue
-            own, kept = describe_heads(block.attention), context
-            if block.attention.window is not None:
-                kept = count_positions(block.attention, context, tokens)
-            if block.attention.window is not None and kept < context:
-                self.ring = Ring(block.attention.window, kept)
-            kept += count_pooled_rows(block.attention, context)
-            for width in own.widths:
-                shape = sequences, own.key_heads, kept
-                elements = memory.take(KV_TYPES[kind], *shape, width, segment="kv")
-                scales = memory.take("float16", *shape, segment="kv") if kind == "int8" else None
-                self._layers.setdefault(layer, []).append(Cached(elements, scales))
         self._context = context
+        self._layers: dict[int, list[Cached]] = {}
         self._pools: dict[int, tuple[Attention, F32]] = {}
-        for layer, block in enumerate(model.blocks):
-            attention = block.attention
-            if attention is None or not attention.block:
-                continue
-            ring = count_pool_positions(attention, context, tokens)
-            self.ring = ring if ring.positions < context else self.ring
-            shape = sequences, 1, ring.positions
-            width = 2 * attention.pool_width
-            self._pools[layer] = attention, memory.take("float32", *shape, width, segment="kv")
         self._indexes: dict[int, Raw] = {}
-        index, own_kind = model.attention.index, find_index_type(kind)
+        index, pooled = model.attention.index, None
         for layer, block in enumerate(model.blocks):
-            if index is None or block.attention is None or block.attention.chooses != "index":
-                continue
-            keys = sequences, 1, context, index.width
-            self._indexes[layer] = memory.take(KV_TYPES[own_kind], *keys, segment="kv")
+            own = block.attention
+            if own is not None and own.has_keys:
+                self._add_keys(layer, own, sequences, memory, tokens)
+            if own is not None and own.block:
+                ring = count_pool_positions(own, context, tokens)
+                pooled = ring if ring.positions < context else pooled
+                shape = sequences, 1, ring.positions, 2 * own.pool_width
+                self._pools[layer] = own, memory.take("float32", *shape, segment="kv")
+            if own is not None and own.chooses == "index" and index is not None:
+                keys, own_kind = (sequences, 1, context, index.width), find_index_type(kind)
+                self._indexes[layer] = memory.take(KV_TYPES[own_kind], *keys, segment="kv")
+        self.ring = pooled or self.ring
+
+    def _add_keys(
+        self, layer: int, own: Attention, sequences: int, memory: Memory, tokens: int | None
+    ) -> None:
+        heads, kept = describe_heads(own), count_positions(own, self._context, tokens)
+        if own.window is not None and kept < self._context:
+            self.ring = Ring(own.window, kept)
+        shape = sequences, heads.key_heads, kept + count_pooled_rows(own, self._context)
+        for width in heads.widths:
+            elements = memory.take(KV_TYPES[self.kind], *shape, width, segment="kv")
+            scales = None
+            if self.kind == "int8":
+                scales = memory.take("float16", *shape, segment="kv")
+            self._layers.setdefault(layer, []).append(Cached(elements, scales))
 
     def find(self, layer: int) -> Sequence[Cached]:
         """Return the vectors of a layer: its keys, and its values unless vectors are latent."""

@@ -92,29 +92,18 @@ def emit_multiply_few(isa: Isa, unpacking: Unpacking, table: Table) -> None:
 
 class _Rows:
     def __init__(self, isa: Isa, unpacking: Unpacking, table: Table) -> None:
-        self._machine = Machine(isa)
-        self._unpacking = unpacking
-        self.table = table
-        self.length = v.let(self.table.blocks * unpacking.whole)
+        self.machine, self.unpacking, self.table = Machine(isa), unpacking, table
+        self.length = v.let(table.blocks * unpacking.whole)
         self.results = Results(table)
 
     def start(self, row: v.Expr) -> v.Expr:
-        return v.let(row * self.table.blocks * self._unpacking.size)
+        return v.let(row * self.table.blocks * self.unpacking.size)
 
     def sum(self, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
-        machine, unpacking = self._machine, self._unpacking
-        if unpacking.floats is not None:
-            return _emit_floats(unpacking, self.table.weights, start, tokens, self.length)
-        emit = _emit_groups if unpacking.elements == 32 else _emit_super_blocks
-        return emit(
-            machine,
-            unpacking,
-            self.table.weights,
-            self.table.grid,
-            start,
-            tokens,
-            self.table.blocks,
-        )
+        if self.unpacking.floats is not None:
+            return _emit_floats(self, start, tokens)
+        emit = _emit_groups if self.unpacking.elements == 32 else _emit_super_blocks
+        return emit(self, start, tokens)
 
 
 def find_expert(table: Table, pair: v.Expr) -> v.Expr:
@@ -183,12 +172,11 @@ class Results:
                 self.put(pair, expert, v.let(first + lane), total)
 
 
-def _emit_floats(
-    unpacking: Unpacking, weights: v.Buffer, start: v.Expr, tokens: Sequence[_Token], length: v.Expr
-) -> list[v.Expr]:
+def _emit_floats(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
     """Floats times floats, 16 at a time, and the rest one by one."""
+    unpacking, weights, lanes = rows.unpacking, rows.table.weights, 16
     assert unpacking.floats is not None
-    read, lanes = unpacking.floats, 16
+    read, length = unpacking.floats, rows.length
     cells = [(v.Cell(v.constant(0.0, "float32", lanes)), v.Cell(T.float32(0.0))) for _ in tokens]
     whole = v.let(length // lanes)
     with T.serial(whole) as block:
@@ -209,23 +197,15 @@ def _add_pairs(totals: Sequence[v.Cell], lanes: int, rest: Sequence[v.Expr]) -> 
     return [total + own for total, own in zip(sums, rest, strict=True)]
 
 
-def _emit_super_blocks(
-    machine: Machine,
-    unpacking: Unpacking,
-    weights: v.Buffer,
-    grid: v.Buffer,
-    start: v.Expr,
-    tokens: Sequence[_Token],
-    blocks: v.Expr,
-) -> list[v.Expr]:
-    lanes = machine.lanes
+def _emit_super_blocks(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
+    machine, unpacking, table = rows.machine, rows.unpacking, rows.table
+    lanes, length = machine.lanes, rows.length
     totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
     low_sums = [v.Cell(v.constant(0.0, "float32", 4)) for _ in tokens]
-    length = tokens[0].length
-    with T.serial(blocks) as number:
+    with T.serial(table.blocks) as number:
         base = v.let(start + number * unpacking.size)
-        ask_ahead(weights, base + _AHEAD, unpacking.size)
-        block = unpacking.opens[0](Source(machine, weights, base, grid))
+        ask_ahead(table.weights, base + _AHEAD, unpacking.size)
+        block = unpacking.opens[0](Source(machine, table.weights, base, table.grid))
         spread = None
         if block.scales is not None:
             spread = [
@@ -291,33 +271,25 @@ def _sum_mins(machine: Machine, mins: v.Expr, count: int, token: _Token, number:
     return v.let(machine.add_words(first, *halves[1], 4))
 
 
-def _emit_groups(
-    machine: Machine,
-    unpacking: Unpacking,
-    weights: v.Buffer,
-    grid: v.Buffer,
-    start: v.Expr,
-    tokens: Sequence[_Token],
-    blocks: v.Expr,
-) -> list[v.Expr]:
+def _emit_groups(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
+    machine, unpacking, table = rows.machine, rows.unpacking, rows.table
     size = min(machine.width, 32)
-    lanes = size // 4
+    lanes, length = size // 4, rows.length
     totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
     low_sums = [v.Cell(T.float32(0.0)) for _ in tokens]
-    length = tokens[0].length
     bundled = T.int64(0)
     count = unpacking.count_bundle(machine.width)
     if count > 1:
         together = count // len(unpacking.opens)
-        bundles = v.let(blocks // together)
+        bundles = v.let(table.blocks // together)
         bundled = v.let(bundles * together)
-        found = _emit_bundles(machine, unpacking, weights, grid, start, tokens, bundles)
+        found = _emit_bundles(rows, start, tokens, bundles)
         for own, cell in zip(found, low_sums, strict=True):
             cell.set(own)
-    with T.serial(bundled, blocks) as number:
+    with T.serial(bundled, table.blocks) as number:
         base = v.let(start + number * unpacking.size)
-        ask_ahead(weights, base + _AHEAD, unpacking.size)
-        source = Source(machine, weights, base, grid)
+        ask_ahead(table.weights, base + _AHEAD, unpacking.size)
+        source = Source(machine, table.weights, base, table.grid)
         for piece, open_block in enumerate(unpacking.opens):
             group = v.let(number * len(unpacking.opens) + piece)
             block = open_block(source)
@@ -339,17 +311,12 @@ def _emit_groups(
 
 
 def _emit_bundles(
-    machine: Machine,
-    unpacking: Unpacking,
-    weights: v.Buffer,
-    grid: v.Buffer,
-    start: v.Expr,
-    tokens: Sequence[_Token],
-    bundles: v.Expr,
+    rows: _Rows, start: v.Expr, tokens: Sequence[_Token], bundles: v.Expr
 ) -> list[v.Expr]:
     """Return the sums of tokens over groups of 32, several at once."""
+    machine, unpacking, table = rows.machine, rows.unpacking, rows.table
     assert unpacking.bundle is not None
-    lanes, width, length = machine.lanes, machine.width, tokens[0].length
+    lanes, width, length = machine.lanes, machine.width, rows.length
     count = unpacking.count_bundle(machine.width)
     together = count // len(unpacking.opens)
     totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
@@ -357,10 +324,10 @@ def _emit_bundles(
 
     with T.serial(bundles) as number:
         base = v.let(start + number * (together * unpacking.size))
-        ask_ahead(weights, base + _AHEAD, together * unpacking.size)
+        ask_ahead(table.weights, base + _AHEAD, together * unpacking.size)
         places = [base + k * unpacking.size for k in range(together)]
         own = unpacking.bundle(
-            [Source(machine, weights, place, grid, unpacking.size) for place in places]
+            [Source(machine, table.weights, place, table.grid, unpacking.size) for place in places]
         )
         taken = [machine.take_signed(part, width) if own.is_signed else part for part in own.parts]
         # Sums of products fit 16 bits.

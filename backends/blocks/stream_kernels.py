@@ -23,7 +23,7 @@ def emit_predict(table: Table) -> None:
         with T.serial(table.count) as stream:
             target = v.let(start + stream * table.length)
 
-            def copy(place: v.Expr, lanes: int, target: v.Expr = target) -> None:
+            def copy(place: v.Expr, lanes: int) -> None:
                 v.store(table.y, target + place, v.load(table.x, target + place, lanes), lanes)
 
             walk(T.int64(0), table.length, copy)
@@ -31,13 +31,7 @@ def emit_predict(table: Table) -> None:
                 factor = _find_factor(table, token, stream * table.count + other)
                 source = v.let(start + other * table.length)
 
-                def add(
-                    place: v.Expr,
-                    lanes: int,
-                    target: v.Expr = target,
-                    source: v.Expr = source,
-                    factor: v.Expr = factor,
-                ) -> None:
+                def add(place: v.Expr, lanes: int) -> None:
                     old = v.load(table.y, target + place, lanes)
                     value = v.load(table.x, source + place, lanes)
                     v.store(
@@ -58,9 +52,7 @@ def emit_correct(table: Table) -> None:
             target = v.let(start + stream * table.length)
             factor = v.let(_find_factor(table, token, stream) + T.float32(1.0))
 
-            def correct(
-                place: v.Expr, lanes: int, target: v.Expr = target, factor: v.Expr = factor
-            ) -> None:
+            def correct(place: v.Expr, lanes: int) -> None:
                 before = v.load(table.y, start + place, lanes)
                 change = v.let(v.load(table.x, start + place, lanes) - before)
                 old = v.load(table.y, target + place, lanes)
@@ -78,9 +70,7 @@ def emit_match(table: Table) -> None:
             found = T.max(_measure(table.y, start, table.length), T.float32(SMALLEST_SQUARE))
             factor = v.let(T.sqrt(wanted / found))
 
-            def scale(
-                place: v.Expr, lanes: int, start: v.Expr = start, factor: v.Expr = factor
-            ) -> None:
+            def scale(place: v.Expr, lanes: int) -> None:
                 value = v.load(table.y, start + place, lanes) * v.splat(factor, lanes)
                 v.store(table.y, start + place, value, lanes)
 
@@ -185,9 +175,7 @@ def emit_inject(table: Table) -> None:
             own = v.let(v.take_sigmoid(v.let(table.weights[given + stream]), 1))
             factor, target = v.let(own + own), v.let(start + stream * table.length)
 
-            def add(
-                place: v.Expr, lanes: int, target: v.Expr = target, factor: v.Expr = factor
-            ) -> None:
+            def add(place: v.Expr, lanes: int) -> None:
                 old, value = (
                     v.load(table.y, target + place, lanes),
                     v.load(table.x, source + place, lanes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pi2.backends.blocks.counting import MOST_LANES, ProgramSize, count_program
+from pi2.backends.blocks.layers import MOST_LANES, ProgramSize, count_program
 from pi2.backends.blocks.operands import Area, Extent
 from pi2.backends.blocks.room import Memory
 from pi2.backends.cpu.request import (

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from pi2.arrays import F32, F64, I32, U8, Bits
-from pi2.backends.blocks.counting import MOST_LANES
 from pi2.backends.blocks.instructions import Weight
+from pi2.backends.blocks.layers import MOST_LANES
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.executor import ExecutorObserver, noted
 from pi2.backends.protocol import BuildRequest

@@ -128,12 +128,12 @@ class BatchResult:
     @property
     def decode_tokens_s(self) -> float | None:
         """Tokens per second of all sequences together, while none read its prompt."""
-        return divide(self.rounds.stepped_tokens, self.rounds.steps_s)
+        return divide(self.rounds.whole.tokens, self.rounds.whole.seconds)
 
     @property
     def mean_sequences(self) -> float | None:
         """Sequences in a step, on average."""
-        return divide(self.rounds.stepped_sequences, self.rounds.steps)
+        return divide(self.rounds.stepped_sequences, self.rounds.whole.steps)
 
     @property
     def best(self) -> int | None:

@@ -67,21 +67,8 @@ class Rounds:
         return reduce(operator.add, self.phases.values(), Phase())
 
     @property
-    def steps(self) -> int:
-        """Steps, each of the sequences that were under way."""
-        return self.whole.steps
-
-    @property
     def stepped_sequences(self) -> int:
         return sum(sequences * phase.steps for sequences, phase in self.phases.items())
-
-    @property
-    def stepped_tokens(self) -> int:
-        return self.whole.tokens
-
-    @property
-    def steps_s(self) -> float:
-        return self.whole.seconds
 
     def __sub__(self, other: Rounds) -> Rounds:
         phases = {
@@ -95,11 +82,12 @@ class Rounds:
         )
 
     def describe(self) -> dict[str, float]:
+        whole = self.whole
         return {
-            "steps": self.steps,
+            "steps": whole.steps,
             "stepped_sequences": self.stepped_sequences,
-            "stepped_tokens": self.stepped_tokens,
-            "steps_s": self.steps_s,
+            "stepped_tokens": whole.tokens,
+            "steps_s": whole.seconds,
             "prompt_tokens": self.prompt_tokens,
             "prefill_s": self.prefill_s,
         }

@@ -268,29 +268,26 @@ class Budget:
         self._is_locked = problem is None
         return problem
 
-    def _unlock(self, region: _Region, first: int, size: int) -> None:
-        if self._is_locked:
-            unlock_region(region.address + first, size)
+    def _drop(self, address: int, size: int) -> None:
+        """Let the system have the whole pages of a range, whose contents are lost."""
+        first, end = _find_pages(address, address + size)
+        if self._is_locked and first < end:
+            unlock_region(first, end - first)
+        drop_pages(first, end)
 
     def release(self, segment: str) -> None:
         """Return the regions of ``segment`` to the system, unless other segments share them; they
         are zeros then."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
         for region in self._regions:
             if {name for name, _ in region.segments} == {segment}:
-                self._unlock(region, 0, len(region))
-                region.memory.madvise(mmap.MADV_DONTNEED)
+                self._drop(region.address, round_up(len(region), PAGE))
 
     def drop(self, *, but: str | None = None) -> None:
         """Return all memory to the system, except for segment ``but``: nothing reads or writes it
         any more."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
         for region in self._regions:
             if {name for name, _ in region.segments} != {but}:
-                self._unlock(region, 0, len(region))
-                region.memory.madvise(mmap.MADV_DONTNEED)
+                self._drop(region.address, round_up(len(region), PAGE))
         for segment, array in self._adopted:
             if segment != but:
                 drop_pages(array.ctypes.data, array.ctypes.data + array.nbytes)
@@ -298,28 +295,22 @@ class Budget:
     def give_back(self, unused: U8) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that
         this budget gave; its contents are lost."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        address, length = unused.ctypes.data, unused.nbytes
-        for region in self._regions:
-            start = address - region.address
-            if 0 <= start < len(region):
-                first = -(-start // PAGE) * PAGE
-                last = (start + length) // PAGE * PAGE
-                if last > first:
-                    self._unlock(region, first, last - first)
-                    region.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
-                return
-        raise AssertionError("not a region of this budget")
+        self._drop(unused.ctypes.data, unused.nbytes)
+
+
+def _find_pages(address: int, end: int) -> tuple[int, int]:
+    """Return the whole pages of a range."""
+    return -(-address // PAGE) * PAGE, end // PAGE * PAGE
 
 
 def drop_pages(address: int, end: int) -> None:
     """Let the system have the whole pages of a range: pages of a file are read from it again."""
-    first = -(-address // PAGE) * PAGE
-    size = end // PAGE * PAGE - first
+    first, end = _find_pages(address, end)
+    if first >= end or not hasattr(mmap, "MADV_DONTNEED"):
+        return
     library = ctypes.CDLL(None, use_errno=True)
-    if size > 0 and hasattr(library, "madvise"):
-        library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    if hasattr(library, "madvise"):
+        library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 _NOTHING: U8 = np.zeros(0, np.uint8)

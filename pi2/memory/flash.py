@@ -261,17 +261,15 @@ class FlashReader:
 
     def _read_again(self, pending: PendingRead, cluster: slice, failed: Bits) -> None:
         indices, slots = pending.indices[cluster], pending.slots[cluster]
-        for i in np.flatnonzero(failed).tolist():
-            self._read_bundle(pending.layer, int(indices[i]), int(slots[i]))
+        offset = self._files[pending.layer].bundles_offset
+        for index, slot in zip(indices[failed].tolist(), slots[failed].tolist(), strict=True):
+            target = self._arena[slot]
+            self._opened.read(pending.layer, target, offset + index * target.size)
 
     def abandon(self, pending: PendingRead) -> None:
         """Wait until nothing of it is under way: a late read would spoil a slot's next owner."""
         if pending.batch is not None and len(pending.indices):
             self._engine.abandon(pending.batch)
-
-    def _read_bundle(self, layer: int, index: int, slot: int) -> None:
-        target = self._arena[slot]
-        self._opened.read(layer, target, self._files[layer].bundles_offset + index * target.size)
 
     def _verify(
         self, checks: NeuronChecks, layer: int, indices: I32, bundles: U8, slots: I32

@@ -15,8 +15,8 @@ import numpy as np
 
 from pi2 import pause_collection
 from pi2.arrays import F32
-from pi2.backends.blocks.counting import count_program
 from pi2.backends.blocks.instructions import Weight
+from pi2.backends.blocks.layers import count_program
 from pi2.backends.blocks.operands import Extent
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
@@ -222,7 +222,7 @@ class GgufWeights(TensorFiles):
         return Weight(format="f32", rows=1, length=size) if size else None
 
     def count_arrays(self, extent: Extent) -> Mapping[str, int]:
-        """Bytes of a program's arrays by segment (`pi2.backends.blocks.counting`)."""
+        """Bytes of a program's arrays by segment (`pi2.backends.blocks.layers`)."""
         if extent not in self._counted:
             self._counted[extent] = count_program(self.model, self._describe, extent).segments
         return self._counted[extent]

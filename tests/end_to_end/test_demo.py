@@ -127,10 +127,10 @@ def test_text_is_streamed_as_it_is_made() -> None:
     with pi2.load(PLAN, set={"backends": {"cpu": "reference"}}) as model:
         generation = model.generate(PROMPT, max_tokens=60, ignore_eos=True)
         next(generation)
-        made = model.scheduler.rounds.stepped_tokens
+        made = model.scheduler.rounds.whole.tokens
         for _ in generation:
             pass
-        assert made < model.scheduler.rounds.stepped_tokens / 2
+        assert made < model.scheduler.rounds.whole.tokens / 2
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_prompts_wait_for_place_and_give_text_that_they_give_alone(plan: Path, b
         assert [item.finish_reason for item in result.sequences] == [
             item.finish_reason for item in alone
         ]
-        assert result.rounds.stepped_tokens == sum(lengths) - len(lengths)
+        assert result.rounds.whole.tokens == sum(lengths) - len(lengths)
         assert result.mean_sequences is not None and 1 <= result.mean_sequences <= batch
         assert (result.mean_sequences > 1) == (batch > 1)
         # The first place is as good as any for a generation of one.

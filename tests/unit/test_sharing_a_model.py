@@ -49,7 +49,7 @@ def test_threads_that_share_model_get_what_each_would_get_alone(
             found = list(threads.map(run, range(len(PROMPTS))))
         assert found == alone
         assert model._scheduler.running == model._scheduler.waiting == 0
-        assert model._scheduler.rounds.steps < sum(map(len, alone)) or batch == 1
+        assert model._scheduler.rounds.whole.steps < sum(map(len, alone)) or batch == 1
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
@@ -86,7 +86,7 @@ def test_generation_that_nobody_wants_any_more_gives_its_place_to_the_next(plan:
         before = model._scheduler.rounds
         result = model.generate(PROMPTS[1], seed=1, **OPTIONS).result
         rounds = model._scheduler.rounds - before
-        assert rounds.stepped_tokens == len(result.token_ids) - 1
+        assert rounds.whole.tokens == len(result.token_ids) - 1
         closed = model.generate(PROMPTS[0], **OPTIONS)
         next(closed)
         closed.close()

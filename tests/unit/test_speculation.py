@@ -111,11 +111,11 @@ def test_the_text_is_the_same_however_neurons_are_found(
 ) -> None:
     with pi2.load(plan, set=SPARSE[name]) as model:
         alone = model.generate(PROMPTS[0], **ANSWER, **drawing).result
-        plain_steps = model.scheduler.rounds.steps
+        plain_steps = model.scheduler.rounds.whole.steps
     with pi2.load(plan, set={**SPARSE[name], **ALWAYS}) as model:
         foretell(model, [[*PROMPTS[0], *alone.token_ids]])
         result = model.generate(PROMPTS[0], **ANSWER, **drawing).result
-        assert model.scheduler.rounds.steps < plain_steps
+        assert model.scheduler.rounds.whole.steps < plain_steps
         cache = model._parts.cache
         assert cache.free_capacity == cache.cold_capacity, "nothing is held in the end"
     assert (result.token_ids, result.text) == (alone.token_ids, alone.text)

@@ -101,7 +101,9 @@ def interrupt(layer: int) -> None:
 def test_the_segment_state_holds_what_is_counted(plan: Path, changes: dict[str, Any]) -> None:
     with pi2.load(plan, set=changes) as model:
         prompts = [[3, 4, 5], [6, 7]]
-        assert model.generate_batch(prompts, max_tokens=3, ignore_eos=True).result.rounds.steps
+        assert model.generate_batch(
+            prompts, max_tokens=3, ignore_eos=True
+        ).result.rounds.whole.steps
         needs, used = find_needs(model.plan), model._parts.budget.used_bytes
         assert needs.state.bytes > 0
         assert used["state"] == needs.state.bytes

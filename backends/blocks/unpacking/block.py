@@ -110,6 +110,22 @@ class Groups:
     pieces: int = 1
     """Scales of a group."""
 
+    def open(self, source: Source) -> Block:
+        """Unpack a group."""
+        loads = [source.load(place, 16) for place in self.places]
+        parts = [part for raw in loads for part in self.split(source.machine, raw, 16)]
+        whole = v.let(join(parts, 16))
+        if self.fifths is not None:
+            places = [k // 8 for k in range(32)]
+            whole = add_fifths(whole, self.join_fifths([source]), 4, places, range(8))
+        return Block(
+            parts=split_group(source, whole),
+            scale=self.scales([source]),
+            is_signed=self.is_signed,
+            offset=self.offset,
+            min_scale=None if self.mins is None else source.load_half(self.mins),
+        )
+
     def bundle(self, sources: Sequence[Source]) -> Bundle:
         """Unpack nibbles of as many groups as a register has 16 bytes."""
         count = len(sources)
@@ -196,6 +212,12 @@ class Unpacking:
     """Largest magnitude of an unpacked weight."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
     """Reads so many floats from a byte on, if elements are plain numbers."""
+
+    @classmethod
+    def of_groups(cls, size: int, most: int, groups: Groups) -> Unpacking:
+        """Groups whose codes are nibbles."""
+        own, several = (groups.open,), groups.bundle
+        return cls(size=size, elements=32, opens=own, bundle=several, groups=groups, most=most)
 
     @property
     def whole(self) -> int:
@@ -295,14 +317,6 @@ def split_group(source: Source, whole: v.Expr) -> list[Part]:
     whole = v.let(whole)
     halves = [v.let(pick(whole, 32, range(k, k + 16))) for k in (0, 16)]
     return [Part(weights=half, chunks=(k,)) for k, half in enumerate(halves)]
-
-
-def take_nibbles(source: Source, place: int) -> v.Expr:
-    """Return 32 nibbles, of which 16 bytes have the low ones first."""
-    raw = source.load(place, 16)
-    pair = v.let(pick(raw, 16, [k % 16 for k in range(32)]))
-    words = v.reinterpret(pair, "uint32", 8) >> fill((0,) * 4 + (4,) * 4, "uint32")
-    return v.let(as_bytes(words, "uint8", 32) & v.constant(15, "uint8", 32))
 
 
 def join_halves(sources: Sequence[Source], place: int) -> v.Expr:

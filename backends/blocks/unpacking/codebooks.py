@@ -22,7 +22,6 @@ from pi2.backends.blocks.unpacking.block import (
     low,
     split_group,
     split_nibbles,
-    take_nibbles,
 )
 from pi2.backends.compiler import vectors as v
 
@@ -275,31 +274,6 @@ def _open_iq4_xs(source: Source) -> Block:
     return Block(parts=parts, is_signed=True, scale=source.load_half(0), scales=v.let(scales))
 
 
-def _open_table(source: Source, place: int, table: Sequence[int]) -> list[Part]:
-    """Parts of a group of 32 whose nibbles a table has."""
-    codes = split_group(source, take_nibbles(source, place))
-    size = min(source.width, 32)
-    return [
-        Part(weights=_look_up(source.machine, table, part.weights, size), chunks=part.chunks)
-        for part in codes
-    ]
-
-
-def _open_iq4_nl(source: Source) -> Block:
-    parts = _open_table(source, 2, _NON_LINEAR)
-    return Block(parts=parts, is_signed=True, scale=source.load_half(0))
-
-
-def _open_mxfp4(source: Source) -> Block:
-    exponent = _byte(source, 0)
-    # Half of 2^(e - 127), which is no normal number for the smallest two.
-    normal = (exponent - T.int32(1)) << T.int32(23)
-    small = T.int32(0x00200000) << T.min(exponent, T.int32(1))
-    bits = v.let(T.Select(exponent < T.int32(2), small, normal))
-    scale = v.let(T.reinterpret(bits, dtype="float32"))
-    return Block(parts=_open_table(source, 1, _DOUBLED), is_signed=True, scale=scale)
-
-
 def _join_powers(sources: Sequence[Source]) -> v.Expr:
     """Return the scales of MXFP4, halved: exponents of 2 less 127."""
     count = len(sources)
@@ -369,15 +343,8 @@ UNPACKINGS = {
             ("iq4_xs", 136, 127, _open_iq4_xs),
         )
     },
-    **{
-        name: Unpacking(
-            size=size, elements=32, opens=(own,), bundle=groups.bundle, groups=groups, most=most
-        )
-        for name, size, most, own, groups in (
-            ("iq4_nl", 18, 127, _open_iq4_nl, _IQ4_NL),
-            ("mxfp4", 17, 12, _open_mxfp4, _MXFP4),
-        )
-    },
+    "iq4_nl": Unpacking.of_groups(18, 127, _IQ4_NL),
+    "mxfp4": Unpacking.of_groups(17, 12, _MXFP4),
     "nvfp4": Unpacking(
         size=36,
         elements=32,

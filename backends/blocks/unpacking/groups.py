@@ -22,42 +22,8 @@ from pi2.backends.blocks.unpacking.block import (
     shift_right,
     split_group,
     split_nibbles,
-    take_nibbles,
 )
 from pi2.backends.compiler import vectors as v
-
-
-def _fifth_bits(source: Source, place: int) -> v.Expr:
-    raw = source.load(place, 4)
-    spread = v.let(pick(raw, 4, [k // 8 for k in range(32)]))
-    tested = spread & fill([1 << k % 8 for k in range(32)])
-    zero = v.constant(0, "uint8", 32)
-    return T.Select(tested != zero, v.constant(16, "uint8", 32), zero)
-
-
-def _open_q4_0(source: Source) -> Block:
-    parts = split_group(source, take_nibbles(source, 2))
-    return Block(parts=parts, scale=source.load_half(0), offset=8)
-
-
-def _open_q4_1(source: Source) -> Block:
-    parts = split_group(source, take_nibbles(source, 4))
-    return Block(parts=parts, scale=source.load_half(0), min_scale=source.load_half(2))
-
-
-def _open_q5_0(source: Source) -> Block:
-    parts = split_group(source, take_nibbles(source, 6) | _fifth_bits(source, 2))
-    return Block(parts=parts, scale=source.load_half(0), offset=16)
-
-
-def _open_q5_1(source: Source) -> Block:
-    parts = split_group(source, take_nibbles(source, 8) | _fifth_bits(source, 4))
-    return Block(parts=parts, scale=source.load_half(0), min_scale=source.load_half(2))
-
-
-def _open_q8_0(source: Source) -> Block:
-    parts = split_group(source, as_bytes(source.load(2, 32), "int8", 32))
-    return Block(parts=parts, scale=source.load_half(0), is_signed=True)
 
 
 def _bundle_q8_0(sources: Sequence[Source]) -> Bundle:
@@ -104,39 +70,18 @@ def _bundle_ternary(sources: Sequence[Source]) -> Bundle:
 
 _SCALES = partial(join_halves, place=0)
 
+_nibbles = partial(Groups, split=split_nibbles, scales=_SCALES)
+_Q8_0 = Groups(places=(2, 18), split=_take_bytes, scales=_SCALES, is_signed=True)
 UNPACKINGS = {
-    name: Unpacking(
-        size=size, elements=32, opens=(own,), bundle=groups.bundle, groups=groups, most=most
-    )
-    for name, size, most, own, groups in (
-        ("q4_0", 18, 15, _open_q4_0, Groups(split=split_nibbles, scales=_SCALES, offset=8)),
-        (
-            "q4_1",
-            20,
-            15,
-            _open_q4_1,
-            Groups(places=(4,), split=split_nibbles, scales=_SCALES, mins=2),
-        ),
-        (
-            *("q5_0", 22, 31, _open_q5_0),
-            Groups(places=(6,), split=split_nibbles, scales=_SCALES, fifths=2, offset=16),
-        ),
-        (
-            *("q5_1", 24, 31, _open_q5_1),
-            Groups(places=(8,), split=split_nibbles, scales=_SCALES, fifths=4, mins=2),
-        ),
-    )
+    "q4_0": Unpacking.of_groups(18, 15, _nibbles(offset=8)),
+    "q4_1": Unpacking.of_groups(20, 15, _nibbles(places=(4,), mins=2)),
+    "q5_0": Unpacking.of_groups(22, 31, _nibbles(places=(6,), fifths=2, offset=16)),
+    "q5_1": Unpacking.of_groups(24, 31, _nibbles(places=(8,), fifths=4, mins=2)),
+    "q8_0": Unpacking(size=34, elements=32, opens=(_Q8_0.open,), bundle=_bundle_q8_0, groups=_Q8_0),
+    "ternary": Unpacking(
+        size=8, elements=32, opens=(_open_ternary,), bundle=_bundle_ternary, most=3
+    ),
 }
-UNPACKINGS["q8_0"] = Unpacking(
-    size=34,
-    elements=32,
-    opens=(_open_q8_0,),
-    bundle=_bundle_q8_0,
-    groups=Groups(places=(2, 18), split=_take_bytes, scales=_SCALES, is_signed=True),
-)
-UNPACKINGS["ternary"] = Unpacking(
-    size=8, elements=32, opens=(_open_ternary,), bundle=_bundle_ternary, most=3
-)
 
 
 def _open_bits(source: Source, bits: int, group: int) -> Block:
