@@ -404,18 +404,17 @@ def write_notes(
 
 
 def draft_plan_here(model: Model, scales: ScalesPlace) -> str:
-    """A plan for this machine; raises as `pi2.importing.new_model.draft_first_plan`."""
-    from pi2.importing.new_model import draft_first_plan
-    from pi2.machine import detect_machine
-    from pi2.machine.memory import count_own_bytes
+    """A plan for this machine, next to its store; raises as `draft_plan`."""
+    from pi2.authoring.drafting import Wish, draft_plan
     from pi2.planning.wish import read_document
+    from pi2.weights.file_reading import FileFiller
 
     device = read_document("host", "device").document
     assert isinstance(device, Device)
-    available_bytes = detect_machine().memory.available_bytes
-    if available_bytes:
-        available_bytes += count_own_bytes()
-    return draft_first_plan(model, device, available_bytes, ".", scales)
+    name = (model.name or model.id)[:120]
+    file = f"./{model.id}.model.toml"
+    wish = Wish(device="host", model=file, store=".", budget_bytes=None, name=name, scales=scales)
+    return draft_plan(wish, device, model, FileFiller().find_memory)
 
 
 def fetch_model(

@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from limited.memory_group import MemoryGroup
+from pi2.fitting.completion import fill_gaps
 from pi2.machine.cpu import detect_cpu
-from pi2.weights.file_plan import Parts, count_needs
+from pi2.plan.documents.plan import Plan
+from pi2.weights.file_plan import count_needs
 from pi2.weights.gguf_weights import GgufWeights
 
 MIB = 1 << 20
@@ -120,13 +122,20 @@ def open_weights(file: Path) -> GgufWeights:
 @cache
 def count_range(file: Path, context: int, batch: int, drafts: int) -> tuple[int, int]:
     """Bytes of the least budget with the shortest chunk, and of one that holds everything."""
-    decode = {"batch": batch, "activations": "int8", "speculation": {"tokens": drafts}}
     threads = max(4, detect_cpu().cores)
 
     def count(chunk: int) -> Any:
-        prefill = {"chunk": min(chunk, context), "activations": "int8"}
-        parts = Parts({"context": context}, prefill, decode, threads)
-        return count_needs(open_weights(file), parts)
+        values = {
+            "schema_version": 3,
+            "weights": file.name,
+            "device": "host",
+            "model": "any",
+            "kv": {"context": context},
+            "prefill": {"chunk": min(chunk, context), "activations": "int8"},
+            "decode": {"batch": batch, "activations": "int8", "speculation": {"tokens": drafts}},
+        }
+        plan = Plan.model_validate_json(json.dumps(fill_gaps(values)))
+        return count_needs(open_weights(file), plan, threads)
 
     needs, most = count(32), count(1024 if open_weights(file).model.moe is not None else 256)
     return needs.least, most.fixed + most.matrices

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from pi2.authoring.writing import write_tables
 from pi2.fitting import list_usual_backends
 from pi2.fitting.budget import MIB
-from pi2.fitting.completion import complete_plan, resolve_values
+from pi2.fitting.completion import FindMemory, StoreOrigin, complete_plan, resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.common import SCHEMA_VERSION
@@ -85,7 +85,9 @@ class Wish:
     """The store's place for the scales of quantised weights."""
 
 
-def draft_plan(wish: Wish, device: Device, model: Model) -> str:
+def draft_plan(
+    wish: Wish, device: Device, model: Model, find_memory: FindMemory | None = None
+) -> str:
     """A plan that states the wish and leaves the rest to be derived; raises as `complete_plan`."""
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -101,7 +103,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
         tables["bundle"] = {"scales": wish.scales}
     if wish.context is not None:
         tables["kv"] = {"context": wish.context}
-    found = complete_plan({**values, **tables}, device, model)
+    found = complete_plan({**values, **tables}, device, StoreOrigin(model), find_memory)
     final = resolve_values(found.values, device, model)
     tables["memory"]["budget"] = format_bytes(final.plan.memory.budget)
     whole, hot = count_ffn_bytes(final), find_needs(final).hot.bytes

@@ -22,12 +22,14 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import Any, TypeVar
 
+from pi2.diagnostics import UserError
 from pi2.fitting.sizes import count_unit_needs, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments, UnitMemory
 from pi2.plan.documents.plan_units import LayerOverride, Layers
+from pi2.plan.documents.quantities import approximate_bytes, compare_bytes, write_least
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
 
@@ -104,6 +106,26 @@ class Shortage(Exception):
         """Smallest sizes that work, by segment; ``units.NAME`` for a unit's memory."""
         self.needed_bytes = needed_bytes
         """Smallest budget that has room for them."""
+
+
+def explain_shortage(code: str, shortage: Shortage, budget_bytes: int) -> UserError:
+    """Which parts a plan has, and the command that gives it room for them."""
+    sizes = {name: size for name, size in shortage.sizes.items() if size}
+    parts = [f"{name}: {approximate_bytes(size)}" for name, size in sizes.items()]
+    if all(name.startswith("units.") for name in sizes):
+        return UserError.of(
+            code,
+            f"the memory of a unit is not enough for this plan: it needs at least {parts[0]}",
+            help="set a shorter kv.context, or a smaller decode.batch",
+        )
+    has, needs = compare_bytes(budget_bytes, shortage.needed_bytes)
+    return UserError.of(
+        code,
+        f"a budget of {has} is not enough for this plan: it needs at least {needs}",
+        help=f"give it `--memory '{write_least(shortage.needed_bytes)}'`, a shorter kv.context, "
+        "or a smaller prefill.chunk",
+        notes=parts,
+    )
 
 
 def round_segment(size_bytes: int) -> int:

@@ -17,11 +17,12 @@ from typing import Any
 import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.texts import Page
+from pi2.fitting.completion import FillPlan
 from pi2.fitting.inspection import Inspection, Reuse
 from pi2.fitting.rules import list_rules
 from pi2.fitting.sources import find_source
-from pi2.plan.arithmetic.resolved import FillPlan, ResolvedPlan
-from pi2.plan.arithmetic.sources import FilledPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sources import Completion
 from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
 from pi2.plan.composing.trees import Chain, Link
 from pi2.plan.documents.common import Document
@@ -342,9 +343,10 @@ def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | N
     )
 
 
-def _resolve_head(resolved: ResolvedPlan, head: FilledPlan) -> ResolvedPlan:
+def _resolve_head(resolved: ResolvedPlan, head: Completion) -> ResolvedPlan:
     """The plan of the MTP head that drafts for another, from values that were derived."""
     plan = Plan.model_validate_json(json.dumps(head.values))
+    assert head.model is not None
     return replace(resolved, plan=plan, model=head.model, file=head.facts, derived={})
 
 

@@ -1,10 +1,15 @@
-"""Derives what a plan for a neuron store leaves open; `fit_plan` decides what memory decides."""
+"""Derives what a plan leaves out, whatever its weights are: the source of them answers."""
+
+from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -14,6 +19,7 @@ from pi2.fitting.budget import (
     FIXED,
     MIB,
     Shortage,
+    explain_shortage,
     find_largest_hot,
     fit_plan,
     round_segment,
@@ -24,6 +30,7 @@ from pi2.fitting.sources import find_source
 from pi2.plan.arithmetic.estimates import USUAL_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.arithmetic.sources import Completion, FileFacts
 from pi2.plan.checking.rules.stated import find_other_choice
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
@@ -31,66 +38,139 @@ from pi2.plan.documents.plan import Plan, Segments
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
     approximate_bytes,
-    compare_bytes,
     format_bytes,
     parse_quantity,
     read_percent,
-    round_size,
-    write_least,
 )
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
 USUAL_CONTEXT = 4096
-LONG_CHUNK_SHARE = 1 / 128
-"""Part of the budget that a prompt's longer chunks may take: about as much of the cache less is
-missed more often."""
+CONTEXTS = (USUAL_CONTEXT, 2048, 1024, 512)
+"""Tokens of a context that no plan states: the most for which there is room."""
+WORKSPACE_SHARE = 0.02
+"""Part of the budget that the workspace may take for chunks beyond the usual: about as much of the
+weights less is in memory."""
 MEMORY_SHARE = 0.8
-"""Share of the free memory that a plan without a budget takes at most."""
+"""Share of the free memory that a plan without a budget takes, unless it needs more."""
 WIDE_HEAD = 128
 """Elements of a head from which on the KV cache loses little in 8 bits."""
+FAST_PREFERENCE = 0.2
+"""``experts.prefer_cached`` that `quality = "fast"` stands for."""
+SEGMENT_REASONS: Mapping[str, str] = {
+    "runtime": "Python, libraries and tokenizer",
+    "attention": "embeddings, attention, norms",
+    "kv": "KV cache of the context",
+    "state": "states of recurrent layers",
+    "predictor": "what finds active neurons",
+    "hot": "hot neurons",
+    "cold": "the rest of the budget, as far as there are neurons",
+    "workspace": "activations and staging",
+}
+_WHY_CONTEXT = f"the model's, at most {USUAL_CONTEXT}, or shorter if memory is short"
 _SIZES = tuple(name for name in Segments.model_fields if name != "state")
-
+_TABLES = ("memory", "layers", "bundle", "kv", "prefill", "decode", "experts", "backends")
 
 FindMemory = Callable[[], tuple[int, int]]
 """Tells the installed and the free memory of this machine, in bytes."""
+Setting = tuple[KeyPath, object, str]
+"""A key, its value and the reason."""
 
 
-@dataclass
-class Completion:
-    """The values of a plan, and the reasons for derived ones."""
+class FillPlan(Protocol):
+    """The facts of this machine's files and memory."""
 
-    values: dict[str, Any]
-    reasons: dict[KeyPath, str] = field(default_factory=dict)
-    is_sound: bool = True
-    """Whether the stated values have the right form; else nothing was derived."""
+    def __call__(self, values: Mapping[str, Any], path: Path, draft: Path | None = None) -> Origin:
+        """Open the GGUF file that a plan at a path runs; ``draft``: the file that
+        `decode.speculation` names.  `UserError`."""
 
-    def read(self, *path: str) -> Any:
-        """The value at ``path``; None if there is none."""
-        found: Any = self.values
-        for part in path:
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
+    def describe(self, path: Path) -> dict[str, Any] | None:
+        """Values of the plan that a GGUF file stands for; None for another file."""
 
-    def derive(self, path: KeyPath, value: object, reason: str) -> None:
-        if self.read(*map(str, path)) is not None:
-            return
-        table = self.values
-        for part in path[:-1]:
-            table = table.setdefault(str(part), {})
-        table[str(path[-1])] = value
-        self.reasons[path] = reason
+    def names_file(self, weights: object, path: Path) -> bool:
+        """Whether ``weights`` of the plan at a path are a GGUF file, and not a neuron store."""
+
+    def find_model(self, weights: object, path: Path) -> str | None:
+        """The model document of the store that the plan at a path names; None if there is none."""
+
+    def find_memory(self) -> tuple[int, int]:
+        """Installed and free memory, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What a budget is spent on."""
+
+    budget: int
+    hot: float
+    """Share of the weights that stays in memory."""
+    sizes: Mapping[str, int]
+    """Bytes by segment."""
+    follows: Sequence[Setting] = ()
+    """Settings that depend on what is in memory."""
+
+
+class Weighed(ABC):
+    """A plan with a context and a chunk, whose needs are known."""
+
+    workspace: int
+    """Bytes that activations take."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> int:
+        """Budget that holds everything; may raise `Shortage`."""
+
+    @abstractmethod
+    def fit(self, budget: int) -> Fit:
+        """Spend a budget; raises `Shortage`."""
+
+
+class Origin(ABC):
+    """The weights of a plan, as their source answers a derivation."""
+
+    path = Path()
+    """The file that is run as it is."""
+    usual_chunk: int = USUAL_CHUNK
+    """Tokens of a chunk beyond which its workspace has to be small."""
+    why_hot, why_whole = "share of neurons that fits", "all neurons fit"
+    reasons: Mapping[str, str] = SEGMENT_REASONS
+    """What each segment holds."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    @abstractmethod
+    def list_settings(self, found: Completion, device: Device) -> Iterator[Setting]:
+        """Settings that do not depend on memory; each sees those before it."""
+
+    @abstractmethod
+    def list_chunks(self, context: int) -> Iterable[int]:
+        """Tokens of chunks that are of use, the most first."""
+
+    @abstractmethod
+    def count_bytes(self, found: Completion) -> int:
+        """Bytes of the weights of which a budget may be a share."""
+
+    @abstractmethod
+    def weigh(self, plan: Plan, device: Device, found: Completion) -> Weighed:
+        """Count what ``plan`` needs, which fills the gaps of ``found``."""
+
+    def is_settled(self, found: Completion) -> bool:
+        """Whether nothing is left that depends on memory."""
+        return False
+
+    def describe(self, found: Completion, fit: Fit, device: Device) -> FileFacts | None:
+        """The facts of a file that is run as it is."""
+        return None
 
 
 def leaves_out(values: Mapping[str, Any]) -> bool:
     """Whether a plan's values are tables as they should be, and something may be derived."""
-    tables = ("memory", "layers", "bundle", "kv", "prefill", "decode", "experts", "backends")
-    if any(not isinstance(values.get(key, {}), dict) for key in tables):
+    if not has_tables(values):
         return False
     memory = values.get("memory", {})
     segments = memory.get("segments", {})
-    if not isinstance(segments, dict):
-        return False
     return (
         "quality" in values
         or not all(name in segments for name in _SIZES)
@@ -102,27 +182,29 @@ def leaves_out(values: Mapping[str, Any]) -> bool:
     )
 
 
-FAST_PREFERENCE = 0.2
-"""``experts.prefer_cached`` that `quality = "fast"` stands for."""
+def has_tables(values: Mapping[str, Any]) -> bool:
+    """Whether what has to be a table is one, as far as a derivation looks at it."""
+    tables = {key: values.get(key, {}) for key in _TABLES}
+    return all(isinstance(own, dict) for own in tables.values()) and isinstance(
+        tables["memory"].get("segments", {}), dict
+    )
 
 
-def fill_gaps(values: Mapping[str, Any]) -> dict[str, Any]:
+def fill_gaps(values: Mapping[str, Any], hot: float = 0.0) -> dict[str, Any]:
     """Values of a plan, with arbitrary ones for the values to derive."""
     found = Completion(copy.deepcopy(dict(values)))
     if read_percent(found.read("memory", "budget")) is not None:
         del found.values["memory"]["budget"]
-    for path in (("memory", "budget"), ("bundle", "stride")):
-        found.derive(path, "1 B", "")
-    for name in Segments.model_fields:
-        found.derive(("memory", "segments", name), "0 B", "")
-    for path, value in ((("layers", "split"), {"cpu": 1.0}), (("layers", "hot"), 0.0)):
+    gaps: dict[KeyPath, object] = {("memory", "budget"): "1 B", ("bundle", "stride"): "1 B"}
+    gaps |= {("memory", "segments", name): "0 B" for name in Segments.model_fields}
+    gaps |= {("layers", "split"): {"cpu": 1.0}, ("layers", "hot"): hot, ("kv", "context"): 1}
+    for path, value in gaps.items():
         found.derive(path, value, "")
-    found.derive(("kv", "context"), 1, "")
     return found.values
 
 
 def complete_plan(
-    values: Mapping[str, Any], device: Device, model: Model, find_memory: FindMemory | None = None
+    values: Mapping[str, Any], device: Device, origin: Origin, find_memory: FindMemory | None = None
 ) -> Completion:
     """Derive what ``values`` of a plan leave out; `UserError` P026 for a small budget, P242.
 
@@ -132,9 +214,9 @@ def complete_plan(
         Plan.model_validate_json(json.dumps(whole))
     except (ValidationError, TypeError):
         return Completion(whole, is_sound=False)
-    if not has_packable_shape(model):
+    if not has_packable_shape(origin.model):
         raise UserError.of("P242", "the rank of the model's predictors is not a multiple of 32")
-    found = Completion(copy.deepcopy(dict(values)))
+    found = Completion(copy.deepcopy(dict(values)), model=origin.model)
     unit = next((name for name, item in device.units.items() if item.kind == "cpu"), None)
     if unit is None:
         raise UserError.of(
@@ -142,33 +224,186 @@ def complete_plan(
             f"the device {device.id} has no CPU, and nothing else computes yet",
             help="add a unit of the kind cpu to the device",
         )
-    has_predictor = found.read("decode", "predictor") is not None
-    for path, value in list(_list_quality(found, model)):
-        found.derive(path, value, f'quality = "{found.read("quality")}"')
-    context = min(model.shape.context, USUAL_CONTEXT)
-    found.derive(("kv", "context"), context, f"the model's, at most {USUAL_CONTEXT}")
     found.derive(("layers", "split"), {unit: 1.0}, "the CPU computes everything")
-    _choose_units(found, device)
-    if not has_predictor and model.predictor is None:
-        own = "gate" if found.read("sparsity") is not None else choose_predictor(model)
-        found.derive(("decode", "predictor"), own, "how this model's neurons are found")
-        if own == "router":
-            found.derive(
-                ("decode", "look_ahead"), "layer", "a router that looks ahead loses nothing"
-            )
-    scales: ScalesPlace = "resident" if found.read("bundle", "scales") == "resident" else "inline"
-    used = model.lay_out_bundle(scales=scales).used_bytes
-    block = find_block_bytes(device)
-    found.derive(
-        ("bundle", "stride"),
-        format_bytes(round_up(used, block)),
-        f"{used} bytes are used, the device's block has {block}",
-    )
-    _choose_sizes(found, device, model, find_memory)
+    for path, value, reason in origin.list_settings(found, device):
+        found.derive(path, value, reason)
+    _choose_sizes(found, device, origin, find_memory)
     return found
 
 
-def _choose_units(found: Completion, device: Device) -> None:
+def _choose_sizes(
+    found: Completion, device: Device, origin: Origin, find_memory: FindMemory | None
+) -> None:
+    """Derive context, chunk, budget, segments and the share of weights in memory."""
+    memory = device.memory
+    installed = free = None if memory is None else memory.usable or memory.capacity
+    if installed is None and find_memory is not None:
+        installed, free = find_memory()
+    budget = _read_budget(found, device, origin, installed)
+    if origin.is_settled(found):
+        found.derive(
+            ("kv", "context"), min(origin.model.shape.context, USUAL_CONTEXT), _WHY_CONTEXT
+        )
+        return
+    context, chunk, fit = _find_fit(found, device, origin, budget, free)
+    found.derive(("kv", "context"), context, _WHY_CONTEXT)
+    if chunk is not None:
+        found.derive(("prefill", "chunk"), chunk, "the most that is of use and has room")
+    found.derive(("memory", "budget"), format_bytes(fit.budget), "the need, within the free memory")
+    why = origin.why_hot if fit.hot < 1.0 else origin.why_whole
+    found.derive(("layers", "hot"), fit.hot, f"{why} into {approximate_bytes(fit.budget)}")
+    for name, size in fit.sizes.items():
+        if name != "state" or size:
+            found.derive(("memory", "segments", name), format_bytes(size), origin.reasons[name])
+    for path, value, reason in fit.follows:
+        found.derive(path, value, reason)
+    found.facts = origin.describe(found, fit, device)
+
+
+def _find_fit(
+    found: Completion, device: Device, origin: Origin, budget: int | None, free: int | None
+) -> tuple[int, int | None, Fit]:
+    """The longest context, and the longest chunk, with which a plan fits its ``budget``, or a part
+    of the ``free`` memory; `UserError` P026."""
+    stated = found.read("memory", "segments") or {}
+    limit = max(MIB, int(free * MEMORY_SHARE) // MIB * MIB) if free else None
+    most = origin.model.shape.context
+    own, given = found.read("kv", "context"), found.read("prefill", "chunk")
+    shortage: Shortage | None = None
+    for context in [own] if own else dict.fromkeys(min(tokens, most) for tokens in CONTEXTS):
+        chunks: Iterable[int | None] = origin.list_chunks(context)
+        if given is not None or "workspace" in stated:
+            chunks = [given]
+        for chunk in chunks:
+            values = copy.deepcopy(found.values)
+            values.setdefault("kv", {})["context"] = context
+            if chunk is not None:
+                values.setdefault("prefill", {})["chunk"] = chunk
+            plan = Plan.model_validate_json(json.dumps(fill_gaps(values, hot=1.0)))
+            weighed = origin.weigh(plan, device, found)
+            try:
+                room = budget
+                if room is None:
+                    room = min(weighed.whole, limit or weighed.whole)
+                is_long = given is None and chunk is not None and chunk > origin.usual_chunk
+                if is_long and weighed.workspace > WORKSPACE_SHARE * room:
+                    continue
+                return context, chunk, weighed.fit(room)
+            except Shortage as short:
+                shortage = short
+    assert shortage is not None, "the last chunk is not long"
+    if budget is None and free and shortage.needed_bytes <= free:
+        with suppress(Shortage):
+            return context, chunk, weighed.fit(shortage.needed_bytes)
+    raise explain_shortage("P026", shortage, budget or limit or 0)
+
+
+def _read_budget(
+    found: Completion, device: Device, origin: Origin, installed: int | None
+) -> int | None:
+    """The stated budget in bytes; a share of the memory or of the weights becomes a size."""
+    stated = found.read("memory", "budget")
+    share = read_percent(stated)
+    if share is None:
+        return None if stated is None else _parse_bytes(stated)
+    part, of_file = share
+    whole = origin.count_bytes(found) if of_file else installed
+    if whole is None:
+        message = f"{stated} of what: the device {device.id} states no memory"
+        raise UserError.of("P026", message, help="state a size, such as 4 GiB")
+    size = int(whole * part) // MIB * MIB
+    found.values["memory"] = {**found.values["memory"], "budget": format_bytes(size)}
+    found.reasons[("memory", "budget")] = f"{stated} of {approximate_bytes(whole)}"
+    return size
+
+
+def _parse_bytes(sound: str) -> int:
+    return int(parse_quantity(sound, BYTE_UNITS))
+
+
+class StoreOrigin(Origin):
+    """A neuron store, of whose model all sizes follow."""
+
+    def list_settings(self, found: Completion, device: Device) -> Iterator[Setting]:
+        model, has_predictor = self.model, found.read("decode", "predictor") is not None
+        for path, value in list(_list_quality(found, model)):
+            yield path, value, f'quality = "{found.read("quality")}"'
+        yield from _choose_units(found, device)
+        if not has_predictor and model.predictor is None:
+            own = "gate" if found.read("sparsity") is not None else choose_predictor(model)
+            yield ("decode", "predictor"), own, "how this model's neurons are found"
+            if own == "router":
+                why = "a router that looks ahead loses nothing"
+                yield ("decode", "look_ahead"), "layer", why
+        scales: ScalesPlace = (
+            "resident" if found.read("bundle", "scales") == "resident" else "inline"
+        )
+        used, block = model.lay_out_bundle(scales=scales).used_bytes, find_block_bytes(device)
+        why = f"{used} bytes are used, the device's block has {block}"
+        yield ("bundle", "stride"), format_bytes(round_up(used, block)), why
+
+    def list_chunks(self, context: int) -> Iterable[int]:
+        return reversed(list_chunks(self.model, context))
+
+    def count_bytes(self, found: Completion) -> int:
+        neurons: int = self.model.shape.layers * self.model.layer_neurons
+        return neurons * _parse_bytes(found.read("bundle", "stride"))
+
+    def is_settled(self, found: Completion) -> bool:
+        segments = found.read("memory", "segments") or {}
+        is_whole = found.read("memory", "budget") and found.read("layers", "hot") is not None
+        return bool(is_whole) and all(name in segments for name in _SIZES)
+
+    def weigh(self, plan: Plan, device: Device, found: Completion) -> Weighed:
+        wanted = ResolvedPlan(plan=plan, device=device, model=self.model, find_source=find_source)
+        return _WeighedStore(wanted, found)
+
+
+class _WeighedStore(Weighed):
+    def __init__(self, wanted: ResolvedPlan, found: Completion) -> None:
+        """``wanted`` states the most that may stay in memory."""
+        stated, segments = found.read("memory", "segments") or {}, wanted.plan.memory.segments
+        self._stated, self._hot = stated, found.read("layers", "hot")
+        if "hot" in stated and self._hot is None:
+            wanted = find_largest_hot(wanted, segments.hot)
+        needs = dict(find_needs(wanted).items())
+        self.workspace, self._wanted = needs["workspace"].bytes, wanted
+        self._runtime = segments.runtime if "runtime" in stated else None
+        self._cold = segments.cold if "cold" in stated else None
+        # What is stated beyond its need is taken from the rest.
+        own = [(getattr(segments, name), needs[name].bytes) for name in FIXED if name in stated]
+        self._spare: int = sum(max(0, size - round_segment(need)) for size, need in own)
+
+    @property
+    def whole(self) -> int:
+        return self._fit(None).plan.memory.budget + self._spare
+
+    def _fit(self, budget: int | None) -> ResolvedPlan:
+        return fit_plan(self._wanted, budget, runtime_bytes=self._runtime, cold_bytes=self._cold)
+
+    def fit(self, budget: int) -> Fit:
+        try:
+            fitted = self._fit(budget - self._spare)
+        except Shortage as shortage:
+            raise Shortage(shortage.sizes, shortage.needed_bytes + self._spare) from None
+        plan, memory = self._wanted.plan, fitted.plan.memory
+        hot = fitted.plan.layers.hot if self._hot is None else self._hot
+        layers = plan.layers.model_copy(update={"hot": hot})
+        final = replace(self._wanted, plan=plan.model_copy(update={"layers": layers}))
+        sizes: dict[str, int] = dict(memory.segments)
+        sizes["hot"] = max(sizes["hot"], round_segment(find_needs(final).hot.bytes))
+        sizes |= {name: size for name, size in plan.memory.segments if name in self._stated}
+        if "cold" not in self._stated:
+            others = sum(sizes.values()) - sizes["cold"]
+            sizes["cold"] = max(0, min(sizes["cold"], budget - others))
+        units = write_memory(fitted.plan).get("units")
+        follows: list[Setting] = []
+        if units is not None:
+            follows.append((("memory", "units"), units, "what units with memory of their own keep"))
+        return Fit(budget=budget, hot=hot, sizes=sizes, follows=follows)
+
+
+def _choose_units(found: Completion, device: Device) -> Iterator[Setting]:
     splits = [found.read("layers", "split"), *_list_overrides(found.read("layers", "overrides"))]
     splits += [found.read("projections", key) for key in ("attention", "head")]
     names = {name for split in splits if isinstance(split, Mapping) for name in split}
@@ -176,7 +411,7 @@ def _choose_units(found: Completion, device: Device) -> None:
     kinds = {device.units[name].kind for name in names if name in device.units}
     if kinds - {"cpu"} or found.read("backends") is not None:
         for kind, backend in choose_backends(kinds).items():
-            found.derive(("backends", kind), backend, f"what serves units of the kind {kind}")
+            yield ("backends", kind), backend, f"what serves units of the kind {kind}"
 
 
 def _list_overrides(overrides: object) -> Iterator[object]:
@@ -220,173 +455,6 @@ def _list_quality(found: Completion, model: Model) -> Iterator[tuple[KeyPath, ob
             moe = model.moe
             if predictor == "router" and moe is not None and find_other_choice(moe) is None:
                 yield ("experts", "prefer_cached"), FAST_PREFERENCE
-
-
-def _choose_sizes(
-    found: Completion, device: Device, model: Model, find_memory: FindMemory | None
-) -> None:
-    stated = dict(found.read("memory", "segments") or {})
-    budget = _read_budget(found, device, model, find_memory)
-    has_sizes = all(name in stated for name in _SIZES) and budget is not None
-    if has_sizes and found.read("layers", "hot") is not None:
-        return
-    trial = copy.deepcopy(found.values)
-    memory = trial.setdefault("memory", {})
-    memory["segments"] = dict.fromkeys(Segments.model_fields, "0 B") | stated
-    memory.setdefault("budget", "0 B")
-    trial["layers"].setdefault("hot", 1.0)
-    if found.read("prefill", "chunk") is None and "workspace" not in stated:
-        chunk = _choose_chunk(trial, device, model, budget)
-        found.derive(("prefill", "chunk"), chunk, "the most that this model gains from")
-        trial["prefill"] = {**trial.get("prefill", {}), "chunk": chunk}
-    wanted = resolve_values(trial, device, model)
-    if "hot" in stated and found.read("layers", "hot") is None:
-        wanted = find_largest_hot(wanted, wanted.plan.memory.segments.hot)
-    fitted = _fit(wanted, budget, stated, find_memory)
-    _state_sizes(found, wanted, fitted, stated)
-
-
-def _fit(
-    wanted: ResolvedPlan,
-    budget: int | None,
-    stated: Mapping[str, Any],
-    find_memory: FindMemory | None,
-) -> ResolvedPlan:
-    """``wanted`` within a budget; unchanged if stated sizes take more."""
-    segments = wanted.plan.memory.segments
-    runtime = segments.runtime if "runtime" in stated else None
-    cold = segments.cold if "cold" in stated else None
-    # What is stated beyond its need is taken from the rest.
-    spare = sum(
-        max(0, getattr(segments, name) - round_segment(getattr(find_needs(wanted), name).bytes))
-        for name in FIXED
-        if name in stated
-    )
-    try:
-        if budget is None:
-            fitted = fit_plan(wanted, None, runtime_bytes=runtime, cold_bytes=cold)
-            memory = wanted.device.memory
-            most = None if memory is None else memory.usable or memory.capacity
-            if most is None and find_memory is not None:
-                most = find_memory()[1]
-            if most is None or fitted.plan.memory.budget <= most * MEMORY_SHARE:
-                return fitted
-            budget = int(most * MEMORY_SHARE) // MIB * MIB
-        return fit_plan(wanted, budget - spare, runtime_bytes=runtime, cold_bytes=cold)
-    except Shortage as shortage:
-        assert budget is not None
-        has, needs = compare_bytes(budget, shortage.needed_bytes + spare)
-        raise UserError.of(
-            "P026",
-            f"{has} is not enough: this plan needs at least {needs}",
-            help=f"give it `--memory '{write_least(shortage.needed_bytes + spare)}'`, or a shorter "
-            "context, such as kv.context=1024",
-            notes=[f"{name}: {approximate_bytes(n)}" for name, n in shortage.sizes.items() if n],
-        ) from None
-
-
-def _state_sizes(
-    found: Completion, wanted: ResolvedPlan, fitted: ResolvedPlan, stated: Mapping[str, Any]
-) -> None:
-    hot = found.read("layers", "hot")
-    share = fitted.plan.layers.hot if hot is None else hot
-    layers = wanted.plan.layers.model_copy(update={"hot": share})
-    final = replace(wanted, plan=wanted.plan.model_copy(update={"layers": layers}))
-    segments = fitted.plan.memory.segments
-    sizes: dict[str, int] = {name: getattr(segments, name) for name in Segments.model_fields}
-    sizes["hot"] = max(sizes["hot"], round_segment(find_needs(final).hot.bytes))
-    budget = read_size(found.read("memory", "budget")) or fitted.plan.memory.budget
-    for name in stated:
-        if name in sizes:
-            sizes[name] = getattr(wanted.plan.memory.segments, name)
-    if "cold" not in stated:
-        others = sum(size for name, size in sizes.items() if name != "cold")
-        sizes["cold"] = max(0, min(sizes["cold"], budget - others))
-    found.derive(("memory", "budget"), format_bytes(budget), "the need, within the free memory")
-    why = "share of neurons that fits" if share < 1.0 else "all neurons fit"
-    found.derive(("layers", "hot"), share, f"{why} into {approximate_bytes(budget)}")
-    for name, size in sizes.items():
-        if name != "state" or size:
-            found.derive(("memory", "segments", name), format_bytes(size), SEGMENT_REASONS[name])
-    units = write_memory(fitted.plan).get("units")
-    if units is not None:
-        found.derive(("memory", "units"), units, "what units with memory of their own keep")
-
-
-SEGMENT_REASONS: Mapping[str, str] = {
-    "runtime": "Python, libraries and tokenizer",
-    "attention": "embeddings, attention, norms",
-    "kv": "KV cache of the context",
-    "state": "states of recurrent layers",
-    "predictor": "what finds active neurons",
-    "hot": "hot neurons",
-    "cold": "the rest of the budget, as far as there are neurons",
-    "workspace": "activations and staging",
-}
-
-
-def _read_budget(
-    found: Completion, device: Device, model: Model, find_memory: FindMemory | None
-) -> int | None:
-    """The budget in bytes; a share of the memory is replaced by its size."""
-    stated = found.read("memory", "budget")
-    share = read_percent(stated)
-    if share is None:
-        size = read_size(stated)
-        return None if size is None else round_size(size)
-    part, of_file = share
-    memory, whole = device.memory, None
-    if of_file:
-        stride = read_size(found.read("bundle", "stride")) or 0
-        whole = model.shape.layers * model.layer_neurons * stride
-    elif memory is not None:
-        whole = memory.usable or memory.capacity
-    if whole is None and find_memory is not None:
-        whole = find_memory()[0]
-    if whole is None:
-        message = f"{stated} of what: the device {device.id} states no memory"
-        raise UserError.of("P026", message, help="state a size, such as 4 GiB")
-    size = int(whole * part) // MIB * MIB
-    found.values["memory"] = {**found.values["memory"], "budget": format_bytes(size)}
-    found.reasons[("memory", "budget")] = f"{stated} of {approximate_bytes(whole)}"
-    return size
-
-
-def read_size(stated: object) -> int | None:
-    """Bytes that a plan states; None if it states none, or what the schema will refuse."""
-    try:
-        return None if stated is None else int(parse_quantity(str(stated), BYTE_UNITS))
-    except ValueError:
-        return None
-
-
-def _choose_chunk(
-    values: Mapping[str, Any], device: Device, model: Model, budget: int | None
-) -> int:
-    """Tokens of a prompt's chunk: the most that are of use to the model, as far as those beyond the
-    usual take little of the ``budget``."""
-    context: int = values["kv"]["context"]
-    usual = min(USUAL_CHUNK, context)
-
-    def resolve(chunk: int) -> ResolvedPlan:
-        prefill = {**values.get("prefill", {}), "chunk": chunk}
-        return resolve_values({**values, "prefill": prefill}, device, model)
-
-    longest = list_chunks(model, context)[-1]
-    if longest == usual:
-        return longest
-    needs = find_needs(resolve(usual))
-    more = find_needs(resolve(longest)).workspace.bytes - needs.workspace.bytes
-    whole = sum(need.bytes for _, need in needs.items()) if budget is None else budget
-    if more > LONG_CHUNK_SHARE * whole:
-        return usual
-    if budget is None:
-        return longest
-    try:
-        fit_plan(resolve(longest), budget)
-    except Shortage:
-        return usual
-    return longest
 
 
 def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:

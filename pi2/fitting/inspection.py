@@ -10,9 +10,16 @@ from typing import Any
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
-from pi2.fitting.completion import complete_plan, fill_gaps, leaves_out
-from pi2.plan.arithmetic.resolved import FillPlan
-from pi2.plan.arithmetic.sources import FileFacts
+from pi2.fitting.completion import (
+    FillPlan,
+    Origin,
+    StoreOrigin,
+    complete_plan,
+    fill_gaps,
+    has_tables,
+    leaves_out,
+)
+from pi2.plan.arithmetic.sources import Completion, FileFacts
 from pi2.plan.composing.trees import Chain, Overrides, Removal
 from pi2.plan.documents.common import COMPOSITION, Document
 from pi2.plan.documents.device import Device
@@ -99,6 +106,8 @@ class Inspection:
         self.reuse = reuse
         self.fill = fill
         """Completes plans that run a GGUF file."""
+        self.origin: Origin | None = None
+        """The open file that the plan runs."""
         self.facts: FileFacts | None = None
         self.runs_file = False
         """Whether the plan's weights are a GGUF file."""
@@ -206,22 +215,20 @@ class Inspection:
         self.files[kind] = source
         self.file_names[kind] = Path(located.file_name)
         self.references[kind] = located.reference
-        if (
-            kind == "plan"
-            and self.fill is not None
-            and self.fill.names_file(source.values.get("weights"), source.path)
-        ):
-            self.runs_file = True
-            completed = self.complete(source, self.fill)
-            if completed is None:
+        values, fill = source.values, self.fill
+        if kind == "plan":
+            names = fill is not None and fill.names_file(values.get("weights"), source.path)
+            self.runs_file = names
+            if names and not has_tables(values):
+                whole = False
+            elif names or leaves_out(values):
+                if fill is not None and names:
+                    whole &= self.open_file(source, fill)
+                if "device" not in values:
+                    values["device"] = "host"
+                    self.own[("device",)] = "this machine"
+                self.is_open, self.is_whole = True, whole
                 return
-            source = self.files[kind] = completed
-        if kind == "plan" and self.facts is None and leaves_out(source.values):
-            if "device" not in source.values:
-                source.values["device"] = "host"
-                self.own[("device",)] = "this machine"
-            self.is_open, self.is_whole = True, whole
-            return
         self.check_values(source, kind, whole)
 
     def check_values(self, source: SourceFile, kind: Kind, whole: bool) -> None:
@@ -233,60 +240,56 @@ class Inspection:
         if document is not None and whole:
             self.documents[kind] = document
 
-    def close_plan(self) -> None:
-        """Derive what a plan for a store leaves out, once its device and model are known."""
-        if not self.is_open:
-            return
-        source = self.files["plan"]
-        device, model = self.documents.get("device"), self.documents.get("model")
-        is_sound = False
+    def open_file(self, source: SourceFile, fill: FillPlan) -> bool:
+        """Open the GGUF file that a plan runs, which states the model; False if that fails."""
         try:
-            if self.contradictory or not (isinstance(device, Device) and isinstance(model, Model)):
-                # Whether anything else is wrong with the plan is seen without them.
-                values = fill_gaps(source.values)
-            else:
-                memory = None if self.fill is None else self.fill.find_memory
-                found = complete_plan(source.values, device, model, memory)
-                values, is_sound = found.values, found.is_sound
-                self.derived = self.own | found.reasons
-        except UserError as error:
-            self.note_at(("memory", "budget"), error.diagnostics)
-            return
-        source = self.files["plan"] = replace(source, values=values)
-        self.check_values(source, "plan", self.is_whole)
-        if not is_sound:
-            self.documents.pop("plan", None)
-
-    def complete(self, source: SourceFile, fill: FillPlan) -> SourceFile | None:
-        """Derive what a plan that runs a GGUF file leaves out, and its model; None where that is
-        not possible, with the reason among the findings."""
-        _, found = check_schema(source, DOCUMENTS["plan"])
-        if any(item.code not in (_UNKNOWN, _MISSING) for item in found):
-            self.diagnostics += (self.add_removal(i) for i in found if i.code != _MISSING)
-            return None
-        try:
-            filled = fill(source.values, source.path, self._find_draft(source))
+            self.origin = fill(source.values, source.path, self._find_draft(source))
         except UserError as error:
             span = source.spans.find_value(("weights",))
             self.diagnostics += (
                 item if item.span is not None else replace(item, span=span, path="weights")
                 for item in error.diagnostics
             )
-            return None
-        self.facts, self.derived = filled.facts, filled.reasons
-        self.documents["model"] = filled.model
-        return replace(source, values=filled.values)
+            return False
+        self.documents["model"] = model = self.origin.model
+        if "model" not in source.values:
+            source.values["model"] = model.id
+            self.own[("model",)] = "what the file's metadata say"
+        return True
+
+    def close_plan(self) -> None:
+        """Derive what a plan leaves out, once its device and model are known."""
+        if not self.is_open:
+            return
+        source = self.files["plan"]
+        device, model = self.documents.get("device"), self.documents.get("model")
+        if self.contradictory or not (isinstance(device, Device) and isinstance(model, Model)):
+            # Whether anything else is wrong with the plan is seen without them.
+            found = Completion(fill_gaps(source.values), is_sound=False)
+        else:
+            memory = None if self.fill is None else self.fill.find_memory
+            origin = StoreOrigin(model) if self.origin is None else self.origin
+            try:
+                found = complete_plan(source.values, device, origin, memory)
+            except UserError as error:
+                self.note_at(("memory", "budget"), error.diagnostics)
+                return
+            self.derived, self.facts = self.own | found.reasons, found.facts
+        source = self.files["plan"] = replace(source, values=found.values)
+        self.check_values(source, "plan", self.is_whole)
+        if not found.is_sound:
+            self.documents.pop("plan", None)
 
     def _find_draft(self, source: SourceFile) -> Path | None:
-        """The plan or GGUF file that a sound plan names as its draft, if it may."""
-        speculation = source.values.get("decode", {}).get("speculation", {})
-        if "plan" not in speculation:
+        """The plan or GGUF file that a plan names as its draft, if it may."""
+        stated = Completion(source.values).read("decode", "speculation", "plan")
+        if not isinstance(stated, str):
             return None
-        path: Path = source.path.parent / speculation["plan"]
+        path: Path = source.path.parent / stated
         try:
             if not self.is_replaced(("decode", "speculation", "plan")):
                 check_inside(path, source.path.parent, self.root)
-        except UserError:
+        except (UserError, ValueError, OSError):
             return None
         return path
 
@@ -331,10 +334,11 @@ class Inspection:
     def follow(self, kind: Kind) -> None:
         """Read the device or model that the plan names, even if the plan has other errors."""
         plan = self.files.get("plan")
-        if kind == "model" and self.facts is not None:
-            text = f"# read from {self.facts.path.name}\n"
-            self.files[kind] = SourceFile(self.facts.path, self.facts.path.name, text, {})
-            self.file_names[kind] = Path(f"{self.facts.said['model']}.model.toml")
+        if kind == "model" and self.runs_file:
+            if self.origin is not None:
+                path, name = self.origin.path, self.origin.path.name
+                self.files[kind] = SourceFile(path, name, f"# read from {name}\n", {})
+                self.file_names[kind] = Path(f"{self.origin.model.id}.model.toml")
             return
         reference = None if plan is None else plan.values.get(kind)
         if kind == "model" and plan is not None and reference is None and self.fill is not None:

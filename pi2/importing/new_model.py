@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli
 from pydantic import ValidationError
 
 from pi2.caches import show_path
 from pi2.diagnostics import UserError
-from pi2.fitting.completion import USUAL_CONTEXT
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config, read_sampling
 from pi2.importing.families import describe_family, list_heads
@@ -23,64 +21,12 @@ from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
-from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import TENSOR_OPTIONS, Tensors
-from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
 from pi2.plan.reading.block_entries import gather_blocks, list_entries, write_entries
 from pi2.plan.toml.text import write_key, write_value
-from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
+from pi2.plan.weights.layout import GROUP, round_up
 from pi2.sandbox.tokenizer import TokenizerRefused
-
-LEAST_CONTEXT = 512
-"""Tokens of the shortest context that is chosen without being asked for."""
-MEMORY_SHARE = 0.8
-"""Share of the memory that is free now: other programs go on meanwhile."""
-
-
-def draft_first_plan(
-    model: Model, device: Device, available_bytes: int, store: str, scales: ScalesPlace = "inline"
-) -> str:
-    """Text of a plan for ``model``, whose file and ``store`` are in its folder.
-
-    ``scales``: their place in the store.  ``available_bytes``: free memory, 0 if that is not known;
-    the context fits into `MEMORY_SHARE` of it.  `UserError` P026: not even `LEAST_CONTEXT` does."""
-
-    from pi2.authoring.drafting import Wish, draft_plan
-
-    def draft(budget_bytes: int | None, context: int | None = None) -> str:
-        wish = Wish(
-            device=device.id,
-            model=f"./{model.id}.model.toml",
-            store=store,
-            budget_bytes=budget_bytes,
-            context=context,
-            name=(model.name or model.id)[:120],
-            scales=scales,
-        )
-        return draft_plan(wish, device, model)
-
-    whole = draft(None)
-    budget = parse_quantity(tomli.loads(whole)["memory"]["budget"], BYTE_UNITS)
-    free = int(available_bytes * MEMORY_SHARE)
-    if not available_bytes or free >= budget:
-        return whole
-    usual = min(model.shape.context, USUAL_CONTEXT)
-    context = usual
-    while True:
-        try:
-            text = draft(free, context)
-        except UserError as error:
-            if error.diagnostics[0].code != "P026" or context <= LEAST_CONTEXT:
-                raise
-            context = max(LEAST_CONTEXT, context // 2)
-            continue
-        if context == usual:
-            return text
-        line = f"context = {context}\n"
-        reason = f"of {usual}, which did not fit into {approximate_bytes(free)}"
-        return text.replace(line, f"{line.rstrip()}  # {reason}\n", 1)
-
 
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 """Prefixes of names that some checkpoints leave out."""

@@ -14,7 +14,7 @@ from pi2.costs.cost_layer import LayerCost
 from pi2.diagnostics import UserError
 from pi2.engine.run_report import describe_expected
 from pi2.fitting import find_backend
-from pi2.fitting.completion import choose_backends, complete_plan, resolve_values
+from pi2.fitting.completion import StoreOrigin, choose_backends, complete_plan, resolve_values
 from pi2.fitting.sizes import count_unit_needs
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -101,7 +101,7 @@ def _shorten(document: dict[str, Any], planned: PlannedPlan) -> dict[str, Any]:
         if table.pop(path[-1], None) is None:
             continue
         try:
-            values = complete_plan(trial, wish.device, wish.model).values
+            values = complete_plan(trial, wish.device, StoreOrigin(wish.model)).values
             found = resolve_values(values, wish.device, wish.model).plan
         except (UserError, ValidationError):  # a required key, or one that others need
             continue

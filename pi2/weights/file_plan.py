@@ -1,29 +1,29 @@
-"""Derives what a plan that runs a GGUF file leaves out: model, device, segments and the rest."""
+"""How a GGUF file answers the derivation of a plan that runs it."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
-from pi2.diagnostics import UserError
-from pi2.fitting.budget import count_file_runtime
+from pi2.fitting.budget import MIB, Shortage, count_file_runtime
 from pi2.fitting.completion import (
     FAST_PREFERENCE,
-    MEMORY_SHARE,
     SEGMENT_REASONS,
-    USUAL_CONTEXT,
-    read_size,
+    Fit,
+    Origin,
+    Setting,
+    Weighed,
+    complete_plan,
 )
 from pi2.memory.weight_stream import BLOCK
-from pi2.plan.arithmetic.sources import FileFacts, FilledPlan
+from pi2.plan.arithmetic.sources import Completion, FileFacts
 from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.checking.rules.stated import find_other_choice
+from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Segments
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes, read_percent, write_least
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.documents.plan import Plan, Segments
+from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import round_up
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import GgufWeights
@@ -31,30 +31,15 @@ from pi2.weights.gguf_weights import GgufWeights
 LEAST_THREADS = 4
 """Compute threads that the workspace has room for at least: another machine may have more cores
 than the one on which a plan was derived."""
-CONTEXTS = (USUAL_CONTEXT, 2048, 1024, 512)
-"""Tokens of a context that no plan states: the most for which there is room."""
 CHUNKS = (256, 128, 64, 32)
 """Tokens of a prompt that go through the layers together: the most for which there is room."""
+MIXTURE_CHUNKS = (1024, 512)
+"""The same of MoE models, whose experts every chunk reads once, if the workspace stays small."""
 DRAFT_TOKENS = {"prompt": 6, "mtp": 3}
 """Tokens that are drafted at once where weights are streamed.  With the token before them, seven
 are the most that have the bits of one by one; an MTP head knows the first ones best."""
-MIXTURE_CHUNKS = (1024, 512)
-"""The same of MoE models, whose experts every chunk reads once, if the workspace stays small."""
-WORKSPACE_SHARE = 0.02
-"""Of the budget, or of the weights, which that may take."""
 LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
 """Bytes of a streaming run's ring: room for so many pieces, at least and usually."""
-_MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Tables of a plan on which its needs depend, and compute threads."""
-
-    kv: dict[str, Any]
-    prefill: dict[str, Any]
-    decode: dict[str, Any]
-    threads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,192 +84,209 @@ class FileNeeds:
         """Dense matrices that every token reads whole."""
         return self.matrices - self.looked_up - self.experts
 
+    def divide(self, budget: int) -> tuple[int, int, int]:
+        """Bytes of resident matrices, of the ring that other dense ones pass through, and of slots
+        for experts: these have what dense matrices leave.  Raises `Shortage`."""
+        if budget < self.least:
+            names = ("runtime", "kv", "state", "workspace")
+            sizes = {name: getattr(self, name) for name in names} | {
+                "attention": self.vectors,
+                "experts of a token": self.slots,
+                "the model that drafts": self.draft,
+            }
+            raise Shortage(sizes, self.least)
+        room = budget - self.fixed
+        if room >= self.matrices:
+            return self.matrices, 0, 0
+        if self.experts and room >= self.streamable + self.slots:
+            return self.streamable, 0, room - self.streamable
+        room -= self.slots
+        ring = max(LEAST_RING, min(USUAL_RING, room // 8, room - self.shared))
+        return max(0, min(room - ring, self.streamable)), ring, self.slots
 
-def derive_plan(
-    values: Mapping[str, Any],
-    weights: GgufWeights,
-    installed_bytes: int,
-    available_bytes: int,
-    draft_bytes: int = 0,
-    head: GgufWeights | None = None,
-    cores: int = 1,
-) -> FilledPlan:
-    """Complete the values of a plan for open ``weights``.
 
-    The machine has so many ``cores`` and so much memory, of which so much is free.  The model that
-    drafts takes ``draft_bytes`` of the budget.  ``head`` is the MTP head that the plan wants, or
-    that drafts where it says nothing of drafts and weights stream.
+@dataclass(frozen=True, kw_only=True)
+class FileFit(Fit):
+    """A budget that was spent on a file."""
 
-    Raises `UserError` P026 where the budget is not enough."""
-    model = weights.model
-    kv = dict(values.get("kv") or {})
-    longest = min(model.shape.context, USUAL_CONTEXT)
-    contexts = [kv["context"]] if "context" in kv else [min(longest, most) for most in CONTEXTS]
-    prefill, decode = dict(values.get("prefill") or {}), dict(values.get("decode") or {})
-    decode.setdefault("predictor", "none")
-    for part in (prefill, decode):
-        part.setdefault("activations", "int16" if values.get("quality") == "exact" else "int8")
-    memory = dict(values.get("memory") or {})
-    share = read_percent(memory.get("budget"))
-    if share is not None:
-        size = weights.count_bytes() if share[1] else installed_bytes
-        memory["budget"] = format_bytes(int(size * share[0]) // _MIB * _MIB)
-    stated = memory.get("budget")
-    budget = stated if isinstance(stated, int) else read_size(stated)
-    larger = MIXTURE_CHUNKS if model.moe is not None else ()
-    chunks = (prefill["chunk"],) if "chunk" in prefill else (*larger, *CHUNKS)
-    wanted = head if "speculation" in decode else None
-    parts = Parts(kv, prefill, decode, _count_threads(values, cores))
-    limit = budget
-    if limit is None and available_bytes:
-        limit = int(available_bytes * MEMORY_SHARE)
-    for kv["context"], chunk in itertools.product(contexts, chunks):
-        prefill["chunk"] = min(chunk, _read_count(kv["context"]))
-        needs = _count_both(weights, wanted, parts, limit, draft_bytes)
-        most = WORKSPACE_SHARE * min(needs.matrices, limit or needs.matrices)
-        if chunk in larger and len(chunks) > 1 and needs.workspace > most:
-            continue
-        if limit is None or needs.least <= limit:
-            break
-    if budget is None:
-        whole = round_up(needs.fixed + needs.matrices, _MIB)
-        budget = whole if limit is None else min(whole, limit)
-        if needs.least <= available_bytes:
-            budget = max(budget, needs.least)
-        needs = _count_both(weights, wanted, parts, budget, draft_bytes)
-    if budget < needs.least:
-        raise _refuse(budget, needs)
-    hot, ring, slots = divide(budget, needs)
-    if needs.streamable > hot and "speculation" not in decode and not model.is_mtp:
-        # A step that verifies drafts reads the file once.
-        both = _count_both(weights, head, parts, budget, draft_bytes)
-        wanted = head if both.least <= budget else None
-        drafts = "prompt" if wanted is None else "mtp"
-        decode["speculation"] = {"drafts": drafts, "tokens": DRAFT_TOKENS[drafts]}
-        needs = needs if wanted is None else both
-        hot, ring, slots = divide(budget, needs)
-    is_whole = hot == needs.matrices
-    streamed = max(0, needs.streamable - hot)
-    memory.setdefault("budget", f"{budget} B")
-    memory.setdefault("weights", "mapped" if is_whole else "loaded")
-    sizes = dict.fromkeys(Segments.model_fields, 0) | {
-        "runtime": needs.runtime,
-        "attention": needs.vectors,
-        "kv": needs.kv,
-        "state": needs.state,
-        "hot": hot,
-        "cold": ring + slots,
-        "workspace": needs.workspace,
-    }
-    segments = {name: f"{size} B" for name, size in sizes.items()}
-    memory["segments"] = segments | dict(memory.get("segments") or {})
-    layers = dict(values.get("layers") or {})
-    layers.setdefault("split", {"cpu": 1.0})
-    stride = round_up(model.lay_out_bundle().used_bytes, 4096)
-    said = {
-        "model": model.id,
-        "bundle.stride": stride,
-        "layers.hot": round(hot / needs.matrices, 4),
-    }
-    layers.setdefault("hot", said["layers.hot"])
-    filled = {
-        "device": "host",
-        "model": model.id,
-        "backends": {"cpu": "blocks"},
-        "bundle": {"stride": f"{stride} B"},
-        **values,
-        "memory": memory,
-        "layers": layers,
-        "prefill": prefill,
-        "decode": decode,
-        "kv": kv,
-    }
-    is_fast = values.get("quality") == "fast" and not is_whole
-    if is_fast and model.moe is not None and find_other_choice(model.moe) is None:
-        filled["experts"] = {"prefer_cached": FAST_PREFERENCE, **(values.get("experts") or {})}
-    nothing = Need(0, "nothing")
-    active = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
-    facts = FileFacts(
-        path=weights.path,
-        said=said,
-        matrices=sum(1 for _ in weights.list_matrices()),
-        matrix_bytes=needs.matrices,
-        token_bytes=needs.streamable
-        + round(active * needs.experts)
-        + sum(find_shared(weights).values()),
-        streamed_bytes=streamed,
-        expert_bytes=0 if is_whole else needs.experts,
-        slot_bytes=slots,
-        needs=Needs(
-            attention=Need(needs.vectors, "norms, biases and tables"),
-            kv=Need(needs.kv, f"{kv['context']} tokens"),
-            state=Need(needs.state, "states of sequences"),
-            predictor=nothing,
-            hot=nothing,
-            cold=Need(min(ring, LEAST_RING) + min(slots, needs.slots), "buffers of reads"),
-            workspace=Need(needs.workspace, f"{prefill['chunk']} tokens of a prompt, and logits"),
-        ),
-        threads=parts.threads,
-        weights=weights,
-        draft=None if wanted is None else _derive_head(filled, wanted, needs.draft, cores),
-        shared=weights.list_resident() | ({} if wanted is None else find_shared(wanted)),
-    )
+    needs: FileNeeds
+    slots: int
+    """Bytes of slots for experts."""
+    head: GgufWeights | None
+    """The MTP head that drafts."""
+
+
+class FileOrigin(Origin):
+    """An open GGUF file.
+
+    The model that drafts takes ``draft_bytes`` of the budget.  ``head`` is the MTP head that the
+    plan wants, or that drafts where it says nothing of drafts and weights stream.  The machine has
+    so many ``cores``."""
+
+    usual_chunk = CHUNKS[0]
+    why_hot, why_whole = "share of the weights that fits", "all weights fit"
     reasons = {
-        path: reason.format(budget=approximate_bytes(budget), streamed=approximate_bytes(streamed))
-        for path, reason in REASONS.items()
-        if _is_left_out(values, path)
+        **SEGMENT_REASONS,
+        "attention": "norms, biases and tables",
+        "hot": "matrices that stay in memory",
+        "cold": "buffers of reads",
     }
-    return FilledPlan(values=filled, model=model, facts=facts, reasons=reasons)
+
+    def __init__(
+        self,
+        weights: GgufWeights,
+        head: GgufWeights | None = None,
+        draft_bytes: int = 0,
+        cores: int = 1,
+    ) -> None:
+        super().__init__(weights.model)
+        self.path = weights.path
+        self.weights, self.head, self.draft_bytes, self.cores = weights, head, draft_bytes, cores
+
+    @property
+    def stride(self) -> int:
+        return round_up(self.model.lay_out_bundle().used_bytes, 4096)
+
+    def list_settings(self, found: Completion, device: Device) -> Iterator[Setting]:
+        yield ("backends",), {"cpu": "blocks"}, "the backend that computes files as they are"
+        why = "a neuron's bytes, which lie apart in a file"
+        yield ("bundle", "stride"), f"{self.stride} B", why
+        yield ("decode", "predictor"), "none", "a file names no neurons"
+        why = 'as llama.cpp has them, or 16 bits with quality = "exact"'
+        bits = "int16" if found.read("quality") == "exact" else "int8"
+        yield ("prefill", "activations"), bits, why
+        yield ("decode", "activations"), bits, why
+
+    def list_chunks(self, context: int) -> Iterable[int]:
+        larger = MIXTURE_CHUNKS if self.model.moe is not None else ()
+        return dict.fromkeys(min(chunk, context) for chunk in (*larger, *CHUNKS))
+
+    def count_bytes(self, found: Completion) -> int:
+        return self.weights.count_bytes()
+
+    def weigh(self, plan: Plan, device: Device, found: Completion) -> Weighed:
+        return _WeighedFile(self, plan)
+
+    def describe(self, found: Completion, fit: Fit, device: Device) -> FileFacts:
+        assert isinstance(fit, FileFit)
+        weights, needs, model, head = self.weights, fit.needs, self.model, fit.head
+        active = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
+        sizes, is_whole = fit.sizes, fit.sizes["hot"] == needs.matrices
+        ring = sizes["cold"] - fit.slots
+        shared = {} if head is None else find_shared(head)
+        nothing = Need(0, "nothing")
+        return FileFacts(
+            path=self.path,
+            said={"model": model.id, "bundle.stride": self.stride, "layers.hot": fit.hot},
+            matrices=sum(1 for _ in weights.list_matrices()),
+            matrix_bytes=needs.matrices,
+            token_bytes=needs.streamable
+            + round(active * needs.experts)
+            + sum(find_shared(weights).values()),
+            streamed_bytes=max(0, needs.streamable - sizes["hot"]),
+            expert_bytes=0 if is_whole else needs.experts,
+            slot_bytes=fit.slots,
+            needs=Needs(
+                attention=Need(needs.vectors, "norms, biases and tables"),
+                kv=Need(needs.kv, f"{found.read('kv', 'context')} tokens"),
+                state=Need(needs.state, "states of sequences"),
+                predictor=nothing,
+                hot=nothing,
+                cold=Need(min(ring, LEAST_RING) + min(fit.slots, needs.slots), "buffers of reads"),
+                workspace=Need(
+                    needs.workspace,
+                    f"{found.read('prefill', 'chunk')} tokens of a prompt, and logits",
+                ),
+            ),
+            threads=self.count_threads(found.read("threads", "compute")),
+            weights=weights,
+            draft=None if head is None else self._derive_head(found, head, needs, device),
+            shared=weights.list_resident() | shared,
+        )
+
+    def _derive_head(
+        self, found: Completion, head: GgufWeights, needs: FileNeeds, device: Device
+    ) -> Completion:
+        """The plan by which an MTP head drafts within its part of the budget."""
+        left = {key: own for key, own in found.values.items() if key not in ("layers", "bundle")}
+        decode = {key: own for key, own in left["decode"].items() if key != "speculation"}
+        budget = needs.draft + count_runtime(head)
+        own = {"memory": {"budget": f"{budget} B"}, "decode": decode, "model": head.model.id}
+        return complete_plan({**left, **own}, device, FileOrigin(head, cores=self.cores))
+
+    def count_threads(self, stated: int | None) -> int:
+        return max(self.cores, LEAST_THREADS) if stated is None else stated
 
 
-REASONS: Mapping[KeyPath, str] = {
-    ("device",): "this machine",
-    ("model",): "what the file's metadata say",
-    ("backends",): "the backend that computes files as they are",
-    ("bundle", "stride"): "a neuron's bytes, which lie apart in a file",
-    ("memory", "budget"): "the whole file, or the free memory",
-    ("memory", "weights"): "mapped if all of the file fits",
-    ("layers", "hot"): "share of the weights that fits into {budget}",
-    ("kv", "context"): f"the model's, at most {USUAL_CONTEXT}, or shorter if memory is short",
-    ("prefill", "chunk"): "the most tokens that there is room for",
-    ("prefill", "activations"): 'as llama.cpp has them, or 16 bits with quality = "exact"',
-    ("decode", "activations"): 'as llama.cpp has them, or 16 bits with quality = "exact"',
-    ("decode", "speculation", "drafts"): "the file's MTP head, or text that came before",
-    ("decode", "speculation", "tokens"): "{streamed} are read for every step, which verifies these",
-    **{("memory", "segments", name): reason for name, reason in SEGMENT_REASONS.items()},
-    ("memory", "segments", "attention"): "norms, biases and tables",
-    ("memory", "segments", "hot"): "matrices that stay in memory",
-    ("memory", "segments", "cold"): "buffers of reads",
-}
+class _WeighedFile(Weighed):
+    def __init__(self, origin: FileOrigin, plan: Plan) -> None:
+        self._origin, self._plan = origin, plan
+        threads = origin.count_threads(plan.threads.compute)
+        self._count = partial(count_needs, plan=plan, threads=threads)
+        self._own = replace(self._count(origin.weights), draft=origin.draft_bytes)
+        self.workspace = self._own.workspace
 
+    @property
+    def whole(self) -> int:
+        needs = self._add_head(None)
+        return round_up(needs.fixed + needs.matrices, MIB)
 
-def _is_left_out(values: Mapping[str, Any], path: KeyPath) -> bool:
-    found: Any = values
-    for part in path:
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found is None
+    def _add_head(self, budget: int | None, always: bool = False) -> FileNeeds:
+        """Needs with a head that drafts: the two share the room that streaming leaves, by their
+        sizes."""
+        needs, head = self._own, self._origin.head
+        if head is None or not (always or self._plan.decode.speculation):
+            return needs
+        own = self._count(head)
+        least = own.least - own.runtime
+        shared = needs.shared + sum(find_shared(head).values())
+        needs = replace(needs, draft=least, shared=shared)
+        rest, more = needs.matrices - needs.least_weights, own.matrices - own.least_weights
+        if budget is not None:
+            more = more * max(0, min(budget - needs.least, rest + more)) // max(1, rest + more)
+        return replace(needs, draft=least + more)
 
-
-def _count_both(
-    weights: GgufWeights,
-    head: GgufWeights | None,
-    parts: Parts,
-    budget: int | None,
-    draft_bytes: int,
-) -> FileNeeds:
-    """Needs of a model with the other one that drafts.  With a ``head`` of its own it shares the
-    room that streaming leaves, by their sizes."""
-    needs = replace(count_needs(weights, parts), draft=draft_bytes)
-    if head is None:
-        return needs
-    own = count_needs(head, parts)
-    least = own.least - own.runtime
-    shared = needs.shared + sum(find_shared(head).values())
-    needs = replace(needs, draft=least, shared=shared)
-    rest, more = needs.matrices - needs.least_weights, own.matrices - own.least_weights
-    if budget is not None:
-        more = more * max(0, min(budget - needs.least, rest + more)) // max(1, rest + more)
-    return replace(needs, draft=least + more)
+    def fit(self, budget: int) -> Fit:
+        origin, plan, needs = self._origin, self._plan, self._add_head(budget)
+        hot, ring, slots = needs.divide(budget)
+        head = origin.head if plan.decode.speculation else None
+        follows: list[Setting] = []
+        if needs.streamable > hot and not plan.decode.speculation and not origin.model.is_mtp:
+            # A step that verifies drafts reads the file once.
+            both = self._add_head(budget, always=True)
+            if origin.head is not None and both.least <= budget:
+                head, needs = origin.head, both
+                hot, ring, slots = needs.divide(budget)
+            drafts = "prompt" if head is None else "mtp"
+            why = "the file's MTP head, or text that came before"
+            follows.append((("decode", "speculation", "drafts"), drafts, why))
+            streamed = approximate_bytes(max(0, needs.streamable - hot))
+            why = f"{streamed} are read for every step, which verifies these"
+            follows.append((("decode", "speculation", "tokens"), DRAFT_TOKENS[drafts], why))
+        is_whole, moe = hot == needs.matrices, origin.model.moe
+        kept = "mapped" if is_whole else "loaded"
+        follows.append((("memory", "weights"), kept, "mapped if all of the file fits"))
+        if plan.quality == "fast" and not is_whole and moe and find_other_choice(moe) is None:
+            why = 'quality = "fast"'
+            follows.append((("experts", "prefer_cached"), FAST_PREFERENCE, why))
+        sizes = dict.fromkeys(Segments.model_fields, 0) | {
+            "runtime": needs.runtime,
+            "attention": needs.vectors,
+            "kv": needs.kv,
+            "state": needs.state,
+            "hot": hot,
+            "cold": ring + slots,
+            "workspace": needs.workspace,
+        }
+        return FileFit(
+            budget=budget,
+            hot=round(hot / needs.matrices, 4),
+            sizes=sizes,
+            follows=follows,
+            needs=needs,
+            slots=slots,
+            head=head,
+        )
 
 
 def find_shared(head: GgufWeights) -> dict[str, int]:
@@ -293,52 +295,28 @@ def find_shared(head: GgufWeights) -> dict[str, int]:
     return {key: own for key, own in head.shared.items() if table is None or key != table.name}
 
 
-def _derive_head(values: Mapping[str, Any], head: GgufWeights, size: int, cores: int) -> FilledPlan:
-    """The plan by which an MTP head drafts within ``size`` bytes for the plan of ``values``."""
-    memory, decode = dict(values["memory"]), dict(values["decode"])
-    decode.pop("speculation")
-    for key in ("segments", "weights"):
-        memory.pop(key)
-    needs = count_needs(
-        head, Parts(values["kv"], values["prefill"], decode, _count_threads(values, cores))
-    )
-    memory["budget"] = f"{size + needs.runtime} B"
-    left = {key: own for key, own in values.items() if key not in ("layers", "model", "bundle")}
-    return derive_plan({**left, "memory": memory, "decode": decode}, head, 0, 0, cores=cores)
+def count_runtime(weights: GgufWeights) -> int:
+    has_table = weights.checkpoint.may_have_table
+    return round_up(count_file_runtime(weights.model, has_table=has_table), MIB)
 
 
-def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:
-    """Bytes of resident matrices, of the ring that other dense ones pass through, and of slots for
-    experts: these have what dense matrices leave."""
-    room = budget - needs.fixed
-    if room >= needs.matrices:
-        return needs.matrices, 0, 0
-    if needs.experts and room >= needs.streamable + needs.slots:
-        return needs.streamable, 0, room - needs.streamable
-    room -= needs.slots
-    ring = max(LEAST_RING, min(USUAL_RING, room // 8, room - needs.shared))
-    return max(0, min(room - ring, needs.streamable)), ring, needs.slots
-
-
-def count_needs(weights: GgufWeights, parts: Parts) -> FileNeeds:
+def count_needs(weights: GgufWeights, plan: Plan, threads: int) -> FileNeeds:
+    """Count by building the file's program for a plan, which may come to draft."""
     from pi2.backends.blocks.contract import PLANES
     from pi2.backends.blocks.instructions import Planes
     from pi2.backends.blocks.operands import Extent
 
-    model, context = weights.model, _read_count(parts.kv["context"])
-    sequences = _read_count(parts.decode.get("batch", 1))
-    matrices = weights.count_bytes()
-    chunk = _read_count(parts.prefill["chunk"])
-    one, many = (PLANES.get(own["activations"], 1) for own in (parts.decode, parts.prefill))
-    step_tokens = max(sequences, 1 + _read_drafts(parts.decode))
+    model, decode = weights.model, plan.decode
+    one, many = (PLANES.get(own.activations, 1) for own in (decode, plan.prefill))
+    drafts = max(DRAFT_TOKENS.values()) if decode.speculation is None else decode.speculation.tokens
     # Routers choose early if experts are not all resident.
     extent = Extent(
-        chunk=chunk,
-        step_tokens=step_tokens,
-        sequences=sequences,
-        kv=parts.kv.get("type", "fp16"),
-        context=context,
-        threads=parts.threads,
+        chunk=plan.prefill.chunk,
+        step_tokens=max(decode.batch, 1 + drafts),
+        sequences=decode.batch,
+        kv=plan.kv.type,
+        context=plan.kv.context,
+        threads=threads,
         planes=Planes(one, one, many),
         predicts=model.moe is not None,
     )
@@ -349,10 +327,8 @@ def count_needs(weights: GgufWeights, parts: Parts) -> FileNeeds:
         kv=arrays.get("kv", 0),
         state=arrays["state"],
         workspace=arrays["workspace"],
-        runtime=round_up(
-            count_file_runtime(model, has_table=weights.checkpoint.may_have_table), _MIB
-        ),
-        matrices=matrices,
+        runtime=count_runtime(weights),
+        matrices=weights.count_bytes(),
         looked_up=sum(weights.list_looked_up().values()),
         experts=sum(tensor.size_bytes for own in experts.values() for tensor in own),
         slots=_count_slots(model, experts),
@@ -367,42 +343,3 @@ def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> i
     from pi2.memory.expert_slots import count_least_bytes
 
     return count_least_bytes(layers, model.moe.active_experts)
-
-
-def _read_count(value: object) -> int:
-    """A number of tokens or sequences; 1 for what the schema will refuse."""
-    return value if type(value) is int and value > 0 else 1
-
-
-def _count_threads(values: Mapping[str, Any], cores: int) -> int:
-    stated = values.get("threads")
-    compute = stated.get("compute") if isinstance(stated, Mapping) else None
-    return max(cores, LEAST_THREADS) if compute is None else _read_count(compute)
-
-
-def _read_drafts(decode: Mapping[str, Any]) -> int:
-    """Tokens that are drafted at once; the usual number where the plan may come to draft."""
-    stated = decode.get("speculation")
-    if isinstance(stated, Mapping) and "tokens" in stated:
-        return _read_count(stated["tokens"])
-    return max(DRAFT_TOKENS.values())
-
-
-def _refuse(budget: int, needs: FileNeeds) -> UserError:
-    parts = {
-        "Python, libraries and tokenizer": needs.runtime,
-        "KV cache": needs.kv,
-        "states": needs.state,
-        "activations and logits": needs.workspace,
-        "norms and biases": needs.vectors,
-        "experts of a token": needs.slots,
-        "the model that drafts": needs.draft,
-    }
-    shorter = ", or a smaller kv.context" if needs.least - needs.kv <= budget else ""
-    return UserError.of(
-        "P026",
-        f"{approximate_bytes(budget)} is not enough: this file needs at least "
-        f"{write_least(needs.least)}",
-        help=f"--memory {-(-needs.least // _MIB)}MiB{shorter}",
-        notes=[f"{name}: {approximate_bytes(size)}" for name, size in parts.items() if size],
-    )

@@ -17,9 +17,9 @@ from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
-    from pi2.plan.arithmetic.sources import FilledPlan
     from pi2.plan.toml.source import Kind
     from pi2.sharing.lock import PinnedWeights
+    from pi2.weights.file_plan import FileOrigin
     from pi2.weights.gguf_weights import GgufWeights
 
 
@@ -253,11 +253,10 @@ class FileFiller:
 
     def __call__(
         self, values: Mapping[str, Any], path: Path, draft: Path | None = None
-    ) -> FilledPlan:
-        """Complete a plan's values; raises `UserError` as `GgufWeights.open` and
-        `pi2.weights.file_plan.derive_plan` do."""
+    ) -> FileOrigin:
+        """Open the file that a plan runs; raises `UserError` as `GgufWeights.open`."""
         from pi2.machine.cpu import detect_cpu
-        from pi2.weights.file_plan import derive_plan
+        from pi2.weights.file_plan import FileOrigin
 
         given = values.get("tokenizer")
         tokenizer = None if given is None else path.parent / str(given)
@@ -286,8 +285,7 @@ class FileFiller:
         elif speculation is None and weights.checkpoint.config.get("num_nextn_predict_layers"):
             with suppress(UserError):  # it is left out
                 head = weights.open_head()
-        memory, cores = self.find_memory(), detect_cpu().cores
-        return derive_plan(values, weights, *memory, draft_bytes, head, cores)
+        return FileOrigin(weights, head, draft_bytes, detect_cpu().cores)
 
     def _count_draft(self, draft: Path) -> int:
         """Bytes of the model that drafts; 0 where its plan has an error, which is found when it is

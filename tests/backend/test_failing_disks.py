@@ -39,7 +39,7 @@ def find_least(file: Path) -> int:
     """MiB of the smallest budget, as the message about a smaller one says."""
     with pytest.raises(UserError) as caught:
         pi2.load(file, memory="10 MiB", set=SETTINGS)
-    found = re.search(r"--memory (\d+)MiB", caught.value.diagnostics[0].help or "")
+    found = re.search(r"--memory '(\d+) MiB", caught.value.diagnostics[0].help or "")
     assert found is not None
     return int(found[1])
 

@@ -23,6 +23,7 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.weights.bundles import unpack_part
 from pi2.pulled_models import find_model, list_models
 from pi2.store.reader import NeuronStore
+from pi2.weights.file_reading import FileFiller
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.compiling import use_own_data
 from tests.helpers.gguf_files import make_sentence_piece, write_gguf
@@ -155,7 +156,7 @@ def test_a_plan_that_did_not_fit_is_written_when_it_does(
     """Until then the finding says the least memory, and how to write a plan for it."""
     file = write_folder(tmp_path, "tiny", activation="relu")
     with monkeypatch.context() as patch:
-        patch.setattr("pi2.importing.new_model.MEMORY_SHARE", 1e-6)
+        patch.setattr(FileFiller, "find_memory", lambda self: (1 << 40, 1 << 20))
         assert run(["run", str(file), "--prompt", "hello", *REFERENCE]) == 2
     said = capsys.readouterr().err
     assert "P026" in said and "needs at least" in said

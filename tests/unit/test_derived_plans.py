@@ -92,7 +92,7 @@ def test_another_budget_is_fitted_anew_and_leaves_what_is_stated(tmp_path: Path)
 def test_budget_that_is_too_small_is_finding_that_says_the_least(tmp_path: Path, ask: Ask) -> None:
     path = write_plan(tmp_path, '[memory]\nbudget = "60 MiB"\n')
     out = ask(["validate", str(path)], 1).out
-    assert "error[P026]: 60 MiB is not enough: this plan needs at least" in out
+    assert "error[P026]: a budget of 60 MiB is not enough for this plan: it needs at least" in out
     assert "my.plan.toml:6:10" in out and "--memory" in out
 
 

@@ -437,7 +437,7 @@ def test_a_file_that_streams_drafts_with_its_head_by_itself(tmp_path: Path) -> N
     settings = {"kv.context": 128, "prefill.chunk": 32}
     with pytest.raises(pi2.UserError, match="P026") as caught:
         pi2.load(file, memory="10 MiB", set=settings | {"decode.speculation.drafts": "mtp"})
-    least = re.search(r"--memory (\d+)MiB", str(caught.value))
+    least = re.search(r"--memory '(\d+) MiB", str(caught.value))
     assert least is not None
     for memory in (None, f"{int(least[1]) - 1} MiB", f"{least[1]} MiB"):
         with pi2.load(file, memory=memory, set=settings) as loaded:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from pi2.authoring.drafting import Wish, draft_plan
 from pi2.backends.hexagon.specification import choose_version
 from pi2.cli.main import run
 from pi2.engine.run_report import summarise_pressure
-from pi2.fitting.completion import complete_plan
-from pi2.importing.new_model import draft_first_plan
+from pi2.fitting.completion import StoreOrigin, complete_plan
 from pi2.plan.documents.device import Hexagon, Memory, Unit
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
@@ -87,8 +87,9 @@ MODELS = sorted(list_shipped("model"))
 def test_the_plan_of_a_first_run_keeps_everything_in_memory(name: str) -> None:
     model = read_model(name)
     device = read_device("host")
-    draft = tomllib.loads(draft_first_plan(model, device, 0, "store"))
-    plan = complete_plan(draft, device, model).values
+    wish = Wish(device="host", model=name, store="store", budget_bytes=None)
+    draft = tomllib.loads(draft_plan(wish, device, model))
+    plan = complete_plan(draft, device, StoreOrigin(model)).values
     assert plan["layers"]["hot"] == 1.0
     sizes = [parse_quantity(text, BYTE_UNITS) for text in plan["memory"]["segments"].values()]
     budget = parse_quantity(plan["memory"]["budget"], BYTE_UNITS)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import pi2
+from pi2.authoring.drafting import Wish, draft_plan
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
+from pi2.fitting.completion import StoreOrigin, complete_plan
 from pi2.fitting.sizes import find_needs
-from pi2.importing.new_model import draft_first_plan
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import list_shipped
@@ -36,8 +37,8 @@ def draft(folder: Path, model: str) -> Path:
     device = read_device("host")
     described = read_model(model)
     path = folder / "default.plan.toml"
-    text = draft_first_plan(described, device, 8 << 30, ".")
-    path.write_text(text.replace(f'"./{described.id}.model.toml"', f'"{model}"'))
+    wish = Wish(device="host", model=model, store=".", budget_bytes=None)
+    path.write_text(draft_plan(wish, device, described, lambda: (8 << 30, 8 << 30)))
     return path
 
 
@@ -186,13 +187,16 @@ def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -
             }
         )
     )  # fmt: skip
-    plans = {
-        free: tomllib.loads(draft_first_plan(model, device, free * MIB, "."))
-        for free in (1024, 300, 260)
-    }
-    assert [plan.get("kv", {}).get("context", 4096) for plan in plans.values()] == [4096, 2048, 512]
+    wish = Wish(device="host", model="small", store=".", budget_bytes=None)
+
+    def draft(free: int) -> dict[str, Any]:
+        return tomllib.loads(draft_plan(wish, device, model, lambda: (1 << 40, free * MIB)))
+
+    plans = {free: draft(free) for free in (1024, 300, 260)}
+    whole = [complete_plan(plan, device, StoreOrigin(model)).values for plan in plans.values()]
+    assert [plan["kv"]["context"] for plan in whole] == [4096, 2048, 1024]
     for free, plan in plans.items():
         assert parse_quantity(plan["memory"]["budget"], BYTE_UNITS) <= 0.8 * free * MIB
     with pytest.raises(UserError, match=r"P026.*needs at least \d+ MiB") as caught:
-        draft_first_plan(model, device, 150 * MIB, ".")
+        draft(150)
     assert "--memory" in str(caught.value)

@@ -36,7 +36,7 @@ def find_least(file: Path) -> int:
     (item,) = caught.value.diagnostics
     assert item.code == "P026" and item.help is not None
     assert any(note.startswith("experts of a token: ") for note in item.notes)
-    found = re.search(r"--memory (\d+)MiB", item.help)
+    found = re.search(r"--memory '(\d+) MiB", item.help)
     assert found is not None
     return int(found[1])
 

@@ -18,12 +18,17 @@ from pi2.arrays import U8
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.engine.file_model import cut_rows, divide_matrices
-from pi2.fitting.completion import read_size
+from pi2.fitting.check import check_file
+from pi2.fitting.completion import complete_plan
 from pi2.importing.gguf_file import read_gguf
 from pi2.memory.flash import ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, Rates, WeightStream
-from pi2.weights.file_plan import derive_plan
+from pi2.plan.arithmetic.sources import Completion
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.quantities import parse_size
+from pi2.plan.reading.references import find_document
+from pi2.weights.file_plan import FileOrigin
 from pi2.weights.file_reading import list_missing
 from pi2.weights.file_tensor import FileTensor
 from pi2.weights.gguf_weights import GgufWeights
@@ -157,28 +162,35 @@ def test_a_budget_that_is_too_small_names_the_least(file: Path) -> None:
         pi2.load(file, memory="20 MiB")
     (found,) = caught.value.diagnostics
     assert found.code == "P026" and "needs at least" in found.message
-    assert found.help is not None and "kv.context" not in found.help  # no context would fit
+    assert found.help is not None and "--memory" in found.help
     with pytest.raises(UserError) as caught:
         pi2.load(file, memory="105 MiB", set={"kv.context": 200_000})
     (found,) = caught.value.diagnostics
-    assert found.code == "P026" and str(found.help).endswith("or a smaller kv.context")
+    assert found.code == "P026" and "a shorter kv.context" in str(found.help)
+
+
+def derive_plan(weights: GgufWeights, available: int, **tables: object) -> Completion:
+    device = check_file(find_document("host", "device", Path())).document
+    assert isinstance(device, Device)
+    stated = {"schema_version": 3, "weights": "x.gguf", "device": "host", "model": "x"}
+    memory = 1 << 40, available
+    return complete_plan({**stated, **tables}, device, FileOrigin(weights), lambda: memory)
 
 
 def test_short_memory_shortens_a_context_as_a_short_budget_does(tmp_path: Path) -> None:
     file = write_random_gguf(tmp_path, {"hidden": 256, "ffn": 4096, "layers": 4, "context": 4096})
     with GgufWeights.open(file) as weights:
 
-        def derive(available: int, **memory: int) -> tuple[int, int]:
-            values = {"weights": file.name, "memory": memory}
-            found = derive_plan(values, weights, 1 << 40, available).values
-            return found["kv"]["context"], read_size(found["memory"]["budget"]) or 0
+        def derive(available: int, **memory: str) -> tuple[int, str]:
+            found = derive_plan(weights, available, memory=memory).values
+            return found["kv"]["context"], found["memory"]["budget"]
 
         with pytest.raises(UserError) as caught:
             derive(1 << 20)
-        least = int(str(caught.value).split("--memory ")[1].split("MiB")[0]) << 20
+        least = int(str(caught.value).split("--memory '")[1].split(" MiB")[0]) << 20
         assert derive(1 << 30)[0] == 4096
         context, budget = derive(least)
-        assert context == 512 and budget <= least
+        assert context == 512 and parse_size(budget) <= least
         assert derive(1 << 30, budget=budget)[0] == context
 
 
@@ -187,9 +199,9 @@ def test_a_short_budget_shortens_a_context_that_no_plan_states(tmp_path: Path) -
     with GgufWeights.open(file) as weights:
 
         def derive(budget: int, **kv: int) -> int:
-            values = {"weights": file.name, "memory": {"budget": budget}, "kv": kv}
-            found: int = derive_plan(values, weights, 1 << 40, 1 << 40).values["kv"]["context"]
-            return found
+            memory = {"budget": f"{budget} B"}
+            found = derive_plan(weights, 1 << 40, memory=memory, kv=kv).values
+            return int(found["kv"]["context"])
 
         def find_least(context: int) -> int:
             """Smallest budget in whole MiB for a stated context."""

@@ -19,7 +19,7 @@ from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import fit_plan
 from pi2.fitting.check import check_plan
-from pi2.fitting.completion import complete_plan, resolve_values
+from pi2.fitting.completion import StoreOrigin, complete_plan, resolve_values
 from pi2.fitting.sizes import describe_unit, find_needs
 from pi2.phone.building import describe_npu
 from pi2.plan.documents.device import Device
@@ -177,7 +177,9 @@ def test_no_drafted_plan_is_faster_where_all_neurons_fit(memory_mib: int) -> Non
         context=1024,
         name="drafted",
     )
-    values = complete_plan(tomllib.loads(draft_plan(draft, device, model)), device, model).values
+    values = complete_plan(
+        tomllib.loads(draft_plan(draft, device, model)), device, StoreOrigin(model)
+    ).values
     drafted = resolve_values(values, device, model)
     assert drafted.plan.layers.hot == 1.0, "not all neurons fit"
     assert found.resolved.plan.memory.segments.cold == 0, "nothing needs to be looked up"

@@ -8,8 +8,7 @@ import pytest
 from pi2.authoring.drafting import Wish, draft_plan
 from pi2.cli.main import run
 from pi2.fitting.check import check_file
-from pi2.fitting.completion import complete_plan
-from pi2.importing.new_model import draft_first_plan
+from pi2.fitting.completion import StoreOrigin, complete_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
@@ -26,15 +25,18 @@ def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> N
     )
     device = check_file(find_document("host", "device", Path())).document
     assert isinstance(device, Device)
-    draft = tomllib.loads(draft_first_plan(model, device, 0, "./store"))
-    decode = complete_plan(draft, device, model).values["decode"]
+    first = Wish(device="host", model="./m", store="./store", budget_bytes=None)
+    draft = tomllib.loads(draft_plan(first, device, model))
+    decode = complete_plan(draft, device, StoreOrigin(model)).values["decode"]
     assert decode == {"predictor": "router", "look_ahead": "layer"}
     # Nobody knows which experts will be used: what does not fit is left to the cache.
     wish = Wish(device="host", model="./m", store="./s", budget_bytes=512 << 20)
     large = model.model_copy(
         update={"shape": model.shape.model_copy(update={"layers": 40, "ffn": 8192})}
     )
-    plan = complete_plan(tomllib.loads(draft_plan(wish, device, large)), device, large).values
+    plan = complete_plan(
+        tomllib.loads(draft_plan(wish, device, large)), device, StoreOrigin(large)
+    ).values
     assert (plan["layers"]["hot"], plan["memory"]["segments"]["hot"]) == (0.0, "0 B")
 
 
@@ -48,7 +50,7 @@ def test_prompts_of_many_experts_have_long_chunks_where_these_take_little(
     size = None if budget is None else int(parse_quantity(budget, BYTE_UNITS))
     wish = Wish(device="host", model="./m", store="./s", budget_bytes=size)
     draft = tomllib.loads(draft_plan(wish, device, model))
-    assert complete_plan(draft, device, model).values["prefill"]["chunk"] == chunk
+    assert complete_plan(draft, device, StoreOrigin(model)).values["prefill"]["chunk"] == chunk
 
 
 def test_the_planner_lets_reads_of_experts_begin_early(
@@ -61,7 +63,7 @@ def test_the_planner_lets_reads_of_experts_begin_early(
     device = check_file(find_document("oneplus-12", "device", Path())).document
     model = check_file(find_document("mixtral-8x7b", "model", Path())).document
     assert isinstance(model, Model) and isinstance(device, Device)
-    whole = complete_plan(plan, device, model).values
+    whole = complete_plan(plan, device, StoreOrigin(model)).values
     decode = whole["decode"]
     assert (decode["predictor"], decode["look_ahead"]) == ("router", "layer")
     assert whole["layers"]["hot"] == 0.0, "all of it is a cache, of a token's demand and more"

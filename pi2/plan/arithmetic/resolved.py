@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pi2.plan.arithmetic.sources import FileFacts, FilledPlan, Source
+from pi2.plan.arithmetic.sources import FileFacts, Source
 from pi2.plan.arithmetic.units import DividedRows, count_qkv_rows, count_rows
 from pi2.plan.documents.common import dump_plain, hash_json
 from pi2.plan.documents.device import Device, UnitKind
@@ -72,28 +72,6 @@ class ResolvedLayer:
         """Stored indices of the hot neurons in the segment ``hot``."""
         first = 0 if self.dense is None else min(self.dense.least, self.hot_neurons)
         return range(first, self.hot_neurons)
-
-
-class FillPlan(Protocol):
-    """The facts of this machine's files and memory."""
-
-    def __call__(
-        self, values: Mapping[str, Any], path: Path, draft: Path | None = None
-    ) -> FilledPlan:
-        """Complete the values of a plan for a GGUF file, stored at a path; ``draft``: the file that
-        `decode.speculation` names.  `UserError`."""
-
-    def describe(self, path: Path) -> dict[str, Any] | None:
-        """Values of the plan that a GGUF file stands for; None for another file."""
-
-    def names_file(self, weights: object, path: Path) -> bool:
-        """Whether ``weights`` of the plan at a path are a GGUF file, and not a neuron store."""
-
-    def find_model(self, weights: object, path: Path) -> str | None:
-        """The model document of the store that the plan at a path names; None if there is none."""
-
-    def find_memory(self) -> tuple[int, int]:
-        """Installed and free memory, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

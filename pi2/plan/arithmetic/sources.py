@@ -29,7 +29,7 @@ class Source:
     """Whether a program computes that gives text, not logits."""
     said: Mapping[str, object] = MappingProxyType({})
     """Values of keys that the weights settle; a plan may state the same."""
-    draft: FilledPlan | None = None
+    draft: Completion | None = None
     """The plan of the weights' own MTP head, if that drafts."""
     shared: Mapping[str, int] = MappingProxyType({})
     """Bytes of the matrices that an MTP head reads whole as well, by name."""
@@ -164,7 +164,7 @@ class FileFacts(Source):
     """Compute threads that the workspace has room for."""
     weights: Any = field(default=None, compare=False, repr=False)
     """The open file (`pi2.weights.file_tensor.TensorFiles`), for what runs the plan."""
-    draft: FilledPlan | None = field(default=None, compare=False, repr=False)
+    draft: Completion | None = field(default=None, compare=False, repr=False)
     """The plan of the file's MTP head, if that drafts."""
     shared: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the dense matrices that both read whole, by name."""
@@ -243,12 +243,30 @@ class FileFacts(Source):
         self.weights.check_once(progress)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilledPlan:
-    """A plan for a GGUF file with every value that it did not state."""
+@dataclass
+class Completion:
+    """The values of a plan, and the reasons for derived ones."""
 
     values: dict[str, Any]
-    model: Model
-    facts: FileFacts
-    reasons: Mapping[KeyPath, str]
-    """The reasons for values that the plan did not state."""
+    reasons: dict[KeyPath, str] = field(default_factory=dict)
+    is_sound: bool = True
+    """Whether the stated values have the right form; else nothing was derived."""
+    model: Model | None = None
+    facts: FileFacts | None = None
+    """The facts of a GGUF file that is run as it is."""
+
+    def read(self, *path: str) -> Any:
+        """The value at ``path``; None if there is none."""
+        found: Any = self.values
+        for part in path:
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    def derive(self, path: KeyPath, value: object, reason: str) -> None:
+        if self.read(*map(str, path)) is not None:
+            return
+        table = self.values
+        for part in path[:-1]:
+            table = table.setdefault(str(part), {})
+        table[str(path[-1])] = value
+        self.reasons[path] = reason
