@@ -2,14 +2,14 @@
 
 If not all neurons fit, the embedding and the unused part of the context make room for them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from pi2 import pause_collection
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fitting.budget import MIB, Shortage, count_runtime, find_room, fit_plan
+from pi2.fitting.budget import MIB, Shortage, count_runtime, explain_shortage, find_room, fit_plan
 from pi2.fitting.check import Report, check_plan
 from pi2.fitting.inspection import Reuse
 from pi2.fitting.sizes import find_needs
@@ -17,13 +17,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.checking.findings import list_placed_splits
 from pi2.plan.documents.plan import Plan
-from pi2.plan.documents.quantities import (
-    approximate_bytes,
-    compare_bytes,
-    format_bytes,
-    parse_size,
-    write_least,
-)
+from pi2.plan.documents.quantities import approximate_bytes, compare_bytes, format_bytes, parse_size
 from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
@@ -98,7 +92,7 @@ def read_plan(
         name=name,
         resolver=LockedReferences(path.parent, locked=locked),
         thresholds=thresholds,
-        reuse=Reuse(composed={}),
+        reuse=Reuse(keeps_all=True),
         values=describe_bare(path),
         fill=files or FileFiller(),
     )
@@ -112,7 +106,9 @@ def read_plan(
             report = check(overrides=given)
         # What it states gives way where nothing else helps.
         if report.runs_file or report.is_sound or report.candidate is None:
-            changes = [] if report.runs_file else _compare(before, report.resolved)
+            after, changes = report.resolved, []
+            if before is not None and after is not None and not report.runs_file:
+                changes = [text for _, _, text in _compare(before.plan, after.plan)]
             return FittedPlan(report=report, overrides=given, changes=tuple(changes))
     errors = _list_errors(report)
     changes = []
@@ -152,18 +148,13 @@ def read_plan(
     )
 
 
-def _compare(before: ResolvedPlan | None, after: ResolvedPlan | None) -> list[str]:
-    """The sizes that are others, in words, and those before."""
-    if before is None or after is None:
-        return []
-    sizes = [
-        {"budget": item.plan.memory.budget, **_list_sizes(item.plan)} for item in (before, after)
-    ]
-    return [
-        _describe(key.removeprefix("memory.segments."), size, sizes[1][key])
-        for key, size in sizes[0].items()
-        if sizes[1].get(key, size) != size
-    ]
+def _compare(before: Plan, after: Plan) -> Iterator[tuple[str, int, str]]:
+    """Keys of the sizes that are others, the new ones, and both in words."""
+    sizes = _list_sizes(after)
+    for key, size in _list_sizes(before).items():
+        if sizes.get(key, size) != size:
+            name = "budget" if key == "memory.budget" else key.removeprefix("memory.segments.")
+            yield key, sizes[key], f"{name}: {' -> '.join(compare_bytes(size, sizes[key]))}"
 
 
 def _leave_out_sizes(report: Report) -> Report:
@@ -215,26 +206,25 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     If some neurons do not fit, rows of the embedding come from flash and the context lends its
     unused part. A stated ``memory.embedding`` or ``kv.lend`` stays; `pi2.fitting.budget` does the
     rest. Raises UserError P611 if even the least does not fit."""
-    memory, overrides = resolved.plan.memory, dict[str, object]()
-    changes = []
-    if memory.budget != budget_bytes:
-        changes.append(_describe("budget", memory.budget, budget_bytes))
+    before = resolved.plan
+    changes: list[str] = []
+    overrides: dict[str, object] = {"memory.budget": format_bytes(budget_bytes)}
     runtime_bytes = _find_runtime(resolved, budget_bytes)
     if find_room(resolved, budget_bytes, runtime_bytes) < count_ffn_bytes(resolved):
         resolved, savings = _save_memory(resolved)
         overrides |= {key: value for key, value, _ in savings}
-        changes += [f"{key}: {reason}" for key, _, reason in savings]
+        changes = [f"{key}: {reason}" for key, _, reason in savings]
     try:
         fitted = fit_plan(resolved, budget_bytes, runtime_bytes=runtime_bytes)
     except Shortage as shortage:
-        raise _explain_shortage(resolved, budget_bytes, shortage) from None
-    overrides["memory.budget"] = format_bytes(budget_bytes)
-    sizes, shares = _list_sizes(fitted.plan), _list_shares(fitted.plan)
-    for key, before in _list_sizes(resolved.plan).items():
-        if sizes[key] != before:
-            overrides[key] = format_bytes(sizes[key])
-            changes.append(_describe(key.removeprefix("memory.segments."), before, sizes[key]))
-    for key, share in _list_shares(resolved.plan).items():
+        if not all(name.startswith("units.") for name in shortage.sizes):
+            shortage = Shortage(shortage.sizes, _find_least(resolved, shortage))
+        raise explain_shortage("P611", shortage, budget_bytes) from None
+    for key, size, text in _compare(before, fitted.plan):
+        overrides[key] = format_bytes(size)
+        changes.append(text)
+    shares = _list_shares(fitted.plan)
+    for key, share in _list_shares(before).items():
         if shares[key] != share:
             overrides[key] = shares[key]
             changes.append(f"{key}: {_write_share(share)} -> {_write_share(shares[key])}")
@@ -273,10 +263,10 @@ def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, 
 
 
 def _list_sizes(plan: Plan) -> dict[str, int]:
-    sizes = {f"memory.segments.{name}": size for name, size in plan.memory.segments}
-    return sizes | {
-        f"memory.units.{name}.budget": unit.budget for name, unit in plan.memory.units.items()
-    }
+    memory = plan.memory
+    sizes = {f"memory.segments.{name}": size for name, size in memory.segments}
+    units = {f"memory.units.{name}.budget": unit.budget for name, unit in memory.units.items()}
+    return {"memory.budget": memory.budget, **sizes, **units}
 
 
 def _list_shares(plan: Plan) -> dict[str, float | Mapping[str, float]]:
@@ -295,10 +285,6 @@ def _write_share(share: float | Mapping[str, float]) -> str:
     return f"{share:g}"
 
 
-def _describe(name: str, before: int, after: int) -> str:
-    return f"{name}: {' -> '.join(compare_bytes(before, after))}"
-
-
 def _find_least(resolved: ResolvedPlan, shortage: Shortage) -> int:
     """The least budget, in whole MiB, that the plan fits into."""
     budget = shortage.needed_bytes
@@ -311,22 +297,3 @@ def _find_least(resolved: ResolvedPlan, shortage: Shortage) -> int:
         else:
             break
     return budget
-
-
-def _explain_shortage(resolved: ResolvedPlan, budget_bytes: int, shortage: Shortage) -> UserError:
-    sizes = {name: size for name, size in shortage.sizes.items() if size}
-    parts = ", ".join(f"{name} {approximate_bytes(size)}" for name, size in sizes.items())
-    if all(name.startswith("units.") for name in sizes):
-        return UserError.of(
-            "P611",
-            f"the memory of a unit is not enough for this plan: it needs at least {parts}",
-            help="set a shorter kv.context, or a smaller decode.batch",
-        )
-    least = _find_least(resolved, shortage)
-    has, needs = compare_bytes(budget_bytes, least)
-    return UserError.of(
-        "P611",
-        f"a budget of {has} is not enough for this plan: it needs at least {needs} ({parts})",
-        help=f"give it `--memory '{write_least(least)}'`, a shorter kv.context, "
-        "or a smaller prefill.chunk",
-    )

@@ -237,7 +237,7 @@ def _run_alone(
     key = (rule.code, id(document))
     if key not in reuse.findings:
         found = _run_rule(check, rule, {kind: document})
-        if not any(item.document is document for item in reuse.documents.values()):
+        if not any(item.documents.get(kind) is document for item in reuse.read.values()):
             return found  # it may go, and another one get its identity
         reuse.findings[key] = found
     return reuse.findings[key]

@@ -108,6 +108,8 @@ class Fit:
     """Bytes by segment."""
     follows: Sequence[Setting] = ()
     """Settings that depend on what is in memory."""
+    facts: FileFacts | None = None
+    """The facts of a file that is run as it is."""
 
 
 class Weighed(ABC):
@@ -159,10 +161,6 @@ class Origin(ABC):
     def is_settled(self, found: Completion) -> bool:
         """Whether nothing is left that depends on memory."""
         return False
-
-    def describe(self, found: Completion, fit: Fit, device: Device) -> FileFacts | None:
-        """The facts of a file that is run as it is."""
-        return None
 
 
 def leaves_out(values: Mapping[str, Any]) -> bool:
@@ -257,7 +255,7 @@ def _choose_sizes(
             found.derive(("memory", "segments", name), format_bytes(size), origin.reasons[name])
     for path, value, reason in fit.follows:
         found.derive(path, value, reason)
-    found.facts = origin.describe(found, fit, device)
+    found.facts = fit.facts
 
 
 def _find_fit(

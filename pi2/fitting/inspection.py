@@ -45,43 +45,37 @@ from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source
 from pi2.plan.toml.text import KeyPath, name_path
 
-FileKey = tuple[Kind, str, str, int, int, int]
-
-
-@dataclass(frozen=True)
-class ReadDocument:
-    """A device or model that was read and held against its schema."""
-
-    file: SourceFile
-    document: Document | None
-    diagnostics: tuple[Diagnostic, ...]
+Key = tuple[Kind, Path, str, Path | None, tuple[int, ...]]
 
 
 @dataclass
 class Reuse:
-    """Devices and models read before, with findings; documents that extend others are left out."""
+    """Documents read before, with findings."""
 
-    documents: dict[FileKey, ReadDocument] = field(default_factory=dict)
+    keeps_all: bool = False
+    """Whether no file is read twice; else files may change, and documents that extend others, which
+    may change as well, are read again."""
+    read: dict[Key, Inspection] = field(default_factory=dict)
     findings: dict[tuple[str, int], tuple[Diagnostic, ...]] = field(default_factory=dict)
-    """Findings by the rule's code and the document's identity, which ``documents`` keeps alive."""
-    composed: (
-        dict[tuple[Kind, Path, str, Path | None], tuple[Inspection, tuple[SourceFile, bool] | None]]
-        | None
-    ) = None
-    """What a run has read and put together, for which no file is read twice; None where files may
-    change meanwhile."""
+    """Findings by the rule's code and the document's identity, which ``read`` keeps alive."""
 
+    def make_key(self, located: Located, kind: Kind, root: Path | None) -> Key | None:
+        """Name a file and its state; None if it is not a file of this machine."""
+        own = kind, located.path, located.name, root
+        if self.keeps_all:
+            return (*own, ())
+        if located.reference is not None:
+            return None
+        try:
+            status = os.stat(located.path)
+        except (OSError, ValueError):
+            return None
+        return (*own, (status.st_ino, status.st_mtime_ns, status.st_size))
 
-def make_key(located: Located, kind: Kind) -> FileKey | None:
-    """Name a file and its state; None if it is not a file of this machine."""
-    if located.reference is not None:
-        return None
-    try:
-        status = os.stat(located.path)
-    except (OSError, ValueError):
-        return None
-    state = (status.st_ino, status.st_mtime_ns, status.st_size)
-    return (kind, str(located.path), located.name, *state)
+    def keep(self, key: Key, read: Inspection) -> None:
+        is_alone = read.composed is not None and type(read.composed[0]) is SourceFile
+        if self.keeps_all or (is_alone and key[0] != "plan"):
+            self.read[key] = read
 
 
 _UNKNOWN, _MISSING = "P101", "P102"
@@ -118,6 +112,8 @@ class Inspection:
         """Documents that the plan does not name, with the reasons."""
         self.derived: Mapping[KeyPath, str] = {}
         self.overrides: Overrides | None = None
+        self.composed: tuple[SourceFile, bool] | None = None
+        """A document of which only one is read, and whether all exists that it extends."""
         self.files: dict[Kind, SourceFile] = {}
         self.documents: dict[Kind, Document] = {}
         self.diagnostics: list[Diagnostic] = []
@@ -139,25 +135,31 @@ class Inspection:
         self.sources[SET] = self.overrides.text
 
     def read(self, located: Located, kind: Kind, text: str | None = None) -> None:
-        """Read the file of a document, or take its ``text``, and validate it against its schema."""
-        known = None if self.reuse is None or text is not None else self.reuse.composed
-        place = (kind, located.path, located.name, self.root)
-        if known is None or place not in known:
+        """Read the file of a document, or take its ``text``, and validate it against its schema;
+        a device or model may be from an earlier check."""
+        reuse = None if text is not None else self.reuse
+        key = None if reuse is None else reuse.make_key(located, kind, self.root)
+        other = None if reuse is None or key is None else reuse.read.get(key)
+        if other is None:
             other = Inspection(self.resolver, root=self.root)
-            found = (other, other.put_together(located, kind, text))
-            if known is not None:
-                known[place] = found
-        else:
-            found = known[place]
-        other, composed = found
+            other.composed = other.put_together(located, kind, text)
+            if kind != "plan" and other.composed is not None:
+                source, whole = other.composed
+                other.accept(source, kind, located, whole)
+            if reuse is not None and key is not None:
+                reuse.keep(key, other)
         self.diagnostics += other.diagnostics
         self.sources.update(other.sources)
         self.removed += other.removed
         for name, chain in other.chains.items():
             self.chains.setdefault(name, chain)
-        if composed is not None:
-            source, whole = composed
+        if kind == "plan" and other.composed is not None:
+            source, whole = other.composed
             self.accept(replace(source, values=dict(source.values)), kind, located, whole)
+        self.files.update(other.files)
+        self.file_names.update(other.file_names)
+        self.references.update(other.references)
+        self.documents.update(other.documents)
 
     def put_together(
         self, located: Located, kind: Kind, text: str | None
@@ -293,30 +295,6 @@ class Inspection:
             return None
         return path
 
-    def read_again(self, located: Located, kind: Kind) -> None:
-        """Take a device or model from an earlier check, or read it."""
-        key = None if self.reuse is None else make_key(located, kind)
-        if self.reuse is None or key is None:
-            self.read(located, kind)
-            return
-        known = self.reuse.documents.get(key)
-        if known is None:
-            before = len(self.diagnostics)
-            self.read(located, kind)
-            file = self.files.get(kind)
-            if file is not None and type(file) is SourceFile:
-                found = tuple(self.diagnostics[before:])
-                known = ReadDocument(file, self.documents.get(kind), found)
-                self.reuse.documents[key] = known
-            return
-        self.diagnostics += known.diagnostics
-        self.sources[located.name] = known.file.text
-        self.files[kind] = known.file
-        self.file_names[kind] = Path(located.file_name)
-        self.references[kind] = None
-        if known.document is not None:
-            self.documents[kind] = known.document
-
     def compose(
         self, source: SourceFile, kind: Kind, reference: str | None
     ) -> tuple[SourceFile, bool]:
@@ -352,7 +330,7 @@ class Inspection:
         if located is None:
             return
         before, name = len(self.diagnostics), located.name
-        self.read_again(located, kind)
+        self.read(located, kind)
         for number in range(before, len(self.diagnostics)):
             item = self.diagnostics[number]
             if item.code in _ABOUT_REFERENCES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,11 +21,10 @@ from pi2.plan.arithmetic.sources import Completion, FileFacts
 from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.checking.rules.stated import find_other_choice
 from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import round_up
-from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
+from pi2.weights.file_tensor import PIECE_BYTES, describe_experts
 from pi2.weights.gguf_weights import GgufWeights
 
 LEAST_THREADS = 4
@@ -46,12 +45,8 @@ LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48)
 class FileNeeds:
     """Bytes of a run with any resident weights."""
 
-    vectors: int
-    """Norms, biases and tables."""
-    kv: int
-    state: int
-    workspace: int
-    runtime: int
+    segments: Mapping[str, int]
+    """What does not depend on resident weights: norms and biases are in ``attention``."""
     matrices: int
     """All matrices that may be resident or streamed."""
     looked_up: int
@@ -68,7 +63,7 @@ class FileNeeds:
     @property
     def fixed(self) -> int:
         """Bytes that no choice makes smaller."""
-        return self.vectors + self.kv + self.state + self.workspace + self.runtime + self.draft
+        return sum(self.segments.values()) + self.draft
 
     @property
     def least(self) -> int:
@@ -88,13 +83,8 @@ class FileNeeds:
         """Bytes of resident matrices, of the ring that other dense ones pass through, and of slots
         for experts: these have what dense matrices leave.  Raises `Shortage`."""
         if budget < self.least:
-            names = ("runtime", "kv", "state", "workspace")
-            sizes = {name: getattr(self, name) for name in names} | {
-                "attention": self.vectors,
-                "experts of a token": self.slots,
-                "the model that drafts": self.draft,
-            }
-            raise Shortage(sizes, self.least)
+            more = {"experts of a token": self.slots, "the model that drafts": self.draft}
+            raise Shortage({**self.segments, **more}, self.least)
         room = budget - self.fixed
         if room >= self.matrices:
             return self.matrices, 0, 0
@@ -103,17 +93,6 @@ class FileNeeds:
         room -= self.slots
         ring = max(LEAST_RING, min(USUAL_RING, room // 8, room - self.shared))
         return max(0, min(room - ring, self.streamable)), ring, self.slots
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileFit(Fit):
-    """A budget that was spent on a file."""
-
-    needs: FileNeeds
-    slots: int
-    """Bytes of slots for experts."""
-    head: GgufWeights | None
-    """The MTP head that drafts."""
 
 
 class FileOrigin(Origin):
@@ -165,66 +144,19 @@ class FileOrigin(Origin):
         return self.weights.count_bytes()
 
     def weigh(self, plan: Plan, device: Device, found: Completion) -> Weighed:
-        return _WeighedFile(self, plan)
-
-    def describe(self, found: Completion, fit: Fit, device: Device) -> FileFacts:
-        assert isinstance(fit, FileFit)
-        weights, needs, model, head = self.weights, fit.needs, self.model, fit.head
-        active = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
-        sizes, is_whole = fit.sizes, fit.sizes["hot"] == needs.matrices
-        ring = sizes["cold"] - fit.slots
-        shared = {} if head is None else find_shared(head)
-        nothing = Need(0, "nothing")
-        return FileFacts(
-            path=self.path,
-            said={"model": model.id, "bundle.stride": self.stride, "layers.hot": fit.hot},
-            matrices=sum(1 for _ in weights.list_matrices()),
-            matrix_bytes=needs.matrices,
-            token_bytes=needs.streamable
-            + round(active * needs.experts)
-            + sum(find_shared(weights).values()),
-            streamed_bytes=max(0, needs.streamable - sizes["hot"]),
-            expert_bytes=0 if is_whole else needs.experts,
-            slot_bytes=fit.slots,
-            needs=Needs(
-                attention=Need(needs.vectors, "norms, biases and tables"),
-                kv=Need(needs.kv, f"{found.read('kv', 'context')} tokens"),
-                state=Need(needs.state, "states of sequences"),
-                predictor=nothing,
-                hot=nothing,
-                cold=Need(min(ring, LEAST_RING) + min(fit.slots, needs.slots), "buffers of reads"),
-                workspace=Need(
-                    needs.workspace,
-                    f"{found.read('prefill', 'chunk')} tokens of a prompt, and logits",
-                ),
-            ),
-            threads=self.count_threads(found.read("threads", "compute")),
-            weights=weights,
-            draft=None if head is None else self._derive_head(found, head, needs, device),
-            shared=weights.list_resident() | shared,
-        )
-
-    def _derive_head(
-        self, found: Completion, head: GgufWeights, needs: FileNeeds, device: Device
-    ) -> Completion:
-        """The plan by which an MTP head drafts within its part of the budget."""
-        left = {key: own for key, own in found.values.items() if key not in ("layers", "bundle")}
-        decode = {key: own for key, own in left["decode"].items() if key != "speculation"}
-        budget = needs.draft + count_runtime(head)
-        own = {"memory": {"budget": f"{budget} B"}, "decode": decode, "model": head.model.id}
-        return complete_plan({**left, **own}, device, FileOrigin(head, cores=self.cores))
+        return _WeighedFile(self, plan, device)
 
     def count_threads(self, stated: int | None) -> int:
         return max(self.cores, LEAST_THREADS) if stated is None else stated
 
 
 class _WeighedFile(Weighed):
-    def __init__(self, origin: FileOrigin, plan: Plan) -> None:
-        self._origin, self._plan = origin, plan
-        threads = origin.count_threads(plan.threads.compute)
-        self._count = partial(count_needs, plan=plan, threads=threads)
+    def __init__(self, origin: FileOrigin, plan: Plan, device: Device) -> None:
+        self._origin, self._plan, self._device = origin, plan, device
+        self._threads = origin.count_threads(plan.threads.compute)
+        self._count = partial(count_needs, plan=plan, threads=self._threads)
         self._own = replace(self._count(origin.weights), draft=origin.draft_bytes)
-        self.workspace = self._own.workspace
+        self.workspace = self._own.segments["workspace"]
 
     @property
     def whole(self) -> int:
@@ -238,7 +170,7 @@ class _WeighedFile(Weighed):
         if head is None or not (always or self._plan.decode.speculation):
             return needs
         own = self._count(head)
-        least = own.least - own.runtime
+        least = own.least - own.segments["runtime"]
         shared = needs.shared + sum(find_shared(head).values())
         needs = replace(needs, draft=least, shared=shared)
         rest, more = needs.matrices - needs.least_weights, own.matrices - own.least_weights
@@ -269,24 +201,56 @@ class _WeighedFile(Weighed):
         if plan.quality == "fast" and not is_whole and moe and find_other_choice(moe) is None:
             why = 'quality = "fast"'
             follows.append((("experts", "prefer_cached"), FAST_PREFERENCE, why))
-        sizes = dict.fromkeys(Segments.model_fields, 0) | {
-            "runtime": needs.runtime,
-            "attention": needs.vectors,
-            "kv": needs.kv,
-            "state": needs.state,
-            "hot": hot,
-            "cold": ring + slots,
-            "workspace": needs.workspace,
-        }
-        return FileFit(
+        own = {**needs.segments, "hot": hot, "cold": ring + slots}
+        share = round(hot / needs.matrices, 4)
+        return Fit(
             budget=budget,
-            hot=round(hot / needs.matrices, 4),
-            sizes=sizes,
+            hot=share,
+            sizes=dict.fromkeys(Segments.model_fields, 0) | own,
             follows=follows,
-            needs=needs,
-            slots=slots,
-            head=head,
+            facts=self._describe(needs, share, (hot, ring, slots), head),
         )
+
+    def _describe(
+        self, needs: FileNeeds, share: float, sizes: tuple[int, int, int], head: GgufWeights | None
+    ) -> FileFacts:
+        origin, plan, (hot, ring, slots) = self._origin, self._plan, sizes
+        weights, model = origin.weights, origin.model
+        active = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
+        least = {**needs.segments, "cold": min(ring, LEAST_RING) + min(slots, needs.slots)}
+        texts = {
+            **origin.reasons,
+            "kv": f"{plan.kv.context} tokens",
+            "workspace": f"{plan.prefill.chunk} tokens of a prompt, and logits",
+            "hot": "nothing",
+            "predictor": "nothing",
+        }
+        own = {name: Need(least.get(name, 0), texts[name]) for name in texts if name != "runtime"}
+        token_bytes = needs.streamable + round(active * needs.experts)
+        return FileFacts(
+            path=origin.path,
+            said={"model": model.id, "bundle.stride": origin.stride, "layers.hot": share},
+            matrices=sum(1 for _ in weights.list_matrices()),
+            matrix_bytes=needs.matrices,
+            token_bytes=token_bytes + sum(find_shared(weights).values()),
+            streamed_bytes=max(0, needs.streamable - hot),
+            expert_bytes=0 if hot == needs.matrices else needs.experts,
+            slot_bytes=slots,
+            needs=Needs(**own),
+            threads=self._threads,
+            weights=weights,
+            draft=None if head is None else self._derive_head(head, needs.draft),
+            shared=weights.list_resident() | ({} if head is None else find_shared(head)),
+        )
+
+    def _derive_head(self, head: GgufWeights, size: int) -> Completion:
+        """The plan by which an MTP head drafts within its part of the budget."""
+        own = {"memory", "layers", "bundle"}
+        values = self._plan.model_dump(mode="json", exclude_unset=True, exclude=own)
+        values["decode"].pop("speculation", None)
+        budget = f"{size + count_runtime(head)} B"
+        values |= {"memory": {"budget": budget}, "model": head.model.id}
+        return complete_plan(values, self._device, FileOrigin(head, cores=self._origin.cores))
 
 
 def find_shared(head: GgufWeights) -> dict[str, int]:
@@ -321,25 +285,17 @@ def count_needs(weights: GgufWeights, plan: Plan, threads: int) -> FileNeeds:
         predicts=model.moe is not None,
     )
     arrays = weights.count_arrays(extent)
-    experts = weights.list_experts()
+    slots, experts = 0, weights.list_experts()
+    if model.moe is not None and experts:
+        from pi2.memory.expert_slots import count_least_bytes
+
+        layers = {layer: describe_experts(own) for layer, own in experts.items()}
+        slots = count_least_bytes(layers, model.moe.active_experts)
     return FileNeeds(
-        vectors=arrays.get("attention", 0),
-        kv=arrays.get("kv", 0),
-        state=arrays["state"],
-        workspace=arrays["workspace"],
-        runtime=count_runtime(weights),
+        segments={"runtime": count_runtime(weights), **arrays},
         matrices=weights.count_bytes(),
         looked_up=sum(weights.list_looked_up().values()),
         experts=sum(tensor.size_bytes for own in experts.values() for tensor in own),
-        slots=_count_slots(model, experts),
+        slots=slots,
         shared=sum(weights.list_resident().values()),
     )
-
-
-def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> int:
-    if model.moe is None or not experts:
-        return 0
-    layers = {layer: describe_experts(own) for layer, own in experts.items()}
-    from pi2.memory.expert_slots import count_least_bytes
-
-    return count_least_bytes(layers, model.moe.active_experts)

@@ -98,7 +98,7 @@ def test_too_little_names_what_it_takes() -> None:
     with pytest.raises(UserError) as caught:
         fit(find_least() - 0.1)
     finding = caught.value.diagnostics[0]
-    assert finding.code == "P611" and "runtime 87 MiB" in finding.message
+    assert finding.code == "P611" and "runtime: 87 MiB" in finding.notes
 
 
 def test_a_plan_that_states_less_for_the_runtime_keeps_it() -> None:
