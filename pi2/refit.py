@@ -223,6 +223,10 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     for key, size, text in _compare(before, fitted.plan):
         overrides[key] = format_bytes(size)
         changes.append(text)
+    if ("kv", "context") in resolved.derived:
+        overrides["kv.context"] = before.kv.context
+    if ("prefill", "chunk") in resolved.derived:
+        overrides["prefill.chunk"] = before.prefill.chunk
     shares = _list_shares(fitted.plan)
     for key, share in _list_shares(before).items():
         if shares[key] != share:

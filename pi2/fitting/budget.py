@@ -29,7 +29,7 @@ from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments, UnitMemory
 from pi2.plan.documents.plan_units import LayerOverride, Layers
-from pi2.plan.documents.quantities import approximate_bytes, compare_bytes, write_least
+from pi2.plan.documents.quantities import approximate_bytes, write_least
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
 
@@ -118,12 +118,11 @@ def explain_shortage(code: str, shortage: Shortage, budget_bytes: int) -> UserEr
             f"the memory of a unit is not enough for this plan: it needs at least {parts[0]}",
             help="set a shorter kv.context, or a smaller decode.batch",
         )
-    has, needs = compare_bytes(budget_bytes, shortage.needed_bytes)
+    has, least = approximate_bytes(budget_bytes), write_least(shortage.needed_bytes)
     return UserError.of(
         code,
-        f"a budget of {has} is not enough for this plan: it needs at least {needs}",
-        help=f"give it `--memory '{write_least(shortage.needed_bytes)}'`, a shorter kv.context, "
-        "or a smaller prefill.chunk",
+        f"a budget of {has} is not enough for this plan: it needs at least {least}",
+        help=f"give it `--memory '{least}'`, a shorter kv.context, or a smaller prefill.chunk",
         notes=parts,
     )
 

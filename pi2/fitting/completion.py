@@ -29,7 +29,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.fitting.sources import find_source
 from pi2.plan.arithmetic.estimates import USUAL_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
-from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.arithmetic.sizes import count_ffn_bytes, find_block_bytes
 from pi2.plan.arithmetic.sources import Completion, FileFacts
 from pi2.plan.checking.rules.stated import find_other_choice
 from pi2.plan.documents.device import Device, UnitKind
@@ -49,8 +49,8 @@ USUAL_CONTEXT = 4096
 CONTEXTS = (USUAL_CONTEXT, 2048, 1024, 512)
 """Tokens of a context that no plan states: the most for which there is room."""
 WORKSPACE_SHARE = 0.02
-"""Part of the budget that the workspace may take for chunks beyond the usual: about as much of the
-weights less is in memory."""
+"""Part of the budget, or of the weights, that the workspace may take for chunks beyond the usual:
+about as much less is in memory."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that a plan without a budget takes, unless it needs more."""
 WIDE_HEAD = 128
@@ -117,6 +117,8 @@ class Weighed(ABC):
 
     workspace: int
     """Bytes that activations take."""
+    weights: int
+    """Bytes that may be in memory or come from disk."""
 
     @property
     @abstractmethod
@@ -284,7 +286,7 @@ def _find_fit(
                 if room is None:
                     room = min(weighed.whole, limit or weighed.whole)
                 is_long = given is None and chunk is not None and chunk > origin.usual_chunk
-                if is_long and weighed.workspace > WORKSPACE_SHARE * room:
+                if is_long and weighed.workspace > WORKSPACE_SHARE * min(room, weighed.weights):
                     continue
                 return context, chunk, weighed.fit(room)
             except Shortage as short:
@@ -366,6 +368,7 @@ class _WeighedStore(Weighed):
             wanted = find_largest_hot(wanted, segments.hot)
         needs = dict(find_needs(wanted).items())
         self.workspace, self._wanted = needs["workspace"].bytes, wanted
+        self.weights = count_ffn_bytes(wanted)
         self._runtime = segments.runtime if "runtime" in stated else None
         self._cold = segments.cold if "cold" in stated else None
         # What is stated beyond its need is taken from the rest.

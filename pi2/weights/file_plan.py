@@ -157,6 +157,7 @@ class _WeighedFile(Weighed):
         self._count = partial(count_needs, plan=plan, threads=self._threads)
         self._own = replace(self._count(origin.weights), draft=origin.draft_bytes)
         self.workspace = self._own.segments["workspace"]
+        self.weights = self._own.matrices
 
     @property
     def whole(self) -> int:
