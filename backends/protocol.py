@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pi2.arrays import F32, I32, U8, Scales
     from pi2.backends.blocks.interpreter import Interpreter
-    from pi2.backends.cpu.program_executor import Executor
+    from pi2.backends.executor import Executor
     from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.units import DividedRows, Need
@@ -117,9 +117,6 @@ class Backend(Protocol):
     """Kinds of units that plans give to it by default; none for replacements."""
     ONLY_EMULATED: bool
     """Whether its devices have been emulated so far, wherever it ran."""
-    FIXED: Mapping[str, tuple[object, ...]]
-    """Keys of a plan that change nothing in a model that it computes, with the values that they may
-    have, the computed one first; None stands for an absent key."""
 
     def find_obstacles(self, features: frozenset[str], architecture: str) -> list[str]:
         """What keeps this backend from running here; empty if nothing does."""

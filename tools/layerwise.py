@@ -11,11 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8
+from pi2.backends.blocks.contract import CONTEXT_BLOCK
 from pi2.backends.blocks.instructions import Weight
 from pi2.backends.blocks.layers import count_program
 from pi2.backends.blocks.operands import Extent
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
-from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import NeuronSums, ReferenceExecutor
 from pi2.backends.reference.neurons import activate, weigh_activations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.backend import find_obstacles
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from pi2.plan.documents.plan import KvType
 
 __all__ = [
-    "FIXED",
     "KINDS",
     "NATIVE",
     "ONLY_EMULATED",
@@ -30,39 +28,6 @@ VERDICT: Verdict = "runs"
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
-FIXED: Mapping[str, tuple[object, ...]] = {
-    "backends": ({"cpu": "blocks"}, {"cpu": "reference"}, {"cpu": "null"}),
-    "bundle.scales": ("inline",),
-    "bundle.stride": (None,),
-    "cache.fill": (True,),
-    "decode.batch_activations": (None,),
-    "decode.leave_out": (None,),
-    "decode.look_ahead": ("none",),
-    "decode.missing_threshold": (None,),
-    "decode.passes": (None,),
-    "decode.predictor": ("none",),
-    "decode.threshold": (0.0,),
-    "io.merge_gap": (0,),
-    "io.mode": ("direct",),
-    "io.verify": ("first-read",),
-    "kv.lend": (False,),
-    "layers.batches": ((),),
-    "layers.hot": (None,),
-    "layers.overrides": ((),),
-    "layers.split": ({"cpu": 1.0},),
-    "memory.embedding": ("resident",),
-    "memory.lock": ("none",),
-    "memory.units": ({},),
-    "model": (None,),
-    "pipeline.cluster": (64,),
-    "pipeline.phases": (1,),
-    "pipeline.prefill": ("chunks-first",),
-    "prefill.unit": (None,),
-    "projections.attention": (None,),
-    "projections.head": (None,),
-    "sparsity": (None,),
-    "units": ({},),
-}
 
 
 def find_limits(facts: UnitFacts) -> list[str]:

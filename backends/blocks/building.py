@@ -42,8 +42,6 @@ _LITTLE_JOIN = 4096
 """Elements of all heads up to which one thread joins parts of a context."""
 _LEAST_SPREAD = 16
 """Elements that are spread over each other, at least."""
-_NO_LIMIT = 3e38
-"""Above every gate."""
 
 
 class Builder(Products):
@@ -118,17 +116,8 @@ class Builder(Products):
         is_routed: bool = False,
     ) -> None:
         """Add the activation of the FFN, ``each`` of a token."""
-        ffn, slope, offset = self._model.ffn, self._model.ffn.slope, self._model.ffn.up_offset
-        limit, kind = ffn.find_limit(self.layer, is_routed=is_routed), str(ffn.activation)
-        if kind == "silu" and limit is not None and ffn.limit_of == "activation":
-            kind = "cut_silu"
-        elif kind == "silu" and (limit is not None or slope != 1.0):
-            kind, limit = "swiglu", _NO_LIMIT if limit is None else limit
-        elif kind == "xielu":
-            assert self.layer is not None
-            limit, slope, offset = ffn.curves[self.layer]
-        elif kind == "fatrelu":
-            limit = ffn.threshold
+        ffn = self._model.ffn
+        kind, limit, slope, offset = ffn.describe_gate(self.layer, is_routed=is_routed)
         self.add(
             "gate",
             {
@@ -138,7 +127,7 @@ class Builder(Products):
                 **y.put("y"),
                 "length": length,
                 "kind": ACTIVATIONS.index(kind),
-                "limit": put_float(limit or 0.0),
+                "limit": put_float(limit),
                 "slope": put_float(slope),
                 "up_offset": put_float(offset),
             },

@@ -217,3 +217,20 @@ STATE_BLOCK = 16
 """Channels, or columns of a state, that go through all tokens together."""
 GATES = ("silu", "sigmoid", "softplus")
 """What becomes of gates of heads, by number."""
+
+
+CONTEXT_BLOCK = 16
+"""The KV cache is copied in pieces of so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The last positions of a sequence that layers with a window keep."""
+
+    window: int
+    positions: int
+
+    @property
+    def slack(self) -> int:
+        """Tokens by which a sequence may be taken back."""
+        return self.positions - self.window

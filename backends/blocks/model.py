@@ -9,13 +9,13 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.code import Program
+from pi2.backends.blocks.contract import Ring
 from pi2.backends.blocks.instructions import FindWeight
 from pi2.backends.blocks.interpreter import Interpret
 from pi2.backends.blocks.layers import count_program, start_layers
 from pi2.backends.blocks.operands import Area, Extent, Matrix
 from pi2.backends.blocks.room import Allocate, Memory
 from pi2.backends.blocks.routed import PairTables, RoutedLayer, list_routed, view_floats
-from pi2.backends.executor import Ring
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 

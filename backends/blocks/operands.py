@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pi2.backends.blocks.contract import CONTEXT_BLOCK
 from pi2.backends.blocks.instructions import Planes, Weight
-from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.formats.packing import round_up
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.plan import KvType

@@ -8,9 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pi2.backends.blocks.contract import KV_TYPES, describe_heads
+from pi2.backends.blocks.contract import KV_TYPES, Ring, describe_heads
 from pi2.backends.blocks.sizes import count_pool_positions, count_pooled_rows, count_positions
-from pi2.backends.executor import Ring
 from pi2.formats import find_format
 from pi2.formats.packing import align_bytes
 from pi2.model.states import describe_state

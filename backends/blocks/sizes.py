@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pi2.backends.executor import CONTEXT_BLOCK, Ring
+from pi2.backends.blocks.contract import CONTEXT_BLOCK, Ring
 from pi2.formats import Activations
 from pi2.formats.packing import round_up
 from pi2.model.attention import Attention

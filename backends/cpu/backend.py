@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import OF_STORES as FILES
@@ -15,11 +15,10 @@ from pi2.plan.documents.device import UnitKind
 from pi2.tile_permission import permit_tiles
 
 if TYPE_CHECKING:
-    from pi2.backends.cpu.program_executor import Executor
+    from pi2.backends.executor import Executor
     from pi2.backends.protocol import BuildRequest
 
 __all__ = [
-    "FIXED",
     "KINDS",
     "NATIVE",
     "VERDICT",
@@ -34,7 +33,6 @@ VERDICT: Verdict = "runs"
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ("cpu",)
 ONLY_EMULATED = False
-FIXED: Mapping[str, tuple[object, ...]] = {"memory.weights": ("loaded",)}
 COMPUTED = frozenset(option for option in FILES if not option.startswith("attention.index"))
 """Options of models that there are kernels for."""
 

@@ -15,9 +15,8 @@ from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import Arrays, NeuronArrays
 from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.cpu.views import TensorViews, Views, measure_arrays, wrap_all, wrap_table
-from pi2.backends.executor import ExecutorObserver
+from pi2.backends.executor import Executor, ExecutorObserver
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing

@@ -3,7 +3,6 @@ computes its share of each layer next to an executor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict
@@ -16,21 +15,6 @@ VERDICT: Verdict = "runs"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ("gpu",)
 ONLY_EMULATED = True
-FIXED: Mapping[str, tuple[object, ...]] = {
-    "decode.activations": ("fp32", "int16"),
-    "decode.batch_activations": (None,),
-    "decode.leave_out": (None,),
-    "decode.look_ahead": ("none",),
-    "decode.missing_threshold": (None,),
-    "decode.passes": (None,),
-    "kv.lend": (False,),
-    "memory.lock": ("none",),
-    "memory.weights": ("loaded",),
-    "pipeline.phases": (1,),
-    "prefill.activations": ("fp32", "int16"),
-    "prefill.unit": (None,),
-    "sparsity": (None,),
-}
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

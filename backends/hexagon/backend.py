@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.units import GraphFacts, Need, UnitFacts, Verdict
@@ -17,7 +16,6 @@ VERDICT: Verdict = "runs"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ("npu",)
 ONLY_EMULATED = True
-FIXED: Mapping[str, tuple[object, ...]] = {}
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

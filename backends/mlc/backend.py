@@ -231,23 +231,6 @@ VERDICT: Verdict = "runs"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
-FIXED: Mapping[str, tuple[object, ...]] = {
-    "decode.activations": ("fp32", "int16"),
-    "decode.batch_activations": (None,),
-    "decode.leave_out": (None,),
-    "decode.look_ahead": ("none",),
-    "decode.missing_threshold": (None,),
-    "decode.passes": (None,),
-    "decode.speculation": (None,),
-    "kv.lend": (False,),
-    "kv.type": ("fp16",),
-    "memory.lock": ("none",),
-    "memory.weights": ("loaded",),
-    "pipeline.phases": (1,),
-    "prefill.activations": ("fp32", "int16"),
-    "prefill.unit": (None,),
-    "sparsity": (None,),
-}
 WEIGHTS = "mlc-chat-config.json"
 """The file by which its folders are known."""
 

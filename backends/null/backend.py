@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.arrays import count_workspace
@@ -11,7 +10,7 @@ from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
     from pi2.backends.blocks.interpreter import Interpreter
-    from pi2.backends.cpu.program_executor import Executor
+    from pi2.backends.executor import Executor
     from pi2.backends.protocol import BuildRequest, ProgramRequest
     from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
     from pi2.plan.documents.model import Model
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 # A plan that is tried dry is meant for kernels: it has to have the room that they need.
 __all__ = [
-    "FIXED",
     "KINDS",
     "NATIVE",
     "VERDICT",
@@ -37,7 +35,6 @@ VERDICT: Verdict = "dry run"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
-FIXED: Mapping[str, tuple[object, ...]] = {}
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import OF_STORES
@@ -16,7 +15,7 @@ from pi2.plan.weights.layout import ALIGNMENT, Precision, round_up, scale_bytes,
 
 if TYPE_CHECKING:
     from pi2.backends.blocks.interpreter import Interpreter
-    from pi2.backends.cpu.program_executor import Executor
+    from pi2.backends.executor import Executor
     from pi2.backends.protocol import BuildRequest, ProgramRequest
     from pi2.backends.units import DenseUnit, UnitRequest
     from pi2.plan.documents.model import Model
@@ -28,7 +27,6 @@ PAGE_BYTES = 4096
 
 # It stands in for the cpu backend, to compare with: a plan has the same room for both.
 __all__ = [
-    "FIXED",
     "KINDS",
     "NATIVE",
     "ONLY_EMULATED",
@@ -47,7 +45,6 @@ VERDICT: Verdict = "runs"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
-FIXED: Mapping[str, tuple[object, ...]] = {"memory.weights": ("loaded",)}
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:

@@ -9,15 +9,16 @@ from functools import partial
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
+from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.blocks.contract import FIELDS, PLANES
 from pi2.backends.blocks.instructions import FindWeight, Planes
 from pi2.backends.blocks.interpreter import Interpret
-from pi2.backends.cpu.program_executor import Executor
-from pi2.backends.executor import noted
+from pi2.backends.executor import Executor, noted
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.instructions import attention, elements, products, states
 from pi2.backends.reference.instructions.arguments import Arguments
-from pi2.backends.reference.neurons import Prediction, compute_activations, multiply_down, widen
+from pi2.backends.reference.neurons import activate, compute_activations, multiply_down, widen
+from pi2.formats import find_packing
 from pi2.model.ffn import count_cutoff_rows
 from pi2.model.options import list_own
 from pi2.model.tensor import GATE_CUTOFF, name_layer_tensor
@@ -83,7 +84,8 @@ class ReferenceExecutor(Executor):
         self.now = self._chunks[0]
         """Of the chunk that calls are about."""
         self._active = 0
-        self._prediction = Prediction(request)
+        self._scores: F32 = np.zeros(0, np.float32)
+        """Scores [neurons] of the last prediction by predictors; -inf where none was asked."""
 
     def select_chunk(self, number: int) -> None:
         super().select_chunk(number)
@@ -125,15 +127,35 @@ class ReferenceExecutor(Executor):
 
     @noted
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
-        chosen = self.list_experts() if experts is None else experts
-        return self._prediction.find_named(layer, threshold, self._get_input(), chosen)
+        if self._model.moe is None:
+            self._scores = self._score(layer, 0, self._get_input())[0]
+        else:
+            groups = self._group(layer)
+            self._scores = np.full(self._request.neurons, -np.inf, np.float32)
+            for expert in (self.list_experts() if experts is None else experts).tolist():
+                self._scores[groups[expert]] = self._score(layer, expert, self._get_input())[0]
+        return np.flatnonzero(self._scores >= threshold).astype(np.int32)
+
+    def _score(self, layer: int, expert: int, u: F32) -> F32:
+        """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
+        ``u`` [T, hidden]."""
+        names = (name_layer_tensor(layer, f"predictor_{part}") for part in ("in", "out", "bias"))
+        inner, outer, bias = (
+            widen(slice_tensor(self._tensors[name], expert, self._model.expert_count))
+            for name in names
+        )
+        return np.asarray(np.maximum(u @ inner.T, 0) @ outer.T + bias)
+
+    def _group(self, layer: int) -> I32:
+        """Stored indices of the neurons of each expert [experts, ffn]."""
+        assert self._request.expert_neurons is not None
+        return self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
 
     def score_all(self, layer: int, experts: I32) -> F32:
         """Predictor scores [T, neurons] of all neurons; ``experts`` [neurons]: whose they are."""
         scores = np.empty((len(self.now.read), len(experts)), np.float32)
         for expert in range(self._model.expert_count):
-            own = self._prediction.score(layer, expert, self.now.read)
-            scores[:, experts == expert] = own
+            scores[:, experts == expert] = self._score(layer, expert, self.now.read)
         return scores
 
     def _get_input(self) -> F32:
@@ -141,12 +163,44 @@ class ReferenceExecutor(Executor):
         return self.now.read[self._token : self._token + 1]
 
     def read_scores(self) -> F32:
-        return self._prediction.scores
+        return self._scores
 
     @noted
     def predict_gate(self, layer: int) -> I32:
-        cutoffs = self._select_cutoffs(slice(self._token, self._token + 1))
-        return self._prediction.find_open(layer, self._get_input(), self.list_experts(), cutoffs)
+        request, layout = self._request, self._request.bundle
+        assert request.gate_rows is not None
+        weights, scales = request.gate_rows[layer]
+        rows = find_packing(layout.gate_up).dequantize(weights, scales, layout.hidden)
+        gate = rows @ self._get_input()[0]
+        if request.gate_biases is not None:
+            gate = gate + request.gate_biases[layer]
+        if self._model.is_smooth:
+            cutoffs = self._select_cutoffs(slice(self._token, self._token + 1))
+            value = activate(self._model, gate[None], None, cutoffs)[0]
+            least: F32 | float = self._get_limits(layer)[0]
+            if request.expert_limits is not None:
+                limits = np.array(request.expert_limits[layer], np.float32)
+                least = np.repeat(limits, self._model.shape.ffn)
+            fires = np.abs(value) >= least
+            if cutoffs is not None:
+                fires &= value != 0
+        else:
+            fires = self._is_open(gate)
+        if request.expert_neurons is None:
+            return np.flatnonzero(fires).astype(np.int32)
+        groups = self._group(layer)
+        chosen = self.list_experts().tolist()
+        named = [groups[n][fires.reshape(groups.shape)[n]] for n in chosen]
+        return np.sort(np.concatenate(named))
+
+    def _is_open(self, gates: F32) -> Bits:
+        """Whether these gates, of an activation that is not smooth, let anything through."""
+        fatrelu = self._model.ffn.activation == "fatrelu"
+        return np.asarray(gates > (self._model.ffn.threshold if fatrelu else 0.0))
+
+    def _get_limits(self, layer: int) -> tuple[float, float]:
+        """What counts as zero of a smooth activation, and of its product with the up."""
+        return (0.0, 0.0) if self._request.limits is None else self._request.limits[layer]
 
     def _activate(self, bundles: U8, tokens: slice) -> F32:
         """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales, for
@@ -170,7 +224,7 @@ class ReferenceExecutor(Executor):
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         bundles = self._join(layer, arena[slots], indices)
         gates = self.now.read[self._token] @ unpack_part(bundles, self._layout, 0).T
-        return self._prediction.is_open(gates)
+        return self._is_open(gates)
 
     @noted
     def add_neurons(
@@ -180,7 +234,7 @@ class ReferenceExecutor(Executor):
         token = slice(self._token, self._token + 1)
         active = self._activate(bundles, token)
         if known and self._model.is_smooth:
-            active = np.where(np.abs(active) >= self._prediction.get_limits(layer)[1], active, 0)
+            active = np.where(np.abs(active) >= self._get_limits(layer)[1], active, 0)
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token)
 

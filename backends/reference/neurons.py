@@ -1,7 +1,6 @@
 """Neurons in float32: how they are named, their activations and sums, and a dense unit that
 computes them in a thread (`ThreadUnit`), for tests and dry runs of plans with several units."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -9,12 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pi2.arrays import F32, I32, U8, Bits
-from pi2.backends.arithmetic import slice_tensor
-from pi2.backends.protocol import BuildRequest
+from pi2.arrays import F32, U8
+from pi2.backends.reference.instructions import elements
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.formats import find_packing
-from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
 from pi2.plan.weights.layout import BundleLayout, Tensor
@@ -23,38 +20,10 @@ from pi2.plan.weights.layout import BundleLayout, Tensor
 def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None) -> F32:
     """The model's FFN activation, shape kept; without gates ``gate`` is the neuron's value.
     ``cutoffs`` are subtracted from gates, and close those below."""
-    if cutoffs is not None:
-        gate = np.maximum(gate - cutoffs, 0)
-    match model.ffn.activation:
-        case "relu" | "drelu":
-            active = np.maximum(gate, 0)
-        case "fatrelu":
-            active = np.where(gate > model.ffn.threshold, gate, 0)
-        case "relu2":
-            active = np.square(np.maximum(gate, 0))
-        case "silu":
-            limit = model.ffn.limit
-            if limit is not None:
-                gate = np.minimum(gate, limit)
-                up = None if up is None else np.clip(up, -limit, limit)
-            with np.errstate(over="ignore"):
-                # Of a very negative gate: divided by infinity it is zero, as it should be.
-                active = gate / (1 + np.exp(-np.float32(model.ffn.slope) * gate))
-        case "gelu":
-            active = 0.5 * gate * (1 + _erf(gate * np.float32(math.sqrt(0.5))))
-        case "gelu_tanh":
-            inner = np.float32(math.sqrt(2 / math.pi)) * (gate + 0.044715 * gate**3)
-            active = 0.5 * gate * (1 + np.tanh(inner))
-    if up is None:
-        return np.asarray(active)
-    if model.ffn.activation == "drelu":
-        up = np.maximum(up, 0)
-    return np.asarray(active * (up + np.float32(model.ffn.up_offset)))
-
-
-def _erf(x: F32) -> F32:
-    """The error function; numpy has none."""
-    return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), np.float32)
+    gates = np.maximum(gate - cutoffs, 0) if cutoffs is not None else gate
+    ups = None if up is None else np.asarray(up, np.float64)
+    found = elements.activate(model.ffn.describe_gate(), np.asarray(gates, np.float64), ups)
+    return found.astype(gate.dtype)
 
 
 def compute_activations(
@@ -101,85 +70,6 @@ def widen(tensor: Tensor) -> F32:
         return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
     weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
     return find_packing(tensor.precision).dequantize(weights, tensor.scales, tensor.length)
-
-
-class Prediction:
-    """Names neurons for the input ``u`` [1, hidden] of a token's FFN."""
-
-    def __init__(self, request: BuildRequest) -> None:
-        self._request = request
-        self._model = request.model
-        self.scores: F32 = np.zeros(0, np.float32)
-        """Scores [neurons] of the last prediction by predictors; -inf where none was asked."""
-
-    def find_named(self, layer: int, threshold: float, u: F32, experts: I32) -> I32:
-        """Return the neurons, of ``experts`` in an MoE model, whose score reaches ``threshold``."""
-        if self._model.moe is None:
-            self.scores = self.score(layer, 0, u)[0]
-        else:
-            groups = self._group(layer)
-            self.scores = np.full(self._request.neurons, -np.inf, np.float32)
-            for expert in experts.tolist():
-                self.scores[groups[expert]] = self.score(layer, expert, u)[0]
-        return np.flatnonzero(self.scores >= threshold).astype(np.int32)
-
-    def score(self, layer: int, expert: int, u: F32) -> F32:
-        """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
-        ``u`` [T, hidden]."""
-        inner, outer, bias = (
-            widen(
-                slice_tensor(
-                    self._request.tensors[name_layer_tensor(layer, kind)],
-                    expert,
-                    self._model.expert_count,
-                )
-            )
-            for kind in ("predictor_in", "predictor_out", "predictor_bias")
-        )
-        return np.asarray(np.maximum(u @ inner.T, 0) @ outer.T + bias)
-
-    def find_open(self, layer: int, u: F32, experts: I32, cutoffs: F32 | None) -> I32:
-        """Neurons whose gates are open by the gate rows, of ``experts`` in an MoE model;
-        ``cutoffs`` [1, 1]."""
-        assert self._request.gate_rows is not None
-        weights, scales = self._request.gate_rows[layer]
-        layout = self._request.bundle
-        gate = find_packing(layout.gate_up).dequantize(weights, scales, layout.hidden) @ u[0]
-        if self._request.gate_biases is not None:
-            gate = gate + self._request.gate_biases[layer]
-        if self._model.is_smooth:
-            value = activate(self._model, gate[None], None, cutoffs)[0]
-            fires = np.abs(value) >= self._find_gate_limits(layer)
-            if cutoffs is not None:
-                fires &= value != 0
-        else:
-            fires = self.is_open(gate)
-        if self._request.expert_neurons is None:
-            return np.flatnonzero(fires).astype(np.int32)
-        groups = self._group(layer)
-        named = [groups[n][fires.reshape(groups.shape)[n]] for n in experts.tolist()]
-        return np.sort(np.concatenate(named))
-
-    def is_open(self, gates: F32) -> Bits:
-        """Whether these gates, of an activation that is not smooth, let anything through."""
-        fatrelu = self._model.ffn.activation == "fatrelu"
-        return np.asarray(gates > (self._model.ffn.threshold if fatrelu else 0.0))
-
-    def get_limits(self, layer: int) -> tuple[float, float]:
-        """What counts as zero of a smooth activation, and of its product with the up."""
-        return (0.0, 0.0) if self._request.limits is None else self._request.limits[layer]
-
-    def _find_gate_limits(self, layer: int) -> F32 | float:
-        """The first limit: of the layer, or in an MoE model of every gate row [neurons]."""
-        if self._request.expert_limits is None:
-            return self.get_limits(layer)[0]
-        limits = np.array(self._request.expert_limits[layer], np.float32)
-        return np.repeat(limits, self._model.shape.ffn)
-
-    def _group(self, layer: int) -> I32:
-        """Stored indices of the neurons of each expert [experts, ffn]."""
-        assert self._request.expert_neurons is not None
-        return self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
 
 
 @dataclass(slots=True)

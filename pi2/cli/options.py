@@ -432,15 +432,9 @@ class ChosenPlan:
         return replace(self, settings={**self.settings, **values}) if values else self
 
     def load(self, progress: Progress | None = None) -> LoadedModel:
-        import time
+        from pi2.orchestrator import load
 
-        from pi2.orchestrator import build
-        from pi2.progress import ignore_progress
-
-        start, resolved = time.perf_counter(), self.resolved
-        model = build(resolved, progress=progress or ignore_progress, start=start)
-        model.changes, model.origin = self.fitted.changes, self.fitted.origin
-        return model
+        return load(self.fitted, progress=progress)
 
 
 def choose_plan(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import U8
-from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.cpu.request import describe_request
+from pi2.backends.executor import Executor
 from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest

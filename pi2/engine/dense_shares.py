@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pi2.arrays import F32, U8
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.diagnostics import UserError
 from pi2.engine.parts import ShareObserver

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from pi2.arrays import F32, I32, I64, U8
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, mark_experts, unite_experts
 from pi2.engine.neuron_stream import NeuronStream, PieceOrder, choose_piece

@@ -10,8 +10,7 @@ import numpy as np
 from pi2.arrays import F32, I32
 
 if TYPE_CHECKING:
-    from pi2.backends.cpu.program_executor import Executor
-    from pi2.backends.executor import ExecutorObserver
+    from pi2.backends.executor import Executor, ExecutorObserver
     from pi2.engine.dense_shares import SharedRows
     from pi2.engine.feed_forward import FeedForward
     from pi2.store.file_read import EmbeddingRows

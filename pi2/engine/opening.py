@@ -30,8 +30,7 @@ from pi2.plan.arithmetic.sources import FileFacts, Source
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
-    from pi2.backends.cpu.program_executor import Executor
-    from pi2.backends.executor import ExecutorObserver
+    from pi2.backends.executor import Executor, ExecutorObserver
     from pi2.backends.protocol import BuildRequest
     from pi2.backends.units import SequenceModel
     from pi2.engine.model_texts import ModelTexts

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
-from pi2.backends.cpu.program_executor import Executor
-from pi2.backends.executor import ExecutorObserver
+from pi2.backends.executor import Executor, ExecutorObserver
 from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import read_peak_rss_bytes

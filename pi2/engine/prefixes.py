@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.executor import CONTEXT_BLOCK, Ring
+from pi2.backends.blocks.contract import CONTEXT_BLOCK, Ring
 from pi2.caches import find_cache_folder
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import Sequences

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.executor import CONTEXT_BLOCK, Ring
+from pi2.backends.blocks.contract import CONTEXT_BLOCK, Ring
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.engine.statistics import NeuronCounters
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, PendingRead

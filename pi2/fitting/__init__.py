@@ -4,6 +4,7 @@ imported when they are asked, which loads nothing heavy."""
 from __future__ import annotations
 
 import importlib
+from importlib.resources import files
 from typing import TYPE_CHECKING, cast
 
 from pi2.plan.documents.common import list_backend_names
@@ -27,6 +28,23 @@ _PACKAGE = "pi2.backends"
 def find_backend(name: str) -> Backend:
     """Import the module of a backend, which imports nothing heavy itself."""
     return cast("Backend", importlib.import_module(f"{_PACKAGE}.{name}.backend"))
+
+
+def read_fixed(name: str) -> dict[str, tuple[object, ...]]:
+    """Keys of a plan that change nothing in a model that a backend computes, with the values that
+    they may have, the computed one first; None stands for an absent key."""
+    import tomli  # bundles for phones have none
+
+    file = files(f"{_PACKAGE}.{name}") / "backend.toml"
+    stated = tomli.loads(file.read_text("utf-8"))["fixed"] if file.is_file() else {}
+    return {key: tuple(map(_read_value, values)) for key, values in stated.items()}
+
+
+def _read_value(value: object) -> object:
+    """A value of a plan as documents have it."""
+    if value == "<absent>":
+        return None
+    return tuple(value) if isinstance(value, list) else value
 
 
 def find_executor_backend(name: str) -> ExecutorBackend | None:

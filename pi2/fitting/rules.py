@@ -3,7 +3,13 @@
 from collections.abc import Iterator
 from functools import cache
 
-from pi2.fitting import find_backend, find_executor_backend, find_graph_backend, find_unit_backend
+from pi2.fitting import (
+    find_backend,
+    find_executor_backend,
+    find_graph_backend,
+    find_unit_backend,
+    read_fixed,
+)
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.estimates import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -210,7 +216,7 @@ def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
     if not resolved.has_backend(unit):  # another rule names it
         return
     name = resolved.source.choose_judge(resolved.name_backend(unit))
-    for key, values in find_backend(name).FIXED.items():
+    for key, values in read_fixed(name).items():
         path: KeyPath = tuple(key.split("."))
         stated = _read_setting(resolved, path)
         said = resolved.source.said.get(key)

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import F32, I32, I64, Bits, Raw
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.caches import read_regular, replace_file
 from pi2.diagnostics import UserError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel

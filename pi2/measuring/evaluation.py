@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32, F64
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel

@@ -13,8 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from pi2.arrays import F32, I32, I64
-from pi2.backends.cpu.program_executor import Executor
-from pi2.backends.executor import ExecutorObserver
+from pi2.backends.executor import Executor, ExecutorObserver
 from pi2.backends.host import load_host_loops
 from pi2.caches import check_regular
 from pi2.diagnostics import UserError

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pi2.authoring.writing import write_document
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.caches import replace_file
 from pi2.diagnostics import UserError

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pi2.backends.blocks.contract import BlockSpec
-from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.cpu.request import list_specs
+from pi2.backends.executor import Executor
 from pi2.backends.gpu.devices import Survey
 from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.gpu.launchers.interface import DeviceFacts

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import U8, Scales
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError

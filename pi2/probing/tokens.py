@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pi2.arrays import F16, I32, U8, Raw, Scales
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest
 from pi2.engine.feed_forward import FeedForward

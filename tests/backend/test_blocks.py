@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from pi2.backends.blocks.contract import Ring
 from pi2.backends.blocks.instructions import FindWeight, Planes, Weight
 from pi2.backends.blocks.interpreter import CompiledInterpreter
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.operands import Extent
-from pi2.backends.executor import Ring
 from pi2.backends.protocol import ProgramRequest
 from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.model import Model

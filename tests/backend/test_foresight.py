@@ -9,7 +9,7 @@ import pytest
 
 from pi2.arrays import F32, I32
 from pi2.backends.cpu import backend as cpu
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.engine.waves import Foresight
 from pi2.orchestrator import load
 from tests.helpers.kernels import DEMO_LIKE, RandomModel

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pi2.backends.cpu import backend as cpu
-from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.cpu.request import make_spec
+from pi2.backends.executor import Executor
 from pi2.backends.reference import backend as reference
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, measure_error
 

@@ -12,7 +12,7 @@ import pytest
 import pi2
 import pi2.orchestrator
 from pi2.arrays import F32
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel

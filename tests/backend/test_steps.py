@@ -10,7 +10,7 @@ import pytest
 
 from pi2.arrays import F32, I32, U8
 from pi2.backends.cpu import backend as cpu
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 from pi2.backends.reference import backend as reference
 from tests.helpers.kernels import (
     DEMO_LIKE,

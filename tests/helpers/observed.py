@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pi2.backends.cpu.executor import CpuExecutor
-from pi2.backends.cpu.program_executor import Executor
+from pi2.backends.executor import Executor
 
 
 def count_calls(executor: Executor, compute: Callable[[], object]) -> Counter[str]:

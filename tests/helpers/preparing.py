@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from pi2.backends.cpu import backend
-from pi2.backends.cpu.program_executor import Executor
 from pi2.backends.cpu.request import make_spec
+from pi2.backends.executor import Executor
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.engine.loading import StoreWeights

@@ -9,8 +9,7 @@ import pytest
 
 import pi2
 from pi2.arrays import F32
-from pi2.backends.cpu.program_executor import Executor
-from pi2.backends.executor import ExecutorObserver
+from pi2.backends.executor import Executor, ExecutorObserver
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.units import UnitFailed
 from pi2.diagnostics import UserError

@@ -128,7 +128,7 @@ def test_another_plan_is_compared_token_by_token(plan: Path, tmp_path: Path) -> 
         ({"against": ["nothing.plan.toml"]}, "P663"),
         ({"passages": Passages([TEXT], context=65)}, "P661"),
         ({"passages": Passages([TEXT], context=8, stride=9)}, "P661"),
-        ({"plan": {"backends.cpu": "null"}}, "P605"),
+        ({"plan": {"backends.cpu": "null"}}, "P662"),
     ],
 )
 def test_what_cannot_be_measured_is_said(plan: Path, arguments: Any, code: str) -> None:

@@ -1,5 +1,6 @@
 """The probe's tokens go through the engine as a run's do, and every call is noted."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ SIZES = synthetic.SMALL
 
 
 class FakeExecutor:
+    foresees = False
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
+        self.program = SimpleNamespace(expect=lambda end: None, ring=None)
 
     def select_chunk(self, number: int) -> None:
         pass

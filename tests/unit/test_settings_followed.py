@@ -12,7 +12,7 @@ import pi2.plan.documents.plan as plan_document
 import pi2.plan.documents.plan_units as unit_documents
 from fuzzing.files import list_keys
 from pi2 import orchestrator
-from pi2.fitting import find_backend
+from pi2.fitting import read_fixed
 from pi2.fitting.check import check_plan
 from pi2.plan.documents.common import Sampling, list_backend_names
 from pi2.plan.documents.plan import Plan
@@ -84,7 +84,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_gguf(tmp_path_factory.mktemp("gguf"), shape)
 
 
-@pytest.mark.parametrize("key", sorted(find_backend("blocks").FIXED))
+@pytest.mark.parametrize("key", sorted(read_fixed("blocks")))
 def test_a_setting_that_files_do_not_follow_is_refused(file: Path, key: str) -> None:
     stated = {"bundle.stride": "8 KiB"} if key == "bundle.scales" else {}
     overrides = {"weights": file.name, key: OTHERS[key], **stated}
@@ -102,7 +102,7 @@ def test_a_setting_that_files_do_not_follow_is_refused(file: Path, key: str) -> 
 @pytest.mark.parametrize("name", list_backend_names())
 def test_what_a_backend_does_not_follow_is_a_key_of_plans(name: str) -> None:
     """Each with a value that it computes, and another one."""
-    for key, values in find_backend(name).FIXED.items():
+    for key, values in read_fixed(name).items():
         assert tuple(key.split(".")) in list_keys() and values
         assert OTHERS[key] not in values
 
@@ -132,7 +132,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
 def list_silent(backend: str, read: set[tuple[str, str]]) -> list[str]:
     """Keys that a backend does not name as fixed, and that nothing has read."""
-    fixed = {tuple(key.split(".")) for key in find_backend(backend).FIXED}
+    fixed = {tuple(key.split(".")) for key in read_fixed(backend)}
     return [
         key
         for key in list_leaves()

@@ -37,8 +37,7 @@ def normalize(own: Arguments) -> None:
     y[...] = x * own.real("factor") + (y if own.added else 0)
 
 
-def activate(name: str, x: F64, limit: float) -> F64:
-    """Return an activation of gates; ``limit`` is the threshold of ``fatrelu``."""
+def _activate_plain(name: str, x: F64, limit: float) -> F64:
     if name == "silu":
         return x * take_sigmoid(x)
     if name == "gelu_tanh":
@@ -52,29 +51,34 @@ def activate(name: str, x: F64, limit: float) -> F64:
     return np.maximum(x, 0) ** (2 if name == "relu2" else 1)
 
 
+def activate(described: tuple[str, float, float, float], gates: F64, ups: F64 | None) -> F64:
+    """Return the activation of gates, times ups if there are any; ``described`` as
+    `pi2.plan.documents.model_parts.Ffn.describe_gate` has it."""
+    name, limit, slope, offset = described
+    if ups is not None and name in ("swiglu", "cut_silu"):
+        ups = np.clip(ups, -limit, limit)
+    elif ups is not None and name == "drelu":
+        ups = np.maximum(ups, 0)
+    if name == "swiglu":
+        gates = np.minimum(gates, limit)
+        active = gates * take_sigmoid(slope * gates)
+    elif name == "cut_silu":
+        active = np.minimum(gates * take_sigmoid(gates), limit)
+    elif name == "xielu":
+        below = slope * (np.expm1(np.minimum(gates, XIELU_END)) - gates)
+        active = np.where(gates > 0, limit * gates**2, below) + offset * gates
+    else:
+        active = _activate_plain(name, gates, limit)
+    return active * (1 if ups is None else ups + offset)
+
+
 def gate(own: Arguments) -> None:
-    name, limit, offset = ACTIVATIONS[own.kind], own.real("limit"), own.real("up_offset")
+    limit, slope, offset = map(own.real, ("limit", "slope", "up_offset"))
+    described = ACTIVATIONS[own.kind], limit, slope, offset
     for piece in own.list_pieces():
         gates = widen(own.cut("gates", own.x_stride, piece))
         ups = widen(own.cut("ups", own.x_stride, piece)) if own.has_ups else None
-        if name == "swiglu":
-            assert ups is not None
-            gates, ups = np.minimum(gates, limit), np.clip(ups, -limit, limit)
-            active = gates * take_sigmoid(own.real("slope") * gates)
-        elif name == "cut_silu":
-            assert ups is not None
-            active, ups = (
-                np.minimum(gates * take_sigmoid(gates), limit),
-                np.clip(ups, -limit, limit),
-            )
-        elif name == "xielu":
-            below = own.real("slope") * (np.expm1(np.minimum(gates, XIELU_END)) - gates)
-            active = np.where(gates > 0, limit * gates**2, below) + offset * gates
-        else:
-            active = activate(name, gates, limit)
-            if name == "drelu" and ups is not None:
-                ups = np.maximum(ups, 0)
-        own.cut("y", own.y_stride, piece)[...] = active * (1 if ups is None else ups + offset)
+        own.cut("y", own.y_stride, piece)[...] = activate(described, gates, ups)
 
 
 def cap(own: Arguments) -> None:

@@ -185,6 +185,9 @@ SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh", "xielu"})
 Curve = Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
 
 
+_NO_LIMIT = 3e38
+
+
 class Ffn(Table):
     """The feed-forward network: down(act(gate x) * up x), or down(act(up x)) without gates."""
 
@@ -225,10 +228,25 @@ class Ffn(Table):
     up_offset: float = 0.0
     """Added to ups before they are multiplied with gates (gpt-oss: 1)."""
 
-    def find_limit(self, layer: int | None, *, is_routed: bool = False) -> float | None:
-        """The limit of gates in a layer; None where there is none."""
+    def describe_gate(
+        self, layer: int | None = None, *, is_routed: bool = False
+    ) -> tuple[str, float, float, float]:
+        """The kind of activation of a layer's gates, as instructions name it, with its limit, slope
+        and offset; the limit is huge where ``swiglu`` has none, else 0."""
         limits = self.limits if is_routed else self.other_limits
-        return limits[layer] or None if layer is not None and layer < len(limits) else self.limit
+        own = limits[layer] or None if layer is not None and layer < len(limits) else self.limit
+        match self.activation:
+            case "silu" if own is not None and self.limit_of == "activation":
+                return "cut_silu", own, self.slope, self.up_offset
+            case "silu" if own is not None or self.slope != 1.0:
+                return "swiglu", _NO_LIMIT if own is None else own, self.slope, self.up_offset
+            case "xielu":
+                assert layer is not None
+                rise, below, straight = self.curves[layer]
+                return "xielu", rise, below, straight
+            case "fatrelu":
+                return "fatrelu", self.threshold, self.slope, self.up_offset
+        return self.activation, own or 0.0, self.slope, self.up_offset
 
 
 class Predictor(Table):

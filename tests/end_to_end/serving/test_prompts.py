@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import pi2
-from pi2.backends.executor import CONTEXT_BLOCK
+from pi2.backends.blocks.contract import CONTEXT_BLOCK
 from pi2.engine.sequences import Sequences
 from pi2.serving import requests
 from tests.helpers.models import make_tokenizer
