@@ -447,7 +447,7 @@ class Executor(ABC):
 
     def list_experts(self) -> I32:
         """Return the experts, ascending, that the router chose in the last ``begin_ffn`` for the
-        selected token; none where the model is no MoE model."""
+        selected token; none if the model is no MoE model."""
         return _NONE if self._model.moe is None else list_chosen(self.read_routes()[self._token])
 
     def list_chunk_experts(self) -> I32:
@@ -468,7 +468,7 @@ class Executor(ABC):
     @abstractmethod
     def read_cutoffs(self) -> F32 | None:
         """Return the cutoffs [T, 1] of the gates in the last ``begin_ffn``, valid until the next
-        call; None where the layer has none."""
+        call; None if the layer has none."""
 
     @abstractmethod
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
@@ -512,7 +512,7 @@ class Executor(ABC):
         """Return whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots,
         stride] is open (T = 1): no other has an effect.  Nothing but gates is read.  For neurons
         without biases that have gates, of an activation that is not smooth.  ``indices`` [n], their
-        stored indices, are needed where scales are resident."""
+        stored indices, are needed if scales are resident."""
 
     @abstractmethod
     def add_neurons(

@@ -85,7 +85,7 @@ class ReferenceExecutor(Executor):
         """Of the chunk that calls are about."""
         self._active = 0
         self._scores: F32 = np.zeros(0, np.float32)
-        """Scores [neurons] of the last prediction by predictors; -inf where none was asked."""
+        """Scores [neurons] of the last prediction by predictors; -inf if none was asked."""
 
     def select_chunk(self, number: int) -> None:
         super().select_chunk(number)

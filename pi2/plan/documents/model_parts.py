@@ -232,7 +232,7 @@ class Ffn(Table):
         self, layer: int | None = None, *, is_routed: bool = False
     ) -> tuple[str, float, float, float]:
         """The kind of activation of a layer's gates, as instructions name it, with its limit, slope
-        and offset; the limit is huge where ``swiglu`` has none, else 0."""
+        and offset; an absent limit is huge for ``swiglu``, else 0."""
         limits = self.limits if is_routed else self.other_limits
         own = limits[layer] or None if layer is not None and layer < len(limits) else self.limit
         match self.activation:
