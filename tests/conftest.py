@@ -69,14 +69,15 @@ def every_core() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiler_at_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels are compiled by processes without TVM at first, each once for all workers; runs
-    measure the memory's rate with few bytes."""
+    """Kernels are compiled by processes without TVM at first, each once for all workers.  Runs
+    measure the memory's rate with few bytes, and nothing waits for a disk."""
     folder = tmp_path_factory.getbasetemp()
     objects = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
     objects.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "start_compiler", partial(start_loaded_compiler, objects))
         patch.setattr("pi2.machine.memory.MEASURED_BYTES", 1 << 20)
+        patch.setattr("os.fsync", lambda descriptor: None)
         yield
 
 

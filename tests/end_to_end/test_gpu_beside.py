@@ -14,7 +14,7 @@ from pi2.arrays import F32
 from pi2.backends.gpu.kernels.specification import Api
 from tests.helpers.gpu import require_launcher
 from tests.helpers.programs import start_pi2
-from tests.helpers.slow import GPU_APIS
+from tests.helpers.slow import GPU_APIS, mark_slow
 
 ROOT = Path(__file__).parents[2]
 ALONE = ROOT / "plans" / "demo.plan.toml"
@@ -52,7 +52,10 @@ def compute(plan: Path, mode: Mode, settings: dict[str, Any]) -> Result:
 
 @pytest.mark.parametrize(
     ("mode", "predictor", "prompts"),
-    [("decode", "gate", "gpu"), ("prefill", "gate", "gpu"), ("prefill", "none", "cpu")],
+    [
+        ("decode", "gate", "gpu"),
+        *map(mark_slow, [("prefill", "gate", "gpu"), ("prefill", "none", "cpu")]),
+    ],
 )
 def test_both_compute_what_one_does(plan: Path, mode: Mode, predictor: str, prompts: str) -> None:
     settings = {"decode.predictor": predictor}

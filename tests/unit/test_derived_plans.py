@@ -67,20 +67,6 @@ def test_a_stated_segment_of_hot_neurons_says_how_many_are_hot(tmp_path: Path) -
     assert 0.2 < found.plan.layers.hot <= 0.25
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "segment"), [("kv__context", 512, "kv"), ("decode__batch", 3, "kv")]
-)
-def test_another_context_or_batch_is_fitted_anew(
-    tmp_path: Path, key: str, value: int, segment: str
-) -> None:
-    path = write_plan(tmp_path, '[memory]\nbudget = "126 MiB"\n')
-    before, after = read(path).resolved, read(path, **{key: value}).resolved
-    assert getattr(after.plan.memory.segments, segment) != getattr(
-        before.plan.memory.segments, segment
-    )
-    assert after.plan.memory.budget == before.plan.memory.budget >= add_up(after)
-
-
 def test_another_budget_is_fitted_anew_and_leaves_what_is_stated(tmp_path: Path) -> None:
     path = write_plan(tmp_path, '[memory]\nbudget = "126 MiB"\nsegments = { runtime = "96 MiB" }\n')
     found = read(path, memory=110 * MIB).resolved

@@ -16,11 +16,12 @@ from pi2.measuring.texts import Window, compute_losses
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import copy_checkpoint, list_goldens, read_golden
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.slow import keep_quick
 
 TEXT = "What is rounded is not what was written, but it reads nearly the same. " * 8
 
 
-@pytest.mark.parametrize("name", list_goldens())
+@pytest.mark.parametrize("name", keep_quick(list_goldens(), list_goldens()[::3]))
 def test_losses_by_checkpoints_weights_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     golden = read_golden(name)
     checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")

@@ -15,7 +15,6 @@ from pi2.importing.checkpoint import open_checkpoint
 from tests.helpers.quantized import (
     Array,
     Stored,
-    decode_fp4,
     draw,
     draw_codes,
     draw_e4m3,
@@ -66,23 +65,6 @@ def test_fp8_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:
     for expert in range(3):
         expected = numbers[expert] * np.repeat(scales[expert], 64, axis=1)
         np.testing.assert_array_equal(read(folder, f"experts.down_proj.{expert}"), expected)
-
-
-def test_mxfp4_experts_are_read_exactly(tmp_path: Path) -> None:
-    """As gpt-oss has them: columns of the tensor are rows of the file."""
-    experts, outputs, groups = 3, 20, 4
-    codes = draw_codes(16, experts, outputs, groups * 32)
-    exponents = draw_codes(12, experts, outputs, groups, seed=2) + 118
-    numbers = np.vectorize(decode_fp4, otypes=[float])(codes).reshape(experts, outputs, groups, 32)
-    expected = (numbers * 2.0 ** (exponents[..., None] - 127.0)).reshape(experts, outputs, -1)
-    tensors: Stored = {
-        "experts.down_proj_blocks": ("U8", pack_pairs(codes).reshape(experts, outputs, groups, 16)),
-        "experts.down_proj_scales": ("U8", exponents.astype(np.uint8)),
-    }
-    folder = write_folder(tmp_path / "model", {"quant_method": "mxfp4"}, tensors)
-    for expert in range(experts):
-        found = read(folder, f"experts.down_proj.{expert}")
-        np.testing.assert_array_equal(found, expected[expert].T)
 
 
 @pytest.mark.parametrize("spread", [1, 4, 6])

@@ -10,6 +10,7 @@ from pi2.costs.description import Description, describe_plan
 from pi2.fitting.budget import Shortage, fit_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.simulate import simulate
+from tests.helpers.slow import keep_quick
 from tools.compare_predictions import Cell, make_plan, read_model
 
 DEVICES = ("oneplus-12", "oneplus-ace-2", "cloud-vm-zen5", "raspberry-pi-5", "probed")
@@ -56,7 +57,7 @@ def describe_steps(plan: ResolvedPlan, count: int) -> list[Description]:
 
 
 @pytest.mark.parametrize("npu", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", keep_quick(range(6), range(2)))
 def test_no_step_of_memory_is_predicted_to_be_slower(seed: int, npu: bool) -> None:
     plan = draw_plan(random.Random(seed), npu=npu)
     costs = [cost_description(item, 128) for item in describe_steps(plan, 30)]

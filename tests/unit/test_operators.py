@@ -17,7 +17,6 @@ from tests.helpers.goldens import (
     CPU,
     EXACT,
     ROUNDING,
-    UNROUNDED,
     change_config,
     check_sequences_together,
     compute_decoded,
@@ -101,13 +100,6 @@ def test_a_dense_unit_reads_what_experts_read(make_plan: MakePlan, name: str) ->
         assert measure_error(model.logits(golden.prompt), golden.logits) <= ROUNDING
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 24])
-def test_prompts_see_their_chunks_however_they_are_divided(make_plan: MakePlan, chunk: int) -> None:
-    golden = read_golden("llama4")
-    with pi2.load(make_plan("llama4"), set={**CPU, "prefill.chunk": chunk}) as model:
-        assert measure_error(model.logits(golden.prompt), golden.logits) <= ROUNDING
-
-
 @pytest.mark.parametrize("name", ["deepseek-v3", "nemotron-h-latent"])
 def test_backends_agree_about_int4_weights(tmp_path: Path, name: str) -> None:
     """Sums are in another order than the elements where weights have 4 bits."""
@@ -118,15 +110,6 @@ def test_backends_agree_about_int4_weights(tmp_path: Path, name: str) -> None:
     for changes in ({}, {"prefill.chunk": 24}):
         with pi2.load(plan, set={**CPU, **changes}) as model:
             assert measure_error(model.logits(golden.prompt), expected) <= ROUNDING
-
-
-def test_backends_agree_about_latent_keys_that_are_kept_in_8_bits(make_plan: MakePlan) -> None:
-    golden, found = read_golden("deepseek-v3"), {}
-    for backend in ("reference", "cpu"):
-        changes = {**UNROUNDED, "backends.cpu": backend, "kv.type": "int8"}
-        with pi2.load(make_plan("deepseek-v3"), set=changes) as model:
-            found[backend] = model.logits(golden.prompt)
-    assert measure_error(found["cpu"], found["reference"]) <= INT8_ROUNDING
 
 
 @pytest.mark.parametrize(
