@@ -4,6 +4,7 @@ compute these."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,18 +39,15 @@ def order_by_lanes(hidden: int, precision: Precision) -> I32 | None:
     return np.concatenate(blocks)
 
 
+@dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Arrays of a chunk's neurons, and the calls that take them."""
+    """Arrays of a chunk's neurons, and the calls that take them: ``begin`` and ``neighbours`` by
+    layer."""
 
-    def __init__(
-        self,
-        arrays: Arrays,
-        begin: list[BoundCall],
-        end: BoundCall,
-        neighbours: list[NeighbourCalls],
-    ) -> None:
-        """``begin`` and ``neighbours``: by layer."""
-        self.arrays, self.begin, self.end, self.neighbours = arrays, begin, end, neighbours
+    arrays: Arrays
+    begin: list[BoundCall]
+    end: BoundCall
+    neighbours: list[NeighbourCalls]
 
 
 class CpuExecutor(Executor):
@@ -94,7 +92,7 @@ class CpuExecutor(Executor):
                 own,
                 self._bind_begin("ffn", seen),
                 library.bind("end_ffn", "tokens", seen, name="end_ffn"),
-                [self._neurons.bind_chunk(layer, seen) for layer in layers],
+                self._neurons.bind_chunk(seen),
             )
             for own, seen in zip(each, chunks, strict=True)
         ]

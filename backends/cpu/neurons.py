@@ -85,74 +85,49 @@ class Neurons:
         """What neurons are computed in for several tokens."""
         self._token = 0
         """The token that gathered neurons are computed for."""
-        self._gather = [self._bind_gather(layer, self._room, views) for layer in range(layers)]
+        given = "count token arena"
+        self._gather = self._bind("add_neurons", given, self._room, views)
         self._gather_open: list[list[BoundCall]] = []
-        """By layer and token."""
+        """By token and layer."""
         if prediction.has_gates and spec.uses_known_gates:
-            limit = "limit" if spec.is_smooth else ""
-            given = f"count token {limit} arena"
+            known_given = f"count token {'limit' if spec.is_smooth else ''} arena"
             self._gather_open = [
-                [
-                    library.bind(
-                        "add_open_neurons", given, known, scales, self._room, views, layer=layer
-                    )
-                    for known in prediction.known_gates
-                ]
-                for layer, scales in enumerate(self._scales)
+                self._bind("add_open_neurons", known_given, known, self._room, views)
+                for known in prediction.known_gates
             ]
         self._find_gates: list[BoundCall] = []
-        """By layer."""
         if spec.closes_gates:
-            self._find_gates = [
-                library.bind(
-                    "find_gates", "count token arena", scales, self._room, views, layer=layer
-                )
-                for layer, scales in enumerate(self._scales)
-            ]
+            self._find_gates = self._bind("find_gates", given, self._room, views)
         self._shared: list[BoundCall] = []
-        """By layer."""
         # No gate is kept while neurons are shared.
         self._named: I32 = self._gates.view(np.int32)
         if spec.shares_neurons:
             room = wrap_all(library, arrays.shared | {"named": self._named})
+            shared = room, self._room, views
             given = "count tokens arena"
-            self._shared = [
-                library.bind(
-                    "add_shared_neurons",
-                    given,
-                    room,
-                    scales,
-                    self._room,
-                    views,
-                    layer=layer,
-                    name="add_neurons",
-                )
-                for layer, scales in enumerate(self._scales)
-            ]
+            self._shared = self._bind("add_shared_neurons", given, *shared, name="add_neurons")
         self._least_gate = spec.ffn.threshold
         self._layout = request.bundle
         self._arenas: dict[int, tuple[U8, Any]] = {}
 
-    def _bind_gather(self, layer: int, *arrays: Views) -> BoundCall:
-        scales = self._scales[layer]
-        return self._library.bind("add_neurons", "count token arena", scales, *arrays, layer=layer)
-
-    def bind_chunk(self, layer: int, views: Views) -> NeighbourCalls:
-        """Return the calls for neighbours in a layer, of a chunk with ``views``."""
-        spec, scales = self._spec, self._scales[layer]
-        given = f"count tokens {'' if self._rows is None else 'first'} bundles"
-        has_step = spec.sequences and spec.has_other_chunks
-        several = [
-            self._library.bind(
-                function, given, scales, self._panel, views, layer=layer, name="add_dense"
-            )
-            for function in ("add_dense", *(["add_dense_step"] if has_step else []))
+    def _bind(
+        self, function: str, given: str, *arrays: Views, name: str | None = None
+    ) -> list[BoundCall]:
+        """Return the calls of a function by layer."""
+        return [
+            self._library.bind(function, given, scales, *arrays, layer=layer, name=name)
+            for layer, scales in enumerate(self._scales)
         ]
-        return NeighbourCalls(
-            one=self._bind_gather(layer, self._every, self._room, views),
-            several=several[0],
-            step=several[-1],
-        )
+
+    def bind_chunk(self, views: Views) -> list[NeighbourCalls]:
+        """Return the calls for neighbours by layer, of a chunk with ``views``."""
+        spec, panel = self._spec, (self._panel, views)
+        given = f"count tokens {'' if self._rows is None else 'first'} bundles"
+        one = self._bind("add_neurons", "count token arena", self._every, self._room, views)
+        several = step = self._bind("add_dense", given, *panel)
+        if spec.sequences and spec.has_other_chunks:
+            step = self._bind("add_dense_step", given, *panel, name="add_dense")
+        return [NeighbourCalls(*own) for own in zip(one, several, step, strict=True)]
 
     def select_token(self, number: int) -> None:
         self._token = number
@@ -169,7 +144,7 @@ class Neurons:
             return
         assert indices is not None
         self._prediction.wanted[:count] = indices
-        add = self._gather_open[layer][self._token]
+        add = self._gather_open[self._token][layer]
         add(count, self._token, *self._prediction.get_second_limit(layer), bundles)
 
     def can_share(self, tokens: int, known: bool) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
@@ -11,8 +9,14 @@ from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.ffn import DenseRoom, emit_dense
 from pi2.backends.kernels.gathered import Gathered, Run, Scratch, emit_gathered, emit_gathered_gates
 from pi2.backends.kernels.matrix import emit_quantize
-from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, Squares, emit_leave_lane_order
-from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen
+from pi2.backends.kernels.neurons import (
+    NO_CUTOFF,
+    Bundles,
+    Squares,
+    emit_fill,
+    emit_leave_lane_order,
+)
+from pi2.backends.kernels.operands import EVERYTHING, Chosen
 from pi2.backends.kernels.panel import Panel
 from pi2.backends.kernels.schedule import Schedule, emit_each_token
 from pi2.backends.kernels.selection import take_cutoffs, take_finding
@@ -21,49 +25,27 @@ from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, KEPT, PANEL, PARTS, UNP
 from pi2.backends.kernels.unpacking import find_unpacking
 
 
-def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Quantise what neurons read, and set their sum y to zero."""
-    _emit_begin(schedule, take, has_cutoff=False)
-
-
-def emit_begin_cut_ffn(schedule: Schedule, take: Parameters) -> None:
-    """The same for a layer whose gates have a cutoff, which is found."""
-    _emit_begin(schedule, take, has_cutoff=True)
-
-
-def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> None:
+def emit_begin_ffn(schedule: Schedule, take: Parameters, *, has_cutoff: bool = False) -> None:
+    """Quantise what neurons read, and set their sum y to zero; find the cutoff of the layer's
+    gates, if it has one."""
     tokens = take.take_number("tokens")
     finding = take_finding(schedule, take) if has_cutoff else None
     cutoffs = None if has_cutoff else take_cutoffs(schedule, take)
     hidden = schedule.take_chunk(take, tokens)
-    begin = take_beginning(schedule, take, hidden)
+    y, width = schedule.take_rows(take, "y"), schedule.spec.hidden
+    squares = _take_squares(schedule, take)
 
     def prepare(token: v.Expr) -> None:
         if cutoffs is not None:
             v.store(cutoffs, token, v.constant(NO_CUTOFF, "float32"), 1)
-        begin(token)
-
-    emit_each_token(tokens, prepare)
-    if finding is not None:
-        finding.emit(hidden, tokens)
-
-
-def take_beginning(
-    schedule: Schedule, take: Parameters, hidden: Activations
-) -> Callable[[v.Expr], None]:
-    """Declare what else the neurons of a layer begin with; return what quantises the values of a
-    token, and sets its y to zero."""
-    width = schedule.spec.hidden
-    y = schedule.take_rows(take, "y")
-    squares = _take_squares(schedule, take)
-
-    def begin(token: v.Expr) -> None:
         if squares is not None:
             v.store(squares, token, v.constant(0.0, "float32"), 1)
         emit_quantize(hidden, token)
         emit_fill(y, v.let(token * width), width)
 
-    return begin
+    emit_each_token(tokens, prepare)
+    if finding is not None:
+        finding(hidden, tokens)
 
 
 def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
@@ -81,12 +63,6 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
         emit_leave_lane_order(spec.hidden, spec.precision.ffn, y, given, token)
 
     emit_each_token(tokens, finish)
-
-
-def emit_fill(target: v.Buffer, base: v.Expr, length: int) -> None:
-    """Set ``target[base : base + length]`` to 0."""
-    with T.serial(length // 16) as step:
-        v.store(target, base + step * 16, v.constant(0.0, "float32", 16), 16)
 
 
 def emit_scale(target: v.Buffer, base: v.Expr, length: int, factor: v.Expr) -> None:
@@ -146,16 +122,9 @@ def _take_slots(schedule: Schedule, take: Parameters) -> tuple[v.Buffer, v.Buffe
     return slots, take.take_array("rows", "int32", "neurons") if resident else None
 
 
-def emit_add_neurons(schedule: Schedule, take: Parameters) -> None:
-    _emit_gathered(schedule, take, known=False)
-
-
-def emit_add_open_neurons(schedule: Schedule, take: Parameters) -> None:
-    """Add gathered neurons whose gates `predict_gate` has computed and found open."""
-    _emit_gathered(schedule, take, known=True)
-
-
-def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None:
+def emit_add_neurons(schedule: Schedule, take: Parameters, *, known: bool = False) -> None:
+    """Add gathered neurons to y of one token; of ``known`` ones `predict_gate` has computed the
+    gates, and found them open."""
     count, token = take.take_number("count"), schedule.take_token(take)
     limit = take.take_number("limit", "float32") if known and schedule.spec.is_smooth else None
     bundles = _take_bundles(schedule, take, "arena")

@@ -23,9 +23,9 @@ from pi2.backends.kernels.neurons import (
     add_biases,
     adjust_up,
     emit_add,
-    emit_clear,
     emit_count,
     emit_downs,
+    emit_fill,
     find_value,
     is_firing,
 )
@@ -226,7 +226,8 @@ def emit_gathered(
     threads = spec.threads
 
     def emit(thread: v.Expr) -> None:
-        target = emit_clear(spec, scratch.partial, thread)
+        target = v.let(thread * spec.hidden)
+        emit_fill(scratch.partial, target, spec.hidden)
         # As many as a thread has, one after the other: no cache line has two writers for long.
         rest = T.floormod(count, threads)
         own = v.let(T.floordiv(count, threads) + T.Select(thread < rest, T.int32(1), T.int32(0)))

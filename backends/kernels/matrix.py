@@ -134,10 +134,7 @@ def emit_shared(count: v.Expr, read_bytes: v.Expr | int, emit: Callable[[v.Expr]
             emit(task)
 
     if isinstance(read_bytes, int):
-        if read_bytes >= PARALLEL_BYTES and not (isinstance(count, int) and count == 1):
-            emit_parallel()
-        else:
-            emit_alone()
+        (emit_parallel if read_bytes >= PARALLEL_BYTES else emit_alone)()
         return
     with T.If(read_bytes >= PARALLEL_BYTES):
         with T.Then():

@@ -206,23 +206,23 @@ def find_value(
     return value if weight is None else value * weight
 
 
-def emit_clear(spec: KernelSpec, partial: v.Buffer, thread: v.Expr) -> v.Expr:
-    """Set the sum of a thread in ``partial`` float32 [threads, hidden] to 0; return its place."""
-    origin = v.let(thread * spec.hidden)
-    with T.serial(spec.hidden // 16) as step:
-        v.store(partial, origin + step * 16, v.constant(0.0, "float32", 16), 16)
-    return origin
+def emit_fill(target: v.Buffer, base: v.Expr, length: int) -> None:
+    """Set ``target[base : base + length]`` to 0."""
+    with T.serial(length // 16) as step:
+        v.store(target, base + step * 16, v.constant(0.0, "float32", 16), 16)
 
 
-def emit_add(spec: KernelSpec, partial: v.Buffer, total: v.Buffer, token: v.Expr) -> None:
-    """Add the sums of all threads to ``total`` float32 [tokens, hidden] of ``token``."""
+def emit_add(
+    spec: KernelSpec, partial: v.Buffer, total: v.Buffer, token: v.Expr, first: v.Expr | int = 0
+) -> None:
+    """Add the sums of all threads, from place ``first`` on, to ``total`` float32 [tokens, hidden]
+    of ``token``."""
     hidden = spec.hidden
     with T.serial(hidden // 16) as step:
-        place = step * 16
-        sum_place = token * hidden + place
+        sum_place = v.let(token * hidden + step * 16)
         value = v.load(total, sum_place, 16)
         for thread in range(spec.threads):
-            value = value + v.load(partial, thread * hidden + place, 16)
+            value = value + v.load(partial, first + thread * hidden + step * 16, 16)
         v.store(total, sum_place, value, 16)
 
 

@@ -2,7 +2,7 @@
 
 Each declares its parameters by name, type and shape where its TensorIR is (``emit_...``); executors
 bind arrays to these names.  Arrays of type uint8 may lie anywhere; the others are 64-byte aligned.
-Activations are ``NAME_codes``, ``NAME_scales``, ``NAME_sums``, ``NAME_values`` and ``NAME_tiles``
+Activations are ``NAME_codes``, ``NAME_scales``, ``NAME_sums`` and ``NAME_values``
 (`operands.Activations`).  If scales are resident, an array of them follows every array of bundles,
 ``rows`` say which belong to gathered neurons, and ``first`` which belongs to the first of some
 neighbours."""
@@ -19,9 +19,7 @@ from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.ffn_block import (
     emit_add_dense,
     emit_add_neurons,
-    emit_add_open_neurons,
     emit_add_shared_neurons,
-    emit_begin_cut_ffn,
     emit_begin_ffn,
     emit_end_ffn,
     emit_find_gates,
@@ -63,9 +61,9 @@ class Program:
         if spec.closes_gates:
             functions["find_gates"] = partial(emit_find_gates, schedule)
         if spec.cutoff_rows:
-            functions["begin_cut_ffn"] = partial(emit_begin_cut_ffn, schedule)
+            functions["begin_cut_ffn"] = partial(emit_begin_ffn, schedule, has_cutoff=True)
         if spec.uses_known_gates:
-            functions["add_open_neurons"] = partial(emit_add_open_neurons, schedule)
+            functions["add_open_neurons"] = partial(emit_add_neurons, schedule, known=True)
         for rank in spec.ranks:
             functions[f"predict_low_rank_{rank}"] = partial(emit_predict_low_rank, named, rank)
         if spec.gates:
@@ -75,6 +73,6 @@ class Program:
         if spec.sequences and spec.has_other_chunks:
             functions["begin_step"] = partial(emit_begin_ffn, step)
             if spec.cutoff_rows:
-                functions["begin_cut_step"] = partial(emit_begin_cut_ffn, step)
+                functions["begin_cut_step"] = partial(emit_begin_ffn, step, has_cutoff=True)
             functions["add_dense_step"] = partial(emit_add_dense, step)
         return functions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
@@ -80,95 +80,41 @@ def emit_activate(
         v.store(scores, row + step * 16, activate_smoothly(spec, gates, 16), 16)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRank:
-    """A predictor: outer relu(inner u) + bias."""
-
-    inner: Matrix
-    """[rank, hidden]."""
-    outer: Matrix
-    """[neurons, rank]."""
-    bias: v.Buffer
-    """float32 [neurons]."""
-    middle: Activations
-    """relu(inner u), quantised like every activation."""
-
-
-def emit_low_rank(
-    schedule: Schedule,
-    predictor: LowRank,
-    activations: Activations,
-    scores: v.Buffer,
-    tokens: tuple[v.Expr, v.Expr | int],
-) -> None:
-    """Set ``scores`` float32 [neurons] of some tokens, the first and their number (`find_row`)."""
-    isa, threads, middle = schedule.isa, schedule.spec.threads, predictor.middle
-    inner, outer, bias = predictor.inner, predictor.outer, predictor.bias
-
-    def keep_positive(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        place = token * middle.length + row
-        v.store(middle.values, place, T.max(value, v.constant(0.0, "float32")), 1)
-
-    def add_bias(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        v.store(scores, find_row(token, outer.rows) + row, value + bias[row], 1)
-
-    emit_multiply(isa, threads, inner, activations, tokens, keep_positive)
-    emit_each_token(tokens[1], lambda token: emit_quantize(middle, token))
-    emit_multiply(isa, threads, outer, middle, (T.int32(0), tokens[1]), add_bias)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cutoffs:
-    """The matrix, and room to multiply with it."""
-
-    schedule: Schedule
-    sign: v.Expr
-    """1 or -1: whether cutoffs are above the mean or below it."""
-    matrix: Matrix
-    parts: v.Buffer
-    """float32 [tokens, rows]."""
-    cutoffs: v.Buffer
-    """float32 [tokens]."""
-
-    def emit(self, hidden: Activations, tokens: v.Expr) -> None:
-        """Set ``cutoffs`` of all tokens, whose input is ``hidden``."""
-        spec, rows = self.schedule.spec, self.schedule.spec.cutoff_rows
-        # In fp16 as many rows follow, with what it leaves of the first.
-        count = rows // 2 if find_packing(self.matrix.precision).is_plain else rows
-
-        def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-            v.store(self.parts, token * rows + row, value, 1)
-
-        def finish(token: v.Expr) -> None:
-            base = v.let(token * rows)
-
-            def load(index: v.Expr) -> v.Expr:
-                part = self.parts[base + index]
-                return v.let(part + self.parts[base + index + count] if count < rows else part)
-
-            squares = v.Cell(v.constant(0.0, "float32"))
-            with T.serial(count - 1) as index:
-                part = load(index + 1)
-                squares.set(T.fma(part, part, squares.get()))
-            cutoff = load(T.int32(0)) + self.sign * T.sqrt(squares.get())
-            v.store(self.cutoffs, token, cutoff, 1)
-
-        every = T.int32(0), tokens
-        emit_multiply(self.schedule.isa, spec.threads, self.matrix, hidden, every, store)
-        emit_each_token(tokens, finish)
-
-
-def take_finding(schedule: Schedule, take: Parameters) -> Cutoffs:
-    spec = schedule.spec
+def take_finding(schedule: Schedule, take: Parameters) -> Callable[[Activations, v.Expr], None]:
+    """Declare what cutoffs of gates take; return what finds them for tokens that read some
+    input."""
+    spec, rows = schedule.spec, schedule.spec.cutoff_rows
     precision = spec.precision.cutoff
     assert precision is not None
-    return Cutoffs(
-        schedule=schedule,
-        sign=take.take_number("sign", "float32"),
-        matrix=take_matrix(take, "gate_cutoff", spec.cutoff_rows, spec.hidden, precision),
-        parts=take.take_array("cutoff_parts", "float32", "tokens", spec.cutoff_rows),
-        cutoffs=take.take_array("cutoffs", "float32", "tokens"),
-    )
+    # Whether cutoffs are above the mean or below it.
+    sign = take.take_number("sign", "float32")
+    matrix = take_matrix(take, "gate_cutoff", rows, spec.hidden, precision)
+    parts = take.take_array("cutoff_parts", "float32", "tokens", rows)
+    cutoffs = take.take_array("cutoffs", "float32", "tokens")
+    # In fp16 as many rows follow, with what it leaves of the first.
+    count = rows // 2 if find_packing(precision).is_plain else rows
+
+    def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        v.store(parts, token * rows + row, value, 1)
+
+    def finish(token: v.Expr) -> None:
+        base = v.let(token * rows)
+
+        def load(index: v.Expr) -> v.Expr:
+            part = parts[base + index]
+            return v.let(part + parts[base + index + count] if count < rows else part)
+
+        squares = v.Cell(v.constant(0.0, "float32"))
+        with T.serial(count - 1) as index:
+            part = load(index + 1)
+            squares.set(T.fma(part, part, squares.get()))
+        v.store(cutoffs, token, load(T.int32(0)) + sign * T.sqrt(squares.get()), 1)
+
+    def find(hidden: Activations, tokens: v.Expr) -> None:
+        emit_multiply(schedule.isa, spec.threads, matrix, hidden, (T.int32(0), tokens), store)
+        emit_each_token(tokens, finish)
+
+    return find
 
 
 def take_cutoffs(schedule: Schedule, take: Parameters) -> v.Buffer | None:
@@ -183,7 +129,8 @@ SMALLEST = 1e-37
 
 
 def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> None:
-    """Compute the scores of a layer's or expert's neurons, and list the ones above a threshold."""
+    """Compute the scores of a layer's or expert's neurons, outer relu(inner u) + bias, and list the
+    ones that reach a threshold."""
     spec, isa = schedule.spec, schedule.isa
     precision = spec.precision.predictor
     assert precision is not None
@@ -199,8 +146,16 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
         take, "middle", rank, spec.planes, neurons, rows="sequences", upper=schedule.upper
     )
     lists = _take_lists(take)
-    predictor = LowRank(inner=inner, outer=outer, bias=bias, middle=middle)
-    emit_low_rank(schedule, predictor, hidden, lists.scores, tokens)
+
+    def keep_positive(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        v.store(middle.values, token * rank + row, T.max(value, v.constant(0.0, "float32")), 1)
+
+    def add_bias(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        v.store(lists.scores, find_row(token, neurons) + row, value + bias[row], 1)
+
+    emit_multiply(isa, spec.threads, inner, hidden, tokens, keep_positive)
+    emit_each_token(tokens[1], lambda token: emit_quantize(middle, token))
+    emit_multiply(isa, spec.threads, outer, middle, (T.int32(0), tokens[1]), add_bias)
     emit_each_token(tokens[1], lambda token: emit_compact(isa, lists, neurons, threshold, token))
 
 

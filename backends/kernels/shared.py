@@ -10,7 +10,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.gathered import PlaceList, Run, emit_at_once, emit_in_turn
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared
-from pi2.backends.kernels.neurons import add_squares, emit_count
+from pi2.backends.kernels.neurons import add_squares, emit_add, emit_count, emit_fill
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING
 
 
@@ -49,10 +49,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
         turns = _Turns(run.isa, naming, seen, threads, thread)
         with T.serial(tokens) as token:
             v.store(seen, token, T.int32(0), 1)
-            base = v.let((token * threads + thread) * hidden)
-            with T.serial(hidden // 16) as step:
-                zero = v.constant(0.0, "float32", 16)
-                v.store(scratch.partial, base + step * 16, zero, 16)
+            emit_fill(scratch.partial, v.let((token * threads + thread) * hidden), hidden)
             if squares is not None:
                 own_sum = token * threads + thread
                 v.store(squares.own, own_sum, v.constant(0.0, "float32"), 1)
@@ -92,16 +89,11 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
 
     read_bytes = v.wide(count) * (2 * spec.bundle.down_bytes)
     emit_shared(threads, read_bytes, emit)
-    with T.serial(tokens) as token, T.serial(hidden // 16) as step:
-        place = v.let(token * hidden + step * 16)
-        value = v.load(total, place, 16)
-        for thread in range(threads):
-            own = v.let((token * threads + thread) * hidden + step * 16)
-            value = value + v.load(scratch.partial, own, 16)
-        v.store(total, place, value, 16)
-    if squares is not None:
-        with T.serial(tokens) as token:
-            squares.emit_add(threads, token, v.let(token * threads))
+    with T.serial(tokens) as token:
+        place = v.let(token * threads)
+        emit_add(spec, scratch.partial, total, token, v.let(place * hidden))
+        if squares is not None:
+            squares.emit_add(threads, token, place)
     emit_count(spec, scratch.counts)
 
 

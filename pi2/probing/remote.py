@@ -150,7 +150,7 @@ class RemoteNeurons:
         self._neurons = Neurons(request, arrays, spec, calls, views, self.prediction, scratch)
         self._begin = calls.bind("begin_ffn", "tokens", views)
         self._end = calls.bind("end_ffn", "tokens", views)
-        self._neighbours = self._neurons.bind_chunk(0, views)
+        self._neighbours = self._neurons.bind_chunk(views)[0]
 
     def begin(self, tokens: int) -> None:
         self._begin(tokens)

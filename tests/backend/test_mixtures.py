@@ -107,7 +107,7 @@ def test_prompts_compute_no_expert_for_a_token_that_has_not_chosen_it(drelu: Pat
             kernel(size, tokens, *rest)
 
         for chunk in model._parts.executor._chunks:  # type: ignore[attr-defined]
-            chunk.neighbours = [
+            chunk.neighbours[:] = [
                 replace(calls, several=partial(count, calls.several)) for calls in chunk.neighbours
             ]
         model._parts.forward.prefill(np.array(LONG[:16], np.int32))
