@@ -3,10 +3,12 @@
     python tools/check_budgets.py ~/models/*.gguf
     python tools/check_budgets.py FILE.gguf --budgets 0 0.5 --contexts 2048 --prompts 300
     python tools/check_budgets.py FILE.gguf --ways serve bench chat load --batches 4
+    python tools/check_budgets.py STORE.plan.toml --contexts 2048 --prompts 6
 
 Prints a row for each run, and fails where one was killed, had a peak above its budget, or was
 slower than a tenth of what was expected.  Budgets are shares of the way from the least that a file
-needs to all of it.  The setting of huge pages is the system's: it is put back at the end.
+or a store needs to all of it.  The setting of huge pages is the system's: it is put back at the
+end.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from limited.memory_group import MemoryGroup
+from pi2.diagnostics import UserError
 from pi2.fitting.completion import fill_gaps
 from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.plan import Plan
+from pi2.refit import read_plan
 from pi2.weights.file_plan import count_needs
 from pi2.weights.gguf_weights import GgufWeights
 
@@ -71,7 +75,8 @@ class Trial:
 
     @property
     def text(self) -> str:
-        return (SENTENCE * (self.prompt // 9 + 1))[: max(6, self.prompt * 4)]
+        letters = 4 if self.file.suffix == ".gguf" else 1  # stores of random weights read bytes
+        return (SENTENCE * (self.prompt // 9 + 1))[: max(6, self.prompt * letters)]
 
     @property
     def sets(self) -> dict[str, Any]:
@@ -83,7 +88,8 @@ class Trial:
         }
 
     def count_budget(self) -> int:
-        least, whole = count_range(self.file, self.context, self.batch, self.drafts)
+        count = count_range if self.file.suffix == ".gguf" else find_range
+        least, whole = count(self.file, self.context, self.batch, self.drafts)
         return round(least + self.share * (whole - least)) // MIB * MIB + MIB
 
 
@@ -139,6 +145,30 @@ def count_range(file: Path, context: int, batch: int, drafts: int) -> tuple[int,
 
     needs, most = count(32), count(1024 if open_weights(file).model.moe is not None else 256)
     return needs.least, most.fixed + most.matrices
+
+
+@cache
+def find_range(plan: Path, context: int, batch: int, drafts: int) -> tuple[int, int]:
+    """As `count_range`, of a plan of a neuron store: its own sizes say the least, and refuse less.
+
+    A plan that holds all is taken as it is written."""
+    given = {
+        "kv.context": context,
+        "decode.batch": batch,
+        "decode.speculation": {"drafts": "prompt", "tokens": drafts, "when": "always"},
+    }
+    most = read_plan(plan, overrides=given).resolved.plan.memory.budget
+    least = 0
+    while most - least > MIB:
+        tried = (least + most) // 2
+        try:
+            read_plan(plan, overrides=given, memory_bytes=tried).resolved  # noqa: B018
+        except UserError:
+            least = tried
+        else:
+            most = tried
+    whole = read_plan(plan, overrides=given, memory_bytes=most).resolved
+    return most, most + whole.source.count_missing(whole)
 
 
 def write_command(trial: Trial, budget: int, folder: Path) -> list[str]:
@@ -288,9 +318,16 @@ def list_trials(options: argparse.Namespace) -> Iterator[Trial]:
     ):
         names = ("file", "huge", "context", "share", "prompt", "drafts", "batch", "way")
         trial = Trial(**dict(zip(names, values, strict=True)))
-        longest = open_weights(trial.file).model.shape.context
-        if trial.prompt + NEW_TOKENS < trial.context <= longest:
+        if trial.prompt + NEW_TOKENS < trial.context <= find_longest(trial.file):
             yield trial
+
+
+@cache
+def find_longest(file: Path) -> int:
+    """Tokens of the longest context."""
+    if file.suffix == ".gguf":
+        return open_weights(file).model.shape.context
+    return read_plan(file).resolved.model.shape.context
 
 
 def check(trial: Trial, limit_s: float) -> tuple[list[str], str]:
