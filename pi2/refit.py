@@ -22,7 +22,7 @@ from pi2.plan.reading.thresholds import GivenThresholds
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
 from pi2.sharing.references import LockedReferences
-from pi2.weights.file_reading import FileFiller, describe_bare
+from pi2.weights.file_reading import FileFiller
 
 _TRIES = 32
 """Budgets that are tried at most, a MiB apart, to find the least."""
@@ -93,7 +93,6 @@ def read_plan(
         resolver=LockedReferences(path.parent, locked=locked),
         thresholds=thresholds,
         reuse=Reuse(keeps_all=True),
-        values=describe_bare(path),
         fill=files or FileFiller(),
     )
     given = dict(overrides or {})

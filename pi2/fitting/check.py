@@ -99,7 +99,7 @@ def check_file(
     """Check the file at ``path`` by its suffix; ``text`` replaces its content."""
     shown = name or str(path)
     kind = detect_kind(path.name)
-    if kind == "plan":
+    if kind == "plan" or (fill is not None and fill.describe(path) is not None):
         return check_plan(
             path,
             name=shown,
@@ -158,14 +158,16 @@ def check_plan(
 ) -> Report:
     """Read, resolve and validate a plan with its device and model. ``thresholds`` replace the
     plan's; without ``drafts`` a draft plan is not read; ``fill`` completes plans of GGUF files;
-    ``values`` stand for a file that is no plan; ``root``: folder of the document that the user
-    named, if it is another one."""
+    ``values`` stand for a file that is no plan, by default what ``fill`` says of it; ``root``:
+    folder of the document that the user named, if it is another one."""
     root = path.parent if root is None else root
     check = Inspection(resolver, reuse, fill, root)
     if overrides:
         check.override(overrides)
     shown = name or str(path)
     located = Located(path=path, file_name=path.name, name=shown, reference=reference)
+    if values is None and fill is not None:
+        values = fill.describe(path)
     if values is None:
         check.read(located, "plan", text)
     else:
@@ -184,8 +186,7 @@ def check_plan(
     resolved = _resolve(check, thresholds)
     draft = check.locate_draft() if drafts else None
     if draft is not None:
-        bare = None if fill is None else fill.describe(draft.path)
-        more: dict[str, Any] = {"drafts": False, "fill": fill, "values": bare, "root": root}
+        more: dict[str, Any] = {"drafts": False, "fill": fill, "root": root}
         report = check_plan(draft.path, name=draft.name, resolver=resolver, **more)
         check.add_draft(report.diagnostics, report.sources)
         if resolved is not None:

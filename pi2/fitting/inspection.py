@@ -78,8 +78,8 @@ class Reuse:
             self.read[key] = read
 
 
-_UNKNOWN, _MISSING = "P101", "P102"
-"""Codes of a key that is unknown, and of one that is missing."""
+_MISSING = "P102"
+"""Code of a key that is missing."""
 _ABOUT_REFERENCES = CANNOT_READ | FOREIGN | {"P009", "P014"}
 """Findings in a device or model that mean that the plan names the wrong file."""
 

@@ -156,12 +156,6 @@ def _report_others(pin: PinnedWeights, plan: Path) -> UserError:
     )
 
 
-def describe_bare(path: Path) -> dict[str, Any] | None:
-    """Values of the plan that a GGUF file stands for; None for another file."""
-    name = show_path(Path(path.name))
-    return {"schema_version": SCHEMA_VERSION, "weights": name} if is_gguf(path) else None
-
-
 def find_kind(path: Path) -> Kind | None:
     """What kind of document a file is: a GGUF file stands for a plan."""
     from pi2.plan.toml.source import detect_kind
@@ -174,16 +168,13 @@ def check_document(
 ) -> Report:
     """Check a document as `pi2.fitting.check.check_file`; a GGUF file counts as its plan.
     ``locked`` refuses references whose source here differs from the lock."""
-    from pi2.fitting.check import check_file, check_plan
+    from pi2.fitting.check import check_file
     from pi2.plan.toml.source import display_path
     from pi2.sharing.references import LockedReferences
 
-    bare, fill = describe_bare(path), opened or FileFiller()
     resolver = LockedReferences(path.parent, locked=locked)
     given = {"name": display_path(path), "resolver": resolver, **given}
-    if bare is None:
-        return check_file(path, **given, fill=fill)
-    return check_plan(path, **given, values=bare, fill=fill)
+    return check_file(path, **given, fill=opened or FileFiller())
 
 
 PACKAGE = "package:"
@@ -249,7 +240,8 @@ class FileFiller:
         return memory.installed_bytes, memory.available_bytes + own
 
     def describe(self, path: Path) -> dict[str, Any] | None:
-        return describe_bare(path)
+        name = show_path(Path(path.name))
+        return {"schema_version": SCHEMA_VERSION, "weights": name} if is_gguf(path) else None
 
     def __call__(
         self, values: Mapping[str, Any], path: Path, draft: Path | None = None
@@ -262,7 +254,7 @@ class FileFiller:
         tokenizer = None if given is None else path.parent / str(given)
         # A file that stands for its plan has no other; its name need not be text.
         stated = str(values["weights"])
-        bare = describe_bare(path)
+        bare = self.describe(path)
         if bare is not None and stated != bare["weights"]:
             raise UserError.of(
                 "P016",
@@ -294,8 +286,7 @@ class FileFiller:
 
         if not draft.is_file():
             return 0
-        bare = describe_bare(draft)
-        found = check_plan(draft, drafts=False, fill=self, values=bare, root=draft.parent).resolved
+        found = check_plan(draft, drafts=False, fill=self, root=draft.parent).resolved
         return 0 if found is None else found.beside_bytes
 
     def open(self, file: Path, tokenizer: Path | None = None) -> GgufWeights:
