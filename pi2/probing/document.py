@@ -70,12 +70,11 @@ class Reading:
 def list_readings(device: Device) -> Iterator[Reading]:
     """Everything that a second probe measures again."""
     for path, figure in walk_figures(device):
-        found = _read_value(figure)
+        found = _read_figure(figure)
         if found is None:
             continue
-        value, measure = found
-        place = ".".join(part for part in path if isinstance(part, str))
-        label = f"{place}{_describe_settings(figure)}"
+        settings, value, measure = found
+        label = " ".join((".".join(part for part in path if isinstance(part, str)), *settings))
         yield Reading(label=label, value=value, spread=figure.spread or 0.0, measure=measure)
         if isinstance(figure, ReadFigure) and figure.overlap is not None:
             yield Reading(
@@ -94,40 +93,29 @@ def list_readings(device: Device) -> Iterator[Reading]:
         )
 
 
-def _read_value(figure: BaseModel) -> tuple[float, Measure] | None:
+def _read_figure(figure: BaseModel) -> tuple[list[str], float, Measure] | None:
+    """What tells a figure from others of its place, and its value; None of one that is stated."""
     match figure:
         case KernelFigure():
-            return float(figure.time), "s"
+            parts = [figure.kernel, str(figure.size)]
+            parts += [] if figure.width is None else [f"width {figure.width}"]
+            parts += [] if figure.kv == "fp16" else [f"kv {figure.kv}"]
+            types = figure.activations
+            return parts + [f"activations {types}"] * (types != "int16"), float(figure.time), "s"
         case ComputeFigure():
-            return figure.giga_ops, "GOP/s"
-        case ReadFigure():
-            return float(figure.rate), "B/s"
-        case RateFigure():
-            return float(figure.value), "B/s"
-        case _:
-            return None
-
-
-def _describe_settings(figure: BaseModel) -> str:
-    match figure:
-        case KernelFigure():
-            width = "" if figure.width is None else f" width {figure.width}"
-            types = "" if figure.kv == "fp16" else f" kv {figure.kv}"
-            types += "" if figure.activations == "int16" else f" activations {figure.activations}"
-            return f" {figure.kernel} {figure.size}{width}{types}"
-        case ComputeFigure():
-            return f" {figure.precision}"
+            return [figure.precision], figure.giga_ops, "GOP/s"
         case ReadFigure():
             parts = [figure.pattern, format_bytes(figure.block)]
             parts += [] if figure.range is None else [f"within {format_bytes(figure.range)}"]
             parts += [] if figure.depth is None else [f"depth {figure.depth}"]
             parts += [] if figure.threads is None else [f"threads {figure.threads}"]
             parts += [] if figure.burst is None else [f"{figure.burst} at a time"]
-            return " " + " ".join(parts)
-        case ThreadsFigure():
-            return f" threads {figure.threads}"
+            return parts, float(figure.rate), "B/s"
+        case RateFigure():
+            threads = [f"threads {figure.threads}"] if isinstance(figure, ThreadsFigure) else []
+            return threads, float(figure.value), "B/s"
         case _:
-            return ""
+            return None
 
 
 TOLERANCE = 0.03
@@ -235,10 +223,9 @@ def sketch_device(device: Device, folder: Path) -> Device:
             {
                 "pattern": spec.pattern,
                 "block": format_bytes(spec.block_bytes),
-                "rate": _write_rate(summarise(rates[spec.key], "more").value),
-                **_origin("direct reads", len(rates[spec.key])),
+                **({} if spec.depth is None else {"depth": spec.depth}),
+                **_rate(rates[spec.key], "direct reads", "rate"),
             }
-            | ({} if spec.depth is None else {"depth": spec.depth})
             for spec in specs
         ]
     }
@@ -368,19 +355,19 @@ def _describe_steps(found: Measurements) -> Iterator[dict[str, Any]]:
 def describe_step(step: StepFacts, times: Sequence[float], what: str) -> dict[str, Any]:
     """A kernel's figure; ``what`` was measured."""
     summary = summarise(times, "less")
-    values: dict[str, Any] = {"kernel": step.kernel, "size": step.size}
-    values["time"] = _write_seconds(summary.value)
-    if step.read_bytes is not None:
-        values["bytes"] = f"{step.read_bytes} B"
-    if step.operations is not None:
-        values["giga_ops"] = round_digits(step.operations / summary.value / 1e9)
-    if step.width is not None:
-        values["width"] = step.width
-    if step.kv != "fp16":
-        values["kv"] = step.kv
-    if step.activations != "int16":
-        values["activations"] = step.activations
-    return {**values, **_origin(what, summary.samples), "spread": summary.spread}
+    rate = None if step.operations is None else step.operations / summary.value / 1e9
+    values = {
+        "kernel": step.kernel,
+        "size": step.size,
+        "time": _write_seconds(summary.value),
+        "bytes": None if step.read_bytes is None else f"{step.read_bytes} B",
+        "giga_ops": None if rate is None else round_digits(rate),
+        "width": step.width,
+        "kv": None if step.kv == "fp16" else step.kv,
+        "activations": None if step.activations == "int16" else step.activations,
+    }
+    known = {key: value for key, value in values.items() if value is not None}
+    return {**known, **_origin(what, summary.samples), "spread": summary.spread}
 
 
 _NAMES = {"opencl": "OpenCL", "webgpu": "WebGPU", "cuda": "CUDA"}
@@ -467,34 +454,24 @@ def _describe_storage(found: Measurements) -> dict[str, Any]:
 
 
 def _describe_read(spec: ReadSpec, found: Measurements, direct: str) -> dict[str, Any]:
-    rates = found.read_bytes_s[spec.key]
+    engine = "io_uring" if spec.depth is not None else "pread"
     values: dict[str, Any] = {"pattern": spec.pattern, "block": format_bytes(spec.block_bytes)}
-    values["rate"] = _write_rate(summarise(rates, "more").value)
+    values |= _rate(found.read_bytes_s[spec.key], f"{direct} reads, {engine}", "rate")
+    settings = {"depth": spec.depth, "threads": spec.threads, "burst": spec.burst}
+    values |= {key: value for key, value in settings.items() if value is not None}
     if spec.range_bytes is not None:
         values["range"] = format_bytes(spec.range_bytes)
-    if spec.depth is not None:
-        values["depth"] = spec.depth
-    values["threads"] = spec.threads
-    if spec.burst is not None:
-        values["burst"] = spec.burst
     if spec.key in found.overlap:
         shares = found.overlap[spec.key]
         values["overlap"] = round(statistics.median(shares), 3)
         values["overlap_spread"] = round(statistics.stdev(shares), 3) if len(shares) > 1 else 0.0
-    engine = "io_uring" if spec.depth is not None else "pread"
-    summary = summarise(rates, "more")
-    return {**values, **_origin(f"{direct} reads, {engine}", summary.samples)} | {
-        "spread": summary.spread
-    }
+    return values
 
 
-def _rate(rates: Sequence[float], source: str) -> dict[str, Any]:
+def _rate(rates: Sequence[float], source: str, key: str = "value") -> dict[str, Any]:
     summary = summarise(rates, "more")
-    return {
-        "value": _write_rate(summary.value),
-        **_origin(source, summary.samples),
-        "spread": summary.spread,
-    }
+    origin = _origin(source, summary.samples)
+    return {key: _write_rate(summary.value), **origin, "spread": summary.spread}
 
 
 def _count(threads: int) -> str:

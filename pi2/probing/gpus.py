@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +14,7 @@ from pi2.backends.gpu.launches import Kernels
 from pi2.backends.gpu.packing import pack_matrix
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import matrix_bytes
-from pi2.probing.steps import Key, StepFacts
+from pi2.probing.steps import Key, StepFacts, collect_rounds, make_timer
 from pi2.progress import Progress
 
 WIDTH = 4096
@@ -25,8 +23,6 @@ ROWS = (256, 16384)
 DENSE_ROWS = 3 * 512
 """Gate, up and down of 512 neurons."""
 TOKENS = 128
-ROUND_S = 0.15
-_LEAST_CALLS = 1
 _SIMILAR = 1e-3
 """Relative error of a result at which the device's arithmetic counts as right."""
 _CHECKED_ROWS = 64
@@ -61,12 +57,8 @@ class GpuBench:
     def measure(self, api: Api, number: int, rounds: int) -> dict[Key, list[float]]:
         """``rounds`` median seconds of each step; ArithmeticError for wrong results."""
         bench = DeviceBench(open_device(api, number), self._progress)
-        calls = {step.key: bench.prepare(step) for step in STEPS}
-        found: dict[Key, list[float]] = {key: [] for key in calls}
-        for _ in range(rounds):
-            for key, call in calls.items():
-                found[key].append(_time_calls(call))
-        return found
+        timers = [(step.key, make_timer(bench.prepare(step))) for step in STEPS]
+        return collect_rounds(timers, rounds)
 
     def close(self) -> None:
         """Release nothing: the process ends."""
@@ -81,7 +73,7 @@ class DeviceBench:
         self._kernels.load(spec, progress)
         self._queue = launcher.open_queue()
 
-    def prepare(self, step: StepFacts) -> Callable[[], None]:
+    def prepare(self, step: StepFacts) -> Callable[..., None]:
         """A function that runs the step and waits for it; its result was compared with numpy's."""
         rows, tokens = (step.size, 1) if step.kernel == "multiply" else (DENSE_ROWS, step.size)
         random = np.random.default_rng(5)
@@ -98,7 +90,7 @@ class DeviceBench:
         launch = self._kernels.bind(f"{self._product.name}_{size}", arrays)
         recording = self._queue.record([(launch, {"rows": rows, "tokens": tokens})])
 
-        def run() -> None:
+        def run(_: int = 0) -> None:
             self._queue.replay(recording)
             self._queue.submit().wait()
 
@@ -116,13 +108,3 @@ def _check_product(found: F32, wanted: F32) -> None:
     error = float(np.abs(wanted - found).max() / np.abs(wanted).max())
     if not error < _SIMILAR:
         raise ArithmeticError(f"its results differ from the processor's by {error:.1%}")
-
-
-def _time_calls(call: Callable[[], None]) -> float:
-    times: list[float] = []
-    end = time.perf_counter() + ROUND_S
-    while len(times) < _LEAST_CALLS or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

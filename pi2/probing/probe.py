@@ -329,7 +329,7 @@ def measure_machine(place: Path, progress: Progress) -> Measurements:
     recipe = KernelRecipe(
         threads=threads, features=frozenset(machine.features), architecture=machine.architecture
     )
-    found = _Rounds()
+    found = _Rounds(dict)
     begun = time.monotonic()
     with ExitStack() as stack:
         bench = stack.enter_context(Worker(recipe, progress))
@@ -405,9 +405,6 @@ def _measure_again(found: _Rounds, reads: Sequence[ReadSpec], bench: Worker, sma
 
 
 class _Rounds(defaultdict[str, dict[Key, list[float]]]):
-    def __init__(self) -> None:
-        super().__init__(dict)
-
     def add(self, kind: str, more: dict[Key, list[float]]) -> None:
         for key, values in more.items():
             self[kind].setdefault(key, []).extend(values)

@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, get_args
@@ -11,7 +12,6 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from pi2.arrays import I32, U8
 from pi2.backends.blocks.room import Memory
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.compiler.runtime import Library
@@ -59,21 +59,15 @@ class RemoteMachine:
     threads: int
 
 
-class Clock:
-    """Adds up what functions take on the other machine."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-
 class RemoteFunctions:
     """The functions of a library on another machine, as `CompiledFunctions` has them here."""
 
-    def __init__(self, session: Any, library: Path, clock: Clock) -> None:
+    def __init__(self, session: Any, library: Path) -> None:
         session.upload(str(library))
         self._module = session.load_module(library.name)
         self._device = session.cpu()
-        self._clock = clock
+        self.seconds = 0.0
+        """What functions have taken there."""
         self._sent: dict[tuple[int, int], Any] = {}
 
     def bind(
@@ -84,7 +78,7 @@ class RemoteFunctions:
 
         def call(*values: object) -> None:
             sent = [self._send(value) for value in values]
-            self._clock.seconds += float(measure(*tensors, *sent).mean)
+            self.seconds += float(measure(*tensors, *sent).mean)
 
         return call, ()
 
@@ -124,48 +118,68 @@ def measure_remote(
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "pi2-kernels.so"
         compile_ahead(spec, library, machine.triple, progress)
-        session, clock = connect(machine), Clock()
+        session = connect(machine)
         session.get_function("runtime.config_threadpool")(1, machine.threads)
-        functions = RemoteFunctions(session, library, clock)
+        functions = RemoteFunctions(session, library)
         calls = Library(library, measure_arrays(request), functions=functions)
         try:
-            neurons = RemoteNeurons(request, spec, calls)
-            return _measure(neurons, SHAPE, request.bundle.used_bytes, clock, progress)
+            begin, steps = _list_steps(request, spec, calls)
+            found: dict[Key, list[float]] = {facts.key: [] for facts, _, _ in steps}
+            for number in range(ROUNDS + 1):
+                for facts, tokens, run in steps:
+                    begin(tokens)
+                    functions.seconds = 0.0
+                    run()
+                    if number:  # the first round makes ready
+                        found[facts.key].append(functions.seconds)
+                progress("measuring there", number / ROUNDS)
+            return tuple(facts for facts, _, _ in steps), found
         finally:
             calls.close()
 
 
-class RemoteNeurons:
-    """The kernels of a layer's neurons on the other machine."""
+Step = tuple[StepFacts, int, Callable[[], object]]
+"""A step, the tokens that it computes, and what runs it."""
 
-    def __init__(self, request: BuildRequest, spec: KernelSpec, calls: Library) -> None:
-        memory = Memory(request.allocate)
-        arrays = NeuronArrays(spec, request, memory, keeps_read=False)
-        read, given = (memory.take("float32", request.chunk, spec.hidden) for _ in range(2))
-        read[:] = 1
-        own = arrays.chunks[0] | {"hidden_values": read, "given": given}
-        views, tensors = wrap_all(calls, own), TensorViews(calls, memory, request.tensors)
-        self.prediction = Prediction(request, arrays, spec, calls, views, tensors)
-        scratch = memory.take("uint8", 4 * spec.threads * DENSE_FLOATS)
-        self._neurons = Neurons(request, arrays, spec, calls, views, self.prediction, scratch)
-        self._begin = calls.bind("begin_ffn", "tokens", views)
-        self._end = calls.bind("end_ffn", "tokens", views)
-        self._neighbours = self._neurons.bind_chunk(views)[0]
 
-    def begin(self, tokens: int) -> None:
-        self._begin(tokens)
-
-    def end(self, tokens: int) -> None:
-        self._end(tokens)
-
-    def predict(self) -> None:
-        self.prediction.find_named(0, 0.0, np.zeros(1, np.int32))
-
-    def gather(self, arena: U8, slots: I32) -> None:
-        self._neurons.add_gathered(0, arena, slots, None, False)
-
-    def add_dense(self, piece: U8, tokens: int) -> None:
-        self._neurons.add_neighbours(piece, 0, tokens, self._neighbours)
+def _list_steps(
+    request: BuildRequest, spec: KernelSpec, calls: Library
+) -> tuple[Callable[..., object], list[Step]]:
+    """What begins a layer's FFN with so many tokens, and the steps of its neurons."""
+    memory = Memory(request.allocate)
+    arrays = NeuronArrays(spec, request, memory, keeps_read=False)
+    read, given = (memory.take("float32", request.chunk, spec.hidden) for _ in range(2))
+    read[:] = 1
+    own = arrays.chunks[0] | {"hidden_values": read, "given": given}
+    views, tensors = wrap_all(calls, own), TensorViews(calls, memory, request.tensors)
+    prediction = Prediction(request, arrays, spec, calls, views, tensors)
+    scratch = memory.take("uint8", 4 * spec.threads * DENSE_FLOATS)
+    neurons = Neurons(request, arrays, spec, calls, views, prediction, scratch)
+    begin, end = (calls.bind(name, "tokens", views) for name in ("begin_ffn", "end_ffn"))
+    neighbours = neurons.bind_chunk(views)[0]
+    arena, dense = synthetic.make_arena(request.model, SHAPE.arena_neurons), SHAPE.dense_neurons
+    width, used_bytes = SHAPE.width, request.bundle.used_bytes
+    # A prediction multiplies two matrices, of as many weights as one of these rows.
+    rows = SHAPE.rank + SHAPE.neurons * SHAPE.rank // width
+    norm = StepFacts(kernel="norm", size=width, width=width)
+    named = np.zeros(1, np.int32)
+    multiply = replace(
+        norm, kernel="multiply", size=rows, read_bytes=matrix_bytes(rows, width, "int8")
+    )
+    steps: list[Step] = [
+        (multiply, 1, lambda: prediction.find_named(0, 0.0, named)),
+        (norm, 1, lambda: (begin(1), end(1))),
+    ]
+    for count in SHAPE.gathered:
+        (slots,) = synthetic.choose_slots(count, SHAPE.arena_neurons, 1)
+        gather = partial(neurons.add_gathered, 0, arena, slots, None, False)
+        facts = replace(norm, kernel="gather", size=count, read_bytes=count * used_bytes)
+        steps.append((facts, 1, gather))
+    for count in (8, 128):
+        add = partial(neurons.add_neighbours, arena[:dense], 0, count, neighbours)
+        work = 2.0 * 3 * dense * width * count
+        steps.append((replace(norm, kernel="dense", size=count, operations=work), count, add))
+    return begin, steps
 
 
 def connect(machine: RemoteMachine) -> Any:
@@ -193,57 +207,6 @@ def connect(machine: RemoteMachine) -> Any:
             help="start `python -m tvm.exec.rpc_tracker` here, and `python -m tvm.exec.rpc_server"
             " --tracker HOST:PORT --key KEY` there",
         ) from None
-
-
-def _measure(
-    neurons: RemoteNeurons,
-    shape: synthetic.ProbeShape,
-    used_bytes: int,
-    clock: Clock,
-    progress: Progress,
-) -> tuple[tuple[StepFacts, ...], Mapping[Key, list[float]]]:
-    arena = synthetic.make_arena(synthetic.make_model(shape), shape.arena_neurons)
-    # A prediction multiplies two matrices, of as many weights as one of these rows.
-    rows = shape.rank + shape.neurons * shape.rank // shape.width
-
-    def norm() -> None:
-        neurons.begin(1)
-        neurons.end(1)
-
-    def gather(count: int) -> Callable[[], None]:
-        slots = np.sort(
-            np.random.default_rng(5).choice(shape.arena_neurons, count, replace=False)
-        ).astype(np.int32)
-        return lambda: neurons.gather(arena, slots)
-
-    def add_dense(count: int) -> Callable[[], None]:
-        return lambda: neurons.add_dense(arena[: shape.dense_neurons], count)
-
-    width = shape.width
-    norms = StepFacts(kernel="norm", size=width, width=width)
-    matrix = matrix_bytes(rows, width, "int8")
-    multiply = replace(norms, kernel="multiply", size=rows, read_bytes=matrix)
-    steps: list[tuple[StepFacts, int, Callable[[], object]]] = [
-        (multiply, 1, neurons.predict),
-        (norms, 1, norm),
-    ]
-    for count in shape.gathered:
-        facts = replace(norms, kernel="gather", size=count, read_bytes=count * used_bytes)
-        steps.append((facts, 1, gather(count)))
-    for count in (8, 128):
-        dense = 2.0 * 3 * shape.dense_neurons * width * count
-        facts = replace(norms, kernel="dense", size=count, operations=dense)
-        steps.append((facts, count, add_dense(count)))
-    found: dict[Key, list[float]] = {facts.key: [] for facts, _, _ in steps}
-    for number in range(ROUNDS + 1):
-        for facts, count, run in steps:
-            neurons.begin(count)
-            clock.seconds = 0.0
-            run()
-            if number:  # the first round makes ready
-                found[facts.key].append(clock.seconds)
-        progress("measuring there", number / ROUNDS)
-    return tuple(facts for facts, _, _ in steps), found
 
 
 def make_remote_device(

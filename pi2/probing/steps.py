@@ -351,11 +351,18 @@ class Steps:
         dense = 3 * neurons * self._model.stored_neuron_width
         for count in TOKENS:
             facts = self._state("project-many", count, operations=2.0 * count * projected)
-            yield facts, make_timer(self._begin(count, lambda at: self._attend(at % layers)))
+            yield facts, make_timer(
+                self._begin(count, lambda at: self._executor.attend(at % layers, 0))
+            )
+
+        def add_dense(index: int) -> None:
+            start = index % VARIANTS * neurons
+            self._executor.add_dense(0, self._probed.arena[start : start + neurons])
+
         for count in TOKENS:
             facts = self._state("dense", count, operations=2.0 * count * dense)
             facts = replace(facts, read_bytes=neurons * self._probed.used_bytes)
-            yield facts, make_timer(self._begin(count, self._add_dense))
+            yield facts, make_timer(self._begin(count, add_dense))
         for missing in self._sizes.missing:
             look_up = self._make_look_up(missing)
             base = self._make_look_up(0) if missing else None
@@ -380,7 +387,7 @@ class Steps:
     def stir(self, index: int) -> None:
         """Read a layer's projections, and make the FFN's input anew: all ones."""
         self._executor.embed(self._one)
-        self._attend(index % self._sizes.layers)
+        self._executor.attend(index % self._sizes.layers, 0)
         self._executor.embed(self._one)
         self._executor.begin_ffn(0)
 
@@ -395,25 +402,13 @@ class Steps:
 
         return call
 
-    def _attend(self, layer: int) -> None:
-        self._executor.attend(layer, 0)
-
-    def _add_dense(self, index: int) -> None:
-        neurons = self._sizes.dense_neurons
-        start = index % VARIANTS * neurons
-        self._executor.add_dense(0, self._probed.arena[start : start + neurons])
-
     def _make_look_up(self, missing: int) -> Callable[[int], None]:
         neurons, first = self._sizes.neurons, self._sizes.neurons * 2 // 7
         arena = np.zeros((2 * first, 64), np.uint8)
         cache = NeuronCache(arena, [range(first)], neurons, self._probed.loops, policy="lfu")
         hot = np.linspace(0, first - 1, self._sizes.named - missing).astype(np.int32)
-        random = np.random.default_rng(2)
-        cold = [
-            np.sort(random.choice(np.arange(first, neurons), missing, replace=False))
-            for _ in range(4 * VARIANTS)
-        ]
-        wanted = [np.concatenate([hot, item]).astype(np.int32) for item in cold]
+        cold = synthetic.choose_slots(missing, neurons - first, 4 * VARIANTS)
+        wanted = [np.concatenate([hot, first + item]).astype(np.int32) for item in cold]
 
         def run(index: int) -> None:
             found = cache.look_up(0, wanted[index % len(wanted)])

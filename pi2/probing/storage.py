@@ -32,8 +32,6 @@ BURST = 16
 """Number of reads of a short batch."""
 _LONG_BYTES = 4 * MIB
 """Most bytes of one sequential read: about what the prefill reads at once."""
-_STREAMED_BYTES = 128 << 10
-"""Sequential reads from this size on are done as layers stream by."""
 _BATCH_BYTES = 8 * MIB
 _PACKED_BYTES = 7168
 OVERLAP_RUNS = 24
@@ -159,7 +157,10 @@ class StorageBench:
 
     def measure_latency(self, rounds: int) -> list[float]:
         """Median seconds of one read of 4 KiB in an idle queue."""
-        fd = self._open()
+        try:
+            fd = os.open(self._path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        except OSError:
+            fd = os.open(self._path, os.O_RDONLY)
         found = []
         try:
             for _ in range(rounds):
@@ -251,34 +252,11 @@ class StorageBench:
     def _measure(self, spec: ReadSpec) -> float:
         if spec.pattern == "random":
             return self._read_at_random(spec)
-        if spec.block_bytes < _STREAMED_BYTES:
-            return self._read_in_order(spec.block_bytes)
         reader = self._make_reader(spec, 1)
         try:
             return _find_rate(spec.block_bytes, lambda: self._begin_stream(reader, spec)())
         finally:
             reader.close()
-
-    def _open(self) -> int:
-        try:
-            return os.open(self._path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-        except OSError:
-            return os.open(self._path, os.O_RDONLY)
-
-    def _read_in_order(self, block: int) -> float:
-        fd = self._open()
-        target = self._long[:block].data
-
-        def read() -> None:
-            if self._at + block > self._size:
-                self._at = 0
-            os.preadv(fd, [target], self._at)
-            self._at += block
-
-        try:
-            return _find_rate(block, read)
-        finally:
-            os.close(fd)
 
     def _read_at_random(self, spec: ReadSpec) -> float:
         batch = spec.burst or min(_MOST_BATCH, max(32, _BATCH_BYTES // spec.block_bytes))

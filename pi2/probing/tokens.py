@@ -245,19 +245,8 @@ def choose_slots(count: int, among: int, variants: int) -> Sequence[I32]:
 
 NAMED = 0.14
 """Share of the neurons that a predictor names, about."""
-_RECORDED = frozenset(
-    [
-        "embed",
-        "attend",
-        "begin_ffn",
-        "predict_low_rank",
-        "predict_gate",
-        "add_neurons",
-        "end_ffn",
-        "logits",
-        "count_active",
-    ]
-)
+_RECORDED = {"embed", "attend", "begin_ffn", "add_neurons", "end_ffn", "logits", "count_active"}
+_RECORDED |= {"predict_low_rank", "predict_gate"}
 _LEAST_TOKENS = 8
 _KEPT = 0.95
 """Share of the times that counts: the longest are due to other work on the machine."""
@@ -326,7 +315,9 @@ class TokenSample:
         self._forward = Sequences(one, context=context, piece=1)
         self._recorder, self._layers, self._vocab = recorder, layers, shape.vocab
         self._works = list(works)
-        self._named = {count: _draw_neurons(shape.ffn, count) for count in {w.named for w in works}}
+        self._named = {
+            count: choose_slots(count, shape.ffn, 16) for count in {w.named for w in works}
+        }
         self._stay = stay
         self._overhead_s = _time_recording()
 
@@ -403,12 +394,6 @@ class _RecordingExecutor:
 def average_most(values: Sequence[float]) -> float:
     """Mean without the longest of many times."""
     return statistics.fmean(sorted(values)[: max(1, round(len(values) * _KEPT))])
-
-
-def _draw_neurons(among: int, count: int) -> list[I32]:
-    """Some choices of ``count`` neurons of a layer, ascending."""
-    random = np.random.default_rng(5)
-    return [np.sort(random.choice(among, count, replace=False)).astype(np.int32) for _ in range(16)]
 
 
 def _time_recording() -> float:
