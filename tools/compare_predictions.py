@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pi2.costs.cost import cost_description
-from pi2.costs.description import describe_plan
+from pi2.costs.cost import cost_description, describe_plan
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import Shortage, fit_plan
 from pi2.fitting.check import check_file

@@ -25,8 +25,7 @@ from typing import Any
 from outside.leaving import Sample, fit_all, leave_each_out
 from paper.document import render_document
 from pi2.costs.constants import Constants, Range
-from pi2.costs.cost import cost_description
-from pi2.costs.description import Description, describe_plan, read_plan_rates
+from pi2.costs.cost import Description, cost_description, describe_plan, read_plan_rates
 from pi2.costs.kernel_times import Rates
 from pi2.costs.settings import POSITION
 from pi2.fitting.completion import resolve_values

@@ -215,8 +215,7 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     STATS gets activations.parquet (for `pi2 convert --activations`), coactivations.parquet and
     statistics.json. After Ctrl-C the same command resumes. With --routing STATS gets only
     routing.parquet: the experts of each token, with their weights."""
-    from pi2.measuring.activations import RecordingOptions, record_activations
-    from pi2.measuring.prediction import draw_activations
+    from pi2.measuring.activations import RecordingOptions, draw_activations, record_activations
     from pi2.tracing import check_form
 
     if given.routing:

@@ -134,8 +134,7 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
             raise click.UsageError("--pareto is for one --batch")
         _show_pareto(replace(wish, batch=batches[0]), given.plot)
         return
-    from pi2.planning.comparison import choose_thresholds
-    from pi2.planning.planner import plan
+    from pi2.planning.planner import choose_thresholds, plan
     from pi2.planning.text import describe_choices, write_batches
 
     with ProgressBar() as progress:
@@ -358,8 +357,8 @@ def _write(path: Path, planned: PlannedPlan, given: PlanOptions) -> None:
 
 
 def _show_pareto(wish: Wish, plot: Path | None) -> None:
-    from pi2.planning.comparison import describe_curve, draw_curve
     from pi2.planning.planner import trace_pareto
+    from pi2.planning.text import describe_curve, draw_curve
     from pi2.planning.wish import find_device_memory
 
     with ProgressBar() as progress:

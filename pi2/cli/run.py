@@ -270,7 +270,7 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
 
 
 def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
-    from pi2.planning.comparison import LEAST_TOKENS, describe_promise, find_promise
+    from pi2.costs.cost import LEAST_TOKENS, describe_promise, find_promise
 
     tokens, speed = len(result.token_ids), result.decode_tokens_s
     if not model.account.is_timed or tokens < LEAST_TOKENS or speed is None:

@@ -33,7 +33,7 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.costs.description import Description
+    from pi2.costs.cost import Description
     from pi2.plan.toml.source import Kind
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from math import log, log2
 from pathlib import Path
-from statistics import NormalDist, mean
-from typing import Any, Literal
+from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from pi2.costs.hotness import (
     weigh_shifts,
 )
 from pi2.plan.documents.model import Model
-from pi2.plan.reading.thresholds import Thresholds
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
 LOOK_AHEAD_MODES: frozenset[PredictorMode] = frozenset(("low-rank", "router"))
@@ -220,7 +219,9 @@ class LayerActivity:
 
         def is_full(least: float) -> bool:
             nonlocal stays, missing
-            stays = _compute_normal((counts - least) / spread)
+            values = (counts - least) / spread
+            # Of the normal distribution, nearly.
+            stays = 0.5 * (1.0 + np.tanh(0.7978846 * (values + 0.044715 * values**3)))
             missing = float((uses * (1.0 - stays)).sum())
             return float((absent * stays).mean()) + _CHURN * missing / self.varied > cold
 
@@ -237,10 +238,6 @@ class LayerActivity:
     @property
     def _class_uses(self) -> float:
         return self.varied * self.chosen / CLASSES
-
-
-def _compute_normal(values: F64) -> F64:
-    return np.asarray(0.5 * (1.0 + np.tanh(0.7978846 * (values + 0.044715 * values**3))))
 
 
 def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
@@ -265,9 +262,7 @@ def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
 
 
 def _unite_all(found: Sequence[LayerActivity], batch: int) -> tuple[LayerActivity, ...]:
-    # Layers that are alike stay the same object: they cost the same.
-    united = {id(item): unite_activity(item, batch) for item in found}
-    return tuple(united[id(item)] for item in found)
+    return tuple(map(cache(partial(unite_activity, batch=batch)), found))  # alike ones stay so
 
 
 @lru_cache(maxsize=512)
@@ -289,9 +284,8 @@ Described = tuple[tuple[LayerActivity, ...], str]
 
 
 def _make_layers(
-    model: Model, shares: Sequence[tuple[float, float]], spread: float | None = None, batch: int = 1
+    model: Model, shares: Sequence[tuple[float, float]], spread: float | None = None
 ) -> tuple[LayerActivity, ...]:
-    """Layers that compute a share of their neurons, and of these fire a part: (share, part)."""
     if spread is None:
         _, spread = _read_model(model, "gate", Constants())
 
@@ -300,7 +294,7 @@ def _make_layers(
         named = Hotness(active=share, spread=spread if share < 1.0 else 0.0)
         return LayerActivity(named=named, chosen=1.0, neurons=model.layer_neurons, fired=fired)
 
-    return _unite_all(_choose_experts(model, [make(*item) for item in shares]), batch)
+    return _choose_experts(model, [make(*item) for item in shares])
 
 
 def describe_activity(
@@ -321,7 +315,7 @@ def _describe_single(
 ) -> Described:
     constants = constants or Constants()
     if mode == "router":
-        return describe_routing(model, store, constants)
+        return describe_routing(model, constants)
     if mode == "gate" and model.is_smooth and model.cut_layers:
         shares = [(1.0 - block.ffn.closed, 1.0) for block in model.blocks]
         return _make_layers(model, shares), "the model's cutoffs of gates"
@@ -358,25 +352,16 @@ def _describe_single(
 
 def _choose_experts(model: Model, layers: Sequence[LayerActivity]) -> tuple[LayerActivity, ...]:
     """The layers with their shares of neurons that may compute; equal layers stay one object."""
+    choose = cache(replace)
     parts = [block.ffn.neurons / model.layer_neurons for block in model.blocks[: len(layers)]]
-    keys = [(id(layer), part) for layer, part in zip(layers, parts, strict=True)]
-    made = {
-        key: replace(layer, chosen=part)
-        for key, layer, part in zip(keys, layers, parts, strict=True)
-    }
-    return tuple(made[key] for key in keys)
+    return tuple(choose(layer, chosen=part) for layer, part in zip(layers, parts, strict=True))
 
 
-def describe_routing(
-    model: Model, store: Path | None, constants: Constants
-) -> tuple[tuple[LayerActivity, ...], str]:
-    """Popularity and repetition of experts; random weights have the requested ones."""
+def describe_routing(model: Model, constants: Constants) -> Described:
+    """Popularity and repetition of experts."""
     moe = model.moe
     assert moe is not None
-    active = moe.active_experts / moe.experts
-    law, source = find_routing_law(moe.experts, constants), "published routing of experts"
-    if store is not None and (stated := _read_synthetic(store)) is not None:
-        law, source = _read_asked_routing(stated, active)
+    active, law = moe.active_experts / moe.experts, find_routing_law(moe.experts, constants)
     layer = LayerActivity(
         named=Hotness(active=active, spread=law.spread),
         chosen=1.0,
@@ -395,28 +380,7 @@ def describe_routing(
         varied = moe.experts * model.shape.ffn if ffn.has_router else 0
         always = moe.count_shared(model.shape.ffn) if varied else ffn.neurons
         found.append(fill(always, model.layer_neurons - varied - always))
-    return tuple(found), source
-
-
-def _read_synthetic(store: Path) -> dict[str, Any] | None:
-    """Statistics of a synthetic store; None of another one."""
-    try:
-        stated = json.loads(read_regular(store / "statistics.json"))
-    except (OSError, ValueError):
-        return None
-    is_synthetic = isinstance(stated, dict) and stated.get("synthetic") is True
-    return stated if is_synthetic else None
-
-
-def _read_asked_routing(stated: Mapping[str, Any], active: float) -> tuple[RoutingLaw, str]:
-    """The law that the routers of a synthetic store were made by (`tools/synthesize.py`)."""
-    asked = stated.get("asked", {}).get("routing")
-    if asked is None:
-        return RoutingLaw(spread=0.0, repeat=0.0), "a router's choices, all as likely"
-    law = RoutingLaw(spread=find_spread(active, round(mean(asked["popular"]), 3)), repeat=0.0)
-    _, usual = law.describe(active)
-    repeat = max(float(asked["reuse"]) - usual, 0.0) / (1.0 - usual)
-    return replace(law, repeat=repeat), "the routing that the synthetic store was made with"
+    return tuple(found), "published routing of experts"
 
 
 def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistics] | None:
@@ -433,19 +397,11 @@ def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistic
     return [layer] * model.shape.layers
 
 
-def describe_cut_activity(model: Model, thresholds: Thresholds, *, batch: int = 1) -> Described:
-    """Activity of an MoE model whose gates are cut by thresholds."""
-    shares = [
-        (layer.computed, min(1.0, layer.active / max(layer.computed, 1e-9)))
-        for layer in thresholds.layers
-    ]
-    return _make_layers(model, shares, batch=batch), "the plan's thresholds"
-
-
-def describe_target_activity(model: Model, target: float, *, batch: int = 1) -> Described:
-    """Activity of a model of which thresholds will leave out a share."""
-    shares = [(1.0 - target, 1.0)] * model.shape.layers
-    return _make_layers(model, shares, batch=batch), "the plan's sparsity.target"
+def describe_shares(
+    model: Model, shares: Sequence[tuple[float, float]], batch: int = 1
+) -> tuple[LayerActivity, ...]:
+    """Layers that compute a share of their neurons, and of these fire a part: (share, part)."""
+    return _unite_all(_make_layers(model, shares), batch)
 
 
 @lru_cache(maxsize=512)
@@ -491,18 +447,7 @@ def read_statistics(store: Path, layers: int) -> Sequence[LayerStatistics] | Non
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if 0 < len(found) < layers and document.get("synthetic") is True:
-        # Some layers of a large synthetic store were measured; all are made alike.
-        return [_average_statistics(found)] * layers
     return found if len(found) == layers else None
-
-
-def _average_statistics(found: Sequence[LayerStatistics]) -> LayerStatistics:
-    means = {
-        item.name: sum(getattr(layer, item.name) for layer in found) / len(found)
-        for item in fields(LayerStatistics)
-    }
-    return LayerStatistics(**{**means, "skew": round(means["skew"], 3)})
 
 
 def _read_model(model: Model, mode: PredictorMode, constants: Constants) -> tuple[float, float]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import comb
+from math import comb, expm1
 
-from pi2.costs.settings import Settings
-from pi2.costs.terms import LayerKind, Work, find_chance
+from pi2.costs.terms import LayerKind, Work
 
 _MERGED = 0.95
 """Requests for each missing neuron below which neighbours are taken to share them."""
@@ -65,7 +64,7 @@ def cost_layer(terms: LayerKind) -> LayerCost:
     settings, activity = terms.settings, terms.activity
     counts = _count_neurons(terms)
     if activity.grain == 1 or settings.predictor != "router" or counts.missing <= 0.0:
-        return cost_counts(terms, counts, find_chance(counts.missing))
+        return cost_counts(terms, counts, -expm1(-counts.missing))  # of independent misses
     # A few experts are missing, or none: times of whole numbers, by how often they come.
     varied = counts.used - activity.always
     number = max(round(varied / activity.grain), 1)
@@ -130,7 +129,12 @@ def cost_counts(terms: LayerKind, counts: Counts, chance: float) -> LayerCost:
             # Threads without pi2's kernels compute a part each, at the same time.
             workers = 1 if terms.rates.measured else settings.threads
             last_s = min(missing_s / parts * workers, missing_s)
-            hidden_s = _find_hidden(settings, terms, compute_s, ready_s, last_s)
+            # Look-ahead also hides reads behind attention, or behind the layer before.
+            hidden_s = {
+                "none": compute_s - last_s,
+                "attention": terms.attention_s + compute_s - last_s,
+                "layer": terms.before_s + ready_s,
+            }[settings.look_ahead]
             wait_s = read_s - settings.reads.overlap * min(read_s, max(hidden_s, 0.0))
             # Threads that have waited for a part have to be woken.
             woken_s = chance * parts * terms.rates.wake_s * wait_s / read_s
@@ -222,16 +226,3 @@ def run_beside(steps: Sequence[Work], terms: LayerKind) -> float:
         now, left_s, todo_s = now + slow * both_s, left_s - both_s, todo_s - both_s
         now += todo_s
     return now + (waits_s + left_s if left_s > 0.0 else 0.0)
-
-
-def _find_hidden(
-    settings: Settings, terms: LayerKind, compute_s: float, ready_s: float, last_s: float
-) -> float:
-    """Seconds of reading hidden by computing; look-ahead also hides it behind attention."""
-    match settings.look_ahead:
-        case "none":
-            return compute_s - last_s
-        case "attention":
-            return terms.attention_s + compute_s - last_s
-        case "layer":
-            return terms.before_s + ready_s

@@ -53,8 +53,6 @@ class KernelTimes:
         self.cores = max(1, sum(cluster.cores for cluster in unit.clusters))
         self.barrier_s = self.cores * constants.core_barrier_s
         """Until all threads have met."""
-        self.sources: dict[str, str] = {}
-        """Source of each time."""
         self._kernels: dict[KernelName, list[KernelFigure]] = {}
         for name in get_args(KernelName):
             if found := _choose_figures(unit, name, kv, activations):
@@ -96,12 +94,10 @@ class KernelTimes:
         """Line through the largest measurements of two widths, else the plain bandwidth."""
         found = [item for item in self._kernels.get(kernel, []) if item.bytes]
         if not found:
-            self.sources[kernel] = "bandwidth and the simulator's barriers"
             return Linear(call_s=call_s, bytes_s=bandwidth)
         largest = max(found, key=lambda item: item.bytes or 0)
         smallest = min(found, key=lambda item: item.bytes or 0)
         assert largest.bytes is not None and smallest.bytes is not None
-        self.sources[kernel] = largest.source
         seconds = max(float(largest.time) - call_s, float(largest.time) / 2)
         if smallest.width != largest.width and smallest.time < largest.time:
             rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
@@ -114,9 +110,7 @@ class KernelTimes:
         """The KV cache of the context; short rows cost more per byte."""
         found = self._list_widths("attend")
         if not found:
-            self.sources["attend"] = "bandwidth"
             return Linear(call_s=0.0, bytes_s=bandwidth)
-        self.sources["attend"] = found[-1][1][-1].source
         pairs = [(width, items[-1]) for width, items in found]
         byte_s = self._interpolate(
             [(width, float(item.time) / (item.bytes or 1)) for width, item in pairs]
@@ -126,11 +120,9 @@ class KernelTimes:
     def find_gather(self, bandwidth: float, kernel: KernelName = "gather") -> Linear:
         found = self._list_widths(kernel) or self._list_widths("gather")
         if not found:
-            self.sources["gather"] = "bandwidth x the simulator's gather_efficiency"
             return Linear(
                 call_s=self.barrier_s, bytes_s=bandwidth * self._constants.gather_efficiency
             )
-        self.sources["gather"] = found[-1][1][-1].source
         lines = [(width, _draw_gather(items)) for width, items in found]
         # A neuron's time grows with its width, from what it takes to begin with one.
         width = self._width or lines[-1][0]
@@ -333,7 +325,6 @@ class Rates:
         default_factory=dict
     )
     """Steps with other keys, values and activations than fp16 and int16."""
-    sources: dict[str, str] = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
     """Figures of the device's document that the rates come from."""
     spread: Spread = CERTAIN

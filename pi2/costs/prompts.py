@@ -16,7 +16,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import pad_tokens
 
 if TYPE_CHECKING:
-    from pi2.costs.description import Description
+    from pi2.costs.cost import Description
 
 _LONG = 512 * 1024
 PROMPT = 128
@@ -136,7 +136,7 @@ def cost_prompt(description: Description, tokens: int = PROMPT) -> PromptCost | 
     if layers is None:
         return None
     stream = description.prompts.stream
-    seconds = time_once(description, tokens)
+    seconds = description.head_s + tokens * description.embedding_s
     seconds += sum(_time_layer(layer, stream, layer.before_s) * layer.count for layer in layers)
     first = next((layer for layer in layers if layer.pieces), None)
     if first is not None:
@@ -153,11 +153,6 @@ def _time_layer(layer: PromptLayer, stream: Stream | None, ready_s: float) -> fl
     if stream is None:
         return seconds
     return seconds + stream.time_wait(layer.pieces, layer.read_s, ready_s, layer.streamed_s)
-
-
-def time_once(description: Description, tokens: int) -> float:
-    """Seconds of a prompt outside of its layers: rows of the embedding, and the head."""
-    return description.head_s + tokens * description.embedding_s
 
 
 def _describe_layer(

@@ -56,14 +56,6 @@ def _read_steps(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[Ste
     }
 
 
-def _is_apple(device: Device) -> bool:
-    """Whether its system has no io_uring, as macOS and iOS."""
-    cores = (item.core or "" for unit in device.units.values() for item in unit.clusters)
-    return any(unit.architecture == "metal" for unit in device.units.values()) or any(
-        core.startswith("apple-") for core in cores
-    )
-
-
 class _Reader:
     def __init__(self, device: Device, width: int | None, constants: Constants) -> None:
         self._device = device
@@ -75,7 +67,6 @@ class _Reader:
         )
         self._name, self._cpu = name, unit
         self._times = KernelTimes(unit, width, constants)
-        self._sources = self._times.sources
         self._figures: dict[Figure, None] = {}
         self._spreads: dict[str, Spread] = {}
 
@@ -101,7 +92,11 @@ class _Reader:
         if self._times.has("predict-gate"):
             steps["gate"] = self._times.find_linear("predict-gate", bandwidth, norm_s)
             find_hot_s = self._times.find_time("find", 0.0)
-        own_spread = self._find_processor_spread()
+        own_spread = self._spreads[self._name]
+        if self._times.measured:
+            apart = median(float(item.spread or 0.0) for item in cpu.kernels)
+            own_spread = Spread.around(constants.probed_factor + apart)
+        power_w, both_w = self._read_powers(dense)
         rates = Rates(
             measured=self._times.measured,
             cores=self._times.cores,
@@ -131,13 +126,12 @@ class _Reader:
             flash=self._read_flash(),
             overlap=self._choose(storage.overlap, constants.unseen_overlap),
             beside_overlap=1.0 if storage.overlap is None else float(storage.overlap.value),
-            power_w=self._read_power(),
-            both_w=self._read_both_power(dense),
+            power_w=power_w,
+            both_w=both_w,
             bandwidths=tuple(
                 (item.threads, float(item.value)) for item in cpu.bandwidth_by_threads
             ),
             types=self._read_types(bandwidth, norm_s),
-            sources=self._sources,
             spread=own_spread,
             call_spread=own_spread,
             ops_spread=self._find_ops_spread(cpu, own_spread),
@@ -150,12 +144,6 @@ class _Reader:
         if self._missing:
             raise UserError(tuple(self._missing), exit_code=2)
         return rates
-
-    def _find_processor_spread(self) -> Spread:
-        if self._times.measured:
-            apart = [float(item.spread or 0.0) for item in self._cpu.kernels]
-            return Spread.around(self._constants.probed_factor + median(apart))
-        return self._spreads[self._name]
 
     def _find_ops_spread(self, unit: Unit, spread: Spread) -> Spread:
         """Of arithmetic: a share of a stated peak is the least certain."""
@@ -231,14 +219,12 @@ class _Reader:
         if figure is None and all(item.memory is not None for item in others):
             figure = self._device.memory.read_bandwidth
         if figure is not None:
-            self._sources[f"{name} bandwidth"] = f"{figure.status}: {figure.source}"
             self._use(f"units.{name}.read_bandwidth", figure.status, figure.source)
             self._spreads[name] = self._constants.find_label_spread(figure.status)
             return float(figure.value)
         self._spreads[name] = self._constants.find_spread(share)
         peak = self._device.memory.peak_bandwidth
         if peak is not None:
-            self._sources[f"{name} bandwidth"] = f"estimated: {of_peak:.0%} of the memory's peak"
             origin = f"{of_peak:.0%} of it, as units of its kind reach"
             self._use("memory.peak_bandwidth", "estimated", origin)
             return of_peak * float(peak.value)
@@ -291,7 +277,6 @@ class _Reader:
         constants = self._constants
         kernel = "metal_kernel_s" if unit.architecture == "metal" else "recorded_kernel_s"
         kernel_s: float = getattr(constants, kernel)
-        self._sources.clear()
         bytes_s = self._find_dense_rate(name, unit, estimated=True)
         if bytes_s is None or self._missing:
             raise UserError(tuple(self._missing), exit_code=2)
@@ -322,7 +307,6 @@ class _Reader:
             call_spread=constants.find_spread(kernel).invert(),
             power_w=power_w,
             both_w=power_w,
-            sources=self._sources,
             figures=tuple(self._figures),
             constants=constants,
         )
@@ -350,7 +334,6 @@ class _Reader:
         if share != 1.0:
             self._spreads[name] = constants.find_spread("card_of_peak")
             status, origin = "estimated", f"{share:.0%} of its memory's peak"
-        self._sources[f"{name} bandwidth"] = f"{status}: {origin}"
         self._use(f"units.{name}.memory.{key}", status, origin)
         return share * float(figure.value)
 
@@ -365,20 +348,18 @@ class _Reader:
             return constants.dense_launch_s if unit.memory is None else constants.card_launch_s
         return max(draw_line(found[0], found[-1], by_bytes=True)[0], 0.0)
 
-    def _read_power(self) -> float | None:
-        figure = self._cpu.power or self._device.power
-        if figure is not None:
-            name = "power" if self._cpu.power is None else f"units.{self._name}.power"
+    def _read_powers(self, dense: DenseUnit | None) -> tuple[float | None, float | None]:
+        """Watts of the processor while it computes, and of the device while both units do."""
+        whole, own = self._device.power, self._cpu.power
+        if (figure := own or whole) is not None:
+            name = "power" if own is None else f"units.{self._name}.power"
             self._use(name, figure.status, figure.source)
-        return None if figure is None else float(figure.value)
-
-    def _read_both_power(self, dense: DenseUnit | None) -> float | None:
-        if self._device.power is not None:
-            self._use("power", self._device.power.status, self._device.power.source)
-            return float(self._device.power.value)
-        unit = None if dense is None else self._device.units[dense.name]
-        powers = [item.power for item in (self._cpu, unit) if item is not None]
-        return max((float(item.value) for item in powers if item is not None), default=None)
+        if whole is not None:
+            self._use("power", whole.status, whole.source)
+        others = [] if dense is None else [self._device.units[dense.name].power]
+        known = [float(item.value) for item in (own, *others) if item is not None]
+        both_w = max(known, default=None) if whole is None else float(whole.value)
+        return None if figure is None else float(figure.value), both_w
 
     def _read_flash(self) -> Flash | None:
         storage = self._device.storage
@@ -405,7 +386,10 @@ class _Reader:
             reader_penalty=usual if penalty is None else float(penalty.value),
             block_bytes=storage.block_size or 4096,
             queue=min((storage.queue_depth or 128) * (storage.queues or 1), 128),
-            has_io_uring=storage.kind != "ufs" and not _is_apple(self._device),
+            # Phones' systems forbid it, and Apple's have none.
+            has_io_uring=storage.kind != "ufs"
+            and not any(unit.architecture == "metal" for unit in self._device.units.values())
+            and not any((item.core or "").startswith("apple-") for item in clusters),
         )
 
     def _use(self, name: str, status: str, source: str) -> None:

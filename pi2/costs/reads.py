@@ -138,10 +138,6 @@ class Reads:
         dense = None if absent is None else self.merge_dense(missing, absent)
         if dense is None:
             return self._time_single(missing, merged)
-        return missing * self._time_stretches(missing, dense)
-
-    def _time_stretches(self, missing: float, dense: MergedReads) -> float:
-        """Seconds of each of ``missing`` neurons with joint reads."""
         assert self.whole_byte_s is not None
         single_s = self._time_single(missing, ALONE) / missing - self.place_s
         apart_s = time_stretches(single_s, self.stride * self.whole_byte_s, dense)
@@ -149,7 +145,7 @@ class Reads:
         seconds = apart_s + self.place_s * dense.requests
         low, high = STRETCH_WORTH
         part = min(max((apart_s / single_s - low) / (high - low), 0.0), 1.0)
-        return seconds + part * (single_s + self.place_s - seconds)
+        return missing * (seconds + part * (single_s + self.place_s - seconds))
 
     def _time_single(self, missing: float, merged: MergedReads) -> float:
         busy = float(self.threads)
@@ -227,25 +223,21 @@ def find_reads(
     if run > 1:
         same = [replace(item, neuron_s=run * item.run_s, few=1) for item in same]
     chosen = min(same, key=distance)
+    one_s, four_s = (
+        count * stride / _find_rate(flash, flash.points, count * stride, range_bytes)
+        for count in (1, 4)
+    )
     alike = sorted(same, key=lambda item: item.threads) if chosen.engine == "pread" else [chosen]
     return replace(
         wanted,
         engine=chosen.engine,
         choices=tuple(alike),
         overlap=wanted.overlap if chosen.overlap is None else chosen.overlap,
-        request_share=_find_request_share(flash, stride, range_bytes),
+        # What does not grow with the bytes of a read.
+        request_share=max(0.0, (4.0 * one_s - four_s) / (3.0 * one_s)),
         whole_byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG) if streams else None,
         most_parts=inf if streams else None,
     )
-
-
-def _find_request_share(flash: Flash, stride: int, range_bytes: int) -> float:
-    """Part of the time of a neuron's read that does not grow with its bytes."""
-    one_s, four_s = (
-        count * stride / _find_rate(flash, flash.points, count * stride, range_bytes)
-        for count in (1, 4)
-    )
-    return max(0.0, (4.0 * one_s - four_s) / (3.0 * one_s))
 
 
 def _divide_reads(

@@ -256,12 +256,15 @@ def read_settings(
     predictor: PredictorMode = plan.decode.predictor if named else "none"
     numbers = resolved.named_layers if named else resolved.whole_layers
     layers = [resolved.layers[number] for number in numbers] or resolved.layers
-    whole = all(layer.hot >= 1.0 for layer in layers)
+    whole, colds = all(layer.hot >= 1.0 for layer in layers), share_cold(resolved, position)
     reads = stream = None
     if predictor == "none":
         # What does not stay streams by, whatever the cache has room for.
         stream = None if whole else find_stream(resolved, rates)
-    elif not whole and not _fits_cache(resolved, position):
+    elif not whole and not all(
+        resolved.layers[number].hot + colds[number] >= 1.0 - 1e-9
+        for number in resolved.named_layers
+    ):
         wanted = Reads(
             engine=plan.io.engine,
             threads=plan.io.threads,
@@ -270,7 +273,7 @@ def read_settings(
             merge_gap=_find_merge_gap(resolved, store),
             phases=_divide_bundle(resolved, rates),
             stride=resolved.bundle.stride,
-            run=count_run(resolved, store),
+            run=count_run(resolved),
             place_s=rates.room_s,
         )
         flash = check_flash(rates, resolved.device)
@@ -307,24 +310,18 @@ def list_dense_graphs(resolved: ResolvedPlan, rates: Rates) -> tuple[int, ...]:
     return list_graph_tokens(resolved, dense.name)
 
 
-def count_run(resolved: ResolvedPlan, store: Path | None) -> int:
+def count_run(resolved: ResolvedPlan) -> int:
     """Neurons of an expert that one request reads; 1 where neurons are read one by one."""
-    plan, model = resolved.plan, resolved.model
-    stored = read_stored(store)
-    apart = stored is not None and stored.order != "expert"
-    if plan.decode.predictor != "router" or apart:
+    if resolved.plan.decode.predictor != "router":
         return 1
     size = choose_request_bytes(resolved.device) // resolved.bundle.stride
-    return max(min(model.shape.ffn, size), 1)
+    return max(min(resolved.model.shape.ffn, size), 1)
 
 
 def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
     """The plan's gap if an MoE model's neurons lie by expert; else few neighbours are missing."""
-    plan = resolved.plan
-    if resolved.model.moe is None or plan.pipeline.phases != 1:
-        return None
-    stored = read_stored(store)
-    if plan.decode.predictor == "router":
+    plan, stored = resolved.plan, read_stored(store)
+    if resolved.model.moe is None or plan.pipeline.phases != 1 or plan.decode.predictor == "router":
         return None
     return plan.io.merge_gap if stored is not None and stored.order == "expert" else None
 
@@ -349,11 +346,3 @@ def share_cold(resolved: ResolvedPlan, position: int = POSITION) -> list[float]:
     room = resolved.plan.memory.segments.cold + count_lent_bytes(resolved, position)
     slots = min(room // resolved.bundle.stride, sum(absent))
     return [count * slots / sum(absent) / neurons if sum(absent) else 0.0 for count in absent]
-
-
-def _fits_cache(resolved: ResolvedPlan, position: int) -> bool:
-    colds = share_cold(resolved, position)
-    return all(
-        resolved.layers[number].hot + colds[number] >= 1.0 - 1e-9
-        for number in resolved.named_layers
-    )

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import expm1
 
 import numpy as np
 
@@ -93,7 +92,10 @@ class LayerKind:
     @cached_property
     def norm_s(self) -> float:
         """What the FFN begins and ends with, and an MoE model's router."""
-        return time_norm(self.rates, self.settings)
+        rates = self.rates
+        seconds = rates.norm_s + (rates.route_s if self.sizes.experts else 0.0)
+        # With look-ahead they run twice.
+        return seconds if self.settings.look_ahead == "none" else 2.0 * seconds
 
     @property
     def before_s(self) -> float:
@@ -251,17 +253,6 @@ def divide_matrix(
     other_s = share * size_bytes / unit.bytes_s
     least_s = 0.0 if unit.has_memory else size_bytes / rates.shared_bytes_s
     return max(own_s, other_s, least_s)
-
-
-def find_chance(missing: float) -> float:
-    """Chance of any miss from the mean number of independent misses."""
-    return -expm1(-missing)
-
-
-def time_norm(rates: Rates, settings: Settings) -> float:
-    """Seconds of norms and router; with look-ahead they run twice."""
-    seconds = rates.norm_s + (rates.route_s if settings.sizes.experts else 0.0)
-    return seconds if settings.look_ahead == "none" else 2.0 * seconds
 
 
 def time_matrix(

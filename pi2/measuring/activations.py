@@ -29,15 +29,16 @@ import numpy.typing as npt
 from pi2.arrays import F32, I32, I64, Bits, Raw
 from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
-from pi2.caches import read_regular, replace_file
+from pi2.caches import check_regular, read_regular, replace_file
 from pi2.diagnostics import UserError
 from pi2.engine.parts import DenseObserver, Routing
-from pi2.importing.conversion_job import note_identity
+from pi2.importing.conversion_job import note_identity, read_counts
 from pi2.importing.quantizers import MOMENTS, name_moments
 from pi2.measuring.texts import Passages
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
+from pi2.tracing import add_legend, make_figure, pick_colours, pick_styles, save_figure
 
 BATCHES = (1, 2, 3, 4)
 """Sizes of batches whose unions of active neurons are counted."""
@@ -391,3 +392,44 @@ def _explain(path: Path, error: OSError) -> UserError:
         f"cannot write {path}: {error.strerror}",
         help="free disk space, or choose a folder that can be written",
     )
+
+
+def draw_activations(folder: Path, statistics: Statistics, file_format: str) -> bytes:
+    """Draw hotness curves and skew of all layers; UserError P632, P633, P540."""
+    layers = len(statistics.layers)
+    rows = count_rows(folder / ACTIVATIONS)
+    counts = read_counts(folder / ACTIVATIONS, layers, rows // layers)
+    figure = make_figure(13, 4)
+    left, middle, right = figure.subplots(1, 3)
+    colours = pick_colours(layers)
+    for layer, fired in enumerate(counts):
+        chances = np.sort(fired)[::-1] / statistics.tokens
+        shares = np.arange(1, len(chances) + 1) / len(chances)
+        label = str(layer) if layer in (0, layers - 1) else None
+        left.plot(shares * 100, chances * 100, color=colours[layer], linewidth=0.8, label=label)
+    left.set_xlabel("% of the layer's neurons, hottest first")
+    left.set_ylabel("% of tokens that activate them")
+    add_legend(left, title="layer")
+    middle.bar(np.arange(layers), [layer.skew * 100 for layer in statistics.layers], color=colours)
+    middle.set_xlabel("layer")
+    middle.set_ylabel("% of neurons for 80 % of activations")
+    for batch, style in enumerate(pick_styles(4)):
+        shares = np.array([layer.batches[batch] * 100 for layer in statistics.layers])
+        right.plot(np.arange(layers), shares, markersize=4, label=str(batch + 1), **style)
+    right.set_xlabel("layer")
+    right.set_ylabel("% of neurons active")
+    add_legend(right, title="tokens in\na batch")
+    figure.suptitle(f"{statistics.model}: {statistics.tokens} tokens")
+    return save_figure(figure, file_format)
+
+
+def count_rows(file: Path) -> int:
+    """Rows of a Parquet file; UserError P540 if it is none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        check_regular(file)
+        return int(pq.read_metadata(file).num_rows)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError.of("P540", f"{file} is not a Parquet file: {error}") from None

@@ -33,33 +33,26 @@ if TYPE_CHECKING:
     from pi2.memory.flash import PendingRead
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """Seconds of one run, in the thread that drives it."""
+@dataclass(kw_only=True)
+class Profile(ExecutorObserver, ReadObserver, ShareObserver):
+    """Seconds of one run, in the thread that drives it; an observer that adds them up."""
 
-    tokens: int
-    total_s: float
-    kernels_s: float
-    """In compiled functions; in calls of the executor where it has none."""
-    io_wait_s: float
+    tokens: int = 0
+    total_s: float = 0.0
+    io_wait_s: float = 0.0
     """Waiting for neurons to arrive."""
     unit_wait_s: float = 0.0
     """Waiting for units next to the executor."""
     calls: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Number and seconds of the calls that ``kernels_s`` is the sum of, by name."""
+    """Number and seconds of calls of compiled functions, or of the executor where it has none."""
+
+    @property
+    def kernels_s(self) -> float:
+        return sum(seconds for _, seconds in self.calls.values())
 
     @property
     def python_s(self) -> float:
         return self.total_s - self.kernels_s - self.io_wait_s - self.unit_wait_s
-
-
-class Profiler(ExecutorObserver, ReadObserver, ShareObserver):
-    """Adds up the times in kernels, and of waiting for reads and for units."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, tuple[int, float]] = {}
-        self.io_wait_s = 0.0
-        self.unit_wait_s = 0.0
 
     def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
         count, seconds = self.calls.get(name, (0, 0.0))
@@ -73,16 +66,6 @@ class Profiler(ExecutorObserver, ReadObserver, ShareObserver):
 
     def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
         self.unit_wait_s += end_s - start_s
-
-    def report(self, tokens: int, total_s: float) -> Profile:
-        return Profile(
-            tokens=tokens,
-            total_s=total_s,
-            kernels_s=sum(seconds for _, seconds in self.calls.values()),
-            io_wait_s=self.io_wait_s,
-            unit_wait_s=self.unit_wait_s,
-            calls=dict(self.calls),
-        )
 
 
 @contextmanager

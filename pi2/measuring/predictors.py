@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F16, F32, I64, U8, Bits
+from pi2.backends.arithmetic import slice_tensor
+from pi2.backends.protocol import BuildRequest
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Routing
 from pi2.formats import find_packing
 from pi2.measuring.texts import Window
+from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import GROUP, Precision, round_up
+from pi2.plan.weights.layout import GROUP, Precision, Tensor, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,3 +359,79 @@ def _step(array: F32, gradient: F32, mean: F32, square: F32, rate: np.float32, s
     size = np.sqrt(square / np.float32(1 - 0.98**step))
     size += np.float32(1e-8)
     array -= rate / np.float32(1 - 0.9**step) * mean / size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecall:
+    """A layer's neurons over the tokens of a text."""
+
+    active: float
+    """Share of neurons with a non-zero activation."""
+    predicted: float
+    """Share of neurons that the predictor names."""
+    recall: float | None
+    """Share of active neurons that it names; None if no neuron was active."""
+
+
+def compute_scores(request: BuildRequest, layer: int, inputs: F32) -> F32:
+    """Scores [T, neurons] of a layer's predictors for FFN inputs [T, hidden], of all experts."""
+    scores = np.empty((len(inputs), request.neurons), np.float32)
+    every = np.arange(request.neurons, dtype=np.int32)
+    order = every if request.expert_neurons is None else request.expert_neurons[layer]
+    for expert, neurons in enumerate(order.reshape(request.model.expert_count, -1)):
+        kinds = ("predictor_in", "predictor_out", "predictor_bias")
+        weights = Weights(*(_read(request, layer, kind, expert) for kind in kinds))
+        scores[:, neurons] = weights.score(inputs)
+    return scores
+
+
+def can_compare(request: BuildRequest) -> bool:
+    has_predictors = name_layer_tensor(0, "predictor_in") in request.tensors
+    return has_predictors and (request.model.moe is None or request.expert_neurons is not None)
+
+
+def _read(request: BuildRequest, layer: int, kind: str, expert: int) -> F32:
+    whole: Tensor = request.tensors[name_layer_tensor(layer, kind)]
+    tensor = slice_tensor(whole, expert, request.model.expert_count)
+    if tensor.precision is None:
+        return np.asarray(tensor.weights, np.float32)
+    weights = np.asarray(tensor.weights).view(np.uint8)
+    return find_packing(tensor.precision).dequantize(weights, tensor.scales, tensor.length)
+
+
+class RecallCounter:
+    """An observer of FFNs that compares predictors with what neurons do."""
+
+    def __init__(self, request: BuildRequest) -> None:
+        """The predictors are taken from ``request``."""
+        self.threshold = 0.0
+        """Score from which a neuron counts as predicted."""
+        self._request = request
+        self._counts: dict[int, I64] = {}
+
+    def __call__(
+        self, layer: int, inputs: F32, activations: F32, routing: Routing | None = None
+    ) -> None:
+        predicted = compute_scores(self._request, layer, inputs) >= self.threshold
+        active = activations != 0
+        possible = active.size
+        if routing is not None:
+            # Predictors of experts that do not compute a token are not asked.
+            computing = routing.computes[:, routing.owners]
+            predicted &= computing
+            possible = int(computing.sum())
+        counts = (possible, active.sum(), predicted.sum(), (active & predicted).sum())
+        known = self._counts.setdefault(layer, np.zeros(4, np.int64))
+        known += np.array(counts, np.int64)
+
+    def describe_layers(self) -> list[LayerRecall]:
+        return [
+            LayerRecall(
+                active=active / size,
+                predicted=predicted / size,
+                recall=found / active if active else None,
+            )
+            for size, active, predicted, found in (
+                self._counts[layer].tolist() for layer in sorted(self._counts)
+            )
+        ]

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from pi2.engine.statistics import divide
 from pi2.machine import Machine, detect_machine
 from pi2.measuring.contestant import Profile
 from pi2.measuring.samples import Row
@@ -64,7 +65,11 @@ def write_markdown(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
 
 def describe_row(row: Row) -> dict[str, Any]:
     """Everything about a row as plain values; unknown values are None."""
-    tokens = row.token_bytes
+    tokens, counters, limit = row.token_bytes, row.counters, row.bandwidth
+    used_bytes_s = None if tokens is None else tokens.total * row.speed.median
+    seconds = [sample.seconds for sample in row.samples]
+    units = dict.fromkeys(name for sample in row.samples for name in sample.busy_s)
+    read = None if counters is None else counters.flash_read_bytes
     return {
         **asdict(row.description),
         "test": row.workload.name,
@@ -73,16 +78,20 @@ def describe_row(row: Row) -> dict[str, Any]:
         "depth": row.workload.depth,
         "tokens_s": asdict(row.speed),
         "sequences": row.sequences,
-        "seconds": [sample.seconds for sample in row.samples],
+        "seconds": seconds,
         "token_bytes": None if tokens is None else {**asdict(tokens), "total": tokens.total},
-        "used_bytes_s": row.used_bytes_s,
-        "bandwidth": None if row.bandwidth is None else asdict(row.bandwidth),
-        "limit_share": row.limit_share,
-        "active_share": row.active_share,
-        "predicted_share": row.predicted_share,
-        "hit_rate": row.hit_rate,
-        "busy_shares": row.busy_shares,
-        "flash_bytes_token": row.flash_bytes_token,
+        "used_bytes_s": used_bytes_s,
+        "bandwidth": None if limit is None else asdict(limit),
+        "limit_share": divide(used_bytes_s, limit.bytes_s) if used_bytes_s and limit else None,
+        # Of all neurons, and of the neurons that were computed because a predictor named them.
+        "active_share": None if counters is None else counters.active_share,
+        "predicted_share": None if counters is None else counters.predicted_share,
+        "hit_rate": None if counters is None else counters.hit_rate,
+        "busy_shares": {
+            name: sum(sample.busy_s.get(name, 0.0) for sample in row.samples) / sum(seconds)
+            for name in units
+        },
+        "flash_bytes_token": None if read is None else read / sum(x.tokens for x in row.samples),
         "peak_rss_bytes": row.peak_rss_bytes,
     }
 
@@ -90,18 +99,9 @@ def describe_row(row: Row) -> dict[str, Any]:
 def describe_profile(profile: Profile | None) -> dict[str, Any] | None:
     if profile is None:
         return None
-    return {
-        "tokens": profile.tokens,
-        "total_s": profile.total_s,
-        "kernels_s": profile.kernels_s,
-        "io_wait_s": profile.io_wait_s,
-        "unit_wait_s": profile.unit_wait_s,
-        "python_s": profile.python_s,
-        "calls": {
-            name: {"count": count, "seconds": seconds}
-            for name, (count, seconds) in profile.calls.items()
-        },
-    }
+    calls = {name: {"count": n, "seconds": seconds} for name, (n, seconds) in profile.calls.items()}
+    known = {"kernels_s": profile.kernels_s, "python_s": profile.python_s, "calls": calls}
+    return asdict(profile) | known
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -118,30 +118,31 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_speeds(rows: Sequence[Row]) -> str:
-    columns: dict[str, Callable[[Row], str]] = {
-        "engine": _name_engine,
-        "model": lambda row: row.description.model + " (synthetic)" * row.description.synthetic,
-        "test": lambda row: row.workload.name,
-        "t/s": lambda row: f"{row.speed.mean:.2f} ± {row.speed.deviation:.2f}",
-        "median": lambda row: f"{row.speed.median:.2f}",
-        "each": lambda row: f"{row.speed.median / row.sequences:.2f}",
-        "MB/token": lambda row: _scale(row.total_bytes, 1e6, 0),
-        "GB/s": lambda row: _scale(row.used_bytes_s, 1e9, 1),
-        "limit": lambda row: _scale(row.limit_bytes_s, 1e9, 1),
-        "of limit": lambda row: _percent(row.limit_share),
-        "active": lambda row: _percent(row.active_share),
-        "computed": lambda row: _percent(row.predicted_share),
-        "hits": lambda row: _percent(row.hit_rate),
-        "busy": lambda row: _list_shares(row.busy_shares),
-        "flash MB/token": lambda row: _scale(row.flash_bytes_token, 1e6, 2),
-        "peak MiB": lambda row: _scale(row.peak_rss_bytes or None, 2**20, 0),
-        "budget MiB": lambda row: _scale(row.description.budget_bytes, 2**20, 0),
+    found = [(row, describe_row(row)) for row in rows]
+    columns: dict[str, Callable[[Row, dict[str, Any]], str]] = {
+        "engine": lambda row, _: _name_engine(row),
+        "model": lambda row, _: row.description.model + " (synthetic)" * row.description.synthetic,
+        "test": lambda row, _: row.workload.name,
+        "t/s": lambda row, _: f"{row.speed.mean:.2f} ± {row.speed.deviation:.2f}",
+        "median": lambda row, _: f"{row.speed.median:.2f}",
+        "each": lambda row, _: f"{row.speed.median / row.sequences:.2f}",
+        "MB/token": lambda row, _: _scale(row.token_bytes and row.token_bytes.total, 1e6, 0),
+        "GB/s": lambda _, own: _scale(own["used_bytes_s"], 1e9, 1),
+        "limit": lambda row, _: _scale(row.bandwidth and row.bandwidth.bytes_s, 1e9, 1),
+        "of limit": lambda _, own: _percent(own["limit_share"]),
+        "active": lambda _, own: _percent(own["active_share"]),
+        "computed": lambda _, own: _percent(own["predicted_share"]),
+        "hits": lambda _, own: _percent(own["hit_rate"]),
+        "busy": lambda _, own: _list_shares(own["busy_shares"]),
+        "flash MB/token": lambda _, own: _scale(own["flash_bytes_token"], 1e6, 2),
+        "peak MiB": lambda row, _: _scale(row.peak_rss_bytes or None, 2**20, 0),
+        "budget MiB": lambda row, _: _scale(row.description.budget_bytes, 2**20, 0),
     }
     if all(row.sequences == 1 for row in rows):
         del columns["each"]
-    if not any(row.busy_shares for row in rows):
+    if not any(own["busy_shares"] for _, own in found):
         del columns["busy"]
-    cells = [[write(row) for write in columns.values()] for row in rows]
+    cells = [[write(row, own) for write in columns.values()] for row, own in found]
     return _write_table(list(columns), cells, left=3)
 
 

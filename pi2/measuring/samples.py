@@ -13,7 +13,7 @@ import numpy as np
 
 from pi2.arrays import I32
 from pi2.engine.accounts import TokenBytes
-from pi2.engine.statistics import RunStatistics, divide
+from pi2.engine.statistics import RunStatistics
 
 Kind = Literal["pp", "tg"]
 """``pp``: a prompt is processed; ``tg``: tokens are generated one by one."""
@@ -184,51 +184,3 @@ class Row:
     @property
     def counters(self) -> RunStatistics | None:
         return add_counters(self.samples)
-
-    @property
-    def total_bytes(self) -> float | None:
-        return None if self.token_bytes is None else self.token_bytes.total
-
-    @property
-    def used_bytes_s(self) -> float | None:
-        return None if self.total_bytes is None else self.total_bytes * self.speed.median
-
-    @property
-    def limit_bytes_s(self) -> float | None:
-        return None if self.bandwidth is None else self.bandwidth.bytes_s
-
-    @property
-    def limit_share(self) -> float | None:
-        if self.used_bytes_s is None or self.limit_bytes_s is None:
-            return None
-        return divide(self.used_bytes_s, self.limit_bytes_s)
-
-    @property
-    def busy_shares(self) -> dict[str, float]:
-        """Share of the measured time in which each unit but the sparse one has worked."""
-        total_s = sum(sample.seconds for sample in self.samples)
-        names = dict.fromkeys(name for sample in self.samples for name in sample.busy_s)
-        return {
-            name: sum(sample.busy_s.get(name, 0.0) for sample in self.samples) / total_s
-            for name in names
-        }
-
-    @property
-    def active_share(self) -> float | None:
-        return None if self.counters is None else self.counters.active_share
-
-    @property
-    def predicted_share(self) -> float | None:
-        """Share of neurons that were computed because a predictor named them."""
-        return None if self.counters is None else self.counters.predicted_share
-
-    @property
-    def hit_rate(self) -> float | None:
-        return None if self.counters is None else self.counters.hit_rate
-
-    @property
-    def flash_bytes_token(self) -> float | None:
-        counters = self.counters
-        if counters is None:
-            return None
-        return counters.flash_read_bytes / sum(sample.tokens for sample in self.samples)

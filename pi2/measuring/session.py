@@ -22,7 +22,6 @@ from pi2.measuring.contestant import (
     BUFFER_BYTES,
     BandwidthLimit,
     Profile,
-    Profiler,
     RemoteContestant,
     observe_parts,
 )
@@ -111,10 +110,10 @@ class PlanContestant:
 
     def profile(self, workload: Workload) -> Profile | None:
         self._prepare(workload)
-        watch = Profiler()
+        watch = Profile(tokens=workload.tokens * self._count_sequences(workload))
         with observe_parts(self._model._parts, watch, watch, watch):
-            seconds = self._time(workload)
-        return watch.report(workload.tokens * self._count_sequences(workload), seconds)
+            watch.total_s = self._time(workload)
+        return watch
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
         if workload.kind == "pp":

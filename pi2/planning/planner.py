@@ -1,5 +1,6 @@
 """From a wish to a plan: pose the problem, solve it, write the plan, or refuse the wish."""
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rates
 from pi2.costs.settings import StoredLayout, read_stored
 from pi2.diagnostics import UserError
-from pi2.fitting.budget import MIB, Shortage, fit_plan
+from pi2.fitting.budget import MIB, Shortage, fit_plan, write_memory
 from pi2.fitting.completion import resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -305,6 +306,56 @@ def finish_plan(
         cost=cost_range(resolved, rates, **known),
         full_tokens_s=full.tokens_s,
     )
+
+
+WITHOUT = "none"
+
+
+def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
+    """The faster of an MoE model's plan and the same with the wish's thresholds, if they fit."""
+    wish, cost = planned.wish, planned.cost
+    usable = wish.thresholds is not None and wish.model.moe is not None
+    is_whole = cost.inputs.rates.whole_unit is not None
+    if not usable or cost.settings.predictor != "router" or is_whole:
+        return planned
+    found = [(WITHOUT, planned)]
+    values = _cut_gates(planned)
+
+    def resolve() -> ResolvedPlan:
+        resolved = resolve_values(values, wish.device, wish.model)
+        return replace(resolved, thresholds=wish.thresholds)
+
+    with suppress(Shortage):
+        fitted = fit_plan(resolve(), planned.resolved.plan.memory.budget).plan
+        values["memory"] |= write_memory(fitted)
+        values["layers"] = fitted.layers.model_dump(exclude_unset=True)
+        own = finish_plan(wish, values, resolve())
+        own = replace(own, left_out=planned.left_out, layout=planned.layout)
+        found.append(("all gates in memory", own))
+    found.sort(key=lambda item: score_plan(wish, item[1]))
+    chosen, best = found[0]
+    decision = Decision(
+        key="sparsity",
+        chosen=chosen,
+        tokens_s=tuple((label, item.cost.tokens_s) for label, item in found),
+    )
+    return replace(best, decisions=(*planned.decisions, decision))
+
+
+def _cut_gates(planned: PlannedPlan) -> dict[str, Any]:
+    """Values of the plan with the wish's thresholds."""
+    thresholds = planned.wish.thresholds
+    assert thresholds is not None
+    sparsity: dict[str, Any] = {"method": thresholds.method}
+    sparsity |= {"thresholds": planned.wish.thresholds_file}
+    if thresholds.max_perplexity_increase is None:
+        sparsity["target"] = thresholds.target
+    else:
+        sparsity["max_perplexity_increase"] = thresholds.max_perplexity_increase
+    whole = copy.deepcopy(planned.values)
+    whole["sparsity"] = sparsity
+    whole["decode"] |= {"predictor": "gate", "look_ahead": "none"}
+    return whole
 
 
 def trace_pareto(

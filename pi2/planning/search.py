@@ -21,9 +21,8 @@ from pi2.costs.activity import (
     average_chances,
     describe_activity,
 )
-from pi2.costs.cost import Cost, cost_resolved
+from pi2.costs.cost import Cost, Description, cost_resolved, describe_plan
 from pi2.costs.cost_layer import cost_layer
-from pi2.costs.description import Description, describe_plan
 from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import LookAhead, count_run, find_range_bytes, read_stored
@@ -206,7 +205,7 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
             values = make_plan_values(
                 wish, predictor="router", kv="fp16", chunk=SHORT_CHUNK, bundle=bundle
             )
-            run = count_run(resolve_values(values, wish.device, model), wish.store)
+            run = count_run(resolve_values(values, wish.device, model))
         listed = list_io_choices(rates.flash, bundle.stride, range_bytes, rates.room_s, run=run)
         # UFS is the storage of phones, whose system forbids programs to use io_uring.
         ios = tuple(x for x in listed if x.engine == "pread" or rates.flash.has_io_uring)

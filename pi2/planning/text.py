@@ -26,6 +26,7 @@ from pi2.plan.documents.quantities import (
     TOKEN_UNITS,
     approximate_bytes,
     approximate_number,
+    approximate_share,
     format_quantity,
     write_table,
 )
@@ -341,8 +342,8 @@ def write_cost(cost: Cost) -> Iterator[str]:
     yield f"Milliseconds of a token: {shown}."
     yield from (f"Assumed: {text}." for text in cost.inputs.assumptions)
     yield "Sources of the rates:"
-    for name, source in sorted(cost.inputs.rates.sources.items()):
-        yield f"  {name}: {source}"
+    for item in sorted(cost.inputs.figures, key=lambda item: item.name):
+        yield f"  {item.name}: {item.status}: {item.source}"
 
 
 def _list_figures(numbers: list[int], layer: LayerCost) -> list[str]:
@@ -379,4 +380,41 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
     axes.set_title(f"{title}: {speed}".removeprefix(": "))
     axes.set_xlim(-0.7, len(cost.layers) - 0.3)
     add_legend(axes, reverse=True)  # in the order of the bars
+    return save_figure(figure, form)
+
+
+def describe_curve(plans: Sequence[PlannedPlan]) -> Iterator[str]:
+    rows = []
+    for item in plans:
+        plan, cost = item.resolved.plan, item.cost
+        waits = sum(layer.wait_s for layer in cost.layers) / cost.token_s
+        reads = "none"
+        if cost.hit_rate < 1.0:
+            io = plan.io
+            reads = (
+                f"io_uring, {io.depth} deep"
+                if io.engine == "io_uring"
+                else f"pread, {io.threads} threads"
+            )
+        figures = approximate_bytes(plan.memory.budget), cost.range_tokens_s.write()
+        shares = f"{cost.hit_rate:.1%}", approximate_share(waits)
+        rows.append((*figures, *shares, plan.decode.predictor, plan.kv.type, reads))
+    titles = "memory | tokens/s | in memory | waiting | predictor | KV cache | reads"
+    return write_table(titles, rows)
+
+
+def draw_curve(plans: Sequence[PlannedPlan], form: str) -> bytes:
+    """The picture's bytes; UserError P632 without matplotlib, P633 for an unknown type."""
+    wish = plans[0].wish
+    figure = make_figure(7.0, 4.0)
+    axes = figure.add_subplot()
+    memories = [item.resolved.plan.memory.budget / 2**30 for item in plans]
+    ranges = [item.cost.range_tokens_s for item in plans]
+    axes.fill_between(memories, [x.low for x in ranges], [x.high for x in ranges], alpha=0.2)
+    axes.plot(memories, [x.expected for x in ranges], marker="o")
+    axes.set_xlabel("memory of the process (GiB)")
+    axes.set_ylabel("tokens per second, predicted")
+    axes.set_title(f"{wish.model.name or wish.model.id} on {wish.device.name or wish.device.id}")
+    axes.set_ylim(bottom=0.0)
+    axes.grid(alpha=0.3)
     return save_figure(figure, form)

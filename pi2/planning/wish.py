@@ -37,7 +37,7 @@ from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.sharing.references import LockedReferences
 
 if TYPE_CHECKING:
-    from pi2.costs.description import Description
+    from pi2.costs.cost import Description
     from pi2.costs.kernel_times import Rates
     from pi2.fitting.check import Report
     from pi2.plan.toml.source import Kind

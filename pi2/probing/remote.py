@@ -32,16 +32,7 @@ from pi2.probing.steps import Key, StepFacts, choose_times
 from pi2.progress import Progress
 
 ROUNDS = 5
-SHAPE = replace(
-    synthetic.SMALL,
-    width=2048,
-    neurons=2048,
-    rank=2048,
-    layers=1,
-    arena_neurons=1024,
-    gathered=(64, 256),
-)
-"""About 30 MB of weights, which go through the network once."""
+SHAPE = synthetic.REMOTE
 _KEPT_BYTES = 1 << 16
 """Larger arrays that are given with calls are sent once."""
 

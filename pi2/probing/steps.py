@@ -351,8 +351,9 @@ class Steps:
         dense = 3 * neurons * self._model.stored_neuron_width
         for count in TOKENS:
             facts = self._state("project-many", count, operations=2.0 * count * projected)
-            yield facts, make_timer(
-                self._begin(count, lambda at: self._executor.attend(at % layers, 0))
+            yield (
+                facts,
+                make_timer(self._begin(count, lambda at: self._executor.attend(at % layers, 0))),
             )
 
         def add_dense(index: int) -> None:

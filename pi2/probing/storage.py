@@ -3,9 +3,10 @@
 import os
 import statistics
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,12 +29,9 @@ SAMPLE_BYTES = 32 * MIB
 WRITE_S = 12.0
 """Seconds after which writing stops."""
 ROUND_S = 0.3
-BURST = 16
-"""Number of reads of a short batch."""
 _LONG_BYTES = 4 * MIB
 """Most bytes of one sequential read: about what the prefill reads at once."""
 _BATCH_BYTES = 8 * MIB
-_PACKED_BYTES = 7168
 OVERLAP_RUNS = 24
 _MOST_BATCH = 512
 """Most reads issued together; the queue drains after each batch."""
@@ -60,25 +58,10 @@ class ReadSpec:
 
 def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
     """Reads to measure: the rate over each setting, aligned to ``align_bytes``."""
-    kib = 1024
-    sizes = (4, 128, 1024, 4096)
-    specs = [ReadSpec(pattern="sequential", block_bytes=size * kib) for size in sizes]
-    blocks = [4, 8, 16, 64, 512]
-    specs += [ReadSpec(pattern="random", block_bytes=size * kib, depth=128) for size in blocks]
-    if _PACKED_BYTES % align_bytes == 0:
-        # Neurons of a 7B that lie as close as blocks let them: reads that begin anywhere in a page.
-        specs.append(ReadSpec(pattern="random", block_bytes=_PACKED_BYTES, depth=128))
-    depths = [1, 8, 32]
-    specs += [ReadSpec(pattern="random", block_bytes=8 * kib, depth=depth) for depth in depths]
-    counts = [1, 4, 16]
-    specs += [ReadSpec(pattern="random", block_bytes=8 * kib, threads=count) for count in counts]
-    bursts = ReadSpec(pattern="random", block_bytes=8 * kib, burst=BURST)
-    specs += [replace(bursts, depth=128, burst=burst) for burst in (1, BURST)]
-    specs += [replace(bursts, burst=1), *(replace(bursts, threads=count) for count in counts)]
-    if file_bytes > LEAST_BYTES:
-        near = ReadSpec(pattern="random", block_bytes=4 * kib, depth=128, range_bytes=LEAST_BYTES)
-        specs += [near, replace(near, block_bytes=8 * kib)]
-    return specs
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    specs = [ReadSpec(**item) for item in table["reads"]]
+    within = [spec for spec in specs if (spec.range_bytes or 0) < file_bytes]
+    return [spec for spec in within if spec.block_bytes % align_bytes == 0]
 
 
 def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:

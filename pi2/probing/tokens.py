@@ -4,10 +4,12 @@ import mmap
 import statistics
 import sys
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -66,42 +68,11 @@ class ProbeShape:
     """Numbers of those neurons that are not in memory."""
 
 
-LARGE = ProbeShape(
-    width=4096,
-    neurons=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=32000,
-    rank=1024,
-    predictor="int4",
-    layers=4,
-    context=2048,
-    arena_neurons=40_000,
-    gathered=(64, 256, 1024, 2048),
-    dense_neurons=512,
-    named=1500,
-    missing=(0, 1, 512),
-)
-"""A Llama-like 7B: more weights and neurons than caches hold."""
-SMALL = ProbeShape(
-    width=256,
-    neurons=1024,
-    heads=8,
-    kv_heads=4,
-    head_dim=32,
-    vocab=4096,
-    rank=96,
-    predictor="int8",
-    layers=8,
-    context=256,
-    arena_neurons=8192,
-    gathered=(16, 64, 256),
-    dense_neurons=512,
-    named=160,
-    missing=(0, 1, 128),
-)
-"""A model of ten million weights, such as the one that comes with pi2."""
+_SHAPES = {
+    name: ProbeShape(**{key: tuple(x) if isinstance(x, list) else x for key, x in sizes.items()})
+    for name, sizes in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
+}
+LARGE, SMALL, REMOTE = (_SHAPES[name] for name in ("large", "small", "remote"))
 
 
 def make_model(sizes: ProbeShape = LARGE) -> Model:

@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 
 from pi2.costs.constants import Constants, Range, describe_statuses
-from pi2.costs.cost import Cost, cost_description
-from pi2.costs.description import Description, describe_range, list_dense_units, read_plan_rates
+from pi2.costs.cost import (
+    Cost,
+    Description,
+    cost_description,
+    describe_range,
+    list_dense_units,
+    read_plan_rates,
+)
 from pi2.costs.kernel_times import Rates
 from pi2.costs.prompts import PromptCost, cost_prompt
 from pi2.costs.rates import list_missing_reads

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F64, I64
+from pi2.costs.cost import Description
 from pi2.costs.cost_layer import Counts, LayerCost, cost_counts, count_read_bytes
-from pi2.costs.description import Description
 from pi2.costs.hotness import draw_experts, draw_shifts, draw_tokens
 from pi2.costs.settings import Settings
 from pi2.costs.terms import LayerKind
@@ -139,15 +139,11 @@ def _draw_neurons(
     )
 
 
-def _cost(kind: LayerKind, counts: Counts) -> LayerCost:
-    return cost_counts(kind, counts, min(counts.missing, 1.0))
-
-
 def _add_layers(total: dict[str, F64], kind: LayerKind, counts: list[Counts], where: I64) -> None:
     """Add the layers' times to their tokens, the places of whose counts are ``where``."""
     rows = []
     for own in counts:
-        cost = _cost(kind, own)
+        cost = cost_counts(kind, own, min(own.missing, 1.0))
         computed_s = cost.ffn_s - cost.wait_s
         size = count_read_bytes(kind, own)
         times = cost.ffn_s, cost.read_s, cost.wait_s, computed_s, cost.dense_s
@@ -180,7 +176,9 @@ def trace_decode(
                 recorder.add_slice(lane, "attention", 0.0, before_s)
             recorder.offset_s += before_s
             ahead_s = 0.0 if kind.settings.look_ahead == "none" else before_s
-            _trace_layer(recorder, lanes, _cost(kind, drawn[token]), drawn[token], ahead_s)
+            own = drawn[token]
+            cost = cost_counts(kind, own, min(own.missing, 1.0))
+            _trace_layer(recorder, lanes, cost, own, ahead_s)
         for lane in [*lanes, DENSE_LANE] if settings.head_share > 0.0 else lanes:
             recorder.add_slice(lane, f"head, token {token}", 0.0, description.head_s)
         recorder.offset_s += description.head_s

@@ -19,7 +19,7 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import DenseObserver
 from pi2.fitting.check import load_plan
 from pi2.measuring.ordering import repack_store
-from pi2.measuring.prediction import RecallCounter
+from pi2.measuring.predictors import RecallCounter
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from tests.helpers.kernels import measure_error
 from tests.helpers.mixtures import make_mixture_plan

@@ -10,7 +10,7 @@ import pytest
 from pi2.arrays import F32, I32
 from pi2.backends.executor import ExecutorObserver
 from pi2.engine.parts import DenseObserver, Routing
-from pi2.measuring.contestant import Profiler, observe_parts
+from pi2.measuring.contestant import Profile, observe_parts
 from pi2.measuring.timeline import DRIVER, _Tape
 from pi2.memory.bundle_files import ReadObserver
 from pi2.orchestrator import load
@@ -34,7 +34,7 @@ class Both(ExecutorObserver):
 def test_profile_and_a_trace_of_a_run_have_same_time_in_kernels(plan: Path, backend: str) -> None:
     with load(plan, set={"layers.hot": 0.25, "backends.cpu": backend}) as model:
         parts = model._parts
-        tape, times = _Tape(Recorder(), 1, 0.0), Profiler()
+        tape, times = _Tape(Recorder(), 1, 0.0), Profile()
         with observe_parts(parts, Both(times, tape), ReadObserver()):
             parts.forward.prefill(np.array([5, 6, 7], np.int32))
             for token in range(4):
@@ -50,7 +50,7 @@ def test_profile_and_a_trace_of_a_run_have_same_time_in_kernels(plan: Path, back
 
 def test_kernels_are_seen_wherever_the_executor_keeps_them(plan: Path) -> None:
     with load(plan, set={"layers.hot": 0.25, "backends.cpu": "cpu"}) as model:
-        parts, times = model._parts, Profiler()
+        parts, times = model._parts, Profile()
         parts.forward.prefill(np.array([5, 6, 7], np.int32))
         with observe_parts(parts, times, times):
             for token in range(4):
@@ -66,7 +66,7 @@ def test_kernels_are_seen_wherever_the_executor_keeps_them(plan: Path) -> None:
 
 def test_the_steps_of_several_sequences_are_seen(plan: Path) -> None:
     with load(plan, set={"layers.hot": 0.25, "backends.cpu": "cpu", "decode.batch": 3}) as model:
-        parts, times = model._parts, Profiler()
+        parts, times = model._parts, Profile()
         for sequence in range(3):
             parts.forward.prefill(np.array([5, 6, 7], np.int32), sequence=sequence)
         with observe_parts(parts, times, ReadObserver()):

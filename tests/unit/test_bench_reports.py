@@ -54,9 +54,8 @@ CONDITIONS = Conditions(
 
 def list_outcomes() -> Sequence[Outcome]:
     other = Description(engine="llama.cpp", model="tiny", backend="cpu", threads=2, synthetic=True)
-    profile = Profile(
-        tokens=10, total_s=2.0, kernels_s=1.9, io_wait_s=0.06, calls={"attend": (30, 1.0)}
-    )
+    calls = {"attend": (30, 1.0), "head": (10, 0.9)}
+    profile = Profile(tokens=10, total_s=2.0, io_wait_s=0.06, calls=calls)
     return [
         Outcome(row=make_row(), profile=profile),
         Outcome(

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 import pi2
 import pi2.engine.assembly
 from pi2.arrays import F32
-from pi2.costs.description import describe_plan
+from pi2.costs.cost import describe_plan
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import CutFeedForward
 from pi2.engine.waves import Wave

@@ -12,7 +12,7 @@ import pytest
 import pi2
 from pi2.diagnostics import UserError
 from pi2.measuring.evaluation import evaluate_plan, write_markdown
-from pi2.measuring.prediction import compute_scores
+from pi2.measuring.predictors import compute_scores
 from pi2.measuring.texts import Passages, cut_windows
 from pi2.refit import read_plan
 from tests.helpers.gguf_files import write_random_gguf

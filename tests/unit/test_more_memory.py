@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from pi2.costs.cost import cost_description
-from pi2.costs.description import Description, describe_plan
+from pi2.costs.cost import Description, cost_description, describe_plan
 from pi2.fitting.budget import Shortage, fit_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.simulate import simulate

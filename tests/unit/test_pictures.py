@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pi2.cli.main import run
-from pi2.measuring import prediction
+from pi2.measuring import activations
 from pi2.measuring.activations import LayerStatistics, Statistics
 from pi2.planning import sweep
 from pi2.planning.sweep import Outcome
@@ -115,13 +115,13 @@ def test_activations_have_their_legends_beside_them(
 ) -> None:
     layers = SERIES
     counts = np.linspace(99, 0, 100) * np.ones((layers, 1))
-    monkeypatch.setattr(prediction, "count_rows", lambda file: 100 * layers)
-    monkeypatch.setattr(prediction, "read_counts", lambda *arguments: counts)
+    monkeypatch.setattr(activations, "count_rows", lambda file: 100 * layers)
+    monkeypatch.setattr(activations, "read_counts", lambda *arguments: counts)
     layer = LayerStatistics(active=0.1, skew=0.2, never=0.0, batches=(0.1, 0.2, 0.3, 0.4))
     statistics = Statistics(
         model="m", job="", tokens=100, active=0.1, skew=0.2, layers=(layer,) * layers
     )
-    prediction.draw_activations(tmp_path, statistics, "png")
+    activations.draw_activations(tmp_path, statistics, "png")
     check_legends(drawn[0], wanted=2)
 
 

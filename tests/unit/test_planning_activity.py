@@ -231,7 +231,7 @@ def make_routed(experts: int, chosen: int) -> LayerActivity:
     shape = {"layers": 1, "hidden": 64, "ffn": 32, "vocab": 64, "context": 64}
     moe = {"experts": experts, "active_experts": chosen}
     model = make_model({"shape": shape, **MIXTURE, "moe": moe, "predictor": None})
-    return describe_routing(model, None, Constants())[0][0]
+    return describe_routing(model, Constants())[0][0]
 
 
 def test_caches_of_experts_hit_as_often_as_was_published() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from pi2.costs.cost import cost_plan
+from pi2.costs.cost import cost_plan, describe_promise, find_promise
 from pi2.costs.settings import StoredLayout
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_plan, load_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.comparison import describe_promise, find_promise
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.refinement import describe_layout, list_bundles
 from pi2.planning.text import describe_choices, write_planned

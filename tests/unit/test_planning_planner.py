@@ -24,9 +24,8 @@ from pi2.fitting.sizes import describe_unit, find_needs
 from pi2.phone.building import describe_npu
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.planning.comparison import draw_curve
 from pi2.planning.planner import PlannedPlan, plan, trace_pareto
-from pi2.planning.text import describe_choices, write_planned
+from pi2.planning.text import describe_choices, draw_curve, write_planned
 from pi2.planning.wish import Wish
 from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import BOX, ORIGIN, make_box, read_device, read_model

@@ -13,8 +13,7 @@ from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
-from pi2.planning.comparison import WITHOUT, choose_thresholds
-from pi2.planning.planner import PlannedPlan, plan
+from pi2.planning.planner import WITHOUT, PlannedPlan, choose_thresholds, plan
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish
 from tests.helpers.shipped_plans import read_device, read_model

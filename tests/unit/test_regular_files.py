@@ -19,8 +19,8 @@ from pi2.importing.conversion_job import read_counts
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.measuring import activations
+from pi2.measuring.activations import count_rows
 from pi2.measuring.ordering import repack_store
-from pi2.measuring.prediction import count_rows
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pi2.costs.description import Description
+from pi2.costs.cost import Description
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.simulate import read_inputs, simulate

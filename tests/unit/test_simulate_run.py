@@ -11,7 +11,7 @@ from paper.freedoms import list_names
 from paper.points import ACE2, BAMBOO, OP12, PI2, list_held_out, list_points, list_predictions
 from paper.scenarios import MIXTRAL, Scenario
 from pi2.costs.constants import FIGURES, Constants
-from pi2.costs.description import Description
+from pi2.costs.cost import Description
 from pi2.costs.hotness import Hotness, compute_hit_chances, draw_shifts, find_spread, measure_skew
 from pi2.fitting.check import load_plan
 from pi2.simulate import SimulationResult, read_inputs, simulate

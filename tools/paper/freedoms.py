@@ -19,8 +19,7 @@ from paper.scenarios import MIXTRAL, Scenario, read_scenario
 from pi2.costs import activity as activities
 from pi2.costs import reads
 from pi2.costs.constants import Constants
-from pi2.costs.cost import cost_description
-from pi2.costs.description import Description
+from pi2.costs.cost import Description, cost_description
 from pi2.costs.hotness import Hotness
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device

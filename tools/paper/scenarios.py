@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pi2.costs.activity import LayerActivity, unite_activity
 from pi2.costs.constants import Constants
-from pi2.costs.description import Description
+from pi2.costs.cost import Description
 from pi2.costs.hotness import Hotness
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
