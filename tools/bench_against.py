@@ -25,7 +25,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.accounts import TokenBytes
 from pi2.measuring import report
 from pi2.measuring.contestant import Recipe, RemoteContestant
-from pi2.measuring.samples import Row, Sample, Workload, list_workloads
+from pi2.measuring.report import Row, Sample, Workload, list_workloads
 from pi2.measuring.session import Course, Outcome, open_limit, open_plan, run_session
 from pi2.progress import Progress
 

@@ -29,7 +29,7 @@ from limited.program import drop_page_cache, run_limited, run_program
 from limited.read_ahead import DENSE_KIB, MIXTURE_KIB
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.measuring.contestant import BandwidthLimit
-from pi2.measuring.samples import Workload
+from pi2.measuring.report import Workload
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import pi2
-from pi2.measuring.samples import TokenSource
+from pi2.measuring.report import TokenSource
 from pi2.measuring.texts import Passages, read_texts
 from pi2.memory import flash
 from pi2.memory.io_engine import make_batch

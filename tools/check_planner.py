@@ -33,7 +33,7 @@ from pi2.authoring.drafting import Wish as DraftWish
 from pi2.authoring.drafting import draft_plan
 from pi2.authoring.writing import write_document
 from pi2.costs.cost import cost_plan, count_memory
-from pi2.costs.prompts import PROMPT
+from pi2.costs.cost_layer import PROMPT
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError, texts
 from pi2.fitting.budget import MIB, Shortage, find_room, fit_plan, round_share, write_memory

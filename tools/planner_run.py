@@ -26,7 +26,7 @@ from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores
 from pi2.measuring.contestant import BandwidthMeter, Worker
-from pi2.measuring.samples import Workload
+from pi2.measuring.report import Workload
 from pi2.measuring.session import PlanContestant, PlanRecipe
 from pi2.plan.documents.device import Device, ReadFigure
 from pi2.probing.probe import METER_BYTES

@@ -146,8 +146,7 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     read bandwidth is measured in the same run, and the bytes that a token must read are counted.
     The results show the distance to that limit."""
     from pi2.measuring import report
-    from pi2.measuring.report import describe_conditions
-    from pi2.measuring.samples import list_workloads
+    from pi2.measuring.report import describe_conditions, list_workloads
     from pi2.measuring.session import Course, measure_plan
 
     form: str = given.form

@@ -162,7 +162,7 @@ def _describe_dense(layer: ResolvedLayer) -> dict[str, Any] | None:
 
 
 def _show_dense(layer: ResolvedLayer) -> str:
-    from pi2.plan.arithmetic.estimates import describe_computed
+    from pi2.plan.arithmetic.sizes import describe_computed
 
     if layer.dense is None:
         return "(none)"

@@ -32,9 +32,16 @@ from pi2.costs.activity import (
     describe_shares,
 )
 from pi2.costs.constants import Constants, Figure, Range
-from pi2.costs.cost_layer import LayerCost, cost_layer
+from pi2.costs.cost_layer import (
+    PROMPT,
+    LayerCost,
+    PromptCost,
+    PromptSettings,
+    cost_layer,
+    cost_prompt,
+    read_prompt_settings,
+)
 from pi2.costs.kernel_times import Rates
-from pi2.costs.prompts import PROMPT, PromptCost, PromptSettings, cost_prompt, read_prompt_settings
 from pi2.costs.rates import read_rates, read_whole_rates
 from pi2.costs.settings import POSITION, Settings, read_settings, share_cold
 from pi2.costs.terms import LayerKind, time_head, time_row

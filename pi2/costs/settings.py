@@ -16,9 +16,8 @@ from pi2.diagnostics import UserError
 from pi2.fitting.sizes import list_graph_tokens
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.model.blocks import count_indexes
-from pi2.plan.arithmetic.estimates import choose_request_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_staged_neurons, find_block_bytes
+from pi2.plan.arithmetic.sizes import choose_request_bytes, count_staged_neurons, find_block_bytes
 from pi2.plan.arithmetic.units import (
     count_index_bytes,
     count_kv_token_bytes,

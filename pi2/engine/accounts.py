@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pi2.engine.statistics import Cause, RunStatistics, split_time
 from pi2.model.tensor import EMBEDDING, HEAD, DenseTensor
 from pi2.model.tensors import list_tensors
-from pi2.plan.arithmetic.estimates import find_read_rate
+from pi2.plan.arithmetic.sizes import find_read_rate
 from pi2.plan.arithmetic.units import Verdict, count_kv_token_bytes
 from pi2.plan.documents.quantities import approximate_bytes
 

@@ -11,8 +11,8 @@ from pi2.fitting import (
     read_fixed,
 )
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
-from pi2.plan.arithmetic.estimates import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.units import count_mixer_bytes
 from pi2.plan.checking.findings import Facts, Finding, Origin, Rule, rule
 from pi2.plan.checking.rules import load_rules

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi2.arrays import F32, I32, I64, Bits, Raw
+from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.caches import check_regular, read_regular, replace_file
@@ -206,7 +206,10 @@ def record_activations(
     with load(plan, set=overrides, progress=progress, make_observer=observe) as model:
         assert counter is not None
         windows = passages.cut(model)
-        job = _describe_job(model.plan.digest, passages, chosen)
+        texts = [hashlib.sha256(text.encode()).hexdigest() for text in passages.texts]
+        counted = {"context": passages.context, "windows": passages.count, **asdict(chosen)}
+        asked = json.dumps([model.plan.digest, counted, texts], sort_keys=True)
+        job = hashlib.sha256(asked.encode()).hexdigest()
         known = _prepare_folder(folder, job, replace=replace)
         if known is not None:
             return known
@@ -230,7 +233,9 @@ def record_activations(
         for layer, moments in enumerate(counter.counts.moments):
             path = folder / name_moments(layer)
             path.parent.mkdir(exist_ok=True)
-            _write(path, encode_array(moments / summary.tokens))
+            buffer = io.BytesIO()
+            np.save(buffer, moments / summary.tokens)
+            _write(path, buffer.getvalue())
         _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1).encode() + b"\n")
         (folder / UNFINISHED).unlink(missing_ok=True)
     return summary
@@ -274,12 +279,6 @@ def read_statistics(folder: Path) -> Statistics | None:
         return None
 
 
-def encode_array(array: Raw) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
-
-
 def encode_activations(counts: Counts, original: I32, identity: Mapping[str, str]) -> bytes:
     """Parquet of the counts by layer and neuron of the checkpoint; ``identity``: of which model."""
     layers, _, neurons = counts.fired.shape
@@ -321,13 +320,6 @@ def encode_table(columns: Mapping[str, object], notes: Mapping[str, str]) -> byt
     table = pa.table(columns).replace_schema_metadata(notes)
     pq.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
-
-
-def _describe_job(digest: str, passages: Passages, options: RecordingOptions) -> str:
-    texts = [hashlib.sha256(text.encode()).hexdigest() for text in passages.texts]
-    counted = {"context": passages.context, "windows": passages.count, **asdict(options)}
-    parts = [digest, counted, texts]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | None:

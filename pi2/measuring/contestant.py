@@ -25,7 +25,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.accounts import TokenBytes
 from pi2.engine.parts import Parts, ShareObserver
 from pi2.engine.statistics import read_peak_rss_bytes
-from pi2.measuring.samples import Bandwidth, Description, Sample, Workload
+from pi2.measuring.report import Bandwidth, Description, Sample, Workload
 from pi2.memory.bundle_files import ReadObserver, WatchedRun
 from pi2.progress import Progress, ignore_progress
 

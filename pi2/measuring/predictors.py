@@ -20,7 +20,6 @@ from pi2.engine.parts import Routing
 from pi2.formats import find_packing
 from pi2.measuring.texts import Window
 from pi2.model.tensor import name_layer_tensor
-from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP, Precision, Tensor, round_up
 
 
@@ -54,24 +53,6 @@ class SampleRecorder:
         self._layers: list[list[LayerSamples]] = []
         self._filled: list[list[int]] = []
 
-    def make_room(self, model: Model, tokens: int) -> None:
-        """Make the files for ``tokens`` tokens; unfilled parts take no disk."""
-        hidden, neurons = model.stored_neuron_width, model.shape.ffn
-        width = -(-neurons // 8)
-        for layer in range(model.shape.layers):
-            experts = []
-            for expert in range(model.expert_count):
-                place = self._folder / f"{layer:03d}-{expert:03d}"
-                inputs = np.memmap(
-                    place.with_suffix(".inputs"), np.float16, "w+", shape=(tokens, hidden)
-                )
-                packed = np.memmap(
-                    place.with_suffix(".active"), np.uint8, "w+", shape=(tokens, width)
-                )
-                experts.append(LayerSamples(inputs, packed, neurons))
-            self._layers.append(experts)
-            self._filled.append([0] * model.expert_count)
-
     def __call__(
         self, layer: int, inputs: F32, activations: F32, routing: Routing | None = None
     ) -> None:
@@ -99,8 +80,19 @@ class SampleRecorder:
         progress: Callable[[float], None] = lambda share: None,
     ) -> list[list[LayerSamples]]:
         """Run ``windows`` through the observed ``model``; samples of every layer's experts."""
-        tokens = sum(len(window.tokens) for window in windows)
-        self.make_room(model.plan.model, tokens)
+        tokens, document = sum(len(window.tokens) for window in windows), model.plan.model
+        neurons, width = document.shape.ffn, document.stored_neuron_width
+        for layer in range(document.shape.layers):
+            experts = []
+            for expert in range(document.expert_count):
+                # Parts of the files that are not filled take no disk.
+                place = self._folder / f"{layer:03d}-{expert:03d}"
+                inputs = np.memmap(f"{place}.inputs", np.float16, "w+", shape=(tokens, width))
+                shape = (tokens, -(-neurons // 8))
+                packed = np.memmap(f"{place}.active", np.uint8, "w+", shape=shape)
+                experts.append(LayerSamples(inputs, packed, neurons))
+            self._layers.append(experts)
+            self._filled.append([0] * document.expert_count)
         for number, window in enumerate(windows):
             progress(number / len(windows))
             for _ in model.iterate_logits(window.tokens):

@@ -250,11 +250,13 @@ def replay_trace(trace: RoutingTrace, policy: ReplayPolicy, slots: int, *, skip:
     cache by layer divides the slots evenly, the rest going to the first layers."""
     tokens, layers, _ = trace.chosen.shape
     requests = np.sort(trace.chosen, axis=2)
-    if policy.startswith("belady"):
-        hits = _replay_belady(requests, trace.experts, slots, policy.endswith("layer"))
-    else:
-        name: PolicyName = "lru" if policy.startswith("lru") else "lfu"
-        hits = _replay_engine(requests, trace.experts, slots, name, policy.endswith("layer"))
+    parts = [(requests, slots)]
+    if policy.endswith("layer"):
+        counts = [slots // layers + (layer < slots % layers) for layer in range(layers)]
+        parts = [(requests[:, [layer]], count) for layer, count in enumerate(counts)]
+    replay = _foresee if policy.startswith("belady") else _replay_engine
+    name: PolicyName = "lru" if policy.startswith("lru") else "lfu"
+    hits = np.concatenate([replay(own, trace.experts, n, name) for own, n in parts], axis=1)
     counted = hits[skip:]
     chosen = requests[skip:].size
     found = int(counted.sum())
@@ -267,48 +269,24 @@ def replay_trace(trace: RoutingTrace, policy: ReplayPolicy, slots: int, *, skip:
     )
 
 
-def _share_slots(slots: int, layers: int) -> list[int]:
-    return [slots // layers + (layer < slots % layers) for layer in range(layers)]
-
-
-def _replay_engine(
-    requests: I32, experts: int, slots: int, policy: PolicyName, by_layer: bool
-) -> I32:
+def _replay_engine(requests: I32, experts: int, slots: int, policy: PolicyName) -> I32:
     """Hits [tokens, layers]; experts for which a token leaves no slot are missed, not kept."""
     tokens, layers, _ = requests.shape
-    loops = load_host_loops(ignore_progress)
-
-    def make(count: int, of_layers: int) -> NeuronCache:
-        arena = np.zeros((count, 1), np.uint8)
-        return NeuronCache(arena, [range(0)] * of_layers, experts, loops, policy=policy)
-
-    if by_layer:
-        caches = [make(count, 1) for count in _share_slots(slots, layers)]
-    else:
-        caches = [make(slots, layers)] * layers
+    loops, arena = load_host_loops(ignore_progress), np.zeros((slots, 1), np.uint8)
+    cache = NeuronCache(arena, [range(0)] * layers, experts, loops, policy=policy)
     hits = np.zeros((tokens, layers), np.int32)
     for token in range(tokens):
         for layer in range(layers):
-            cache, wanted = caches[layer], requests[token, layer]
-            found = cache.look_up(0 if by_layer else layer, wanted[: cache.cold_capacity])
+            found = cache.look_up(layer, requests[token, layer][: cache.cold_capacity])
             hits[token, layer] = len(found.resident_slots)
     return hits
 
 
-def _replay_belady(requests: I32, experts: int, slots: int, by_layer: bool) -> I32:
-    tokens, layers, _ = requests.shape
-    hits = np.zeros((tokens, layers), np.int32)
-    if by_layer:
-        for layer, count in enumerate(_share_slots(slots, layers)):
-            hits[:, layer] = _foresee(requests[:, layer], count)
-        return hits
-    keys = requests + np.arange(layers, dtype=np.int32)[:, None] * np.int32(experts)
-    return _foresee(keys.reshape(tokens * layers, -1), slots).reshape(tokens, layers)
-
-
-def _foresee(requests: I32, slots: int) -> I32:
-    """Hits of ``requests`` [n, k] if the latest needed leaves, or does not enter."""
-    count = len(requests)
+def _foresee(requests: I32, experts: int, slots: int, _: PolicyName) -> I32:
+    """Hits [tokens, layers] if the latest needed leaves, or does not enter."""
+    tokens, layers, _chosen = requests.shape
+    requests = requests + np.arange(layers, dtype=np.int32)[:, None] * np.int32(experts)
+    count, requests = tokens * layers, requests.reshape(tokens * layers, -1)
     following = np.full(requests.shape, count, np.int64)
     last: dict[int, int] = {}
     for number in range(count - 1, -1, -1):
@@ -330,4 +308,4 @@ def _foresee(requests: I32, slots: int) -> I32:
                 del next_use[heapq.heappop(heap)[1]]
             next_use[key] = use
             heapq.heappush(heap, (-use, key))
-    return hits
+    return hits.reshape(tokens, layers)

@@ -25,7 +25,7 @@ from pi2.measuring.contestant import (
     RemoteContestant,
     observe_parts,
 )
-from pi2.measuring.samples import (
+from pi2.measuring.report import (
     Bandwidth,
     Description,
     Row,

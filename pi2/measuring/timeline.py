@@ -3,8 +3,7 @@ Arrows lead from the end of a read to the next kernel."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -15,7 +14,7 @@ from pi2.backends.executor import ExecutorObserver
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Parts, ShareObserver
 from pi2.measuring.contestant import observe_parts
-from pi2.measuring.samples import TokenSource
+from pi2.measuring.report import TokenSource
 from pi2.memory.bundle_files import ReadObserver, WatchedRun
 from pi2.memory.flash import PendingRead
 from pi2.memory.io_engine import ReadBatch
@@ -76,8 +75,8 @@ Span = tuple[float, float]
 
 
 @dataclass
-class _Tape(ExecutorObserver, ShareObserver):
-    """The current recording, from ``start_s`` on, of kernels and units."""
+class _Tape(ExecutorObserver, ShareObserver, ReadObserver):
+    """The current recording, from ``start_s`` on, of kernels, units and reads."""
 
     recorder: Recorder
     threads: int
@@ -94,6 +93,13 @@ class _Tape(ExecutorObserver, ShareObserver):
     arrivals: list[tuple[str, float]] = field(default_factory=list)
     """Lane and end of reads that no kernel has come after."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    parts: Parts | None = None
+    """Whose reads are recorded."""
+    submitted: dict[int, float] = field(default_factory=dict)
+    """When reads were asked for, by their identity."""
+    exact: dict[tuple[int, int], tuple[str, float]] = field(default_factory=dict)
+    """Lane and end of parts that a thread of ours has read."""
+    runs: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def now(self) -> float:
         return time.perf_counter() - self.start_s
@@ -156,75 +162,61 @@ class _Tape(ExecutorObserver, ShareObserver):
         with self.lock:
             return self.readers.setdefault(threading.get_ident(), f"read {len(self.readers)}")
 
-
-class _ReadRecorder(ReadObserver):
-    def __init__(self, parts: Parts, tape: _Tape) -> None:
-        self._reader = parts.reader
-        self._cache = parts.cache
-        self._tape = tape
-        self._submitted: dict[int, float] = {}
-        self._exact: dict[tuple[int, int], tuple[str, float]] = {}
-        self._runs: dict[int, tuple[str, float]] = {}
-
     def note_start(self, pending: PendingRead, start_s: float) -> None:
-        now = start_s - self._tape.start_s
-        self._submitted[id(pending)] = now
-        whole = pending.batch is None or pending.batch.content != "rest"
-        if whole:
-            self._count_hits(now)
-
-    def _count_hits(self, now: float) -> None:
-        hits = sum(counters.hits for counters in self._cache.counters)
-        misses = sum(counters.misses for counters in self._cache.counters)
-        self._tape.recorder.add_counter("neuron cache", now, hits=hits, misses=misses)
-        hot = sum(len(slots) for slots in self._cache.hot_slots)
-        cold = self._cache.cold_capacity
-        self._tape.recorder.add_counter("slots", now, hot=hot, cold=cold)
+        now = start_s - self.start_s
+        self.submitted[id(pending)] = now
+        if pending.batch is not None and pending.batch.content == "rest":
+            return
+        assert self.parts is not None
+        cache, add = self.parts.cache, self.recorder.add_counter
+        hits, misses = (
+            sum(getattr(x, kind) for x in cache.counters) for kind in ("hits", "misses")
+        )
+        add("neuron cache", now, hits=hits, misses=misses)
+        add("slots", now, hot=sum(map(len, cache.hot_slots)), cold=cache.cold_capacity)
 
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
-        tape = self._tape
-        start, end = tape.since(start_s, end_s)
-        tape.wait_s += end - start
+        start, end = self.since(start_s, end_s)
+        self.wait_s += end - start
         name = f"wait {_name_read(pending.layer, pending.number + number, pending.batch)}"
-        tape.recorder.add_slice(DRIVER, name, start, end)
+        self.recorder.add_slice(DRIVER, name, start, end)
         self._note_read(pending, number, end)
-        read, saved = self._reader.read_bytes, self._reader.saved_bytes
-        tape.recorder.add_counter("bytes read", end, **{"bytes": read, "left out": saved})
+        assert self.parts is not None
+        read, saved = self.parts.reader.read_bytes, self.parts.reader.saved_bytes
+        self.recorder.add_counter("bytes read", end, **{"bytes": read, "left out": saved})
         if number + 1 == len(pending.clusters):
-            self._submitted.pop(id(pending), None)
+            self.submitted.pop(id(pending), None)
 
     def note_run(self, run: WatchedRun, start_s: float, end_s: float) -> None:
-        tape = self._tape
         name = f"layer {run.layer}, {run.neurons} neurons in a run"
-        start, end = tape.since(start_s, end_s)
-        lane = tape.add_queued_read("read runs", name, start, end)
-        self._runs[id(run)] = lane, end
+        start, end = self.since(start_s, end_s)
+        lane = self.add_queued_read("read runs", name, start, end)
+        self.runs[id(run)] = lane, end
 
     def note_run_wait(self, run: WatchedRun, start_s: float, end_s: float) -> None:
-        tape = self._tape
-        start, end = tape.since(start_s, end_s)
-        tape.wait_s += end - start
-        tape.recorder.add_slice(DRIVER, f"wait for a run of {run.layer}", start, end)
+        start, end = self.since(start_s, end_s)
+        self.wait_s += end - start
+        self.recorder.add_slice(DRIVER, f"wait for a run of {run.layer}", start, end)
         # Whoever waits twice has seen the arrow.
-        place = self._runs.pop(id(run), None)
+        place = self.runs.pop(id(run), None)
         if place is not None:
-            tape.arrivals.append(place)
+            self.arrivals.append(place)
 
     def note_part(self, batch: ReadBatch, part: int, start_s: float, end_s: float) -> None:
-        lane, (begin, end) = self._tape.name_reader(), self._tape.since(start_s, end_s)
-        self._exact[id(batch), part] = (lane, end)
+        lane, (begin, end) = self.name_reader(), self.since(start_s, end_s)
+        self.exact[id(batch), part] = (lane, end)
         name = f"layer {_name_read(batch.file, part, batch)}"
-        self._tape.add_read(lane, name, begin, end)
+        self.add_read(lane, name, begin, end)
 
     def _note_read(self, pending: PendingRead, number: int, noticed_s: float) -> None:
-        exact = self._exact.pop((id(pending.batch), number), None)
+        exact = self.exact.pop((id(pending.batch), number), None)
         if exact is None:
             place = pending.number + number
             name = _name_read(pending.layer, place, pending.batch)
-            start = self._submitted.get(id(pending), noticed_s)
-            lane = self._tape.add_queued_read("queue", f"layer {name}", start, noticed_s)
+            start = self.submitted.get(id(pending), noticed_s)
+            lane = self.add_queued_read("queue", f"layer {name}", start, noticed_s)
             exact = (lane, noticed_s)
-        self._tape.arrivals.append(exact)
+        self.arrivals.append(exact)
 
 
 def _name_read(layer: int, number: int, batch: ReadBatch | None) -> str:
@@ -245,15 +237,15 @@ def record_run(
     choose = _choose_tokens(model)
     sequences = range(len(forward.positions))
     forward.reset_all()
-    tape = _Tape(Recorder(), model.compute_threads, time.perf_counter())
-    with _recording(parts, tape):
+    tape = _Tape(Recorder(), model.compute_threads, time.perf_counter(), parts=parts)
+    with observe_parts(parts, tape, tape, tape):
         logits = [forward.prefill(np.array(prompt, np.int32), sequence=n)[0] for n in sequences]
     paused = time.perf_counter()
     chosen = [choose(row, rank) for rank, row in enumerate(logits)]
     for _ in range(warm_up):
         chosen = [choose(row, 0) for row in forward.step(chosen, sequences)]
     tape.start_s += time.perf_counter() - paused
-    with _recording(parts, tape):
+    with observe_parts(parts, tape, tape, tape):
         before, begun = parts.reader.read_bytes, tape.now()
         tape.forget_sums()
         for _ in range(tokens):
@@ -285,13 +277,6 @@ def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
     document = model.plan.model
     source = TokenSource.walk_vocabulary(document.shape.vocab, document.tokenizer.eos)
     return lambda logits, rank: int(source.take(1)[0])
-
-
-@contextmanager
-def _recording(parts: Parts, tape: _Tape) -> Iterator[None]:
-    reads = _ReadRecorder(parts, tape)
-    with observe_parts(parts, tape, reads, tape):
-        yield
 
 
 def measure_overlap(lanes: Sequence[Sequence[Span]], *, at_once: int) -> float:

@@ -31,9 +31,8 @@ from pi2.fitting.budget import MIB, SHARE_STEPS, Shortage, count_runtime, find_r
 from pi2.fitting.completion import choose_backends, resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import count_lent_bytes
-from pi2.plan.arithmetic.estimates import SHORT_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.arithmetic.sizes import SHORT_CHUNK, find_block_bytes, list_chunks
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up

@@ -17,8 +17,8 @@ from pi2.costs.cost import (
     list_dense_units,
     read_plan_rates,
 )
+from pi2.costs.cost_layer import PromptCost, cost_prompt
 from pi2.costs.kernel_times import Rates
-from pi2.costs.prompts import PromptCost, cost_prompt
 from pi2.costs.rates import list_missing_reads
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan

@@ -6,7 +6,7 @@ import pytest
 
 from pi2.engine.accounts import count_token_bytes
 from pi2.fitting.check import load_plan
-from pi2.measuring.samples import TokenSource, list_workloads
+from pi2.measuring.report import TokenSource, list_workloads
 from pi2.store.reader import NeuronStore
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

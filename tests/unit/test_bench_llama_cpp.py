@@ -8,7 +8,7 @@ import pytest
 import pi2
 from limited.random_gguf import find_gguf, list_gguf_tensors, write_gguf
 from pi2.formats import find_packing
-from pi2.measuring.samples import Workload
+from pi2.measuring.report import Workload
 from pi2.plan.weights.layout import vector_bytes
 from pi2.progress import ignore_progress
 from tests.helpers.mixtures import make_mixture_plan

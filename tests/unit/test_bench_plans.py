@@ -11,7 +11,7 @@ from pi2.cli import main
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.measuring.contestant import BandwidthMeter
-from pi2.measuring.samples import Workload
+from pi2.measuring.report import Workload
 from pi2.measuring.session import PlanContestant, PlanRecipe
 from pi2.progress import ignore_progress
 

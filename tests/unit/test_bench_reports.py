@@ -12,8 +12,18 @@ import pytest
 from pi2.engine.accounts import TokenBytes
 from pi2.engine.statistics import RunStatistics
 from pi2.measuring.contestant import Profile
-from pi2.measuring.report import Conditions, write_csv, write_json, write_markdown
-from pi2.measuring.samples import Bandwidth, Description, Row, Sample, Workload, summarise_speed
+from pi2.measuring.report import (
+    Bandwidth,
+    Conditions,
+    Description,
+    Row,
+    Sample,
+    Workload,
+    summarise_speed,
+    write_csv,
+    write_json,
+    write_markdown,
+)
 from pi2.measuring.session import Outcome
 from tools.bench_against import write_ratios
 

@@ -18,7 +18,7 @@ import pytest
 from pi2.diagnostics import UserError
 from pi2.engine.accounts import TokenBytes
 from pi2.measuring.contestant import BandwidthLimit, Profile, RemoteContestant, Worker
-from pi2.measuring.samples import Bandwidth, Description, Sample, Workload
+from pi2.measuring.report import Bandwidth, Description, Sample, Workload
 from pi2.measuring.session import Course, run_session
 from pi2.progress import Progress, ignore_progress
 from tests.helpers.patience import PATIENCE_S

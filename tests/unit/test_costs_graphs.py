@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pi2.costs.cost import Description, describe_plan
-from pi2.costs.prompts import list_prompt_layers
+from pi2.costs.cost_layer import list_prompt_layers
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.units import pad_tokens
 

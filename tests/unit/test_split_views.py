@@ -9,8 +9,7 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.engine.run_report import summarise_units
-from pi2.measuring.report import Conditions, describe_row, write_markdown
-from pi2.measuring.samples import Row, Workload
+from pi2.measuring.report import Conditions, Row, Workload, describe_row, write_markdown
 from pi2.measuring.session import Outcome, PlanRecipe
 from pi2.measuring.timeline import record_run
 from pi2.orchestrator import load

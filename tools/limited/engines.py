@@ -32,7 +32,7 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
     """Prompt, then tokens one by one."""
     import pi2.orchestrator
     from pi2.engine.statistics import read_peak_rss_bytes
-    from pi2.measuring.samples import TokenSource
+    from pi2.measuring.report import TokenSource
 
     model = pi2.orchestrator.load(job["plan"], set=job["set"])
     parts, shape = model._parts, model.plan.model.shape
@@ -89,7 +89,7 @@ def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run llama.cpp; it has its own count of tokens, which may be smaller."""
     from limited.llama_cpp import LlamaRecipe
     from pi2.engine.statistics import read_peak_rss_bytes
-    from pi2.measuring.samples import Workload
+    from pi2.measuring.report import Workload
 
     resolved = load_plan(job["plan"])
     with ExitStack() as closing:

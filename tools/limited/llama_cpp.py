@@ -16,7 +16,7 @@ import numpy as np
 from pi2.diagnostics import UserError
 from pi2.engine.accounts import TokenBytes, count_kv, size_tensor
 from pi2.measuring.contestant import Profile
-from pi2.measuring.samples import Description, Sample, TokenSource, Workload
+from pi2.measuring.report import Description, Sample, TokenSource, Workload
 from pi2.model.tensor import EMBEDDING, HEAD
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
