@@ -243,12 +243,13 @@ def is_finished(output: Path, blueprint: Blueprint, order: str, scales: str) -> 
 
 def describe(blueprint: Blueprint, measurement: Measurement) -> dict[str, object]:
     """Contents of statistics.json."""
-    shares = measurement.token_shares
+    shares, layers = measurement.token_shares, describe_layers(measurement.layers)
+    mean = round_values(average_layers(measurement.layers))
     return {
         "synthetic": True,
         "tokens": measurement.tokens,
         "asked": blueprint.recipe.describe(blueprint.model),
-        "mean": round_values(average_layers(measurement.layers)),
+        "mean": mean,
         "token_active": round_values(
             {
                 "mean": float(shares.mean()),
@@ -257,7 +258,8 @@ def describe(blueprint: Blueprint, measurement: Measurement) -> dict[str, object
                 "most": float(shares.max()),
             }
         ),
-        "layers": describe_layers(measurement.layers),
+        # Layers that were not measured are made like the others.
+        "layers": layers + [mean] * (blueprint.model.shape.layers - len(layers)),
     }
 
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,6 @@ from pi2.costs.activity import (
     describe_activity,
     describe_routing,
     make_hotness,
-    read_statistics,
 )
 from pi2.costs.constants import Constants
 from pi2.costs.hotness import CLASSES, _expect_counts
@@ -201,17 +199,6 @@ def test_rare_neurons_are_expected_to_be_used_as_other_tokens_use_them() -> None
         same = seen == count
         assert expected[same].mean() == pytest.approx(others[same].mean(), rel=0.15)
     assert expected[seen > 10].tolist() == seen[seen > 10].tolist()
-
-
-def test_some_measured_layers_speak_for_all_of_a_synthetic_store(tmp_path: Path) -> None:
-    layer = {"active": 0.1, "gate_positive": 0.2, "predicted": 0.3, "skew": 0.25}
-    document: dict[str, Any] = {"layers": [layer] * 2, "synthetic": True}
-    (tmp_path / "statistics.json").write_text(json.dumps(document))
-    found = read_statistics(tmp_path, 5)
-    assert found is not None and len(found) == 5
-    assert found[4].named("low-rank") == pytest.approx(0.3)
-    (tmp_path / "statistics.json").write_text(json.dumps({**document, "synthetic": False}))
-    assert read_statistics(tmp_path, 5) is None
 
 
 def test_the_demo_model_says_how_many_gates_are_open() -> None:
