@@ -11,7 +11,7 @@ from typing import Any
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.rates import read_whole_rates
-from pi2.costs.reads import PAGE_BYTES, IoChoice
+from pi2.costs.reads import PAGE_BYTES
 from pi2.costs.settings import StoredLayout
 from pi2.diagnostics import UserError
 from pi2.fitting import find_whole_backend, list_usual_backends
@@ -276,7 +276,14 @@ def _list_dimensions(
         yield _offer("decode.look_ahead", problem.look_aheads)
     if predictor == "low-rank" and _has_two_reads(problem, values):
         yield _offer("pipeline.phases", (1, 2))
-    yield "io.engine", list(map(_offer_io, problem.ios))
+    ios = []
+    for io in problem.ios:
+        label, threads = f"{io.engine}, {io.threads} thread{'s' * (io.threads > 1)}", io.threads
+        if io.engine == "io_uring":
+            # With a queue, half of the parts that a layer's reads are divided into.
+            label, threads = f"{io.engine}, {io.depth} deep", max(io.threads, 4)
+        ios.append((label, {**io.write(), "threads": threads}))
+    yield "io.engine", ios
     if predictor == "low-rank" and problem.by_expert:
         yield _offer("io.merge_gap", MERGE_GAPS)
     yield _offer("pipeline.cluster", CLUSTERS)
@@ -284,14 +291,6 @@ def _list_dimensions(
 
 def _offer(key: str, values: Sequence[int | str]) -> tuple[str, _Options]:
     return key, [(str(value), {key.partition(".")[2]: value}) for value in values]
-
-
-def _offer_io(io: IoChoice) -> tuple[str, Mapping[str, Any]]:
-    label, threads = f"{io.engine}, {io.threads} thread{'s' * (io.threads > 1)}", io.threads
-    if io.engine == "io_uring":
-        # With a queue, half of the parts that a layer's reads are divided into.
-        label, threads = f"{io.engine}, {io.depth} deep", max(io.threads, 4)
-    return label, {**io.write(), "threads": threads}
 
 
 def _has_two_reads(problem: Problem, values: Values) -> bool:

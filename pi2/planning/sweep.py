@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, write_table
@@ -169,7 +168,12 @@ def run_sweep(
             file.write("\n")  # the last line of a sweep that was killed may be cut off
         while waiting:
             try:
-                for outcome in _run_cells(waiting, jobs, on):
+                found = (
+                    run_on_ray(run_cell, waiting, jobs)
+                    if on == "ray"
+                    else run_in_processes(run_cell, waiting, jobs or os.cpu_count() or 1)
+                )
+                for outcome in found:
                     known[outcome.key] = outcome
                     file.write(json.dumps(asdict(outcome)) + "\n")
                     file.flush()
@@ -185,22 +189,17 @@ def run_sweep(
                         help="the same command goes on from here; --jobs 1 takes less memory",
                     ) from None
             waiting = [cell for cell in cells if cell.key not in known]
-    found = [known[cell.key] for cell in cells]
-    write_parquet(output, found)
+    outcomes = [known[cell.key] for cell in cells]
+    write_parquet(output, outcomes)
     journal.unlink(missing_ok=True)
-    return found
-
-
-def _run_cells(cells: Sequence[Cell], jobs: int | None, on: Place) -> Iterator[Outcome]:
-    if on == "ray":
-        return run_on_ray(run_cell, cells, jobs)
-    return run_in_processes(run_cell, cells, jobs or os.cpu_count() or 1)
+    return outcomes
 
 
 def run_cell(cell: Cell) -> Outcome:
     """Plan and simulate one cell; a cell that cannot be planned has an outcome as well."""
     from pi2.planning.planner import plan
     from pi2.planning.wish import Wish
+    from pi2.simulate import read_inputs, simulate
 
     device = Device.model_validate_json(cell.device)
     model = Model.model_validate_json(cell.model)
@@ -213,7 +212,9 @@ def run_cell(cell: Cell) -> Outcome:
     }
     try:
         planned = plan(wish)
-        simulated = _simulate(planned.resolved, cell)
+        # In a folder that is not there: no store of the same name is looked at.
+        unstored = replace(planned.resolved, path=Path("sweep/sweep.plan.toml"))
+        simulated = simulate(read_inputs(unstored), tokens=cell.tokens).describe()["decode"]
     except UserError as error:
         finding = error.diagnostics[0]
         return Outcome(**names, code=finding.code, reason=finding.message)
@@ -229,22 +230,10 @@ def run_cell(cell: Cell) -> Outcome:
         hot_share=sum(layer.hot for layer in layers) / len(layers),
         predictor=found.decode.predictor,
         kv=found.kv.type,
-        **simulated,
+        simulated_tokens_s=float(simulated["tokens_s"]),
+        p50_ms=float(simulated["p50_ms"]),
+        p99_ms=float(simulated["p99_ms"]),
     )
-
-
-def _simulate(resolved: ResolvedPlan, cell: Cell) -> dict[str, Any]:
-    from pi2.simulate import read_inputs, simulate
-
-    # In a folder that is not there: no store of the same name is looked at.
-    unstored = replace(resolved, path=Path("sweep/sweep.plan.toml"))
-    result = simulate(read_inputs(unstored), tokens=cell.tokens)
-    decode = result.describe()["decode"]
-    return {
-        "simulated_tokens_s": float(decode["tokens_s"]),
-        "p50_ms": float(decode["p50_ms"]),
-        "p99_ms": float(decode["p99_ms"]),
-    }
 
 
 def read_journal(path: Path) -> dict[str, Outcome]:

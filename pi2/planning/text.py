@@ -34,6 +34,7 @@ from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.refinement import describe_layout
+from pi2.planning.wish import list_split_units
 from pi2.tracing import add_legend, make_figure, save_figure
 
 _MOST_OTHERS = 60
@@ -55,7 +56,9 @@ _TABLES = (
 def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
     """The document's text; equal wishes and documents give equal texts."""
     values, resolved = planned.values, planned.resolved
-    units = {resolved.device.units[name].kind for name in _list_units(planned)}
+    units = {
+        resolved.device.units[name].kind for name in list_split_units(planned.values["layers"])
+    }
     memory = values["memory"]
     sampling, recommended = recommend_sampling(resolved.model)
     wished = planned.wish.tokens_s
@@ -117,10 +120,6 @@ def _shorten(document: dict[str, Any], planned: PlannedPlan) -> dict[str, Any]:
 _NAMES = ("name", "weights", "device", "model", "speed", "sampling")
 
 
-def _list_units(planned: PlannedPlan) -> set[str]:
-    return {name for layer in planned.resolved.layers for name in layer.split}
-
-
 def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     cost, resolved = planned.cost, planned.resolved
     plan, segments = resolved.plan, resolved.plan.memory.segments
@@ -128,7 +127,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     if (batch := plan.decode.batch) > 1:
         yield (f"For {batch} sequences at a time: what any of them uses is read and kept for all.")
     yield from describe_cost(cost)
-    for name in sorted(_list_units(planned)):
+    for name in sorted(list_split_units(planned.values["layers"])):
         backend = resolved.name_backend(name)
         if find_backend(backend).ONLY_EMULATED and not resolved.device.units[name].kernels:
             yield (
@@ -158,15 +157,13 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
         missing = sum(layer.missing for layer in cost.layers)
         read_s = sum(layer.read_s for layer in cost.layers)
         if missing > 0:
-            yield (
-                f"Reads: {plan.io.engine}, "
-                + (
-                    f"{plan.io.depth} in flight"
-                    if plan.io.engine == "io_uring"
-                    else f"{plan.io.threads} thread{'s' * (plan.io.threads > 1)}"
-                )
-                + f": {_describe_read(cost, read_s / missing)}."
-            )
+            io, each_s = plan.io, read_s / missing
+            how = f"{io.threads} thread{'s' * (io.threads > 1)}"
+            how = f"{io.depth} in flight" if io.engine == "io_uring" else how
+            time = f"{each_s * 1e6:.1f} us a neuron"
+            if cost.grain > 1:
+                time = f"{each_s * cost.grain * 1e3:.2f} ms an expert of {cost.grain} neurons"
+            yield f"Reads: {io.engine}, {how}: {time}."
     if planned.layout is not None:
         yield from describe_layout(planned.layout)
     yield from planned.left_out
@@ -183,7 +180,13 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     if plan.sparsity is not None:
         yield "Active neurons: the chosen experts' neurons that reach their thresholds."
     else:
-        yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."
+        named = {
+            "none": "every neuron is computed",
+            "gate": "all gates are computed first, which is exact",
+            "low-rank": "trained predictors name them",
+            "router": "all neurons of the chosen experts, which is exact",
+        }
+        yield f"Active neurons: {named[plan.decode.predictor]}."
     if plan.decode.leave_out is not None:
         yield (
             f"At most {plan.decode.leave_out:.3g} of the predictor's scores are left out instead "
@@ -192,11 +195,12 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     if plan.decode.look_ahead != "none":
         yield "Reads begin a layer ahead, hidden behind more work."
         if not any(unit.kernels for unit in planned.resolved.device.units.values()):
-            without = _find_without_ahead(planned)
+            tried = {item.key: dict(item.tokens_s) for item in planned.decisions}
+            without = tried.get("decode.look_ahead", {}).get("none")
+            slower = f"without it {approximate_number(without)} tokens/s; " if without else ""
             yield (
-                "That decides here: "
-                + (f"without it {approximate_number(without)} tokens/s; " if without else "")
-                + "no published figure shows it on such a device (decode.look_ahead)."
+                f"That decides here: {slower}no published figure shows it on such a device "
+                "(decode.look_ahead)."
             )
     yield from _describe_memory(planned)
     if plan.kv.type == "int8":
@@ -227,19 +231,6 @@ def describe_file_plan(resolved: ResolvedPlan, file: FileFacts) -> Iterator[str]
     if 2 * sum(layer.wait_s for layer in cost.layers) > cost.token_s:
         bound = "the disk"
     yield describe_expected(cost.range_tokens_s.write(), bound)
-
-
-def _describe_read(cost: Cost, neuron_s: float) -> str:
-    if cost.grain > 1:
-        return f"{neuron_s * cost.grain * 1e3:.2f} ms an expert of {cost.grain} neurons"
-    return f"{neuron_s * 1e6:.1f} us a neuron"
-
-
-def _find_without_ahead(planned: PlannedPlan) -> float | None:
-    for decision in planned.decisions:
-        if decision.key == "decode.look_ahead":
-            return dict(decision.tokens_s).get("none")
-    return None
 
 
 def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
@@ -307,15 +298,6 @@ def describe_cost(cost: Cost) -> Iterator[str]:
     yield f"Activity of neurons: {inputs.activity_source}."
 
 
-def _describe_predictor(mode: str) -> str:
-    return {
-        "none": "every neuron is computed",
-        "gate": "all gates are computed first, which is exact",
-        "low-rank": "trained predictors name them",
-        "router": "all neurons of the chosen experts, which is exact",
-    }[mode]
-
-
 _FFN = ("predict", "look_up", "python", "compute", "dense", "read", "wait")
 _TERMS = ("attention", "norm", *_FFN, "total")
 _SEEN = 1e-3
@@ -330,11 +312,17 @@ def write_cost(cost: Cost) -> Iterator[str]:
     yield "Microseconds of a token in a layer; read is hidden behind the others, all but wait:"
     yield ""
     groups = groupby(enumerate(cost.layers), key=lambda item: item[1])
-    rows = [_list_figures([number for number, _ in group], layer) for layer, group in groups]
-    titles = ("layers", "hot", "used", "missing", *map(_name_term, _TERMS))
-    yield from write_table(" | ".join(titles), rows)
-    total = [sum(_find_term(layer, name) for layer in cost.layers) * 1e3 for name in _TERMS]
-    shown = ", ".join(f"{_name_term(x)} {ms:.1f}" for x, ms in zip(_TERMS, total, strict=True))
+    rows = []
+    for layer, group in groups:
+        numbers = [number for number, _ in group]
+        name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        times = (f"{_find_term(layer, term) * 1e6:.0f}" for term in _TERMS)
+        counts = f"{layer.used:.0f}", f"{layer.missing:.1f}"
+        rows.append([name, approximate_bytes(layer.hot_bytes), *counts, *times])
+    names = {term: term.replace("_", " ") for term in _TERMS}
+    yield from write_table(" | ".join(("layers", "hot", "used", "missing", *names.values())), rows)
+    total = {term: sum(_find_term(layer, term) for layer in cost.layers) * 1e3 for term in _TERMS}
+    shown = ", ".join(f"{names[term]} {ms:.1f}" for term, ms in total.items())
     yield ""
     shown += f", head {cost.inputs.head_s * 1e3:.1f}"
     if cost.embedding_s:
@@ -346,18 +334,8 @@ def write_cost(cost: Cost) -> Iterator[str]:
         yield f"  {item.name}: {item.status}: {item.source}"
 
 
-def _list_figures(numbers: list[int], layer: LayerCost) -> list[str]:
-    name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-    cells = [name, approximate_bytes(layer.hot_bytes), f"{layer.used:.0f}", f"{layer.missing:.1f}"]
-    return cells + [f"{_find_term(layer, name) * 1e6:.0f}" for name in _TERMS]
-
-
 def _find_term(layer: LayerCost, name: str) -> float:
     return float(getattr(layer, f"{name}_s"))
-
-
-def _name_term(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
@@ -371,7 +349,7 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
         values = [_find_term(layer, name) * 1e3 for layer in cost.layers]
         if max(values, default=0.0) < _SEEN * most_ms:
             continue
-        label = {"busy": "compute", "wait": "wait for flash"}.get(name, _name_term(name))
+        label = {"busy": "compute", "wait": "wait for flash"}.get(name, name.replace("_", " "))
         axes.bar(places, values, bottom=base, label=label, color=f"C{number}")
         base = [a + b for a, b in zip(base, values, strict=True)]
     axes.set_xlabel("layer")
@@ -388,14 +366,10 @@ def describe_curve(plans: Sequence[PlannedPlan]) -> Iterator[str]:
     for item in plans:
         plan, cost = item.resolved.plan, item.cost
         waits = sum(layer.wait_s for layer in cost.layers) / cost.token_s
-        reads = "none"
+        io, reads = plan.io, "none"
         if cost.hit_rate < 1.0:
-            io = plan.io
-            reads = (
-                f"io_uring, {io.depth} deep"
-                if io.engine == "io_uring"
-                else f"pread, {io.threads} threads"
-            )
+            queue = io.engine == "io_uring"
+            reads = f"io_uring, {io.depth} deep" if queue else f"pread, {io.threads} threads"
         figures = approximate_bytes(plan.memory.budget), cost.range_tokens_s.write()
         shares = f"{cost.hit_rate:.1%}", approximate_share(waits)
         rows.append((*figures, *shares, plan.decode.predictor, plan.kv.type, reads))

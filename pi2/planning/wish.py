@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import floor, log10
@@ -298,7 +298,11 @@ def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> Plan
         needed = find_least(most) if most.promised_tokens_s >= wish.tokens_s else None
         raise _explain(wish, fastest, needed)
     if wish.objective == "energy":
-        found = [fastest, *_list_sparing(replace(wish, memory_bytes=limit), make_plan)]
+        found = [fastest]
+        for margin in _MARGINS:
+            own = replace(wish, memory_bytes=limit, tokens_s=wish.tokens_s / margin)
+            with suppress(UserError):
+                found.append(make_plan(own))
         fast = [item for item in found if item.promised_tokens_s >= wish.tokens_s]
         return min(fast, key=lambda item: item.cost.token_j or item.cost.token_s)
     if wish.memory_bytes is not None and wish.objective == "speed":
@@ -323,13 +327,6 @@ def _shrink(
         else:
             low = size
     return best
-
-
-def _list_sparing(wish: Wish, make_plan: Planner) -> Iterator[PlannedPlan]:
-    assert wish.tokens_s is not None
-    for margin in _MARGINS:
-        with suppress(UserError):
-            yield make_plan(replace(wish, tokens_s=wish.tokens_s / margin))
 
 
 def _explain(wish: Wish, fastest: PlannedPlan, needed: PlannedPlan | None) -> UserError:

@@ -68,9 +68,12 @@ class ProbeShape:
     """Numbers of those neurons that are not in memory."""
 
 
+_TABLES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text("utf-8")
+)
 _SHAPES = {
-    name: ProbeShape(**{key: tuple(x) if isinstance(x, list) else x for key, x in sizes.items()})
-    for name, sizes in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
+    name: ProbeShape(**sizes | {key: tuple(sizes[key]) for key in ("gathered", "missing")})
+    for name, sizes in _TABLES.items()
 }
 LARGE, SMALL, REMOTE = (_SHAPES[name] for name in ("large", "small", "remote"))
 
