@@ -105,8 +105,7 @@ def _read_kind(path: Path) -> Kind:
 
 
 def _simulate(plan: ResolvedPlan) -> Speed:
-    from pi2.simulate import read_inputs, simulate
-    from pi2.simulate.decode import simulate_layers
+    from pi2.simulate import read_inputs, simulate, simulate_layers
 
     try:
         inputs = read_inputs(plan)

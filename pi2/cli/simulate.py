@@ -213,7 +213,7 @@ def fit_context(prompt: int, tokens: int, context: int) -> int:
 
 def write_trace(path: Path, inputs: Description, prompt_tokens: int, seed: int) -> None:
     """Write the first tokens as a trace; UserError P631 if it cannot be written."""
-    from pi2.simulate.decode import trace_decode
+    from pi2.simulate import trace_decode
     from pi2.tracing import make_chrome_trace
 
     recorder = trace_decode(inputs, prompt_tokens=prompt_tokens, tokens=TRACED_TOKENS, seed=seed)

@@ -19,7 +19,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.planner import plan as make_plan
 from pi2.planning.wish import Wish
-from pi2.simulate.decode import simulate_decode
+from pi2.simulate import simulate_decode
 from tests.helpers.goldens import (
     CPU,
     EXACT,

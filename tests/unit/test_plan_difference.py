@@ -11,8 +11,7 @@ from pi2.authoring.difference import compare_layers, compare_plans, compare_segm
 from pi2.cli.main import run
 from pi2.fitting.check import load_plan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
-from pi2.simulate import read_inputs, simulate
-from pi2.simulate.decode import simulate_layers
+from pi2.simulate import read_inputs, simulate, simulate_layers
 from tests.helpers.programs import Ask
 
 ROOT = Path(__file__).parents[2]

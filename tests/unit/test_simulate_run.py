@@ -14,8 +14,7 @@ from pi2.costs.constants import FIGURES, Constants
 from pi2.costs.cost import Description
 from pi2.costs.hotness import Hotness, compute_hit_chances, draw_shifts, find_spread, measure_skew
 from pi2.fitting.check import load_plan
-from pi2.simulate import SimulationResult, read_inputs, simulate
-from pi2.simulate.decode import trace_decode
+from pi2.simulate import SimulationResult, read_inputs, simulate, trace_decode
 from pi2.tracing import make_chrome_trace
 
 PAPER = Path(__file__).parents[2] / "tools/paper/plans"
