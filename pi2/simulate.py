@@ -1,6 +1,7 @@
 """Simulation of a plan on a device that need not be at hand: what each token asks of each layer is
 drawn, and `pi2.costs` gives the times."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
@@ -349,7 +350,7 @@ class SimulationResult:
             "energy": energy and {key: round4(x) for key, x in asdict(energy).items()},
             "assumptions": list(self.inputs.assumptions),
             "provenance": {
-                "figures": dict(sorted(self.inputs.count_statuses().items())),
+                "figures": dict(sorted(Counter(x.status for x in self.inputs.figures).items())),
                 "sources": list(map(asdict, self.inputs.figures)),
             },
         }

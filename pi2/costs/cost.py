@@ -18,8 +18,7 @@ figures that vary from token to token."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,14 +60,6 @@ def list_dense_units(resolved: ResolvedPlan) -> list[str]:
             if layer.dense is not None and layer.find_dense_share(batch) > 0.0
         )
     )
-
-
-def list_used_units(resolved: ResolvedPlan) -> list[str]:
-    """Units next to the processor that compute anything: neurons, rows of projections, prompts."""
-    rows, prompts = resolved.divided_rows, resolved.plan.prefill.unit
-    others = [] if rows is None else [rows.unit]
-    others += [] if prompts in (None, resolved.sparse_unit) else [str(prompts)]
-    return list(dict.fromkeys((*list_dense_units(resolved), *others)))
 
 
 def _list_assumptions(resolved: ResolvedPlan, rates: Rates) -> tuple[str, ...]:
@@ -150,15 +141,16 @@ class Description:
         token_s = self.head_s + sum(count * cost.total_s for count, cost in costs)
         return 1.0 - most * min(1.0, _READING_WEIGHT * read_s / (read_s + token_s))
 
-    def count_statuses(self) -> Mapping[str, int]:
-        return Counter(figure.status for figure in self.figures)
-
 
 def read_plan_rates(resolved: ResolvedPlan, constants: Constants | None = None) -> Rates:
     """Rates of the units that a plan uses; UserError P351 names missing figures."""
     for unit in resolved.source.whole_units:
         return read_whole_rates(resolved.device, unit, constants)
-    width, units = resolved.model.shape.stored_hidden, list_used_units(resolved)
+    # Units next to the processor: of neurons, of rows of projections, and of prompts.
+    rows, prompts = resolved.divided_rows, resolved.plan.prefill.unit
+    units = list_dense_units(resolved) + ([] if rows is None else [rows.unit])
+    units += [] if prompts in (None, resolved.sparse_unit) else [str(prompts)]
+    width = resolved.model.shape.stored_hidden
     return read_rates(resolved.device, width, constants, unit=units[0] if units else None)
 
 
@@ -347,14 +339,12 @@ class Cost:
 
 
 def cost_plan(
-    resolved: ResolvedPlan,
-    rates: Rates | None = None,
-    *,
-    position: int = POSITION,
-    prompt: int = PROMPT,
+    resolved: ResolvedPlan, rates: Rates | None = None, *, prompt: int = PROMPT, **known: Any
 ) -> Cost:
-    """Cost of a token after ``position`` tokens, and of a prompt, with ranges; UserError P351."""
-    return cost_range(resolved, rates, store=resolved.store_path, position=position, prompt=prompt)
+    """Cost of a token and of a prompt, with ranges; ``known`` as for `describe_plan`. UserError
+    P351."""
+    described = describe_range(resolved, rates, **{"store": resolved.store_path, **known})
+    return cost_description(described, prompt, memory_bytes=count_memory(resolved))
 
 
 def describe_speed(resolved: ResolvedPlan) -> str | None:
@@ -368,16 +358,8 @@ def describe_speed(resolved: ResolvedPlan) -> str | None:
 def cost_resolved(
     resolved: ResolvedPlan, rates: Rates | None = None, *, prompt: int = PROMPT, **known: Any
 ) -> Cost:
-    """Cost of a plan without a file; ``known`` as for `describe_plan`."""
+    """Cost of a plan without a file, and without ranges."""
     described = describe_plan(resolved, rates, **known)
-    return cost_description(described, prompt, memory_bytes=count_memory(resolved))
-
-
-def cost_range(
-    resolved: ResolvedPlan, rates: Rates | None = None, *, prompt: int = PROMPT, **known: Any
-) -> Cost:
-    """The same with its ends."""
-    described = describe_range(resolved, rates, **known)
     return cost_description(described, prompt, memory_bytes=count_memory(resolved))
 
 

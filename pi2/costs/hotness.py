@@ -150,7 +150,7 @@ def weigh_shifts(points: int = _SHIFTS) -> tuple[F64, F64]:
 
 @lru_cache(maxsize=4096)
 def _compute_chances(active: float, spread: float, shift: float) -> F64:
-    means = _find_centre(active, spread) + spread * _list_quantiles()
+    means = _find_centre(active, spread) + spread * _QUANTILES
     shifted = _compute_cdf(means + shift)
     shifted.flags.writeable = False
     return shifted
@@ -250,7 +250,7 @@ def weigh_hot(hot_share: float) -> F64:
 def _find_centre(active: float, spread: float) -> float:
     """Mean of the neurons' means at which the classes' chances average ``active``."""
     usual = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5
-    quantiles = spread * _list_quantiles()
+    quantiles = spread * _QUANTILES
 
     def is_low(centre: float) -> bool:
         return float(_compute_cdf(centre + quantiles).mean()) < active
@@ -258,11 +258,8 @@ def _find_centre(active: float, spread: float) -> float:
     return float(sum(halve(usual - 1.0, usual + 1.0, is_low, 30))) / 2
 
 
-def _list_quantiles() -> F64:
-    """Normal quantiles of equal classes, largest first."""
-    return np.array([_NORMAL.inv_cdf((CLASSES - i - 0.5) / CLASSES) for i in range(CLASSES)])
-
-
+_QUANTILES = np.array([_NORMAL.inv_cdf((CLASSES - i - 0.5) / CLASSES) for i in range(CLASSES)])
+"""Normal quantiles of equal classes, largest first."""
 _LONGEST = 1 << 20
 """Tokens after which a neuron counts as never evicted."""
 

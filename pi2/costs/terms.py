@@ -31,10 +31,6 @@ class Work:
     bytes_s: float = 0.0
     """Bytes of main memory in each of these seconds."""
 
-    @property
-    def size_bytes(self) -> float:
-        return self.seconds * self.bytes_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:

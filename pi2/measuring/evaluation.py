@@ -133,7 +133,9 @@ def evaluate_plan(
             counter.threshold = model.plan.plan.decode.threshold
         dense = score_windows(model, cut, "prefill", lambda share: progress("dense", share))
         ids = [model.encode_text(text) for text in texts]
-        text = _Text(texts, ids, cut, _count_bytes(model, cut), dense)
+        scored = (model.decode(window.tokens[window.first_scored :]) for window in cut)
+        size = max(1, sum(len(text.encode()) for text in scored))
+        text = _Text(texts, ids, cut, size, dense)
         runs = [_describe(model, "dense", "none", dense, text)]
         if counter is not None:
             model._parts.executor.observe(None)
@@ -265,14 +267,17 @@ def _describe(
     )
 
 
-def _count_bytes(model: LoadedModel, windows: Sequence[Window]) -> int:
-    """UTF-8 bytes of the scored tokens' text."""
-    texts = [model.decode(window.tokens[window.first_scored :]) for window in windows]
-    return max(1, sum(len(text.encode()) for text in texts))
-
-
 def write_markdown(evaluation: Evaluation) -> str:
     """The evaluation for people: a table of runs and, with predictors, one of layers."""
+    rows: list[tuple[object, ...]] = []
+    for run in evaluation.runs:
+        # The change of the mean loss in nats is, to first order, that of the perplexity in percent.
+        change = f"{run.loss_change:+z.2%} ± {run.loss_change_error:.2%}"
+        figures = f"{run.perplexity:.3f}", f"{run.bits_per_byte:.4f}"
+        agrees = "-" if run.name == "dense" else change, _percent(run.agreement)
+        computed = "100 %" if run.predicted is None else _percent(run.predicted)
+        names = run.name, run.backend, run.predictor
+        rows.append((*names, *figures, *agrees, computed, _percent(run.active)))
     lines = [
         f"{evaluation.tokens} tokens ({evaluation.bytes} bytes) in {evaluation.windows} "
         f"window{'s' if evaluation.windows != 1 else ''} of "
@@ -281,19 +286,15 @@ def write_markdown(evaluation: Evaluation) -> str:
         *write_table(
             "run | backend | predictor | perplexity | bits per byte | change | same top token | "
             "neurons computed | active",
-            map(_list_figures, evaluation.runs),
+            rows,
         ),
     ]
     lines += _describe_reads(evaluation)
     if evaluation.layers:
-        rows = [(layer.active, layer.predicted, layer.recall) for layer in evaluation.layers]
-        known = [recall for _, _, recall in rows if recall is not None]
-        mean = (
-            sum(row[0] for row in rows) / len(rows),
-            sum(row[1] for row in rows) / len(rows),
-            sum(known) / len(known) if known else None,
-        )
-        shown = [(name, *map(_percent, row)) for name, row in (*enumerate(rows), ("mean", mean))]
+        shares = [(layer.active, layer.predicted, layer.recall) for layer in evaluation.layers]
+        columns = ([x for x in column if x is not None] for column in zip(*shares, strict=True))
+        mean = [sum(column) / len(column) if column else None for column in columns]
+        shown = [(name, *map(_percent, row)) for name, row in (*enumerate(shares), ("mean", mean))]
         lines += ["", "Neurons of the dense run, and what the predictors say of them:", ""]
         lines += write_table("layer | active | predicted | recall", shown)
     return "\n".join(lines)
@@ -331,16 +332,6 @@ def _describe_reads(evaluation: Evaluation) -> list[str]:
             f"{run.left_out:.1%} left out; {read} read per token"
         )
     return ["", *lines] if lines else []
-
-
-def _list_figures(run: Run) -> tuple[str, ...]:
-    change = "-"
-    if run.name != "dense":
-        # The change of the mean loss in nats is, to first order, that of the perplexity in percent.
-        change = f"{run.loss_change:+z.2%} ± {run.loss_change_error:.2%}"
-    computed = "100 %" if run.predicted is None else _percent(run.predicted)
-    figures = f"{run.perplexity:.3f}", f"{run.bits_per_byte:.4f}", change, _percent(run.agreement)
-    return run.name, run.backend, run.predictor, *figures, computed, _percent(run.active)
 
 
 def _percent(share: float | None) -> str:

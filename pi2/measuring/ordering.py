@@ -273,8 +273,9 @@ def reorder_store(
         model = manifest.describe_model()
         assert orders.shape == (model.shape.layers, model.layer_neurons)
         orders = keep_groups(model, orders)
+        # The old place of the neuron at every new one.
         places = [
-            _find_places(layer.original, order)
+            np.argsort(layer.original)[order]
             for layer, order in zip(old.layers, orders, strict=True)
         ]
         with StoreWriter(
@@ -294,7 +295,11 @@ def reorder_store(
                 pieces = _gather(layer, places[number], writer.bundle.stride)
                 writer.write_layer(number, order, pieces)
                 progress("rewriting", (number + 1) / len(old.layers))
-            if manifest.predictor is None or _keeps_rows(old, places):
+            # Predictors' rows stay where the neurons of an expert stay in order among themselves.
+            if manifest.predictor is None or all(
+                bool((np.diff(_find_rows(model, layer.original, found)) == 1).all())
+                for layer, found in zip(old.layers, places, strict=True)
+            ):
                 entry = manifest.find_file(DENSE_FILE)
                 assert entry is not None
                 writer.adopt_file(path / DENSE_FILE, entry)
@@ -303,17 +308,13 @@ def reorder_store(
             for entry in manifest.files:
                 if entry.rows is None:
                     writer.adopt_file(path / entry.path, entry)
-            for name, content in _read_copies(path, manifest).items():
-                writer.add_note(name, content)
+            listed = {MANIFEST, *(entry.path for entry in manifest.files)}
+            for file in sorted(path.iterdir()):
+                own = file.is_file() and not file.is_symlink() and not file.name.startswith(".")
+                if own and file.name not in listed:
+                    writer.add_note(file.name, read_regular(file))
             written = writer.finish()
     return written
-
-
-def _find_places(original: I32, order: I32) -> I64:
-    """Old place of the neuron at every new one."""
-    place_of = np.empty(len(original), np.int64)
-    place_of[original] = np.arange(len(original))
-    return place_of[order]
 
 
 def repack_store(
@@ -407,28 +408,6 @@ def _find_rows(model: Model, original: I32, places: I64) -> I64:
     old_rows = np.empty(len(places), np.int64)
     old_rows[np.argsort(owners, kind="stable")] = np.arange(len(places))
     return old_rows[places[np.argsort(owners[places], kind="stable")]]
-
-
-def _keeps_rows(old: NeuronStore, places: list[I64]) -> bool:
-    """Whether every predictor's rows are in the new order as they are in the old one: so where
-    neurons of an expert stay in order among themselves."""
-    model = old.manifest.describe_model()
-    return all(
-        bool((np.diff(_find_rows(model, layer.original, found)) == 1).all())
-        for layer, found in zip(old.layers, places, strict=True)
-    )
-
-
-def _read_copies(path: Path, manifest: Manifest) -> dict[str, bytes]:
-    listed = {MANIFEST, *(entry.path for entry in manifest.files)}
-    return {
-        file.name: read_regular(file)
-        for file in sorted(path.iterdir())
-        if file.is_file()
-        and not file.is_symlink()
-        and file.name not in listed
-        and not file.name.startswith(".")
-    }
 
 
 def _describe_job(

@@ -327,7 +327,10 @@ def _train(
         rate = recipe.rate * min(1.0, step / 20) * min(1.0, 1.5 * (1 - (step - 1) / steps))
         gradients = [back.T @ inputs, slope.T @ middle, slope.sum(axis=0)]
         for array, gradient, mean, square in zip(arrays, gradients, means, squares, strict=True):
-            _step(array, gradient, mean, square, np.float32(rate), step)
+            mean += np.float32(0.1) * (gradient - mean)
+            square += np.float32(0.02) * (np.square(gradient) - square)
+            size = np.sqrt(square / np.float32(1 - 0.98**step)) + np.float32(1e-8)
+            array -= np.float32(rate) / np.float32(1 - 0.9**step) * mean / size
     return Weights(inner, outer, bias)
 
 
@@ -343,14 +346,6 @@ def _slope(scores: F32, active: Bits, active_weight: np.float32) -> F32:
     # Per token, not per score: the matrices would hardly move otherwise.
     scores /= len(scores)
     return scores
-
-
-def _step(array: F32, gradient: F32, mean: F32, square: F32, rate: np.float32, step: int) -> None:
-    mean += np.float32(0.1) * (gradient - mean)
-    square += np.float32(0.02) * (np.square(gradient) - square)
-    size = np.sqrt(square / np.float32(1 - 0.98**step))
-    size += np.float32(1e-8)
-    array -= rate / np.float32(1 - 0.9**step) * mean / size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

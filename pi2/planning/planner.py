@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pi2.costs.cost import Cost, cost_range, cost_resolved
+from pi2.costs.cost import Cost, cost_plan, cost_resolved
 from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rates
 from pi2.costs.settings import StoredLayout, read_stored
@@ -155,7 +155,10 @@ def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
     stored = read_stored(wish.store)
     problems: list[Problem] = []
     best: list[PlannedPlan] = []
-    bundles, units = list_bundles(wish.device, wish.model, stored), list_units(rates)
+    bundles, units = list_bundles(wish.device, wish.model, stored), [rates]
+    if rates.dense is not None:
+        # Using it costs a start in every layer.
+        units.append(replace(rates, dense=None))
     for bundle in bundles:
         found: list[PlannedPlan] = []
         for choice in units:
@@ -235,11 +238,6 @@ def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -
         yield f"{name} is left out: {why}."
 
 
-def list_units(rates: Rates) -> list[Rates]:
-    """The device with its NPU or GPU, and without: using it costs a start in every layer."""
-    return [rates] if rates.dense is None else [rates, replace(rates, dense=None)]
-
-
 def choose_goal(wish: Wish) -> Goal:
     if wish.objective == "energy":
         return "energy"
@@ -303,7 +301,7 @@ def finish_plan(
         wish=wish,
         values=values,
         resolved=resolved,
-        cost=cost_range(resolved, rates, **known),
+        cost=cost_plan(resolved, rates, **known),
         full_tokens_s=full.tokens_s,
     )
 

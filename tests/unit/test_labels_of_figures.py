@@ -10,7 +10,7 @@ import pytest
 
 from pi2.authoring.writing import write_document
 from pi2.costs.constants import Range
-from pi2.costs.cost import cost_range, cost_resolved
+from pi2.costs.cost import cost_plan, cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.fitting.budget import fit_plan
 from pi2.fitting.check import check_file
@@ -50,7 +50,7 @@ def predict(plan: ResolvedPlan, device: Device) -> tuple[float, float | None]:
 
 
 def find_range(plan: ResolvedPlan, device: Device) -> Range:
-    return cost_range(replace(plan, device=device)).range_tokens_s
+    return cost_plan(replace(plan, device=device)).range_tokens_s
 
 
 def read_values(device: Device) -> Any:
