@@ -15,14 +15,14 @@ from pi2.costs.reads import PAGE_BYTES
 from pi2.costs.settings import StoredLayout
 from pi2.diagnostics import UserError
 from pi2.fitting import find_whole_backend, list_usual_backends
-from pi2.fitting.budget import MIB, add_runtime, round_segment
+from pi2.fitting.budget import fit_plan, round_segment, write_memory
 from pi2.fitting.completion import resolve_values
-from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
+from pi2.fitting.sizes import count_unit_needs, describe_unit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType, PredictorMode, Segments
+from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.planning.search import Problem
@@ -67,22 +67,16 @@ def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
     assert backend is not None
     if backend.find_limits(describe_unit(resolved, name)):
         return None
-    sizes = {key: round_segment(need.bytes) for key, need in find_needs(resolved).items()}
-    other = sum(sizes.values())
-    budget = add_runtime(wish.model, other, resolved.list_unit_kinds())
-    sizes["runtime"] = (budget - other) // MIB * MIB
-    if wish.memory_bytes is not None and budget > wish.memory_bytes:
-        return None
-    values["memory"] = {
-        "budget": format_bytes(budget),
-        "segments": {key: format_bytes(sizes.get(key, 0)) for key in Segments.model_fields},
-    }
     need = round_segment(count_unit_needs(resolved)[name].bytes)
     own = wish.device.units[name].memory
     limit = wish.unit_memory.get(name, own.capacity if own is not None else None)
     if limit is None or need > limit:
         return None
     values["memory"]["units"] = {name: {"budget": format_bytes(need)}}
+    fitted = fit_plan(resolve_values(values, wish.device, wish.model), None).plan
+    if wish.memory_bytes is not None and fitted.memory.budget > wish.memory_bytes:
+        return None
+    values["memory"] |= write_memory(fitted)
     return resolve_values(values, wish.device, wish.model)
 
 
