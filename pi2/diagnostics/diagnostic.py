@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
 
@@ -106,6 +107,10 @@ class UserError(Exception):
         self.exit_code = exit_code
         self.sources: Mapping[str, str] = MappingProxyType(dict(sources or {}))
         super().__init__(self._summarise())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        known = {"exit_code": self.exit_code, "sources": dict(self.sources)}
+        return partial(type(self), **known), (self.diagnostics,)
 
     def _summarise(self) -> str:
         lines = []

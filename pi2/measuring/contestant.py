@@ -97,27 +97,6 @@ Recipe = Callable[[Progress], Any]
 """Makes an object with a ``close`` in the new process, to which it is sent as a pickle."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An exception on its way to the parent: `UserError` as its parts, a bug as its text."""
-
-    error: tuple[Any, ...] | None
-    text: str
-
-    @classmethod
-    def describe(cls, error: BaseException) -> _Failure:
-        parts = None
-        if isinstance(error, UserError):
-            parts = (error.diagnostics, error.exit_code, dict(error.sources))
-        return cls(parts, "".join(traceback.format_exception(error)))
-
-    def raise_again(self) -> None:
-        if self.error is not None:
-            diagnostics, exit_code, sources = self.error
-            raise UserError(diagnostics, exit_code=exit_code, sources=sources)
-        raise RuntimeError(f"the measured process failed:\n{self.text}")
-
-
 class Worker:
     """The caller's end.  Use it as a context manager; the process ends with it."""
 
@@ -171,7 +150,7 @@ class Worker:
             if kind == "progress":
                 progress(*value)
             elif kind == "failure":
-                value.raise_again()
+                raise value
             else:
                 return value
 
@@ -222,8 +201,11 @@ def _serve(pipe: Connection, recipe: Recipe) -> None:
         # The caller was interrupted too, or is gone: there is nobody to tell.
         pass
     except BaseException as error:
+        if not isinstance(error, UserError):
+            text = "".join(traceback.format_exception(error))
+            error = RuntimeError(f"the measured process failed:\n{text}")
         try:
-            pipe.send(("failure", _Failure.describe(error)))
+            pipe.send(("failure", error))
         except OSError:
             sys.exit(1)
     finally:
@@ -257,18 +239,24 @@ BUFFER_BYTES = 512 * 2**20
 """Size of the buffer that is read: far more than any cache."""
 PASSES = 4
 
-Reader = Callable[[], object]
-
 
 class BandwidthMeter:
     """Reads a large buffer with all threads and does next to nothing with it."""
 
     def __init__(self, threads: int, size_bytes: int, _progress: object = None) -> None:
-        self._threads = threads
         # Written once, so that every page is a page of its own.
         self._buffer = np.ones(size_bytes // 8, np.uint64)
         self._pool: ThreadPoolExecutor | None = None
-        self._reader, self._method = self._choose_reader()
+        try:
+            from pi2.measuring.read_kernel import CompiledReader
+
+            self._reader: Callable[[], object] = CompiledReader(self._buffer, threads=threads)
+            self._method = "compiled sum"
+        except ImportError:
+            pool = self._pool = ThreadPoolExecutor(threads)
+            parts = np.array_split(self._buffer, threads)
+            # numpy gives the GIL back while it reduces.
+            self._reader, self._method = lambda: list(pool.map(np.max, parts)), "numpy maximum"
         self._reader()
 
     def get_method(self) -> str:
@@ -286,17 +274,6 @@ class BandwidthMeter:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-
-    def _choose_reader(self) -> tuple[Reader, str]:
-        try:
-            from pi2.measuring.read_kernel import CompiledReader
-
-            return CompiledReader(self._buffer, threads=self._threads), "compiled sum"
-        except ImportError:
-            pool = self._pool = ThreadPoolExecutor(self._threads)
-            parts = np.array_split(self._buffer, self._threads)
-            # numpy gives the GIL back while it reduces.
-            return lambda: list(pool.map(np.max, parts)), "numpy maximum"
 
 
 class BandwidthLimit:

@@ -8,6 +8,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from pi2.arrays import U64
+from pi2.backends.compiler.vectors import constant, load, prefetch, store
 
 LINE_BYTES = 256
 """Bytes of one step of the loop: four vectors of 64."""
@@ -51,26 +52,16 @@ def _build_function(threads: int) -> tvm.tirx.PrimFunc:
                 first = T.floordiv(steps * T.Cast("int64", thread), T.int64(threads))
                 after = T.floordiv(steps * T.Cast("int64", thread + 1), T.int64(threads))
                 own = T.alloc_buffer((_STEP,), "int32")
-                for part in range(4):
-                    T.buffer_store(own, T.Broadcast(T.int32(0), _LANES), [_ramp(part * _LANES)])
+                parts = range(0, _STEP, _LANES)
+                for part in parts:
+                    store(own, part, constant(0, "int32", _LANES), _LANES)
                 with T.serial(after - first) as step:
                     base = (first + step) * T.int64(_STEP)
-                    for part in range(4):
-                        place = base + T.int64(part * _LANES)
-                        ahead = T.address_of(data[place + T.int64(AHEAD_BYTES // 4)])
-                        T.evaluate(_prefetch(ahead))
-                        value = own[_ramp(part * _LANES)] + data[_ramp(place)]
-                        T.buffer_store(own, value, [_ramp(part * _LANES)])
-                for part in range(4):
-                    place = thread * _STEP + part * _LANES
-                    T.buffer_store(sums, own[_ramp(part * _LANES)], [_ramp(place)])
+                    for part in parts:
+                        place = base + T.int64(part)
+                        prefetch(data, place + T.int64(AHEAD_BYTES // 4))
+                        value = load(own, part, _LANES) + load(data, place, _LANES)
+                        store(own, part, value, _LANES)
+                for part in parts:
+                    store(sums, thread * _STEP + part, load(own, part, _LANES), _LANES)
     return builder.get()
-
-
-def _ramp(base: object) -> object:
-    return T.Ramp(base, 1, _LANES)
-
-
-def _prefetch(address: object) -> object:
-    locality, data_cache = T.int32(3), T.int32(1)
-    return T.call_llvm_intrin("void", "llvm.prefetch", address, T.int32(0), locality, data_cache)
