@@ -2,7 +2,7 @@
 setting's time never depends on other settings, so a better figure never makes a prediction
 worse."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd, inf
 from typing import Literal
@@ -72,16 +72,6 @@ class IoChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
-    """Two reads of a neuron: its gate, then the rest of those whose gate is open."""
-
-    gate_bytes: int
-    """Bytes of the first read, in whole blocks."""
-    open_share: float
-    """Part of the neurons that need the second."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
     """A plan's way to read what a layer misses."""
 
@@ -96,8 +86,9 @@ class Reads:
     """Part of a neuron's time that a longer read takes once, for all of its neurons."""
     merge_gap: int | None = None
     """Most unwanted neurons read between two wanted ones; None if the order groups nothing."""
-    phases: Phases | None = None
-    """Reads of a neuron in two parts, its gate first."""
+    phases: tuple[int, float] | None = None
+    """Bytes of a first read, of a neuron's gate, in whole blocks, and the part of the neurons that
+    need a second one; None for one read."""
     stride: int = 0
     run: int = 1
     """Neurons of an expert that a request reads."""
@@ -116,8 +107,8 @@ class Reads:
     def read_bytes(self) -> float:
         if self.phases is None:
             return self.stride
-        rest = self.stride - self.phases.gate_bytes
-        return self.phases.gate_bytes + self.phases.open_share * rest
+        gate_bytes, open_share = self.phases
+        return gate_bytes + open_share * (self.stride - gate_bytes)
 
     def merge_dense(self, missing: float, absent: float) -> MergedReads | None:
         """The joint reads of an engine that has them; None if single reads are as good."""
@@ -213,7 +204,7 @@ def find_reads(
     if wanted.phases is None:
         choices = list_io_choices(flash, stride, range_bytes, place_s, run=run)
     else:
-        choices = _divide_reads(flash, stride, range_bytes, place_s, wanted.phases)
+        choices = list(_divide_reads(flash, stride, range_bytes, place_s, wanted.phases))
     same = [item for item in choices if item.engine == wanted.engine] or choices
 
     def distance(item: IoChoice) -> tuple[int, int]:
@@ -241,18 +232,15 @@ def find_reads(
 
 
 def _divide_reads(
-    flash: Flash, stride: int, range_bytes: int, place_s: float, phases: Phases
-) -> list[IoChoice]:
-    firsts = list_io_choices(flash, phases.gate_bytes, range_bytes, place_s)
-    rests = list_io_choices(flash, stride - phases.gate_bytes, range_bytes)
+    flash: Flash, stride: int, range_bytes: int, place_s: float, phases: tuple[int, float]
+) -> Iterator[IoChoice]:
+    gate_bytes, open_share = phases
+    rests = list_io_choices(flash, stride - gate_bytes, range_bytes)
     rest_s = {(item.engine, item.threads, item.depth): item.neuron_s for item in rests}
-    found = []
-    for item in firsts:
-        second_s = rest_s[(item.engine, item.threads, item.depth)]
-        neuron_s = item.neuron_s + phases.open_share * second_s
-        call_s, single_s = 2.0 * item.call_s, 2.0 * item.single_s
-        found.append(replace(item, neuron_s=neuron_s, call_s=call_s, single_s=single_s))
-    return found
+    for item in list_io_choices(flash, gate_bytes, range_bytes, place_s):
+        second_s = open_share * rest_s[(item.engine, item.threads, item.depth)]
+        both = {"call_s": 2.0 * item.call_s, "single_s": 2.0 * item.single_s}
+        yield replace(item, neuron_s=item.neuron_s + second_s, **both)
 
 
 def _make_waiting(

@@ -11,7 +11,7 @@ from pi2.arrays import F64
 from pi2.costs.activity import Policy, PredictorMode
 from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash
-from pi2.costs.reads import Phases, Reads, find_reads
+from pi2.costs.reads import Reads, find_reads
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import list_graph_tokens
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
@@ -325,15 +325,13 @@ def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
     return plan.io.merge_gap if stored is not None and stored.order == "expert" else None
 
 
-def _divide_bundle(resolved: ResolvedPlan, rates: Rates) -> Phases | None:
+def _divide_bundle(resolved: ResolvedPlan, rates: Rates) -> tuple[int, float] | None:
     """Two reads of a neuron, if the plan has them; pi2 measures reads of whole ones."""
     bundle = resolved.bundle
     if resolved.plan.pipeline.phases == 1 or rates.measured or not bundle.is_gated:
         return None
     first = round_up(bundle.first_bytes, find_block_bytes(resolved.device))
-    if first >= bundle.stride:
-        return None
-    return Phases(gate_bytes=first, open_share=rates.constants.up_down_share)
+    return None if first >= bundle.stride else (first, rates.constants.up_down_share)
 
 
 def share_cold(resolved: ResolvedPlan, position: int = POSITION) -> list[float]:

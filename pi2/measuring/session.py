@@ -119,16 +119,13 @@ class PlanContestant:
         if workload.kind == "pp":
             return None
         sequences = self._count_sequences(workload)
-        shared = self._find_shared_share(sequences)
+        shared = 1 / sequences
+        if self._model.plan.plan.decode.predictor != "none":
+            named = self._named[sequences]
+            shared = self._different[sequences] / named if named else 1.0
         return self._model.account.count_token_bytes(
             workload.mean_position, sequences, active, shared
         )
-
-    def _find_shared_share(self, sequences: int) -> float:
-        if self._model.plan.plan.decode.predictor == "none":
-            return 1 / sequences
-        named = self._named[sequences]
-        return self._different[sequences] / named if named else 1.0
 
     def close(self) -> None:
         self._model.close()

@@ -324,11 +324,17 @@ def measure_machine(place: Path, progress: Progress) -> Measurements:
     """Measure everything in rounds at ``place``, a folder or store: drift shows in the spread.
     UserError P340 without the cpu backend, P341 if nothing can be read."""
     machine = detect_machine()
-    check_backend(machine)
+    from pi2.backends.cpu import backend as cpu
+
+    features = frozenset(machine.features)
+    if obstacles := cpu.find_obstacles(features, machine.architecture):
+        raise UserError.of(
+            "P340",
+            f"pi2's kernels cannot run here, so they cannot be measured: {'; '.join(obstacles)}",
+            help="install the missing part: `pi2 doctor` names it",
+        )
     threads = machine.cores
-    recipe = KernelRecipe(
-        threads=threads, features=frozenset(machine.features), architecture=machine.architecture
-    )
+    recipe = KernelRecipe(threads=threads, features=features, architecture=machine.architecture)
     found = _Rounds(dict)
     begun = time.monotonic()
     with ExitStack() as stack:
@@ -353,7 +359,8 @@ def measure_machine(place: Path, progress: Progress) -> Measurements:
             found.add("steady", {(): bench.call("measure_steady", STEADY_PIECES)})
             # Where kernels had to be compiled first, fewer rounds are left.
             limit_s = ROUNDS_S - max(start - begun - USUAL_START_S, 0.0)
-            if not has_time(time.monotonic() - start, number + 1, limit_s):
+            done, passed_s = number + 1, time.monotonic() - start
+            if done >= LEAST_ROUNDS and passed_s * (done + 1) / done > limit_s:
                 break
         while time.monotonic() - start <= limit_s + AGAIN_S:
             if not _measure_again(found, reads, bench, small):
@@ -375,11 +382,6 @@ def measure_machine(place: Path, progress: Progress) -> Measurements:
         steady_s=found["steady"][()],
         accelerators=measure_accelerators(progress, rounds=1 if late else UNIT_ROUNDS),
     )
-
-
-def has_time(passed_s: float, done: int, limit_s: float = ROUNDS_S) -> bool:
-    """Whether another round fits after ``done`` of them."""
-    return done < LEAST_ROUNDS or passed_s * (done + 1) / done <= limit_s
 
 
 def _measure_again(found: _Rounds, reads: Sequence[ReadSpec], bench: Worker, small: Worker) -> bool:
@@ -408,16 +410,3 @@ class _Rounds(defaultdict[str, dict[Key, list[float]]]):
     def add(self, kind: str, more: dict[Key, list[float]]) -> None:
         for key, values in more.items():
             self[kind].setdefault(key, []).extend(values)
-
-
-def check_backend(machine: Machine) -> None:
-    """UserError P340 where there are no kernels to measure."""
-    from pi2.backends.cpu import backend as cpu
-
-    obstacles: Sequence[str] = cpu.find_obstacles(frozenset(machine.features), machine.architecture)
-    if obstacles:
-        raise UserError.of(
-            "P340",
-            f"pi2's kernels cannot run here, so they cannot be measured: {'; '.join(obstacles)}",
-            help="install the missing part: `pi2 doctor` names it",
-        )
