@@ -109,8 +109,8 @@ class UserError(Exception):
         super().__init__(self._summarise())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        known = {"exit_code": self.exit_code, "sources": dict(self.sources)}
-        return partial(type(self), **known), (self.diagnostics,)
+        make = partial(type(self), exit_code=self.exit_code, sources=dict(self.sources))
+        return make, (self.diagnostics,)
 
     def _summarise(self) -> str:
         lines = []

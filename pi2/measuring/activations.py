@@ -46,7 +46,11 @@ BATCHES = (1, 2, 3, 4)
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over the tokens so far, neurons in stored order."""
+    """Sums over the tokens so far, neurons in stored order; an observer of FFNs
+    (`pi2.engine.parts`) that adds to them."""
+
+    largest: float | None
+    """Share of a token's neurons that counts as active; None counts all but zeros."""
 
     fired: I64
     """Batches in which a neuron fired at least once [layers, batch sizes, neurons]."""
@@ -60,49 +64,44 @@ class Counts:
     """Sums of u u^T over the FFN's inputs [layers, hidden, hidden]; [0, 0, 0] if not wanted."""
 
     @classmethod
-    def make(cls, layers: int, neurons: int, samples: int, moments_of: int = 0) -> Counts:
-        """Empty counts of ``samples`` spread neurons; ``moments_of``: input width, or 0."""
-        chosen = np.unique(np.linspace(0, neurons - 1, min(samples, neurons)).astype(np.int32))
+    def make(cls, request: BuildRequest, options: RecordingOptions) -> Counts:
+        """Empty counts; the sampled neurons are spread over a layer."""
+        layers, neurons = request.model.shape.layers, request.neurons
+        width = request.model.stored_neuron_width if options.moments else 0
+        spread = np.linspace(0, neurons - 1, min(options.samples, neurons))
+        chosen = np.unique(spread.astype(np.int32))
         return cls(
+            largest=options.largest,
             fired=np.zeros((layers, len(BATCHES), neurons), np.int64),
             groups=np.zeros((layers, len(BATCHES)), np.int64),
             together=np.zeros((layers, len(chosen), len(chosen)), np.int64),
             samples=chosen,
-            moments=np.zeros((layers if moments_of else 0, moments_of, moments_of), np.float32),
+            moments=np.zeros((layers if width else 0, width, width), np.float32),
         )
-
-    def list_sums(self) -> dict[str, npt.NDArray[Any]]:
-        names = ("fired", "groups", "together", "moments")
-        return {name: getattr(self, name) for name in names}
-
-
-class ActivationCounter:
-    """An observer of FFNs (`pi2.engine.parts`) that adds to ``counts``."""
-
-    def __init__(self, counts: Counts, largest: float | None) -> None:
-        """``largest``: share of a token's neurons that counts as active; None: non-zero ones."""
-        self.counts = counts
-        self._largest = largest
 
     def __call__(
         self, layer: int, inputs: F32, activations: F32, routing: Routing | None = None
     ) -> None:
-        active = find_active(activations, self._largest)
-        if routing is not None and self._largest is not None:
+        active = find_active(activations, self.largest)
+        if routing is not None and self.largest is not None:
             # The share is of the neurons that compute: of those of its experts.
             computing = routing.computes[:, routing.owners]
-            share = self._largest * float(computing.mean())
+            share = self.largest * float(computing.mean())
             active = find_active(activations, share) & computing
         for place, batch in enumerate(BATCHES):
             groups = len(active) // batch
             # Tokens of a batch stand far apart, as those of different sequences do.
             united = active[: groups * batch].reshape(batch, groups, -1).any(axis=0)
-            self.counts.fired[layer, place] += united.sum(axis=0)
-            self.counts.groups[layer, place] += groups
-        sampled = active[:, self.counts.samples].astype(np.float32)
-        self.counts.together[layer] += (sampled.T @ sampled).astype(np.int64)
-        if len(self.counts.moments):
-            self.counts.moments[layer] += inputs.T @ inputs
+            self.fired[layer, place] += united.sum(axis=0)
+            self.groups[layer, place] += groups
+        sampled = active[:, self.samples].astype(np.float32)
+        self.together[layer] += (sampled.T @ sampled).astype(np.int64)
+        if len(self.moments):
+            self.moments[layer] += inputs.T @ inputs
+
+    def list_sums(self) -> dict[str, npt.NDArray[Any]]:
+        names = ("fired", "groups", "together", "moments")
+        return {name: getattr(self, name) for name in names}
 
 
 def find_active(activations: F32, largest: float | None) -> Bits:
@@ -184,10 +183,10 @@ def record_activations(
     text and backend, P664 for a foreign folder, P665 for smooth activations, P666 if writing
     fails."""
     chosen = options or RecordingOptions()
-    counter: ActivationCounter | None = None
+    counts: Counts | None = None
 
     def observe(executor: Executor, request: BuildRequest) -> DenseObserver:
-        nonlocal counter
+        nonlocal counts
         if request.model.is_smooth and chosen.largest is None:
             experts = "; --routing records its experts" if request.model.moe is not None else ""
             raise UserError.of(
@@ -197,14 +196,11 @@ def record_activations(
                 help="use --largest 0.5 to count the larger half of a token's neurons as active"
                 + experts,
             )
-        shape = request.model.shape
-        width = request.model.stored_neuron_width if chosen.moments else 0
-        counts = Counts.make(shape.layers, request.neurons, chosen.samples, width)
-        counter = ActivationCounter(counts, chosen.largest)
-        return DenseObserver(executor, request, counter)
+        counts = Counts.make(request, chosen)
+        return DenseObserver(executor, request, counts)
 
     with load(plan, set=overrides, progress=progress, make_observer=observe) as model:
-        assert counter is not None
+        assert counts is not None
         windows = passages.cut(model)
         texts = [hashlib.sha256(text.encode()).hexdigest() for text in passages.texts]
         counted = {"context": passages.context, "windows": passages.count, **asdict(chosen)}
@@ -213,7 +209,7 @@ def record_activations(
         known = _prepare_folder(folder, job, replace=replace)
         if known is not None:
             return known
-        first = _restore(folder, job, counter.counts)
+        first = _restore(folder, job, counts)
         saved, pause_s = time.monotonic(), SAVE_S
         for number in range(first, len(windows)):
             progress("recording", number / len(windows))
@@ -221,16 +217,16 @@ def record_activations(
                 pass
             if time.monotonic() - saved > pause_s:
                 saving = time.monotonic()
-                _save(folder, job, number + 1, counter.counts)
+                _save(folder, job, number + 1, counts)
                 saved = time.monotonic()
                 # Moments are large: most of the time is for counting.
                 pause_s = max(SAVE_S, 20 * (saved - saving))
         original = np.stack([layer.original for layer in model.store.layers])
-        summary = summarise_counts(counter.counts, model.plan.model, job)
+        summary = summarise_counts(counts, model.plan.model, job)
         notes = note_identity(model.store)
-        _write(folder / ACTIVATIONS, encode_activations(counter.counts, original, notes))
-        _write(folder / COACTIVATIONS, encode_coactivations(counter.counts, original, notes))
-        for layer, moments in enumerate(counter.counts.moments):
+        _write(folder / ACTIVATIONS, encode_activations(counts, original, notes))
+        _write(folder / COACTIVATIONS, encode_coactivations(counts, original, notes))
+        for layer, moments in enumerate(counts.moments):
             path = folder / name_moments(layer)
             path.parent.mkdir(exist_ok=True)
             buffer = io.BytesIO()
