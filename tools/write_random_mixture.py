@@ -23,9 +23,9 @@ from gguf import GGML_QUANT_SIZES, GGUFValueType, GGUFWriter
 from limited.random_gguf import OUTPUT_SHARE, add_tokenizer
 from limited.shapes import Shape, Tensor, read_shapes
 from pi2.arrays import U8
-from pi2.costs.activity import find_routing_law
 from pi2.formats import find_format
 from synthesis.routers import solve_correlation, solve_deviation, spread_popularity
+from synthesis.routing import describe_law
 
 POOL_BLOCKS = 1 << 17
 """Different blocks of a tensor, which repeat."""
@@ -51,7 +51,7 @@ class Routing:
     """Embedding and routers of a mixture whose choices have published statistics."""
 
     def __init__(self, own: Shape) -> None:
-        popular, self._reuse = find_routing_law(own.experts).describe(own.active / own.experts)
+        popular, self._reuse = describe_law(own.experts, own.active / own.experts)
         sizes = own.experts, own.active
         self._deviation = solve_deviation(*sizes, round(popular, 3))
         self._correlation = solve_correlation(*sizes, self._deviation, round(self._reuse, 3))

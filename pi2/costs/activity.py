@@ -51,35 +51,17 @@ _CROWDED = 0.3
 _STEPS = 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingLaw:
-    """How the tokens of a text choose experts."""
-
-    spread: float
-    """How far the means of experts' scores are apart, in standard deviations of a score."""
-    repeat: float
-    """Part of a choice that the previous token decides, beyond the usual repetition of the text."""
-
-    def describe(self, active: float) -> tuple[float, float]:
-        """Of a token that chooses the share ``active``: the share of a layer's experts that make
-        80 % of the choices, and the share of its experts that the token before chose."""
-        hotness = Hotness(active=active, spread=self.spread)
-        chances = average_chances(hotness)
-        usual = float((chances**2).sum() / chances.sum())
-        return measure_skew(hotness), usual + self.repeat * (1.0 - usual)
-
-
 LASTING_SPREAD = 0.13
 """Popularity that experts have in all texts: a list of the hottest 6 % of them hits 10 %."""
 
 
-def find_routing_law(experts: int, constants: Constants | None = None) -> RoutingLaw:
-    """The law of an MoE model: the more experts it has, up to 128, the more special they are."""
+def find_routing_law(experts: int, constants: Constants | None = None) -> tuple[float, float]:
+    """How far the means of experts' scores are apart, in standard deviations of a score, and the
+    part of a choice that the previous token decides, beyond the usual repetition of the text: the
+    more experts a mixture has, up to 128, the more special they are."""
     constants, doublings = constants or Constants(), log2(experts)
     share, repeats = min(max(doublings - 3.0, 0.0) / 4.0, 1.0), min(max(doublings - 6.0, 0.0), 1.0)
-    return RoutingLaw(
-        spread=constants.routing_spread * share, repeat=constants.routing_repeat * repeats
-    )
+    return constants.routing_spread * share, constants.routing_repeat * repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,14 +343,15 @@ def describe_routing(model: Model, constants: Constants) -> Described:
     """Popularity and repetition of experts."""
     moe = model.moe
     assert moe is not None
-    active, law = moe.active_experts / moe.experts, find_routing_law(moe.experts, constants)
+    spread, repeat = find_routing_law(moe.experts, constants)
+    active = moe.active_experts / moe.experts
     layer = LayerActivity(
-        named=Hotness(active=active, spread=law.spread),
+        named=Hotness(active=active, spread=spread),
         chosen=1.0,
         neurons=model.layer_neurons,
-        again=law.repeat,
+        again=repeat,
         grain=model.shape.ffn,
-        lasting=Hotness(active=active, spread=min(law.spread, LASTING_SPREAD)),
+        lasting=Hotness(active=active, spread=min(spread, LASTING_SPREAD)),
     )
 
     @cache  # layers that are alike stay the same object

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -347,10 +348,11 @@ class Steps:
         shape, layers = self._model.shape, self._sizes.layers
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         projected = qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query
+        state = partial(StepFacts, width=self._sizes.width)
         neurons = self._sizes.dense_neurons
         dense = 3 * neurons * self._model.stored_neuron_width
         for count in TOKENS:
-            facts = self._state("project-many", count, operations=2.0 * count * projected)
+            facts = state(kernel="project-many", size=count, operations=2.0 * count * projected)
             yield (
                 facts,
                 make_timer(self._begin(count, lambda at: self._executor.attend(at % layers, 0))),
@@ -361,13 +363,13 @@ class Steps:
             self._executor.add_dense(0, self._probed.arena[start : start + neurons])
 
         for count in TOKENS:
-            facts = self._state("dense", count, operations=2.0 * count * dense)
-            facts = replace(facts, read_bytes=neurons * self._probed.used_bytes)
+            work, size_bytes = 2.0 * count * dense, neurons * self._probed.used_bytes
+            facts = state(kernel="dense", size=count, operations=work, read_bytes=size_bytes)
             yield facts, make_timer(self._begin(count, add_dense))
         for missing in self._sizes.missing:
             look_up = self._make_look_up(missing)
             base = self._make_look_up(0) if missing else None
-            yield self._state("look-up", missing), make_timer(look_up, base, self.stir)
+            yield state(kernel="look-up", size=missing), make_timer(look_up, base, self.stir)
         self.stir(0)
         slots = synthetic.choose_slots(self._sizes.gathered[0], self._sizes.arena_neurons, VARIANTS)
 
@@ -380,10 +382,7 @@ class Steps:
             time.sleep(REST_US / 1e6)
             return compute(index)
 
-        yield self._state("wake", REST_US), make_timer(rest, compute)
-
-    def _state(self, kernel: KernelName, size: int, operations: float | None = None) -> StepFacts:
-        return StepFacts(kernel=kernel, size=size, operations=operations, width=self._sizes.width)
+        yield state(kernel="wake", size=REST_US), make_timer(rest, compute)
 
     def stir(self, index: int) -> None:
         """Read a layer's projections, and make the FFN's input anew: all ones."""

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pi2.costs.activity import find_routing_law
+from pi2.costs.activity import average_chances, find_routing_law
+from pi2.costs.hotness import Hotness, measure_skew
 from pi2.diagnostics import UserError
 from pi2.measuring.routing import measure_locality, read_trace
 
@@ -27,9 +28,18 @@ class Routing:
 
 def publish_routing(experts: int, chosen: int) -> Routing:
     """Routing with which caches hit as often as was published of such mixtures."""
-    active = chosen / experts
-    popular, reuse = find_routing_law(experts).describe(active)
+    popular, reuse = describe_law(experts, chosen / experts)
     return Routing(popular=(round(popular, 3),), reuse=round(reuse, 3))
+
+
+def describe_law(experts: int, active: float) -> tuple[float, float]:
+    """Of a token that chooses the share ``active``: the share of a layer's experts that make 80 %
+    of the choices, and the share of its experts that the token before chose."""
+    spread, repeat = find_routing_law(experts)
+    hotness = Hotness(active=active, spread=spread)
+    chances = average_chances(hotness)
+    usual = float((chances**2).sum() / chances.sum())
+    return measure_skew(hotness), usual + repeat * (1.0 - usual)
 
 
 def read_routing(name: str, experts: int, chosen: int) -> Routing | None:
