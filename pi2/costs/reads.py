@@ -239,8 +239,9 @@ def _divide_reads(
     rest_s = {(item.engine, item.threads, item.depth): item.neuron_s for item in rests}
     for item in list_io_choices(flash, gate_bytes, range_bytes, place_s):
         second_s = open_share * rest_s[(item.engine, item.threads, item.depth)]
-        both = {"call_s": 2.0 * item.call_s, "single_s": 2.0 * item.single_s}
-        yield replace(item, neuron_s=item.neuron_s + second_s, **both)
+        call_s, single_s = 2.0 * item.call_s, 2.0 * item.single_s
+        neuron_s = item.neuron_s + second_s
+        yield replace(item, neuron_s=neuron_s, call_s=call_s, single_s=single_s)
 
 
 def _make_waiting(
