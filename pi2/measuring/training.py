@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -94,16 +93,6 @@ class LayerFit:
         weights = self.tokens if any(self.tokens) else [1] * len(self.tokens)
         pairs = zip(shares, weights, strict=True)
         return sum(share * weight for share, weight in pairs) / sum(weights)
-
-
-def fit_predictors(
-    samples: Sequence[LayerSamples], resolved: ResolvedPlan, recipe: Recipe, rank: int | None
-) -> LayerFit:
-    """Fit a layer's predictors with ``rank``, or the rank that suits its busiest expert."""
-    if rank is None:
-        rank = choose_rank(max(samples, key=len), resolved, recipe)
-    precision = resolved.model.quantization.predictor
-    return fit_experts(samples, round_up(rank, GROUP), recipe, precision)
 
 
 def fit_experts(
@@ -313,8 +302,13 @@ def train_predictors(
         # Products of small layers keep one core busy: they are trained side by side.
         is_small = resolved.model.stored_neuron_width * resolved.model.shape.ffn <= _SMALL_WEIGHTS
         with ThreadPoolExecutor((os.cpu_count() or 1) if is_small else 1) as pool:
-            work = partial(fit_predictors, resolved=resolved, recipe=chosen, rank=rank)
-            for fit in pool.map(work, samples):
+
+            def fit_layers(own: Sequence[LayerSamples]) -> LayerFit:
+                wanted = rank or choose_rank(max(own, key=len), resolved, chosen)
+                precision = resolved.model.quantization.predictor
+                return fit_experts(own, round_up(wanted, GROUP), chosen, precision)
+
+            for fit in pool.map(fit_layers, samples):
                 fits.append(fit)
                 progress("training", len(fits) / len(samples))
     new_plan = publish_predictors(resolved, fits, output)

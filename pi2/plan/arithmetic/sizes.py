@@ -3,7 +3,7 @@ the plan costs of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from math import ceil
 from typing import TYPE_CHECKING
@@ -174,7 +174,8 @@ def need_cold(resolved: ResolvedPlan) -> Need:
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "none":
         return Need(0, "nothing, the predictor is none: cold neurons stream through the workspace")
-    share = _expect_active(resolved)
+    known = find_active_share(resolved, max)
+    share = UNKNOWN_ACTIVE if known is None else known
     computed = model.shape.ffn * model.most_active
     least = PART_NEURONS if resolved.names_by_cutoff else MIN_COLD_NEURONS
     wanted = max(least, ceil(share * computed))
@@ -195,23 +196,6 @@ def _count_resident(resolved: ResolvedPlan, layer: ResolvedLayer) -> int:
     if layer.dense is not None and resolved.goes_on_without(layer.dense.unit):
         return len(layer.own_hot)
     return layer.hot_neurons
-
-
-def _expect_active(resolved: ResolvedPlan) -> float:
-    """Share of a layer's neurons, of its active experts', that decoding a token takes."""
-    plan, model = resolved.plan, resolved.model
-    if plan.decode.predictor == "router":
-        return 1.0
-    if plan.decode.predictor == "gate" and resolved.thresholds is not None:
-        return max(layer.computed for layer in resolved.thresholds.layers)
-    if resolved.names_by_cutoff:
-        return max(1.0 - model.blocks[layer].ffn.closed for layer in resolved.named_layers)
-    predictor = model.predictor if plan.decode.predictor == "low-rank" else None
-    if predictor is not None and predictor.active is not None:
-        return predictor.active
-    if model.sparsity is not None:
-        return model.sparsity.active
-    return UNKNOWN_ACTIVE
 
 
 def count_staged_neurons(resolved: ResolvedPlan) -> int:
@@ -319,17 +303,21 @@ SKEWED_PART = 0.8
 """Part of the activations that ``sparsity.skew`` speaks of."""
 
 
-def find_active_share(resolved: ResolvedPlan) -> float | None:
+def find_active_share(
+    resolved: ResolvedPlan,
+    choose: Callable[[Sequence[float]], float] = lambda shares: sum(shares) / len(shares),
+) -> float | None:
     """Share of a layer's neurons, of its active experts', that a token takes where neurons are
-    named; None where nothing is known."""
+    named, ``choose`` of the layers'; None where nothing is known."""
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "none":
         return None
     if plan.decode.predictor == "router":
         return 1.0
+    if plan.decode.predictor == "gate" and resolved.thresholds is not None:
+        return choose([layer.computed for layer in resolved.thresholds.layers])
     if resolved.names_by_cutoff:
-        closed = [model.blocks[layer].ffn.closed for layer in resolved.named_layers]
-        return 1.0 - sum(closed) / len(closed)
+        return choose([1.0 - model.blocks[layer].ffn.closed for layer in resolved.named_layers])
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         if model.predictor.active is not None:
             return model.predictor.active
