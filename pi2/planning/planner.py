@@ -12,16 +12,18 @@ from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rates
 from pi2.costs.settings import StoredLayout, read_stored
 from pi2.diagnostics import UserError
-from pi2.fitting.budget import MIB, Shortage, fit_plan, write_memory
+from pi2.fitting import find_whole_backend, list_usual_backends
+from pi2.fitting.budget import MIB, Shortage, fit_plan, round_segment, write_memory
 from pi2.fitting.completion import resolve_values
-from pi2.fitting.sizes import find_needs
+from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
-from pi2.plan.documents.plan import PredictorMode
+from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
     compare_bytes,
+    format_bytes,
     write_least,
 )
 from pi2.plan.weights.layout import BundleLayout, round_up
@@ -30,14 +32,22 @@ from pi2.planning.refinement import (
     Decision,
     LayoutDecision,
     list_bundles,
-    list_whole_plans,
     needs_rewriting,
     refine_values,
 )
 from pi2.planning.search import Goal, Problem, count_least, find_best, list_predictors, pose_problem
-from pi2.planning.wish import Wish, check_device_memory, list_split_units, reach_speed, write_values
+from pi2.planning.wish import (
+    Wish,
+    check_device_memory,
+    list_split_units,
+    make_plan_values,
+    reach_speed,
+    write_values,
+)
 from pi2.progress import Progress, ignore_progress
 
+_CHUNK = 256
+"""Tokens of a chunk of a unit with the whole model."""
 _PROMPTS_WORTH = 0.03
 """Part of a token's time that prompts on another unit are worth."""
 _SPARE = 1.1
@@ -135,19 +145,53 @@ def _plan_within(
 def _plan_whole(wish: Wish) -> PlannedPlan | None:
     """The best plan whose GPU or NPU has the whole model; None where it has no room for it."""
     bundle = list_bundles(wish.device, wish.model, read_stored(wish.store))[0]
-    modes, _ = list_predictors(wish)
     every: PredictorMode = "none" if wish.model.moe is None else "router"
-    found = [
-        PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
-        for values, resolved, cost in list_whole_plans(
-            wish, bundle, tuple(dict.fromkeys((*modes, every)))
-        )
-    ]
+    modes = dict.fromkeys((*list_predictors(wish)[0], every))
+    types: tuple[KvType, ...] = ("fp16",) if wish.exact else ("fp16", "int8")
+    found: list[PlannedPlan] = []
+    for name, unit in wish.device.units.items():
+        backend = list_usual_backends().get(unit.kind)
+        if unit.memory is None or unit.emulated or backend is None:
+            continue
+        if find_whole_backend(backend) is None:
+            continue
+        try:
+            rates = read_whole_rates(wish.device, name)
+        except UserError:
+            continue
+        for predictor, kv in itertools.product(modes, types):
+            chunk = min(_CHUNK, wish.context)
+            values = make_plan_values(wish, predictor=predictor, kv=kv, chunk=chunk, bundle=bundle)
+            values["backends"] = {unit.kind: backend}
+            values["layers"] = {"split": {name: 1.0}, "hot": 1.0}
+            if (resolved := _fit_whole(wish, name, values)) is not None:
+                cost = cost_resolved(resolved, rates, store=wish.store)
+                found.append(PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost))
     if not found:
         return None
     best = min(found, key=lambda item: score_plan(wish, item))
     rates = read_whole_rates(wish.device, best.resolved.sparse_unit)
     return finish_plan(wish, best.values, best.resolved, rates)
+
+
+def _fit_whole(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
+    """Fit the plan's memories to their needs; None if too large, or not computable."""
+    resolved = resolve_values(values, wish.device, wish.model)
+    backend = find_whole_backend(resolved.name_backend(name))
+    assert backend is not None
+    if backend.find_limits(describe_unit(resolved, name)):
+        return None
+    need = round_segment(count_unit_needs(resolved)[name].bytes)
+    own = wish.device.units[name].memory
+    limit = wish.unit_memory.get(name, own.capacity if own is not None else None)
+    if limit is None or need > limit:
+        return None
+    values["memory"]["units"] = {name: {"budget": format_bytes(need)}}
+    fitted = fit_plan(resolve_values(values, wish.device, wish.model), None).plan
+    if wish.memory_bytes is not None and fitted.memory.budget > wish.memory_bytes:
+        return None
+    values["memory"] |= write_memory(fitted)
+    return resolve_values(values, wish.device, wish.model)
 
 
 def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:

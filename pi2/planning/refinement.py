@@ -9,76 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
-from pi2.costs.cost import Cost, cost_resolved
-from pi2.costs.rates import read_whole_rates
+from pi2.costs.cost import Cost
 from pi2.costs.reads import PAGE_BYTES
 from pi2.costs.settings import StoredLayout
-from pi2.diagnostics import UserError
-from pi2.fitting import find_whole_backend, list_usual_backends
-from pi2.fitting.budget import fit_plan, round_segment, write_memory
-from pi2.fitting.completion import resolve_values
-from pi2.fitting.sizes import count_unit_needs, describe_unit
-from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.planning.search import Problem
-from pi2.planning.wish import Wish, make_plan_values
-
-_CHUNK = 256
-
-
-def list_whole_plans(
-    wish: Wish, bundle: BundleLayout, predictors: tuple[PredictorMode, ...]
-) -> Iterator[tuple[Values, ResolvedPlan, Cost]]:
-    """Plans for each unit with memory, rates and a backend, by predictor and KV type."""
-    types: tuple[KvType, ...] = ("fp16",) if wish.exact else ("fp16", "int8")
-    usual = list_usual_backends()
-    for name, unit in wish.device.units.items():
-        backend = usual.get(unit.kind)
-        if unit.memory is None or unit.emulated or backend is None:
-            continue
-        if find_whole_backend(backend) is None:
-            continue
-        try:
-            rates = read_whole_rates(wish.device, name)
-        except UserError:
-            continue
-        for predictor in predictors:
-            for kv in types:
-                values = make_plan_values(
-                    wish, predictor=predictor, kv=kv, chunk=min(_CHUNK, wish.context), bundle=bundle
-                )
-                values["backends"] = {unit.kind: backend}
-                values["layers"] = {"split": {name: 1.0}, "hot": 1.0}
-                resolved = _fit(wish, name, values)
-                if resolved is None:
-                    continue
-                yield values, resolved, cost_resolved(resolved, rates, store=wish.store)
-
-
-def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
-    """Fit the plan's memories to their needs; None if too large, or not computable."""
-    resolved = resolve_values(values, wish.device, wish.model)
-    backend = find_whole_backend(resolved.name_backend(name))
-    assert backend is not None
-    if backend.find_limits(describe_unit(resolved, name)):
-        return None
-    need = round_segment(count_unit_needs(resolved)[name].bytes)
-    own = wish.device.units[name].memory
-    limit = wish.unit_memory.get(name, own.capacity if own is not None else None)
-    if limit is None or need > limit:
-        return None
-    values["memory"]["units"] = {name: {"budget": format_bytes(need)}}
-    fitted = fit_plan(resolve_values(values, wish.device, wish.model), None).plan
-    if wish.memory_bytes is not None and fitted.memory.budget > wish.memory_bytes:
-        return None
-    values["memory"] |= write_memory(fitted)
-    return resolve_values(values, wish.device, wish.model)
-
 
 MOST_PADDING = 1.25
 """Ratio of a page's to a block's distance that is not worth a plan: small neurons."""
