@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from pi2.cli.options import read_model
 from pi2.engine.loading import read_tokenizer
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.measuring.texts import Scores, Window, cut_texts, cut_windows, read_texts
+from pi2.measuring.texts import Passages, Scores, Window, read_texts
 from pi2.model.tensor import EMBEDDING, HEAD, HEAD_BIAS
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
@@ -159,9 +158,8 @@ def measure_conversion(
     """Score ``texts`` by both weights, densely in float32; UserError P660 for too little text."""
     with NeuronStore.open(store, model=model) as opened:
         context = min(CONTEXT, model.shape.context)
-        cut = partial(cut_windows, context=context, stride=context)
         tokenizer = read_tokenizer(opened.tokenizer_path)
-        windows = cut_texts(texts, tokenizer, model, cut, WINDOWS)
+        windows = Passages(texts, count=WINDOWS).cut_for(tokenizer, model, context, context)
         source = CheckpointWeights(open_checkpoint(checkpoint), model)
         before = score_layerwise(
             source, model, windows, lambda share: progress("the checkpoint's perplexity", share)

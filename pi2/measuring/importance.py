@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +19,7 @@ from pi2.backends.reference.instructions.products import list_pairs, read_inputs
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.quantize import Wish, name_matrices, quantize_checkpoint
 from pi2.importing.quantizers import Importance, name_experts
-from pi2.measuring.texts import cut_texts, cut_windows, read_texts
+from pi2.measuring.texts import Passages, read_texts
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
@@ -55,9 +54,7 @@ def record_importance(
         names = name_matrices(checkpoint, model, file, wish)
         plan = read_plan(file, overrides=settings, files=FileFiller())
         with load(plan, progress=progress) as loaded:
-            cut = partial(cut_windows, context=context, stride=context)
-            own = loaded.plan.model
-            windows = cut_texts(read_texts(texts), loaded.coder, own, cut, WINDOWS)
+            windows = Passages(read_texts(texts), context=context, count=WINDOWS).cut(loaded)
             recorder = _Recorder(cast("BlockModel", loaded._parts.model.program))
             for number, window in enumerate(windows):
                 for _ in loaded.iterate_logits(window.tokens):

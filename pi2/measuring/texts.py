@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -87,29 +86,23 @@ class Passages:
                 f"a context of {size} tokens and a stride of {step} do not fit kv.context = {room}",
                 help="the context is at most kv.context, the stride at most the context",
             )
-        cut = partial(cut_windows, context=size, stride=step)
-        return cut_texts(self.texts, model.coder, model.plan.model, cut, self.count)
+        return self.cut_for(model.coder, model.plan.model, size, step)
 
-
-def cut_texts(
-    texts: Sequence[str],
-    tokenizer: Coder,
-    model: Model,
-    cut: Callable[..., list[Window]],
-    count: int | None,
-) -> list[Window]:
-    """Windows that ``cut`` makes, at most ``count`` of them, evenly spread; UserError P660."""
-    begin = model.tokenizer.bos if model.tokenizer.add_bos else None
-    ids = (encode_text(tokenizer, text) for text in texts)
-    windows = [window for item in ids for window in cut(item, begin=begin)]
-    if not windows:
-        raise UserError.of(
-            "P660", "the text has fewer than two tokens", help="give a few pages of text"
-        )
-    if count is None or count >= len(windows):
-        return windows
-    chosen = np.linspace(0, len(windows) - 1, count).round().astype(int)
-    return [windows[index] for index in chosen]
+    def cut_for(self, coder: Coder, model: Model, size: int, step: int) -> list[Window]:
+        """Windows of ``size`` tokens, ``step`` apart; UserError P660."""
+        begin = model.tokenizer.bos if model.tokenizer.add_bos else None
+        ids = (encode_text(coder, text) for text in self.texts)
+        windows = [
+            window for x in ids for window in cut_windows(x, begin=begin, context=size, stride=step)
+        ]
+        if not windows:
+            raise UserError.of(
+                "P660", "the text has fewer than two tokens", help="give a few pages of text"
+            )
+        if self.count is None or self.count >= len(windows):
+            return windows
+        chosen = np.linspace(0, len(windows) - 1, self.count).round().astype(int)
+        return [windows[index] for index in chosen]
 
 
 def _find_end(text: str) -> int:
