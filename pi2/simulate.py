@@ -59,42 +59,6 @@ class DecodeRun:
     missing_neurons: F64
 
 
-def simulate_decode(
-    description: Description,
-    *,
-    prompt_tokens: int,
-    tokens: int,
-    seed: int,
-    progress: Progress | None = None,
-) -> DecodeRun:
-    """Generate ``tokens`` after ``prompt_tokens``, in every sequence of the batch."""
-    assert tokens > 0, tokens
-    random = np.random.default_rng(seed)
-    shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
-    total = {name: np.zeros(tokens) for name in DecodeRun.__dataclass_fields__}
-    # Outside of the layers there are the output head, rows and pages from flash.
-    settings, head_s = description.settings, description.head_s
-    stalled = settings.batch * description.embedding_s
-    total["token_s"] += head_s + stalled
-    total["flash_s"] += stalled
-    total["waiting_s"] += stalled
-    total["cpu_s"] += head_s
-    total["dense_s"] += head_s if settings.head_share > 0.0 else 0.0
-    positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
-    done = 0
-    for kind in description.kinds:
-        before_s = kind.count * time_before(kind, positions)
-        total["token_s"] += before_s
-        total["cpu_s"] += before_s
-        if settings.attention_share > 0.0:
-            total["dense_s"] += before_s
-        _add_layers(total, kind, *list_counts(description, kind, shifts, random))
-        done += kind.count
-        if progress is not None:
-            progress(done / description.layers)
-    return DecodeRun(**total)
-
-
 def time_before(kind: LayerKind, positions: F64) -> F64:
     added = positions - kind.settings.position
     return kind.before_s + added * kind.position_s
@@ -425,17 +389,39 @@ def simulate(
     prompt_tokens: int = 64,
     tokens: int = 1024,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda share: None,
 ) -> SimulationResult:
-    """Simulate a prompt and a generation; the same seed gives the same result."""
+    """Simulate a prompt, and a generation of ``tokens`` after it in every sequence of the batch;
+    the same seed gives the same result."""
+    assert tokens > 0, tokens
+    random = np.random.default_rng(seed)
+    shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
+    total = {name: np.zeros(tokens) for name in DecodeRun.__dataclass_fields__}
+    # Outside of the layers there are the output head, rows and pages from flash.
+    settings, head_s = description.settings, description.head_s
+    stalled = settings.batch * description.embedding_s
+    total["token_s"] += head_s + stalled
+    total["flash_s"] += stalled
+    total["waiting_s"] += stalled
+    total["cpu_s"] += head_s
+    total["dense_s"] += head_s if settings.head_share > 0.0 else 0.0
+    positions = prompt_tokens + np.arange(tokens, dtype=np.float64)
+    done = 0
+    for kind in description.kinds:
+        before_s = kind.count * time_before(kind, positions)
+        total["token_s"] += before_s
+        total["cpu_s"] += before_s
+        if settings.attention_share > 0.0:
+            total["dense_s"] += before_s
+        _add_layers(total, kind, *list_counts(description, kind, shifts, random))
+        done += kind.count
+        progress(done / description.layers)
     return SimulationResult(
         inputs=description,
         seed=seed,
         prompt_tokens=prompt_tokens,
         prefill=cost_prompt(description, prompt_tokens),
-        decode=simulate_decode(
-            description, prompt_tokens=prompt_tokens, tokens=tokens, seed=seed, progress=progress
-        ),
+        decode=DecodeRun(**total),
     )
 
 

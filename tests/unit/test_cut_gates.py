@@ -19,7 +19,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.planner import plan as make_plan
 from pi2.planning.wish import Wish
-from pi2.simulate import simulate_decode
+from pi2.simulate import simulate
 from tests.helpers.goldens import (
     CPU,
     EXACT,
@@ -195,7 +195,7 @@ def test_planner_and_simulator_know_which_share_is_open(planned: PlannedPlan) ->
             assert cost.used == neurons
             assert cost.missing == pytest.approx((1.0 - layer.hot) * neurons)
             assert cost.predict_s == 0.0
-    run = simulate_decode(describe_plan(resolved), prompt_tokens=16, tokens=64, seed=1)
+    run = simulate(describe_plan(resolved), prompt_tokens=16, tokens=64, seed=1).decode
     used = sum(cost.used for cost in planned.cost.layers)
     missing = sum(cost.missing for cost in planned.cost.layers)
     assert run.active_neurons.mean() == pytest.approx(used, rel=0.02)

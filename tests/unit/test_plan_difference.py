@@ -93,7 +93,7 @@ def test_layers_together_take_a_token_without_its_head() -> None:
     inputs = read_inputs(plan)
     layers = simulate_layers(inputs)
     assert len(layers) == len(plan.layers)
-    assert 0.8 < sum(layers) / simulate(inputs, tokens=64).mean_s <= 1.0
+    assert 0.8 < sum(layers) / simulate(inputs, tokens=64).decode.token_s.mean() <= 1.0
 
 
 def test_figures_that_are_missing_are_named(folder: Path, ask: Ask) -> None:
