@@ -15,7 +15,7 @@ from pi2.plan.documents.common import dump_plain, hash_json
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.documents.plan_units import BatchSplit, list_layers
+from pi2.plan.documents.plan_units import list_layers
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
@@ -112,7 +112,13 @@ class ResolvedPlan:
     def bundle(self) -> BundleLayout:
         """Layout of a neuron in the store; of a file that streams, its part of a step, or of the
         experts."""
-        layout = lay_out_plan_bundle(self.plan, self.model)
+        stated, model = self.plan.bundle, self.model
+        layout = model.lay_out_bundle(scales=stated.scales)
+        # A stride that is too small counts as the smallest that is not.
+        least, stride = layout.used_bytes, stated.stride
+        layout = model.lay_out_bundle(
+            stride if stride >= least else round_up(least, 512), stated.scales
+        )
         absent = sum(self.model.layer_neurons - layer.hot_neurons for layer in self.layers)
         streamed = self.source.count_streamed(self.model)
         if not streamed or not absent:
@@ -292,7 +298,10 @@ def resolve_layers(plan: Plan, model: Model, device: Device) -> tuple[ResolvedLa
             hot=hot,
             hot_neurons=round(hot * model.layer_neurons),
             dense=_find_dense_share(
-                [_choose_split(split, table, n + 1) for n in range(plan.decode.step_tokens)],
+                [
+                    next((x.split for x in reversed(table) if x.sequences <= number), split)
+                    for number in range(1, plan.decode.step_tokens + 1)
+                ],
                 {name for name in device.units if name != sparse},
                 model.layer_neurons,
             ),
@@ -301,12 +310,6 @@ def resolve_layers(plan: Plan, model: Model, device: Device) -> tuple[ResolvedLa
         )
         for (split, split_path), (hot, hot_path), table in zip(splits, hots, batches, strict=True)
     )
-
-
-def _choose_split(
-    split: Mapping[str, float], table: Sequence[BatchSplit], sequences: int
-) -> Mapping[str, float]:
-    return next((entry.split for entry in reversed(table) if entry.sequences <= sequences), split)
 
 
 def _find_dense_share(
@@ -320,15 +323,6 @@ def _find_dense_share(
     shares = tuple(split.get(others[0], 0.0) for split in splits)
     counts = tuple(round(share * neurons) for share in shares)
     return DenseShare(unit=others[0], shares=shares, by_sequences=counts)
-
-
-def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
-    """The plan's bundle; a stride that is too small counts as the smallest that is not."""
-    layout = model.lay_out_bundle(scales=plan.bundle.scales)
-    stride = plan.bundle.stride
-    if stride < layout.used_bytes:
-        stride = round_up(layout.used_bytes, 512)
-    return model.lay_out_bundle(stride, plan.bundle.scales)
 
 
 def _dump_layer(layer: ResolvedLayer) -> dict[str, Any]:
