@@ -92,28 +92,24 @@ class Hotness:
     """Mean share of neurons that a token activates."""
     spread: float
     """Standard deviation of the neurons' means, in units of a neuron's own variation."""
-
-    def compute_chances(self, shift: float = 0.0) -> F64:
-        """Chance of each class [CLASSES] to fire for a token moved by ``shift``."""
-        if self.active >= 1.0:
-            return np.ones(CLASSES)
-        return _compute_chances(max(self.active, LEAST_ACTIVE), self.spread, round(shift, 9))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitedHotness(Hotness):
-    """Activation of several sequences together; ``active`` is of the union of their experts."""
-
-    base: Hotness
-    """Hotness for one sequence."""
-    batch: int
-    chosen: float
+    counted: tuple[float, ...] = ()
+    """Chances of the [CLASSES] classes as counted over many tokens; empty where a law says them."""
+    base: Hotness | None = None
+    """Hotness for one of ``batch`` sequences together; ``active`` is of their experts' union."""
+    batch: int = 1
+    chosen: float = 1.0
     """Chance of an expert to compute a token of one sequence; 1 without experts."""
 
     def compute_chances(self, shift: float = 0.0) -> F64:
-        """Chance of each class [CLASSES] to be used, every sequence being moved by ``shift``."""
-        single = self.base.compute_chances(shift)
-        return unite_chances(single, self.batch, self.chosen)
+        """Chance of each class [CLASSES], hottest first, to fire for a token moved by ``shift``;
+        counted ones are means over tokens already."""
+        if self.base is not None:
+            return unite_chances(self.base.compute_chances(shift), self.batch, self.chosen)
+        if self.counted:
+            return np.array(self.counted)
+        if self.active >= 1.0:
+            return np.ones(CLASSES)
+        return _compute_chances(max(self.active, LEAST_ACTIVE), self.spread, round(shift, 9))
 
 
 def unite_hotness(base: Hotness, batch: int, chosen: float) -> Hotness:
@@ -121,7 +117,7 @@ def unite_hotness(base: Hotness, batch: int, chosen: float) -> Hotness:
     if batch == 1 or base.active >= 1.0:
         return base
     active = float(unite_chances(base.compute_chances(), batch, chosen).mean())
-    return UnitedHotness(active=active, spread=base.spread, base=base, batch=batch, chosen=chosen)
+    return Hotness(active=active, spread=base.spread, base=base, batch=batch, chosen=chosen)
 
 
 def unite_chances(chances: F64, batch: int, chosen: float) -> F64:
@@ -310,19 +306,6 @@ _ENOUGH = 30
 """Neurons with a count from which their number is known well enough."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountedHotness(Hotness):
-    """Chances of each class as counted over many tokens."""
-
-    chances: tuple[float, ...]
-    """Chances of the [CLASSES] classes, hottest first."""
-
-    def compute_chances(self, shift: float = 0.0) -> F64:
-        """The counted chances: they are means over tokens already, for any ``shift``."""
-        del shift
-        return np.array(self.chances)
-
-
 def read_counts(store: Path, layers: int, neurons: int) -> F64 | None:
     """Share of tokens that activate each neuron [layers, neurons], hottest first, or None."""
     path = store / COUNTS_FILE
@@ -366,7 +349,7 @@ def _expect_counts(counts: F64) -> F64:
     return expected
 
 
-def make_counted(shares: F64, named: float) -> CountedHotness:
+def make_counted(shares: F64, named: float) -> Hotness:
     """Hotness of a layer with measured ``shares`` [neurons]; a predictor that names more lowers all
     thresholds by the same amount."""
     size = len(shares) // CLASSES
@@ -378,6 +361,5 @@ def make_counted(shares: F64, named: float) -> CountedHotness:
     if named > active:
         ends = halve(-4.0, 4.0, lambda shift: _compute_cdf(inputs + shift).mean() < named)
         chances = _compute_cdf(inputs + sum(ends) / 2)
-    return CountedHotness(
-        active=float(chances.mean()), spread=0.0, chances=tuple(np.minimum(chances, 1.0).tolist())
-    )
+    counted = tuple(np.minimum(chances, 1.0).tolist())
+    return Hotness(active=float(chances.mean()), spread=0.0, counted=counted)
