@@ -182,9 +182,7 @@ def _fit_whole(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | 
     if backend.find_limits(describe_unit(resolved, name)):
         return None
     need = round_segment(count_unit_needs(resolved)[name].bytes)
-    own = wish.device.units[name].memory
-    limit = wish.unit_memory.get(name, own.capacity if own is not None else None)
-    if limit is None or need > limit:
+    if need > (wish.find_unit_memory(name) or 0):
         return None
     values["memory"]["units"] = {name: {"budget": format_bytes(need)}}
     fitted = fit_plan(resolve_values(values, wish.device, wish.model), None).plan

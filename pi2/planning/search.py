@@ -25,14 +25,14 @@ from pi2.costs.cost import Cost, Description, cost_resolved, describe_plan
 from pi2.costs.cost_layer import cost_layer
 from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import IoChoice, list_io_choices
-from pi2.costs.settings import LookAhead, count_run, find_range_bytes, read_stored
+from pi2.costs.settings import LookAhead, find_range_bytes, read_stored
 from pi2.costs.terms import LayerKind
 from pi2.fitting.budget import MIB, SHARE_STEPS, Shortage, count_runtime, find_room, fit_plan
 from pi2.fitting.completion import choose_backends, resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import SHORT_CHUNK, find_block_bytes, list_chunks
+from pi2.plan.arithmetic.sizes import find_block_bytes, list_chunks
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
@@ -199,13 +199,7 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
     ios: tuple[IoChoice, ...] = (_STREAMS,)
     if rates.flash is not None:
         range_bytes = find_range_bytes(model, bundle.stride, wish.store)
-        run = 1
-        if "router" in modes:
-            values = make_plan_values(
-                wish, predictor="router", kv="fp16", chunk=SHORT_CHUNK, bundle=bundle
-            )
-            run = count_run(resolve_values(values, wish.device, model))
-        listed = list_io_choices(rates.flash, bundle.stride, range_bytes, rates.room_s, run=run)
+        listed = list_io_choices(rates.flash, bundle.stride, range_bytes, rates.room_s)
         # UFS is the storage of phones, whose system forbids programs to use io_uring.
         ios = tuple(x for x in listed if x.engine == "pread" or rates.flash.has_io_uring)
     stored = read_stored(wish.store)
