@@ -302,10 +302,10 @@ def _describe_single(
         shares = [(1.0 - block.ffn.closed, 1.0) for block in model.blocks]
         return _make_layers(model, shares), "the model's cutoffs of gates"
     layers, source = model.shape.layers, "the store's statistics"
-    known = find_statistics(model, store)
-    if store is None or known is None or read_statistics(store, layers) is None:
+    known = None if store is None else read_statistics(store, layers)
+    if known is None:
         stated = model.sparsity.source if model.sparsity is not None else "assumed"
-        source = f"the model's document ({stated})"
+        source, known = f"the model's document ({stated})", _read_document(model)
     if known is None:
         active, spread = _read_model(model, mode, constants)
         return _make_layers(model, [(active, 1.0)] * layers, spread), source
@@ -366,11 +366,10 @@ def describe_routing(model: Model, constants: Constants) -> Described:
     return tuple(found), "published routing of experts"
 
 
-def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistics] | None:
-    """Layers of the store's ``statistics.json``, else of the model document."""
-    found = None if store is None else read_statistics(store, model.shape.layers)
-    if found is not None or model.sparsity is None or model.sparsity.gate_open is None:
-        return found
+def _read_document(model: Model) -> Sequence[LayerStatistics] | None:
+    """Layers as the model document states them; None where it does not."""
+    if model.sparsity is None or model.sparsity.gate_open is None:
+        return None
     active, spread = _read_model(model, "gate", Constants())
     predicted, _ = _read_model(model, "low-rank", Constants())
     skew = measure_skew(Hotness(active=active, spread=spread))

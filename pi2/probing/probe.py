@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -54,17 +55,8 @@ from pi2.progress import Progress, ignore_progress
 MEASURED: tuple[Api, ...] = ("cuda", "webgpu", "opencl")
 """APIs whose devices are measured, best first: a GPU that several find is measured through one."""
 _BY_HAND = "published figures can be stated by hand"
-_NPU_FILES = {
-    "dev/adsprpc-smd": "a Hexagon NPU",
-    "dev/fastrpc-cdsp": "a Hexagon NPU",
-    "dev/accel/accel*": "an NPU",
-}
-_GPU_FILES = {
-    "dev/kgsl-3d0": "an Adreno GPU",
-    "dev/mali*": "a Mali GPU",
-    "proc/driver/nvidia/gpus/*": "an NVIDIA GPU",
-    "dev/dri/renderD*": "a GPU",
-}
+_FILES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+"""Units by the system's files, GPUs and NPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,16 +128,16 @@ def _shorten(error: UserError | RuntimeError) -> str:
 def _name_others(root: Path, reasons: Sequence[str], *, has_gpu: bool) -> Iterator[str]:
     """Units seen by system files and not measured; ``reasons``: why APIs have no devices."""
     seen: set[str] = set()
-    for files, known in ((_GPU_FILES, has_gpu), (_NPU_FILES, False)):
+    for kind, files in _FILES.items():
         for pattern, what in files.items():
             found: list[Any] = sorted(root.glob(pattern))
-            if known or not found or what in seen:
+            if (kind == "gpu" and has_gpu) or not found or what in seen:
                 continue
             seen.add(what)
-            why = [*reasons, _BY_HAND] if files is _GPU_FILES else [_BY_HAND]
+            why = [*reasons, _BY_HAND] if kind == "gpu" else [_BY_HAND]
             place = found[0].relative_to(root)
             yield f"{what} was found (/{place}), but not measured: {'; '.join(why)}"
-            if files is _GPU_FILES:
+            if kind == "gpu":
                 break
 
 
