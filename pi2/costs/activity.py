@@ -56,9 +56,8 @@ LASTING_SPREAD = 0.13
 
 
 def find_routing_law(experts: int, constants: Constants | None = None) -> tuple[float, float]:
-    """How far the means of experts' scores are apart, in standard deviations of a score, and the
-    part of a choice that the previous token decides, beyond the usual repetition of the text: the
-    more experts a mixture has, up to 128, the more special they are."""
+    """Distance of the means of experts' scores, in deviations of a score; and the part of a choice
+    that the previous token decides, beyond what texts repeat. Both grow up to 128 experts."""
     constants, doublings = constants or Constants(), log2(experts)
     share, repeats = min(max(doublings - 3.0, 0.0) / 4.0, 1.0), min(max(doublings - 6.0, 0.0), 1.0)
     return constants.routing_spread * share, constants.routing_repeat * repeats

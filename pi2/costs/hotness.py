@@ -93,7 +93,7 @@ class Hotness:
     spread: float
     """Standard deviation of the neurons' means, in units of a neuron's own variation."""
     counted: tuple[float, ...] = ()
-    """Chances of the [CLASSES] classes as counted over many tokens; empty where a law says them."""
+    """Chances of the [CLASSES] classes as counted over many tokens; empty if a law says them."""
     base: Hotness | None = None
     """Hotness for one of ``batch`` sequences together; ``active`` is of their experts' union."""
     batch: int = 1
