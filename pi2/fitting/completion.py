@@ -28,12 +28,7 @@ from pi2.fitting.budget import (
 from pi2.fitting.sizes import find_needs
 from pi2.fitting.sources import find_source
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
-from pi2.plan.arithmetic.sizes import (
-    USUAL_CHUNK,
-    count_ffn_bytes,
-    find_block_bytes,
-    list_chunks,
-)
+from pi2.plan.arithmetic.sizes import USUAL_CHUNK, count_ffn_bytes, find_block_bytes, list_chunks
 from pi2.plan.arithmetic.sources import Completion, FileFacts
 from pi2.plan.checking.rules.stated import find_other_choice
 from pi2.plan.documents.device import Device, UnitKind
