@@ -10,9 +10,9 @@ from safetensors.numpy import load_file
 import pi2
 from pi2.formats import find_format
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.gguf_checkpoint import make_tensor
 from pi2.importing.gguf_file import join_blocks, read_gguf, split_blocks
 from pi2.importing.gguf_keys import describe_vocabulary
+from pi2.importing.gguf_tensors import make_tensor
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.gguf_tokens import CUTS
 from pi2.importing.new_model import describe_checkpoint

@@ -73,7 +73,7 @@ def alone(plan: Path) -> tuple[F32, F32]:
 
 
 @pytest.mark.parametrize("prompts", ["cpu", "second"])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.4])
+@pytest.mark.parametrize("share", [mark_slow(0.0), 0.3, mark_slow(0.4)])
 def test_any_share_of_the_hot_neurons_gives_the_same_logits(
     plan: Path, alone: tuple[F32, F32], share: float, prompts: str
 ) -> None:

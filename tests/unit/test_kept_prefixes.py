@@ -47,7 +47,7 @@ def run_alone(plan: Path, prompts: Sequence[Sequence[int]], settings: Any) -> li
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind"), [("reference", "fp16"), ("reference", "int8"), ("cpu", "int8")]
+    ("backend", "kind"), [mark_slow(("reference", "fp16")), ("reference", "int8"), ("cpu", "int8")]
 )
 def test_a_beginning_is_read_once_and_changes_nothing(
     tmp_path: Path, kind: str, backend: str

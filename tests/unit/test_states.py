@@ -11,6 +11,7 @@ from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import CPU, ROUNDING, make_golden_plan, measure_error
+from tests.helpers.slow import keep_quick
 
 NAMES = (
     *("qwen3-next", "granite-hybrid", "lfm2", "jamba", "nemotron-h-moe", "nemotron-h-blocks"),
@@ -20,7 +21,7 @@ NAMES = (
 and one with layers that have three, no mixer, or no FFN."""
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=keep_quick(NAMES, NAMES[::2]))
 def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_golden_plan(request.param, tmp_path_factory.mktemp(request.param))
 

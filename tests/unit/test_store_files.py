@@ -8,8 +8,8 @@ import pytest
 import pi2
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.gguf_checkpoint import make_tensor
 from pi2.importing.gguf_file import read_gguf
+from pi2.importing.gguf_tensors import make_tensor
 from pi2.importing.new_model import describe_checkpoint, write_model
 from pi2.importing.quantize import Wish, quantize_checkpoint
 from pi2.plan.weights.bundles import unpack_part
