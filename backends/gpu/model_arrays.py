@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi2.backends.gpu.arrays import Memory, count_matrix, count_neurons, count_partial_rows
@@ -157,38 +159,8 @@ class ModelUse:
         )
 
 
-JOINED = {
-    "query_norm": ("head_norms", 0),
-    "key_norm": ("head_norms", 1),
-    "router": ("router", 0),
-    "shared_router": ("router", 1),
-}
-"""Tensors that share an array of their layer, and the part of each."""
-COMPUTED = read_options("""
-    norm: kind=layernorm bias outputs
-    positions: . offset
-    attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
-    attention: head_norm_place=after value_width output_gate output_gate_of=head sinks
-    attention: sink_layers growth growth_interval growth_offset growth_layers latent scale
-    attention: softcap sliding_window window_kind=chunked window_layers
-    recurrence: . kernel convolution_bias projection_bias decay_rank decay_floor gate_rank
-    recurrence: norm_groups shortest_step longest_step
-    convolution: . kernel bias
-    : residual=parallel logit_softcap head_bias other_rope
-    ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
-    ffn: activation=gelu activation=gelu_tanh threshold gated bias slope limit up_offset
-    moe: . router=sigmoid router_input=layer weighs=input normalise_weights shared_experts
-    moe: shared_gate shared_ffn router_bias choice_bias groups active_groups group_score=best
-    moe: scaling dense_layers dense_ffn
-    multipliers: embedding residual logits
-    rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=none pairs=swapped
-    rope: pairs=neighbours
-    layers: kinds=delta kinds=mamba kinds=convolution
-    attention.latent: query_rank bias
-""")
-"""Options of models that there are kernels for."""
-APART = (("attention.growth", "attention.latent"), ("attention.output_gate", "attention.latent"))
-"""Options that do not go together."""
+_LIMITS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+COMPUTED = read_options(_LIMITS["computed"])
 
 
 class ModelArrays:
@@ -198,9 +170,7 @@ class ModelArrays:
         self.logit_rows = max(use.sequences, min(use.chunk, LOGIT_ROWS))
         """Tokens whose logits are computed at once."""
         self.tensors = {
-            tensor.name: memory.take(_count_tensor(tensor))
-            for tensor in use.list_tensors()
-            if tensor.name.rpartition(".")[2] not in JOINED
+            tensor.name: memory.take(_count_tensor(tensor)) for tensor in use.list_tensors()
         }
         neurons = count_neurons(use.layout, use.model.layer_neurons)
         self.neurons = [memory.take(neurons) for _ in layers]
@@ -268,14 +238,8 @@ class ModelArrays:
             found["slots"] = steps * neurons
             found["found"] = steps * shape.layers
             found["scores"] = 0 if use.predictor == "router" else steps * neurons
-        layers = range(shape.layers)
-        if model.attention.head_norm:
-            found |= {f"head_norms_{layer}": 2 * shape.head_dim for layer in layers}
         if use.is_sparse and model.moe is not None:
-            found |= {f"order_{layer}": neurons for layer in layers}
-        if use.router is not None:
-            size = use.router.rows * hidden
-            found |= {f"router_{layer}": size for layer in layers}
+            found |= {f"order_{layer}": neurons for layer in range(shape.layers)}
         if model.norm.bias and model.norm.outputs:
             found["zeros"] = hidden
         return found
@@ -362,7 +326,7 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
     limits += list_unknown_formats(model)
     if not limits and resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
-    limits += describe_unknown(model, COMPUTED, plan.kv.context, APART)
+    limits += describe_unknown(model, COMPUTED, plan.kv.context, _LIMITS["apart"])
     each = 4 if plan.kv.type == "int8" else 2
     if list_attention(model)[0][0].kept[2] % each:
         limits.append(f"keeps no {plan.kv.type} heads whose width is not a multiple of {each}")

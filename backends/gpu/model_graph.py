@@ -190,7 +190,8 @@ class ModelGraph:
             "tops": state["span_tops"],
         }
         if own.head_norm:
-            arrays["norms"] = state[f"head_norms_{layer}"]
+            for name in ("query_norm", "key_norm"):
+                arrays[name] = self._find_vector(name, layer)
         if own.sinks:
             arrays["sinks"] = self._find_vector("sinks", layer)
         numbers = {"context": self._use.context, "tokens": tokens, "spans": shape.spans}
@@ -272,10 +273,10 @@ class ModelGraph:
             self._add("spread", self._state | biases, numbers)
 
     def _score_experts(self, layer: int, tokens: int, source: str) -> None:
-        state = self._state
-        arrays = {**state, "inputs": state[source], "router": state[f"router_{layer}"]}
-        if self._model.moe is not None and self._model.moe.router_bias:
-            arrays["router_biases"] = self._find_vector("router_bias", layer)
+        arrays, moe = {**self._state, "inputs": self._state[source]}, self._model.moe
+        assert moe is not None
+        wanted = {"router": True, "shared_router": moe.shared_gate, "router_bias": moe.router_bias}
+        arrays |= {name: self._find_vector(name, layer) for name, own in wanted.items() if own}
         self._add("route_scores", arrays, {"tokens": tokens})
 
     def _list_ffn_arrays(self, layer: int) -> dict[str, DeviceArray]:

@@ -6,7 +6,7 @@ from pi2.arrays import F32, I32, U8, Raw
 from pi2.backends.arithmetic import compute_growth, compute_rope_tables
 from pi2.backends.gpu.arrays import TILE, count_tile_bytes
 from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Queue
-from pi2.backends.gpu.model_arrays import JOINED, ModelArrays, ModelUse, lies_in_tiles
+from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse, lies_in_tiles
 from pi2.backends.gpu.packing import WholeTiles, pack_matrix, pack_neurons, pack_slots
 from pi2.model.blocks import list_attention
 from pi2.plan.weights.layout import Tensor
@@ -35,19 +35,11 @@ class ModelWeights:
 
     def put(self, tensor: Tensor, first: int) -> None:
         """See `pi2.backends.units.WholeModel`."""
-        shape, state = self._shapes.get(tensor.name), self._arrays.state
+        shape = self._shapes.get(tensor.name)
         if shape is None:
             # Such as predictors that the plan does not use.
             return
         assert first % TILE == 0, first
-        kind = tensor.name.rpartition(".")[2]
-        if kind in JOINED:
-            array, part = JOINED[kind]
-            layer = int(tensor.name.split(".")[1])
-            rows = self._use.router.moe.experts if self._use.router is not None else 0
-            begin = 4 * shape.length * (part * rows if array == "router" else part)
-            self._send(state[f"{array}_{layer}"], tensor.weights, begin + 4 * shape.length * first)
-            return
         arrays = self._arrays.tensors[tensor.name]
         if shape.packing.is_float32 or not lies_in_tiles(shape):
             row_bytes = tensor.weights.nbytes // tensor.rows

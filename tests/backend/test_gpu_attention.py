@@ -137,7 +137,8 @@ def test_attention_of_chunks_and_steps(launcher: Launcher, attention: AttentionK
     wanted = compute_attention(attention, qkv, norms, tables, positions, sinks)
     vectors = SEQUENCES * attention.kv_heads * CONTEXT
     arrays: dict[str, npt.NDArray[Any]] = {
-        "sinks": sinks, "norms": norms, "growth": GROWTH, "cosines": tables[0], "sines": tables[1],
+        "sinks": sinks, "query_norm": norms[0], "key_norm": norms[1], "growth": GROWTH,
+        "cosines": tables[0], "sines": tables[1],
         "keys": np.zeros((vectors, attention.row_words), np.uint32),
         "values": np.zeros((vectors, attention.row_words), np.uint32),
         "keys_scales": np.zeros(vectors, np.float32),

@@ -3,8 +3,8 @@
 ======================  ==========================================================================
 kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
-``keep``                qkv float32 [T, rows] (queries become the rotated ones), places, [norms of
-                        query and key heads float32 [2, head_dim]], [growth float32 [context]],
+``keep``                qkv float32 [T, rows] (queries become the rotated ones), places,
+                        [query_norm, key_norm float32 [head_dim]], [growth float32 [context]],
                         cosines, sines float32 [context, head_dim / 2], keys, values, [key scales,
                         value scales]; context, tokens
 ``attend``              qkv, places, keys, values, [key scales, value scales], partials float32
@@ -60,7 +60,9 @@ def make_keep(attention: AttentionKernels, number: int) -> c.Kernel:
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
         places = kernel.take_array("places", "int32")
-        norms = kernel.take_array("norms", "float32") if attention.head_norm else None
+        norms = None
+        if attention.head_norm:
+            norms = [kernel.take_array(f"{name}_norm", "float32") for name in ("query", "key")]
         growth = kernel.take_array("growth", "float32") if attention.growth else None
         cosines = kernel.take_array("cosines", "float32")
         sines = kernel.take_array("sines", "float32")
@@ -88,7 +90,7 @@ def make_keep(attention: AttentionKernels, number: int) -> c.Kernel:
                 index = c.let(T.min(pair, half - 1))
                 ends = [c.let(shared[index]), c.let(shared[index + half])]
                 if norms is not None and norm is not None:
-                    ends = _normalise_ends(ends, norm, norms, is_key * size + index, half, is_value)
+                    ends = _normalise_ends(ends, norm, norms, index, half, is_key, is_value)
                 cosine = c.let(cosines[position * half + index])
                 sine = c.let(sines[position * half + index])
                 low = ends[0] * cosine - ends[1] * sine
@@ -107,7 +109,7 @@ def make_keep(attention: AttentionKernels, number: int) -> c.Kernel:
                 norm = _find_norm(attention, shared)
                 for _, index, *cells in turned:
                     ends = [c.let(cell.get()) for cell in cells]
-                    ends = _normalise_ends(ends, norm, norms, is_key * size + index, half, is_value)
+                    ends = _normalise_ends(ends, norm, norms, index, half, is_key, is_value)
                     for cell, value in zip(cells, ends, strict=True):
                         cell.set(value)
                 c.wait_for_group()
@@ -150,14 +152,22 @@ def _find_norm(attention: AttentionKernels, vector: c.Buffer) -> c.Expr:
 
 
 def _normalise_ends(
-    ends: list[c.Expr], norm: c.Expr, weights: c.Buffer, first: c.Expr, half: int, is_value: c.Expr
+    ends: list[c.Expr],
+    norm: c.Expr,
+    weights: list[c.Buffer],
+    first: c.Expr,
+    half: int,
+    is_key: c.Expr,
+    is_value: c.Expr,
 ) -> list[c.Expr]:
-    """Return both elements of a pair times the norm and their weights, whose first one is
-    ``first``; values stay as they are."""
-    return [
-        c.let(T.Select(is_value == 1, end, end * norm * weights[first + number * half]))
-        for number, end in enumerate(ends)
-    ]
+    """Return both elements of a pair, the first of which is ``first``, times the norm and the
+    weights of queries or keys; values stay as they are."""
+    found = []
+    for number, end in enumerate(ends):
+        of_query, of_key = (own[first + number * half] for own in weights)
+        weight = T.Select(is_key == 1, of_key, of_query)
+        found.append(c.let(T.Select(is_value == 1, end, end * norm * weight)))
+    return found
 
 
 def _store_pairs(

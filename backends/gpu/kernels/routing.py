@@ -3,15 +3,16 @@
 ======================  ==========================================================================
 kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
-``route_scores``        inputs float32 [T, length], router float32 [rows, length], [router biases
-                        float32 [experts]], route_scores float32 [T, rows]; tokens
+``route_scores``        inputs float32 [T, length], router float32 [experts, length], [shared_router
+                        float32 [length]], [router_bias float32 [experts]], route_scores float32
+                        [T, rows]; tokens
 ``route``               route_scores, [choice biases float32 [experts]], routes float32 [T, experts,
                         shared experts, others]; tokens
 ``route_first``         routes: 1 for the first ``count`` experts, 0 for all others; count, tokens
 ======================  ==========================================================================
 
-Rows of the router are those of the experts, and one more where a gate weights the shared experts,
-which follow the others.  See `pi2.backends.reference.instructions.elements`.  ``route_first`` is
+Scores are those of the experts, and one more where a gate weights the shared experts, which follow
+the others.  See `pi2.backends.reference.instructions.elements`.  ``route_first`` is
 for layers that are no MoE model: their neurons are stored as those of the first experts.
 
 Norms of the residual stream, and sums into it.
@@ -248,15 +249,20 @@ def make_route_scores(router: RouterKernels) -> c.Kernel:
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32")
         rows = kernel.take_array("router", "float32")
-        biases = kernel.take_array("router_biases", "float32") if router.moe.router_bias else None
+        shared = kernel.take_array("shared_router", "float32") if router.moe.shared_gate else None
+        biases = kernel.take_array("router_bias", "float32") if router.moe.router_bias else None
         scores = kernel.take_array("route_scores", "float32")
         kernel.take_number("tokens")
         with kernel.run(Axis(times=router.rows), Axis(number="tokens")) as place:
             row, token, thread = place.group[0], place.group[1], place.thread[0]
-            first, begin = c.let(token * router.length), c.let(row * router.length)
+            first = c.let(token * router.length)
+            begin = c.let(T.min(row, router.moe.experts - 1) * router.length)
 
             def multiply(index: c.Expr) -> c.Expr:
-                return inputs[first + index] * rows[begin + index]
+                weight = rows[begin + index]
+                if shared is not None:
+                    weight = T.Select(row < router.moe.experts, weight, shared[index])
+                return inputs[first + index] * weight
 
             total = c.add_in_group(multiply, router.length, thread, _THREADS)
             if biases is not None:
