@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,19 +44,10 @@ def check_memory(launcher: Launcher, sizes: Sequence[int]) -> None:
 
 APIS: tuple[Api, ...] = get_args(Api)
 _TIMEOUT_S = 20.0
-_MODULES = {"opencl": "pyopencl", "webgpu": "wgpu", "cuda": "cuda.bindings"}
-_DRIVERS = {
-    "opencl": (
-        "no OpenCL driver finds a device",
-        "install the GPU's OpenCL driver; `pocl-opencl-icd` of Debian computes on the processor",
-    ),
-    "webgpu": (
-        "no Vulkan, Metal or DX12 driver finds a device",
-        "install the GPU's Vulkan driver; `mesa-vulkan-drivers` of Debian has drivers for AMD "
-        "and Intel, and one for the CPU",
-    ),
-    "cuda": ("NVIDIA's driver is not installed or finds no device", "install NVIDIA's driver"),
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_MODULES: dict[str, str] = _TABLES["modules"]
+_DRIVERS: dict[str, tuple[str, str]] = _TABLES["drivers"]
+"""By API, what there is without a driver, and what to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
+from pi2.backends.hexagon.arrays import UnitArrays
+from pi2.backends.hexagon.dense_unit import HexagonUnit
 from pi2.backends.reference.neurons import widen
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.formats import find_packing
@@ -251,8 +253,11 @@ def test_it_tells_what_it_did_and_when(unit: DenseUnit, neurons: Neurons) -> Non
 
 def test_what_it_keeps_is_counted(kind: UnitKind, units: list[DenseUnit]) -> None:
     neurons = make_neurons()
-    begin(kind, units, neurons, (30, 7))
+    unit = begin(kind, units, neurons, (30, 7))
     assert sum(neurons.allocated) >= 37 * neurons.layout.used_bytes
+    if isinstance(unit, HexagonUnit):
+        counted = UnitArrays(unit._share)
+        assert neurons.allocated == [counted.bytes, counted.loading_bytes]
 
 
 def test_a_unit_without_memory_is_a_failure(

@@ -16,6 +16,9 @@ from pi2.arrays import F32
 from pi2.backends.cpu.arrays import count_arrays
 from pi2.backends.cpu.executor import CpuExecutor
 from pi2.backends.cpu.request import describe_request, describe_tensors
+from pi2.backends.gpu.arrays import Memory
+from pi2.backends.gpu.model import GpuModel
+from pi2.backends.gpu.model_arrays import ModelArrays, describe_use
 from pi2.engine.layer_model import LayerModel
 from pi2.fitting.sizes import count_chunks
 from pi2.importing.convert import convert_checkpoint
@@ -138,9 +141,14 @@ def run_golden(
 
 
 def check_arrays(model: pi2.LoadedModel) -> None:
-    """The cpu backend has taken, by segment and to the byte, what the plan counts for this
-    processor's registers; copies of a store's vectors that lie badly are the predictor's."""
+    """The backend cpu has taken, by segment and to the byte, what the plan counts for this
+    processor's registers, and a GPU what it counts there; copies of a store's vectors that lie
+    badly are the predictor's."""
     layers, plan = model._parts.model, model.plan
+    if isinstance(layers, GpuModel):
+        memory = Memory()
+        ModelArrays(memory, describe_use(plan))
+        assert layers._enter().allocated_bytes == memory.device_bytes
     if not isinstance(layers, LayerModel) or not isinstance(layers.executor, CpuExecutor):
         return
     program, cpu = layers.executor.program, detect_cpu()

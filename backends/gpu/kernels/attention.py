@@ -29,15 +29,9 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.ffn import compute_tanh
-from pi2.backends.gpu.kernels.latent import (
-    KeptVectors,
-    find_kept_scale,
-    list_latent_kernels,
-    pack_word,
-)
+from pi2.backends.gpu.kernels.latent import THREADS, KeptVectors, keep_vector, list_latent_kernels
 from pi2.backends.gpu.kernels.specification import AttentionKernels, Axis
 
-_PAIR_THREADS = 64
 _KEYS = 128
 """Keys of a tile, and threads of a work group of ``attend``."""
 _LOWEST = -1e30
@@ -55,7 +49,7 @@ def list_attention_kernels(attention: AttentionKernels, number: int = 0) -> Iter
 
 def make_keep(attention: AttentionKernels, number: int) -> c.Kernel:
     """Make ``keep``: a work group for every query, key and value head of a token."""
-    kernel = c.Kernel(f"keep_{number}", (_PAIR_THREADS, 1, 1))
+    kernel = c.Kernel(f"keep_{number}", (THREADS, 1, 1))
     size, half = attention.head_dim, attention.head_dim // 2
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
@@ -77,8 +71,8 @@ def make_keep(attention: AttentionKernels, number: int) -> c.Kernel:
             is_value = c.let(T.cast(vector >= attention.heads + attention.kv_heads, "int32"))
             is_key = c.let(T.cast(vector >= attention.heads, "int32") - is_value)
             shared = c.share(size)
-            turns = -(-half // _PAIR_THREADS)
-            with c.walk(size, thread, _PAIR_THREADS) as element:
+            turns = -(-half // THREADS)
+            with c.walk(size, thread, THREADS) as element:
                 c.store(shared, element, qkv[first + element])
             c.wait_for_group()
             norm = None
@@ -86,7 +80,7 @@ def make_keep(attention: AttentionKernels, number: int) -> c.Kernel:
                 norm = _find_norm(attention, shared)
             turned: list[tuple[c.Expr, c.Expr, c.Cell, c.Cell]] = []
             for turn_number in range(turns):
-                pair = c.let(thread + turn_number * _PAIR_THREADS)
+                pair = c.let(thread + turn_number * THREADS)
                 index = c.let(T.min(pair, half - 1))
                 ends = [c.let(shared[index]), c.let(shared[index + half])]
                 if norms is not None and norm is not None:
@@ -115,30 +109,21 @@ def make_keep(attention: AttentionKernels, number: int) -> c.Kernel:
                 c.wait_for_group()
                 _store_pairs(shared, turned, half)
             with c.when(vector < attention.heads):
-                with T.serial(-(-size // _PAIR_THREADS)) as turn:
-                    element = c.let(turn * _PAIR_THREADS + thread)
+                with T.serial(-(-size // THREADS)) as turn:
+                    element = c.let(turn * THREADS + thread)
                     with c.when(element < size):
                         query = c.let(shared[element])
                         if growth is not None:
                             query = c.let(query * growth[position])
                         c.store(qkv, first + element, query)
-            scale = find_kept_scale(attention, shared) if attention.kv == "int8" else None
-            for turn_number in range(-(-attention.row_words // _PAIR_THREADS)):
-                word = c.let(thread + turn_number * _PAIR_THREADS)
-                inside = word < attention.row_words
-                read = c.let(T.min(word, attention.row_words - 1))
-                packed = c.let(pack_word(attention, shared, read, scale))
-                for kept, is_kind, start in (
-                    (keys, is_key, attention.heads),
-                    (values, is_value, attention.heads + attention.kv_heads),
-                ):
-                    # One condition: PoCL 3.1 stores too much where one is within another.
-                    target = kept.find(sequence, vector - start, position, context)
-                    with c.when(T.And(is_kind == 1, inside)):
-                        c.store(kept.buffer, target * attention.row_words + word, packed)
-                    if kept.scales is not None and scale is not None and turn_number == 0:
-                        with c.when(T.And(is_kind == 1, thread == 0)):
-                            c.store(kept.scales, target, scale)
+            kinds = []
+            for kept, is_kind, start in (
+                (keys, is_key, attention.heads),
+                (values, is_value, attention.heads + attention.kv_heads),
+            ):
+                target = kept.find(sequence, vector - start, position, context)
+                kinds.append((kept, is_kind == 1, target))
+            keep_vector(attention, shared, thread, kinds)
     return kernel
 
 

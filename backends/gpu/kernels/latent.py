@@ -18,7 +18,7 @@ value of one head that all queries share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
@@ -101,7 +101,31 @@ def pack_word(
     return T.bitwise_xor(packed, T.uint32(0x80808080))
 
 
-_THREADS = 64
+THREADS = 64
+"""Of a work group that keeps a vector."""
+
+
+def keep_vector(
+    attention: AttentionKernels,
+    vector: c.Buffer,
+    thread: c.Expr,
+    kinds: Sequence[tuple[KeptVectors, c.Expr, c.Expr]],
+) -> None:
+    """Keep a vector that the work group shares, in each of ``kinds``: where, whether, and which of
+    the vectors there it is."""
+    scale = find_kept_scale(attention, vector) if attention.kv == "int8" else None
+    for turn in range(-(-attention.row_words // THREADS)):
+        word = c.let(thread + turn * THREADS)
+        inside = word < attention.row_words
+        read = c.let(T.min(word, attention.row_words - 1))
+        packed = c.let(pack_word(attention, vector, read, scale))
+        for kept, is_wanted, target in kinds:
+            # One condition: PoCL 3.1 stores too much where one is within another.
+            with c.when(T.And(is_wanted, inside)):
+                c.store(kept.buffer, target * attention.row_words + word, packed)
+            if kept.scales is not None and scale is not None and turn == 0:
+                with c.when(T.And(is_wanted, thread == 0)):
+                    c.store(kept.scales, target, scale)
 
 
 def list_latent_kernels(
@@ -117,7 +141,7 @@ def make_latent_norm(
     attention: AttentionKernels, latent: Latent, query_rank: int, number: int
 ) -> c.Kernel:
     """Make ``latent_norm``: a work group normalises what a token's queries are made of."""
-    kernel = c.Kernel(f"latent_norm_{number}", (_THREADS, 1, 1))
+    kernel = c.Kernel(f"latent_norm_{number}", (THREADS, 1, 1))
     filled = fill_groups(query_rank)
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
@@ -128,9 +152,9 @@ def make_latent_norm(
             first = c.let(place.group[0] * attention.latent_rows)
             thread, epsilon = place.thread[0], latent.epsilon
             factor = c.find_norm(
-                lambda index: qkv[first + index], query_rank, epsilon, thread, _THREADS
+                lambda index: qkv[first + index], query_rank, epsilon, thread, THREADS
             )
-            with c.walk(filled, thread, _THREADS) as element:
+            with c.walk(filled, thread, THREADS) as element:
                 # Weights are 0 where the vector is filled up.
                 value = qkv[first + T.min(element, query_rank - 1)] * factor * weights[element]
                 c.store(made, place.group[0] * filled + element, value)
@@ -139,7 +163,7 @@ def make_latent_norm(
 
 def make_latent_keep(attention: AttentionKernels, latent: Latent, number: int) -> c.Kernel:
     """Make ``keep``: a work group for a head's query, and one for the token's latent vector."""
-    kernel = c.Kernel(f"keep_{number}", (_THREADS, 1, 1))
+    kernel = c.Kernel(f"keep_{number}", (THREADS, 1, 1))
     heads, rows, half = attention.heads, attention.latent_rows, latent.rotated // 2
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
@@ -163,8 +187,8 @@ def make_latent_keep(attention: AttentionKernels, latent: Latent, number: int) -
             pitch = heads * latent.key if made else rows
             begin = c.let(token * pitch + head * latent.key)
             filled = fill_groups(latent.plain)
-            with T.serial(-(-filled // _THREADS)) as turn:
-                element = c.let(turn * _THREADS + thread)
+            with T.serial(-(-filled // THREADS)) as turn:
+                element = c.let(turn * THREADS + thread)
                 value = c.let(queries[begin + T.min(element, latent.plain - 1)])
                 with c.when(T.And(is_query, element < filled)):
                     kept = T.Select(element < latent.plain, value, c.number(0.0))
@@ -172,13 +196,13 @@ def make_latent_keep(attention: AttentionKernels, latent: Latent, number: int) -
             # Of the token.
             first = c.let(token * rows + (rows - latent.kept))
             factor = c.find_norm(
-                lambda index: qkv[first + index], latent.rank, latent.epsilon, thread, _THREADS
+                lambda index: qkv[first + index], latent.rank, latent.epsilon, thread, THREADS
             )
             shared = c.share(latent.kept)
-            with c.walk(latent.rank, thread, _THREADS) as element:
+            with c.walk(latent.rank, thread, THREADS) as element:
                 c.store(shared, element, qkv[first + element] * factor * weights[element])
-            for turn_number in range(-(-half // _THREADS)):
-                pair = c.let(thread + turn_number * _THREADS)
+            for turn_number in range(-(-half // THREADS)):
+                pair = c.let(thread + turn_number * THREADS)
                 index = c.let(T.min(pair, half - 1))
                 cosine = c.let(cosines[position * half + index])
                 sine = c.let(sines[position * half + index])
@@ -192,17 +216,8 @@ def make_latent_keep(attention: AttentionKernels, latent: Latent, number: int) -
                     c.store(shared, latent.rank + pair, low)
                     c.store(shared, latent.rank + half + pair, high)
             c.wait_for_group()
-            scale = find_kept_scale(attention, shared) if attention.kv == "int8" else None
             target = c.let(keys.find(sequence, T.int32(0), position, context))
-            for turn_number in range(-(-attention.row_words // _THREADS)):
-                word = c.let(thread + turn_number * _THREADS)
-                read = c.let(T.min(word, attention.row_words - 1))
-                packed = c.let(pack_word(attention, shared, read, scale))
-                with c.when(T.And(group == heads, word < attention.row_words)):
-                    c.store(keys.buffer, target * attention.row_words + word, packed)
-            if keys.scales is not None and scale is not None:
-                with c.when(T.And(group == heads, thread == 0)):
-                    c.store(keys.scales, target, scale)
+            keep_vector(attention, shared, thread, [(keys, group == heads, target)])
     return kernel
 
 

@@ -2,7 +2,7 @@
 # Build the NPU's library and the phone's worker with the vendor's SDK (not run here: it needs an
 # account of the vendor's).
 #
-#   python -m pi2.backends.hexagon.kernels.compile MODULE SPEC.json graphs.o
+#   python -m pi2.backends.hexagon.kernels.program MODULE SPEC.json graphs.o
 #   HEXAGON_SDK_ROOT=... HEXAGON_TOOLS_ROOT=... ANDROID_NDK=... ./build.sh graphs.o v75 OUT
 set -eu
 graphs=$(realpath "$1") version=$2 out=$3
