@@ -131,7 +131,7 @@ class Padding:
 class DenseUnit(Protocol):
     """A unit that computes neurons densely, next to the executor.  One calling thread.
 
-    By default it copies all values at once, and counts what it tells of."""
+    By default it copies all values at once, and counts the work that it notes."""
 
     observer: UnitObserver | None = None
     busy_s: float = 0.0

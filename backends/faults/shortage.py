@@ -147,7 +147,7 @@ def _lock_pages(address: int, size: int) -> None:
 
 
 def _list_maps(path: str) -> list[tuple[int, int]]:
-    """Address and bytes of what is mapped of a file."""
+    """Address and bytes of a file's mapped parts."""
     found = []
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
