@@ -268,6 +268,18 @@ class SequenceModel(Protocol):
 class WholeModel(SequenceModel, Protocol):
     """A model on a unit, whose weights are brought there; the unit keeps everything to itself."""
 
+    program, touched_bytes, waited_s = None, 0, 0.0
+
+    def expect(self, end: int) -> None:
+        return
+
+    def abandon(self) -> None:
+        """Do nothing: work that has begun ends by itself."""
+        return
+
+    def observe(self, observer: ExecutorObserver | None) -> None:
+        return
+
     def read_head_input(self, first: int) -> F32:
         raise AssertionError("a unit shows nothing of its model")
 
@@ -283,6 +295,7 @@ class WholeModel(SequenceModel, Protocol):
 
     def close(self) -> None:
         """Give the unit back.  Never fails, and may be called twice."""
+        return
 
 
 _PATIENCE_S = 5.0

@@ -23,8 +23,6 @@ from pi2.plan.weights.layout import Tensor
 class GpuModel(WholeModel):
     """A model on a GPU: a step is one submission of uploads, kernels and the logits' download."""
 
-    program, touched_bytes, waited_s = None, 0, 0.0
-
     def __init__(self, request: WholeRequest) -> None:
         """Open the device and make room; raises P360 to P363."""
         resolved = request.resolved
@@ -79,9 +77,6 @@ class GpuModel(WholeModel):
     def expect(self, end: int) -> None:
         self._enter()
         self._weights.expect(end)
-
-    def abandon(self) -> None:
-        """Do nothing: work that has begun ends by itself."""
 
     def prefill(
         self, tokens: I32, sequence: int, position: int, progress: Callable[[float], None]

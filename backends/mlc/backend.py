@@ -58,7 +58,7 @@ class MlcEngine:
     ) -> None:
         """Load ``folder``; without ``device`` MLC-LLM chooses one. P686 without mlc_llm, P688 on
         failure, P689 on another model."""
-        check_folder(folder, model)
+        check_weights(folder, model)
         self.load_s = -time.monotonic()
         self.finished: Finished | None = None
         """How the last text ended, once all of its pieces were taken."""
@@ -201,7 +201,7 @@ def check_sampling(sampling: Sampling) -> None:
         )
 
 
-def check_folder(folder: Path, model: Model) -> None:
+def check_weights(folder: Path, model: Model) -> None:
     """UserError P689 unless the folder's configuration fits ``model``."""
     file = folder / "mlc-chat-config.json"
     try:
@@ -264,9 +264,3 @@ def find_limits(facts: UnitFacts) -> list[str]:
 def need_unit_memory(facts: UnitFacts) -> Need:
     """Return 0: MLC-LLM takes the GPU's memory that it needs, outside of any budget."""
     return Need(0, "nothing that a budget holds: MLC-LLM's memory is its own")
-
-
-def check_weights(folder: Path, model: Model) -> None:
-    """Compare the sizes that the folder states with the model's; UserError P689."""
-
-    check_folder(folder, model)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.arrays import count_workspace
+from pi2.backends.reference.backend import find_obstacles, find_unit_obstacles
 from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict
-from pi2.plan.documents.device import Unit, UnitKind
+from pi2.plan.documents.device import UnitKind
 
 if TYPE_CHECKING:
     from pi2.backends.blocks.interpreter import Interpreter
@@ -35,15 +36,6 @@ VERDICT: Verdict = "dry run"
 NATIVE = False
 KINDS: tuple[UnitKind, ...] = ()
 ONLY_EMULATED = False
-
-
-def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
-    return []
-
-
-def find_unit_obstacles(unit: Unit) -> list[str]:
-    """Return nothing: it replaces every unit itself."""
-    return []
 
 
 def find_limits(facts: UnitFacts) -> list[str]:

@@ -9,7 +9,7 @@ from pi2.arrays import F32, F64, I32, U8, Bits
 from pi2.backends.blocks.instructions import Weight
 from pi2.backends.blocks.layers import MOST_LANES
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
-from pi2.backends.executor import ExecutorObserver, noted
+from pi2.backends.executor import noted
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import NumpyInterpreter, ReferenceExecutor
 from pi2.backends.reference.instructions import elements
@@ -63,8 +63,6 @@ class NullUnit(DenseUnit):
 class NullModel(WholeModel):
     """A `pi2.backends.units.WholeModel` without arithmetic."""
 
-    program, touched_bytes, waited_s = None, 0, 0.0
-
     def __init__(self, request: WholeRequest) -> None:
         shape, moe = request.resolved.model.shape, request.resolved.model.moe
         self._vocab, self._neurons = shape.vocab, shape.layers * shape.ffn
@@ -76,12 +74,6 @@ class NullModel(WholeModel):
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Forget the neurons."""
-
-    def expect(self, end: int) -> None:
-        """There is nothing to prepare."""
-
-    def abandon(self) -> None:
-        """There is nothing under way."""
 
     def prefill(
         self, tokens: I32, sequence: int, position: int, progress: Callable[[float], None]
@@ -98,12 +90,6 @@ class NullModel(WholeModel):
 
     def count_work(self) -> Mapping[str, float | None]:
         return {"active_neurons": None, "possible_neurons": self._possible}
-
-    def observe(self, observer: ExecutorObserver | None) -> None:
-        """There is nothing to tell of."""
-
-    def close(self) -> None:
-        """There is nothing to give back."""
 
 
 def compute_hotness(neurons: int, active: float, skew: float) -> F64:

@@ -17,6 +17,7 @@ from pi2.backends.protocol import BuildRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
 from pi2.engine.model_texts import DryTexts, ModelTexts, StoreTexts
+from pi2.engine.parts import refuse_layers
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
 from pi2.memory.budget import Budget
@@ -275,11 +276,7 @@ class AbsentWeights(StoreWeights):
         return DryTexts()
 
     def allow_observing(self) -> None:
-        raise UserError.of(
-            "P662",
-            "this backend does not show what its neurons do",
-            help="use the cpu or the reference backend: --set 'backends.cpu=\"reference\"'",
-        )
+        refuse_layers()
 
     def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
         return lambda: None

@@ -15,7 +15,7 @@ from pi2.backends.host import load_host_loops
 from pi2.backends.units import WholeRequest
 from pi2.diagnostics import UserError
 from pi2.engine.accounts import ACCOUNTS
-from pi2.engine.parts import Parts
+from pi2.engine.parts import Parts, refuse_layers
 from pi2.engine.sequences import make_sequences
 from pi2.fitting import find_backend, find_whole_backend
 from pi2.fitting.misfits import check_fit
@@ -133,12 +133,7 @@ class WholeOpening(Opening):
 
     def open(self) -> None:
         if self.wish.make_observer is not None:
-            raise UserError.of(
-                "P662",
-                f"{self.resolved.sparse_unit!r} has the whole model and does not show what its "
-                "neurons do",
-                help="take a plan whose split gives the neurons to a CPU",
-            )
+            refuse_layers()
         from pi2.engine.loading import WEIGHTS
 
         self.weights = WEIGHTS[self.verdict](self.resolved, self.cleanup)

@@ -131,10 +131,12 @@ def compute_activations(
 
 
 def refuse_layers() -> LayerModel:
+    """UserError P662 for callers that want to observe layers."""
     raise UserError.of(
         "P662",
-        "one unit has the whole model, and shows none of its layers",
-        help="take a plan of a neuron store whose split gives the neurons to a CPU",
+        "this run does not show what its neurons do, and shows none of its layers",
+        help="take a plan of a store whose split gives the neurons to a CPU, and the backend cpu "
+        "or reference",
     )
 
 
