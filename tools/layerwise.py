@@ -148,12 +148,13 @@ class _LayerTensors(StoreWeights):
 
     def __init__(self, model: Model, read: Callable[[str], F32]) -> None:
         """``read`` gives a tensor of a store in float32 [rows, length]."""
-        super().__init__(describe_stored(model), {})
+        stored = describe_stored(model)
+        super().__init__(stored, {})
         self._read, self._has_bytes = read, False
         self._sizes = {own.name: (own.rows, own.length) for own in list_tensors(model)}
-        find = StoreWeights(describe_stored(model), {own.name: own for own in model.dense_tensors})
+        find = StoreWeights(stored, {own.name: own for own in model.dense_tensors})
         extent = Extent(chunk=1, step_tokens=1, context=1, threads=1, outside=True)
-        known = {own.key for own in count_program(model, find, extent).matrices}
+        known = {own.key for own in count_program(stored, find, extent).matrices}
         # Of AltUp's matrices programs copy rows.
         self._matrices = known - {"stream_in", "stream_out"}
 
