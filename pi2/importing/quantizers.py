@@ -25,52 +25,39 @@ from pi2.importing.gguf_file import read_gguf
 from pi2.plan.weights.layout import GROUP, Precision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TensorError:
     tensor: str
     precision: Precision
-    relative: float
+    relative: float = 0.0
     """Root of the squared errors' sum, relative to the weights'."""
-    largest: float
-    """Largest error of a weight."""
-
-
-@dataclass(slots=True)
-class _Sums:
-    precision: Precision
-    wrong: float = 0.0
-    size: float = 0.0
     largest: float = 0.0
+    """Largest error of a weight."""
 
 
 @dataclass(slots=True)
 class ErrorReport:
     """Adds up errors piece by piece, from several threads."""
 
-    _sums: dict[str, _Sums] = field(default_factory=dict)
+    _errors: dict[str, TensorError] = field(default_factory=dict)
+    _sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of squared errors, and of squared weights."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, tensor: str, rows: F32, stored: F32, precision: Precision) -> None:
         """Compare ``rows`` [n, length] of ``tensor`` with their ``stored`` version."""
         wrong = stored - rows
-        sums = (float(np.vdot(wrong, wrong)), float(np.vdot(rows, rows)))
+        squares = float(np.vdot(wrong, wrong)), float(np.vdot(rows, rows))
         largest = float(np.abs(wrong).max(initial=0))
         with self._lock:
-            known = self._sums.setdefault(tensor, _Sums(precision))
-            known.wrong += sums[0]
-            known.size += sums[1]
+            before = self._sums.get(tensor, (0.0, 0.0))
+            error, size = self._sums[tensor] = before[0] + squares[0], before[1] + squares[1]
+            known = self._errors.setdefault(tensor, TensorError(tensor=tensor, precision=precision))
+            known.relative = float(np.sqrt(error / size)) if size else 0.0
             known.largest = max(known.largest, largest)
 
     def list_errors(self) -> list[TensorError]:
-        return [
-            TensorError(
-                tensor=name,
-                precision=sums.precision,
-                relative=float(np.sqrt(sums.wrong / sums.size)) if sums.size else 0.0,
-                largest=sums.largest,
-            )
-            for name, sums in sorted(self._sums.items())
-        ]
+        return [self._errors[name] for name in sorted(self._errors)]
 
 
 _INT4 = find_packing("int4")

@@ -146,7 +146,7 @@ def test_what_has_no_kernels_on_a_gpu_is_named(
     [
         ("gemma4-e2b", {"num_kv_shared_layers": 5}, "kv_shared_layers: no layer before the last 5"),
         ("gemma4-e2b", {"hidden_activation": "relu"}, "embeddings of layers need a smooth"),
-        ("gemma4", {"per_layer_config": {"0": {"head_dim": 36}}}, "does not divide layers"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 36}}}, "other_layers is [0]"),
         ("gemma4", {"num_kv_shared_layers": 4}, "no layer before the last 4"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx is 1"),

@@ -117,30 +117,6 @@ def scaled(scope: Description, key: str, default: Any) -> Any:
     return default if found is None else found
 
 
-def grow(scope: Description) -> None:
-    """Queries that grow with the position, if positions are scaled so."""
-    scaling = _find_scaling(scope.config)
-    growth = scaling.read("llama_4_scaling_beta", float, 0.0)
-    if growth:
-        scope.put("attention.growth", growth)
-        original = scaling.read("original_max_position_embeddings", int)
-        scope.put("rope.original_context", original)
-
-
-def shared_indexes(scope: Description) -> list[int]:
-    """Layers of GLM 5 that share the choice of an earlier one."""
-    config, layers = scope.config, range(scope.layers)
-    kinds = config.read_list("indexer_types")
-    pattern = config.values.get("index_topk_pattern")
-    if not kinds and isinstance(pattern, str | list):
-        kinds = ["shared" if own in ("S", "shared") else "full" for own in pattern]
-    if kinds:
-        return [layer for layer in layers if layer < len(kinds) and kinds[layer] == "shared"]
-    every = max(1, config.read("index_topk_freq", int, 1))
-    offset = config.read("index_skip_topk_offset", int, 2)
-    return [layer for layer in layers if max(layer - offset + 1, 0) % every]
-
-
 def _find_turns(scope: Description) -> tuple[Config, Config]:
     """The tables of positions of layers without and with a window.  If `rope_parameters` has
     neither, it is of the former itself, or older keys are.  Bases that no table states are the
@@ -226,36 +202,14 @@ def stretch_base(scope: Description) -> None:
         scope.tables["rope.theta"] *= alpha ** (size / (size - 2))
 
 
+def of_layers(scope: Completed, key: str, default: int) -> list[int]:
+    """A number of each layer in `per_layer_config`; ``default`` for layers without one."""
+    tables = scope.config.read_table("per_layer_config")
+    return [tables.read_table(str(n)).read(key, int, default) for n in range(scope.layers)]
+
+
 def windowed(scope: Description) -> list[int]:
     return scope.windowed
-
-
-def heads_of_gemma4(scope: Description) -> None:
-    """Heads of layers without a window: stated for each, or for all as in the first releases."""
-    config, layers, full = scope.config, scope.layers, _list_full(scope)
-    shares_keys = config.read("attention_k_eq_v", bool, False)
-    own = {key: scope.find(f"shape.{key}") for key in ("kv_heads", "head_dim")}
-    if config.has("per_layer_config"):
-        tables = config.read_table("per_layer_config")
-        found = [
-            {
-                key: tables.read_table(str(layer)).read(name, int, own[key])
-                for key, name in (("kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"))
-            }
-            for layer in range(layers)
-        ]
-    else:
-        kv_heads = own["kv_heads"]
-        if shares_keys or config.has("gguf_other_heads"):
-            kv_heads = config.read("num_global_key_value_heads", int, kv_heads)
-        wide = {"kv_heads": kv_heads, "head_dim": config.read("global_head_dim", int, 512)}
-        found = [wide if layer in full else own for layer in range(layers)]
-    others = [layer for layer, heads in enumerate(found) if heads != own]
-    if any(found[n] != found[others[0]] for n in others) or (others and others != full):
-        raise config.refuse("per_layer_config does not divide layers as layer_types does")
-    if full and (others or shares_keys):
-        other = {"layers": full, **found[full[0]], "keys_are_values": shares_keys}
-        scope.put("other_heads", other)
 
 
 def step_limit(scope: Description, place: int) -> float | None:
