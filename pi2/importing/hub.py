@@ -165,7 +165,6 @@ def fetch_files(
     progress: Progress = ignore_progress,
     *,
     names: Sequence[str] | None = None,
-    endpoint: str | None = None,
 ) -> Path:
     """The folder with the repository's files: the hub's cache if complete, else ``folder``, into
     which missing ones are fetched. ``names``: some files.  `UserError` P544 before weights come,
@@ -186,17 +185,13 @@ def fetch_files(
         def report(count: int, done: int = done) -> None:
             advance(done + count)
 
-        fetch_file(repository, name, folder, report, endpoint)
+        fetch_file(repository, name, folder, report)
         done += repository.sizes[name]
     return folder
 
 
 def fetch_file(
-    repository: Repository,
-    name: str,
-    folder: Path,
-    report: Callable[[int], None],
-    endpoint: str | None = None,
+    repository: Repository, name: str, folder: Path, report: Callable[[int], None]
 ) -> None:
     """Fetch one file into ``folder``; ``report`` is told how many of its bytes have come.  Raises
     as `fetch_files`."""
@@ -206,15 +201,9 @@ def fetch_file(
         for left in folder.rglob("*.incomplete"):
             left.unlink()  # the library does not go on with what a call before has left
         if is_weight_file(name):
-            _fetch_weights(repository, name, folder, report, endpoint)
-        hf_hub_download(
-            repository.name,
-            name,
-            revision=repository.commit,
-            local_dir=folder,
-            endpoint=endpoint,
-            tqdm_class=_make_bar(report),
-        )
+            _fetch_weights(repository, name, folder, report)
+        commit, bar = repository.commit, _make_bar(report)
+        hf_hub_download(repository.name, name, revision=commit, local_dir=folder, tqdm_class=bar)
         file, size = folder / name, repository.sizes[name]
         if size and file.stat().st_size != size:
             found = file.stat().st_size
@@ -223,11 +212,7 @@ def fetch_file(
 
 
 def _fetch_weights(
-    repository: Repository,
-    name: str,
-    folder: Path,
-    report: Callable[[int], None],
-    endpoint: str | None,
+    repository: Repository, name: str, folder: Path, report: Callable[[int], None]
 ) -> None:
     """Fetch a large file as the library does, and go on with what calls before have left of it.
     The library then compares its SHA-256."""
@@ -245,7 +230,7 @@ def _fetch_weights(
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as file:
         http_get(
-            hf_hub_url(repository.name, name, revision=commit, endpoint=endpoint),
+            hf_hub_url(repository.name, name, revision=commit),
             file,
             resume_size=file.tell(),
             headers=build_hf_headers(),
@@ -438,42 +423,32 @@ _HEADERS = "headers"
 
 
 def open_repository(
-    repository: Repository,
-    folder: Path,
-    progress: Progress = ignore_progress,
-    *,
-    endpoint: str | None = None,
+    repository: Repository, folder: Path, progress: Progress = ignore_progress
 ) -> Checkpoint:
     """Open a checkpoint with small files in ``folder``; safetensors come when read (`HubShards`),
     others now.  Raises as `fetch_files` and `open_checkpoint`."""
     sizes = repository.sizes
     shards = [name for name in sizes if name.endswith(".safetensors")]
     if repository.cached is not None or _INDEX not in sizes or len(shards) < 2:
-        place = fetch_files(repository, folder, progress, endpoint=endpoint)
+        place = fetch_files(repository, folder, progress)
         models = sorted(name for name in sizes if name.endswith(".gguf"))
         return open_checkpoint(place / models[0] if models else place)
     small = [name for name in sizes if not is_weight_file(name)]
-    fetch_files(repository, folder, names=small, endpoint=endpoint)
+    fetch_files(repository, folder, names=small)
     check_family(folder)
-    return open_folder(folder, HubShards(repository, folder, progress, endpoint=endpoint))
+    return open_folder(folder, HubShards(repository, folder, progress))
 
 
 class HubShards:
     """The safetensors files of a repository, as `pi2.importing.safetensors_file.Shards` has it."""
 
     def __init__(
-        self,
-        repository: Repository,
-        folder: Path,
-        progress: Progress = ignore_progress,
-        *,
-        endpoint: str | None = None,
+        self, repository: Repository, folder: Path, progress: Progress = ignore_progress
     ) -> None:
         self._repository = repository
         self._folder = folder
         total = sum(size for name, size in repository.sizes.items() if is_weight_file(name))
         self._advance = ByteProgress(progress, "downloading", total)
-        self._endpoint = endpoint
         self._lock = threading.Lock()
         self._small: dict[tuple[str, int, int], bytes] = {}
         self._settled_bytes = 0
@@ -498,7 +473,7 @@ class HubShards:
         if count == 0 or place in self._small:
             return self._small.get(place, b"")
         name, commit = self._repository.name, self._repository.commit
-        url = hf_hub_url(name, file.name, revision=commit, endpoint=self._endpoint)
+        url = hf_hub_url(name, file.name, revision=commit)
         headers = {**build_hf_headers(), "Range": f"bytes={offset}-{offset + count - 1}"}
         found = bytearray()
         with (
@@ -538,7 +513,7 @@ class HubShards:
                 self._advance(self._settled_bytes + count)
 
             check_space(self._repository, self._folder, sizes[file.name])
-            fetch_file(self._repository, file.name, self._folder, report, self._endpoint)
+            fetch_file(self._repository, file.name, self._folder, report)
             self._settled_bytes += sizes[file.name]
 
     def drop(self, file: Path) -> None:

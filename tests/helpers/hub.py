@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
+
+from huggingface_hub import constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REVISIONS = ("main", "v1", COMMIT)
@@ -111,8 +114,13 @@ def serve_repository(folder: Path, repository: str) -> Iterator[Hub]:
         hub.address = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
+        # The library reads the variable HF_ENDPOINT only once.
+        url = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         try:
-            yield hub
+            with mock.patch.multiple(
+                constants, ENDPOINT=hub.address, HUGGINGFACE_CO_URL_TEMPLATE=url
+            ):
+                yield hub
         finally:
             server.shutdown()
             thread.join()

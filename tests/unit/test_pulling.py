@@ -212,7 +212,7 @@ def test_a_download_that_was_cut_off_goes_on(
     repository = Repository(name=hub.repository, commit=COMMIT, sizes=sizes)
     hub.cut = second
     with pytest.raises(UserError, match="P763"):
-        fetch_files(repository, tmp_path / "work", endpoint=hub.address)
+        fetch_files(repository, tmp_path / "work")
     # Within the command the file goes on where it was, the library tries again and again.
     assert hub.list_ranges(second)[:3] == [None, *[f"bytes={10 << 20}-"] * 2]
     hub.cut = None
@@ -221,9 +221,7 @@ def test_a_download_that_was_cut_off_goes_on(
     assert left >= 10 << 20
     before = len(hub.list_ranges(second))
     shares: list[float] = []
-    folder = fetch_files(
-        repository, tmp_path / "work", lambda _, share: shares.append(share), endpoint=hub.address
-    )
+    folder = fetch_files(repository, tmp_path / "work", lambda _, share: shares.append(share))
     for name in sizes:
         assert (folder / name).read_bytes() == (hub.folder / name).read_bytes()
     assert hub.list_ranges(second)[before:] == [f"bytes={left}-"]
@@ -235,7 +233,7 @@ def test_a_download_that_was_cut_off_goes_on(
 def test_a_disk_without_room_is_said_before_anything_comes(hub: Hub, tmp_path: Path) -> None:
     repository = Repository(name=hub.repository, commit=COMMIT, sizes={"config.json": 1 << 60})
     with pytest.raises(UserError, match="P764"):
-        fetch_files(repository, tmp_path / "work", endpoint=hub.address)
+        fetch_files(repository, tmp_path / "work")
     assert hub.asked == []
 
 
@@ -264,7 +262,7 @@ def test_what_is_no_hub_is_named(
 def test_a_page_in_the_place_of_a_file_is_not_kept(hub: Hub, tmp_path: Path) -> None:
     repository = Repository(name=hub.repository, commit=COMMIT, sizes={"config.json": 10})
     with pytest.raises(UserError, match=r"P763.*config\.json has \d+ bytes there, 10 were"):
-        fetch_files(repository, tmp_path / "work", endpoint=hub.address)
+        fetch_files(repository, tmp_path / "work")
     assert not (tmp_path / "work/config.json").exists()
 
 
@@ -273,7 +271,7 @@ def test_what_the_hubs_own_cache_has_is_converted_offline(
 ) -> None:
     cache = tmp_path / "hf/hub"
     for file in hub.folder.iterdir():
-        hf_hub_download(hub.repository, file.name, cache_dir=cache, endpoint=hub.address)
+        hf_hub_download(hub.repository, file.name, cache_dir=cache)
     asked = len(hub.asked)
     code, said = pull(environment, hub, "hf:org/tiny", HF_HUB_OFFLINE="1")
     assert code == 0, said

@@ -38,7 +38,7 @@ def publish(folder: Path, model: Model, *, shards: int, in_order: bool) -> Itera
 def open_remote(hub: Hub, work: Path) -> Checkpoint:
     sizes = {path.name: path.stat().st_size for path in hub.folder.iterdir()}
     repository = Repository(name=hub.repository, commit=COMMIT, sizes=sizes)
-    return open_repository(repository, work, endpoint=hub.address)
+    return open_repository(repository, work)
 
 
 def watch(checkpoint: Checkpoint, at: Callable[[str], None]) -> HubShards:
