@@ -183,7 +183,8 @@ class Packing:
         if self.offset:
             codes = codes + np.int8(self.offset)
         # Four elements are a word.
-        fields = np.ascontiguousarray(codes).view("<u4").reshape(len(codes), -1, 8)
+        count, length = codes.shape
+        fields = np.ascontiguousarray(codes).view("<u4").reshape(count, length // GROUP, 8)
         return self.lay_words(self._join(fields))
 
     def _join(self, fields: U32) -> U32:
