@@ -1,4 +1,4 @@
-"""Derives what a plan leaves out, whatever its weights are: the source of them answers."""
+"""The one derivation of settings that plans leave out; the source of the weights answers it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Fit:
     sizes: Mapping[str, int]
     """Bytes by segment."""
     follows: Sequence[Setting] = ()
-    """Settings that depend on what is in memory."""
+    """Settings that depend on resident weights."""
     facts: FileFacts | None = None
     """The facts of a file that is run as it is."""
 
@@ -182,7 +182,7 @@ def leaves_out(values: Mapping[str, Any]) -> bool:
 
 
 def has_tables(values: Mapping[str, Any]) -> bool:
-    """Whether what has to be a table is one, as far as a derivation looks at it."""
+    """Whether tables that a derivation reads are tables."""
     tables = {key: values.get(key, {}) for key in _TABLES}
     return all(isinstance(own, dict) for own in tables.values()) and isinstance(
         tables["memory"].get("segments", {}), dict
