@@ -27,10 +27,10 @@ class TokenBytes:
 
     attention: float
     """Projections and norms of all layers, and a row of the embedding."""
-    head: float
-    predictor: float
+    head: float = 0.0
+    predictor: float = 0.0
     """Bytes of low-rank predictors, or of all gate rows."""
-    neurons: float
+    neurons: float = 0.0
     """Bundles of the active neurons, padding left out."""
     kv: float
     """Bytes of the KV cache of the context."""
@@ -105,8 +105,8 @@ def size_tensor(tensor: DenseTensor) -> int:
 class Account:
     """Of a neuron store that an executor computes layer by layer."""
 
-    is_timed = True
-    """Whether times are of computing and reading."""
+    is_timed = splits_time = True
+    """Whether times are of computing and reading, and causes of them are known."""
     remarks: tuple[str, ...] = ()
     """First lines of reports."""
     counted = "neurons"
@@ -120,7 +120,10 @@ class Account:
     def split_time(
         self, statistics: RunStatistics, measure: Callable[[], float | None]
     ) -> dict[Cause, float]:
-        """Shares of a run's time by cause; ``measure`` gives the memory's rate."""
+        """Shares of a run's time by cause, if they are known; ``measure`` gives the memory's
+        rate."""
+        if not self.splits_time:
+            return {}
         disk_bytes_s = find_read_rate(self._resolved.device)
         if self.expected is not None:
             disk_bytes_s = self.expected.disk_bytes_s
@@ -220,9 +223,6 @@ class FileAccount(Account):
         model = self._resolved.model
         return TokenBytes(
             attention=self._facts.token_bytes / sequences,
-            head=0.0,
-            predictor=0.0,
-            neurons=0.0,
             kv=model.shape.layers * count_kv_token_bytes(model, "fp16") * position,
         )
 
@@ -241,11 +241,7 @@ class WholeAccount(Account):
     """Of a unit that has the whole model."""
 
     step_bytes: int | None = None
-
-    def split_time(
-        self, statistics: RunStatistics, measure: Callable[[], float | None]
-    ) -> dict[Cause, float]:
-        return {}
+    splits_time = False
 
     def name_bound(self, shares: Mapping[Cause, float]) -> str | None:
         return self._resolved.sparse_unit
@@ -266,16 +262,11 @@ class WholeAccount(Account):
 
 
 class _Dry(Account):
-    is_timed = False
+    is_timed = splits_time = False
     step_bytes: int | None = 0
     remarks: tuple[str, ...] = (
         "dry run: nothing was computed or read; the times are pi2's own overhead",
     )
-
-    def split_time(
-        self, statistics: RunStatistics, measure: Callable[[], float | None]
-    ) -> dict[Cause, float]:
-        return {}
 
     def name_bound(self, shares: Mapping[Cause, float]) -> str | None:
         return None

@@ -9,7 +9,7 @@ from pi2.backends.executor import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, mark_experts, unite_experts
 from pi2.engine.neuron_stream import NeuronStream, PieceOrder, choose_piece
-from pi2.engine.waves import Foresight, Wave, Waves
+from pi2.engine.waves import Wave, Waves
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.sizes import PART_NEURONS
@@ -77,13 +77,8 @@ class FeedForward(Waves):
         """Jobs of units under way, of each chunk."""
         self._layers = layers
         self._threshold = decode.threshold
-        self._foresight = Foresight(
-            executor,
-            decode.threshold,
-            select_tokens=self._select_tokens,
-            has_experts=experts is not None,
-            needs_scores=self.sieve is not None,
-        )
+        self._foreseen: list[tuple[I32, F32 | None]] = []
+        """The neurons predicted ahead for each token, if no call does it at once."""
         self._look_ahead, self._names_all = decode.look_ahead, decode.names_all
         self._token_neurons = token_neurons or [self._neurons] * layers
         self._wave: Wave | None = None
@@ -231,7 +226,7 @@ class FeedForward(Waves):
     ) -> Wave:
         """Begin with the predicted neurons after the ``owned`` ones and before ``end``, and with
         the neurons of ``late`` experts."""
-        name = self._foresight.read if is_foreseen else partial(self._name, layer, late)
+        name = self._read_foreseen if is_foreseen else partial(self._name, layer, late)
         indices, by_token, scores = self._predict(layer, (owned, end), late, name)
         return self._begin_wave(layer, owned, indices, by_token, scores)
 
@@ -244,10 +239,40 @@ class FeedForward(Waves):
         """Predict the layer ``following`` before its own input is known and begin the FFN of
         ``layer``; begin to read."""
         self._reader.advance()
-        self._foresight.predict(following, layer, self._tokens)
+        experts = self._predict_ahead(following, layer)
         wave = self._find_named(following, self._count_owned(following), is_foreseen=True)
-        wave.experts = self._foresight.experts
+        wave.experts = experts
         return wave
+
+    def _predict_ahead(self, following: int, layer: int) -> list[I32]:
+        """Predict the neurons of the layer ``following`` for all tokens of a step, from its input
+        as of now, then begin the FFN of ``layer``; return experts of each token, if there are
+        any."""
+        executor = self._executor
+        if executor.foresees:
+            executor.foresee(following, layer, self._threshold)
+            return []
+        executor.begin_ffn(following)
+        experts = self._list_experts()
+        self._foreseen = [self._copy_named(following, token) for token in self._select_tokens()]
+        if layer != following:
+            executor.begin_ffn(layer)
+        return experts
+
+    def _copy_named(self, layer: int, token: int) -> tuple[I32, F32 | None]:
+        named, scores = self._name(layer, None, token)
+        if self._tokens == 1:
+            return named, scores
+        # They are valid until the prediction of the next token.
+        return named.copy(), None if scores is None else scores.copy()
+
+    def _read_foreseen(self, token: int) -> tuple[I32, F32 | None]:
+        """What was predicted ahead for ``token``, which is selected; valid until the next
+        prediction."""
+        if not self._executor.foresees:
+            return self._foreseen[token]
+        scores = None if self.sieve is None else self._executor.read_scores()
+        return self._executor.list_foreseen(), scores
 
     def _list_experts(self) -> list[I32]:
         if self._experts is None:

@@ -79,6 +79,14 @@ def _count_common(ids: I64, end: int) -> int:
     return count - 1 - int(differ[-1]) if len(differ) else count
 
 
+def _go_on(forward: Sequences, place: int, token: int, count: int) -> list[int]:
+    """A token of a place, and so many of the likeliest ones after it."""
+    found = [token]
+    for _ in range(count):
+        found.append(int(forward.step(found[-1:], [place])[0].argmax()))
+    return found
+
+
 class PlanDrafts:
     """Drafts the likeliest tokens of another model, which reads the same sequences."""
 
@@ -95,10 +103,7 @@ class PlanDrafts:
         if place >= len(self._known) or len(ids) - 1 + most > self._context:
             return []
         self._catch_up(place, ids)
-        found = [int(ids[-1])]
-        for _ in range(most):
-            logits = self._forward.step(found[-1:], [place])[0]
-            found.append(int(logits.argmax()))
+        found = _go_on(self._forward, place, int(ids[-1]), most)
         self._known[place] = np.concatenate([ids, np.array(found[1:-1], np.int64)])
         return found[1:]
 
@@ -216,13 +221,10 @@ class ResidentDrafts:
 
     def propose(self, place: int, ids: I64, most: int) -> list[int]:
         """See `pi2.engine.speculation.Drafter`; the place is left as it was."""
-        forward, found = self._forward, [int(ids[-1])]
-        position = forward.positions[place]
+        forward, position = self._forward, self._forward.positions[place]
         forward.mark(place)
         with self._feed_forward.leave_out_missing():
-            for _ in range(most):
-                logits = forward.step(found[-1:], [place])[0]
-                found.append(int(logits.argmax()))
+            found = _go_on(forward, place, int(ids[-1]), most)
         forward.take_back(place, position)
         return found[1:]
 

@@ -1,7 +1,7 @@
 """Neurons of a layer in memory together: found, read and computed as they arrive. With
 ``pipeline.phases = 2`` gates are read first, then up and down behind open ones."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,61 +15,6 @@ from pi2.memory.flash import FlashReader, NullReader, PendingRead
 from pi2.memory.policy import ABSENT
 from pi2.memory.read_sieve import ReadSieve
 from pi2.plan.documents.plan import Decode
-
-
-class Foresight:
-    """What an executor predicts ahead: in one call where it can, else with its other calls."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        threshold: float,
-        *,
-        select_tokens: Callable[[], Iterable[int]],
-        has_experts: bool,
-        needs_scores: bool,
-    ) -> None:
-        """``select_tokens`` takes a step's tokens in turn; ``needs_scores``: `read` has scores."""
-        self._executor = executor
-        self._threshold = threshold
-        self._select_tokens = select_tokens
-        self._has_experts = has_experts
-        self._needs_scores = needs_scores
-        self.experts: list[I32] = []
-        """Experts of each token, in an MoE model, that the last prediction is about."""
-        self._found: list[tuple[I32, F32 | None]] = []
-        """The neurons predicted for each token, if no call does it at once."""
-
-    def predict(self, following: int, layer: int, tokens: int) -> None:
-        """Predict the neurons of the layer ``following`` for all ``tokens`` of a step, from its
-        input as of now; then begin the FFN of ``layer``."""
-        executor = self._executor
-        if executor.foresees:
-            executor.foresee(following, layer, self._threshold)
-            return
-        executor.begin_ffn(following)
-        select = self._select_tokens
-        if self._has_experts:
-            self.experts = [executor.list_experts().copy() for _ in select()]
-        self._found = [self._predict_token(following, tokens) for _ in select()]
-        if layer != following:
-            executor.begin_ffn(layer)
-
-    def _predict_token(self, layer: int, tokens: int) -> tuple[I32, F32 | None]:
-        named = self._executor.predict_low_rank(layer, self._threshold)
-        scores = self._executor.read_scores() if self._needs_scores else None
-        if tokens == 1:
-            return named, scores
-        # They are valid until the prediction of the next token.
-        return named.copy(), None if scores is None else scores.copy()
-
-    def read(self, token: int) -> tuple[I32, F32 | None]:
-        """Return the stored indices that were predicted for ``token``, which is selected, and the
-        scores [neurons] of the layer, if they are needed; valid until the next prediction."""
-        if not self._executor.foresees:
-            return self._found[token]
-        named = self._executor.list_foreseen()
-        return named, self._executor.read_scores() if self._needs_scores else None
 
 
 @dataclass(slots=True)

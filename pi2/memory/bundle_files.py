@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,7 +158,7 @@ class BundleFiles:
                 if not flag or error.errno != errno.EINVAL:
                     raise _refuse(file.path, 0, error) from None
                 fd = -1
-            if fd >= 0 and flag and not self._accepts_bundle(fd, file, room):
+            if fd >= 0 and flag and not self._accepts(fd, file, room, 1, file.stride):
                 os.close(fd)
                 fd = -1
             if fd < 0:
@@ -166,7 +167,8 @@ class BundleFiles:
                 fd = open_regular(file.path)
             self.descriptors.append(fd)
             size = os.fstat(fd).st_size
-            if self.gate_bytes and direct and flag and not self._accepts_gate(fd, file, room):
+            parts = self.gate_bytes, file.stride
+            if self.gate_bytes and direct and flag and not self._accepts(fd, file, room, 0, *parts):
                 self.gate_bytes = 0
                 self.phases_fallback = "the file system refuses O_DIRECT for reads of one gate"
             if file.bytes is not None and size != file.bytes:
@@ -176,24 +178,15 @@ class BundleFiles:
                     help="make the store again, or copy it again as a whole",
                 )
 
-    def _accepts_bundle(self, fd: int, file: BundleFile, room: U8) -> bool:
-        if len(room) == 0 or file.count < 2:
-            return True
-        return self._accepts(fd, room[: file.stride], file.bundles_offset + file.stride)
-
-    def _accepts_gate(self, fd: int, file: BundleFile, room: U8) -> bool:
-        if len(room) == 0 or file.count == 0:
-            return True
-        size = self.gate_bytes
-        return all(
-            self._accepts(fd, room[begin:end], file.bundles_offset + begin)
-            for begin, end in ((0, size), (size, file.stride))
-        )
-
     @staticmethod
-    def _accepts(fd: int, target: U8, offset: int) -> bool:
+    def _accepts(fd: int, file: BundleFile, room: U8, number: int, *cuts: int) -> bool:
+        """Whether parts of bundle ``number``, which end at ``cuts``, are read directly."""
+        if len(room) == 0 or file.count <= number:
+            return True
+        first = file.bundles_offset + number * file.stride
         try:
-            os.preadv(fd, [target.data], offset)
+            for begin, end in pairwise((0, *cuts)):
+                os.preadv(fd, [room[begin:end].data], first + begin)
         except OSError:
             return False
         return True

@@ -9,13 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -159,24 +159,16 @@ class Expected(NamedTuple):
     disk_bytes_s: float
 
 
-class Counts(Protocol):
-    """What a model that reads says of it."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that were read so far, loading not included."""
-
-
 class FileReads:
     """Counters of its reads, as `pi2.memory.flash.FlashReader` has them for neurons."""
 
     phases_fallback: str | None = None
     saved_bytes = 0
 
-    def __init__(self, files: DirectFiles, counts: Counts) -> None:
-        self._files = files
+    def __init__(self, files: DirectFiles, count: Callable[[], int]) -> None:
+        """``count``: bytes that were read so far, loading not included."""
+        self._files, self._count = files, count
         self.engine, self.engine_fallback = files.engine, files.engine_fallback
-        self._counts = counts
 
     @property
     def fallback(self) -> str | None:
@@ -185,8 +177,7 @@ class FileReads:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that were read so far, loading not included."""
-        return self._counts.read_bytes
+        return self._count()
 
     def observe(self, observer: ReadObserver | None) -> None:
         """Single reads are not told of."""

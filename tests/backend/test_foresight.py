@@ -10,9 +10,12 @@ import pytest
 from pi2.arrays import F32, I32
 from pi2.backends.cpu import backend as cpu
 from pi2.backends.executor import Executor
-from pi2.engine.waves import Foresight
+from pi2.engine.feed_forward import FeedForward
+from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import NullReader
 from pi2.orchestrator import load
-from tests.helpers.kernels import DEMO_LIKE, RandomModel
+from pi2.plan.documents.plan import Decode
+from tests.helpers.kernels import DEMO_LIKE, RandomModel, make_loops
 from tests.helpers.observed import count_calls
 from tests.helpers.slow import keep_quick
 
@@ -41,17 +44,16 @@ def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) 
     assert executor.foresees
     every = np.arange(len(model.bundles[0]), dtype=np.int32)
 
-    def select_tokens() -> Any:
-        for token in range(tokens):
-            executor.select_token(token)
-            yield token
-        executor.select_token(0)
+    arena = np.zeros((8, 64), np.uint8)
+    cache = NeuronCache(arena, [range(0)] * 2, len(every), make_loops())
+    decode = Decode(predictor="low-rank", threshold=0.2, missing_threshold=0.2)
 
     def run(seen: Any) -> tuple[list[tuple[I32, F32]], F32]:
         assert seen.foresees == (seen is executor)
-        foresight = Foresight(
-            seen, 0.2, select_tokens=select_tokens, has_experts=False, needs_scores=True
+        own = FeedForward(
+            seen, cache, NullReader(64), arena.reshape(2, 4, 64), layers=2, decode=decode
         )
+        own.begin_step(tokens)
         ids = np.arange(5, 5 + tokens, dtype=np.int32)
         if tokens == 1:
             executor.embed(ids)
@@ -59,13 +61,13 @@ def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) 
         else:
             executor.begin_step(ids, range(tokens), [0] * tokens)
             executor.attend_step(0)
-        foresight.predict(1, 0, tokens)
+        own._predict_ahead(1, 0)
         found = []
-        for token in select_tokens():
-            named, scores = foresight.read(token)
+        for token in own._select_tokens():
+            named, scores = own._read_foreseen(token)
             assert scores is not None
             found.append((named.copy(), scores[: len(every)].copy()))
-        for _ in select_tokens():
+        for _ in own._select_tokens():
             executor.add_neurons(0, model.bundles[0], every)
         executor.end_ffn(0)
         return found, executor.logits(0).copy()
