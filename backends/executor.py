@@ -177,7 +177,7 @@ class Executor(ABC):
         begun = zip(self._starts, (own.begun for own in self._stations), strict=False)
         self._begun = {**dict(begun), 0: self._stations[0].begun}
         """By the first instruction of each layer, the one after its input has been kept."""
-        kept = program.list_kept()
+        kept = program.layers.list_kept()
         self._shared = [view_floats(area.address, tokens, area.stride) for area in kept]
         """Areas that every chunk has its own content of."""
         self._places = [_Place(tokens=np.zeros(0, np.int32)) for _ in range(request.chunks)]
@@ -187,7 +187,7 @@ class Executor(ABC):
             place.kept = arrays
         self.kept_reads: list[F32] = []
         """Of each of several chunks, what its neurons read, if it is kept."""
-        if program.keeps_read:
+        if program.layers.keeps_read:
             self.kept_reads = [place.kept[-1] for place in self._places if place.kept]
         self._place = self._places[0]
         self._sequence = 0

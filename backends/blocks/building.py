@@ -439,7 +439,7 @@ class Builder(Products):
         """Return the arguments that say where the keys of a layer's index are."""
         if not self.is_real:
             return {"key_width": width}
-        array = self.cache.find_index(layer)
+        array = self.cache.indexes[layer]
         return {
             **self.put_tokens(),
             "key_width": width,

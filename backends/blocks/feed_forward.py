@@ -90,7 +90,7 @@ class FeedForward:
         elif side is not None and side.norms:
             own = Sum(builder.take_area("experts give", length))
         if not own.has_terms:
-            builder.add_zeros(own.area, length)
+            builder.add_cap(Area(builder.fill(0.0, length), 0), length, 0.0, 1.0, own.area)
             own.has_terms = True
         inner = builder.take_area("pairs", 2 * width, active)
         kinds, is_input = ("gate", "up") if ffn.gated else ("up",), moe.weighs == "input"

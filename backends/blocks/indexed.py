@@ -145,7 +145,7 @@ class PooledAttention:
         builder, context, width = self._builder, self._builder.extent.positions, own.head_dim
         memory = dict[str, int]()
         if builder.is_real:
-            array = builder.cache.find_pool(layer)
+            array = builder.cache.pools[layer][1]
             stride = array.strides[0] // array.itemsize
             memory = {"memory": array.ctypes.data, "sequence_stride": stride}
             memory |= {"ring": array.shape[2], **builder.put_tokens()}

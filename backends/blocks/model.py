@@ -49,7 +49,7 @@ class BlockModel:
         self._lanes = self.interpreter.lanes
         self.memory = memory = Memory(allocate)
         """The program's arrays."""
-        self._layers = layers = start_layers(model, find, self.interpreter, memory, extent)
+        self.layers = layers = start_layers(model, find, self.interpreter, memory, extent)
         self._builder = builder = layers.builder
         self._cache, self._states = builder.cache, layers.memory
         self.scratch = layers.add_model()
@@ -123,15 +123,6 @@ class BlockModel:
     def take_area(self, name: str, width: int) -> Area:
         return self._builder.take_area(name, width)
 
-    def list_kept(self) -> list[Area]:
-        """See `Layers.list_kept`."""
-        return self._layers.list_kept()
-
-    @property
-    def keeps_read(self) -> bool:
-        """See `Layers.keeps_read`."""
-        return self._layers.keeps_read
-
     def run_rows(self, number: int, first: int, end: int, address: int) -> None:
         """Compute rows ``first`` to ``end`` of a matrix, all of a part in several; row 0 would be
         at ``address``."""
@@ -198,9 +189,9 @@ class BlockModel:
         elif model.layer_embedding is not None:
             known = model.layer_embedding.vocab or model.shape.vocab
             builder.known_numbers[:count] = np.where(tokens < known, tokens, 0)
-        if self._layers.ngrams is not None:
+        if self.layers.ngrams is not None:
             own = (builder.numbers, builder.sequences, builder.positions)
-            self._layers.ngrams.number_rows(*(part[:count] for part in own))
+            self.layers.ngrams.number_rows(*(part[:count] for part in own))
         self._program.set_tokens(count, is_chunk=is_chunk)
         if self.pairs is not None:
             self.pairs.begin(count)
@@ -228,7 +219,7 @@ class BlockModel:
 
     def set_logits(self, first: int, count: int) -> None:
         """Let the head compute ``count`` tokens from ``first`` on."""
-        x = self._layers.x
+        x = self.layers.x
         self._program.set_value(self.head, "x", x.address + 4 * first * x.stride)
         self._program.set_head_tokens(count)
         self._rows = count

@@ -289,9 +289,6 @@ class Products:
             parts = [(fused, parts[0][1])]
         return [self.make_product(key, layer, y, has_bias, **more) for key, y in parts]
 
-    def add_zeros(self, y: Area, length: int) -> None:
-        self.add_cap(Area(self.fill(0.0, length), 0), length, 0.0, 1.0, y)
-
     def add_products(
         self, x: Area, length: int, products: Sequence[Product], *, each: int = 1
     ) -> None:

@@ -64,7 +64,7 @@ class StateBuilder:
             self._convolve(place, shape, projected.area, [], channels, made)
         if shape.kind == "mamba1":
             return self._scan(place, shape, projected, made)
-        return self._recur(place, shape, projected, made, order, tensors)
+        return self._recur(place, shape, projected, made, order)
 
     def _project(self, tensors: Sequence[DenseTensor], read: Area, shape: StateShape) -> _Rows:
         """Add the products with all matrices of ``tensors``, each once."""
@@ -142,13 +142,7 @@ class StateBuilder:
         return 0 if places is None else self._builder.keep_numbers(places.tolist())
 
     def _recur(
-        self,
-        place: tuple[int, int],
-        shape: StateShape,
-        projected: _Rows,
-        made: Area,
-        order: I64,
-        tensors: dict[str, DenseTensor],
+        self, place: tuple[int, int], shape: StateShape, projected: _Rows, made: Area, order: I64
     ) -> Area:
         """Add what follows the convolution, channel i of which is element ``order[i]``."""
         builder, heads = self._builder, shape.value_heads

@@ -252,8 +252,10 @@ class KvCache:
         self.ring: Ring | None = None
         self._context = context
         self._layers: dict[int, list[Cached]] = {}
-        self._pools: dict[int, tuple[Attention, F32]] = {}
-        self._indexes: dict[int, Raw] = {}
+        self.pools: dict[int, tuple[Attention, F32]] = {}
+        """Values and gates for a layer's pooled vectors [sequences, 1, positions, .]."""
+        self.indexes: dict[int, Raw] = {}
+        """Keys of a layer's index [sequences, 1, context, width]."""
         index, pooled = model.attention.index, None
         for layer, block in enumerate(model.blocks):
             own = block.attention
@@ -263,10 +265,10 @@ class KvCache:
                 ring = count_pool_positions(own, context, tokens)
                 pooled = ring if ring.positions < context else pooled
                 shape = sequences, 1, ring.positions, 2 * own.pool_width
-                self._pools[layer] = own, memory.take("float32", *shape, segment="kv")
+                self.pools[layer] = own, memory.take("float32", *shape, segment="kv")
             if own is not None and own.chooses == "index" and index is not None:
                 keys, own_kind = (sequences, 1, context, index.width), find_index_type(kind)
-                self._indexes[layer] = memory.take(KV_TYPES[own_kind], *keys, segment="kv")
+                self.indexes[layer] = memory.take(KV_TYPES[own_kind], *keys, segment="kv")
         self.ring = pooled or self.ring
 
     def _add_keys(
@@ -287,24 +289,16 @@ class KvCache:
         """Return the vectors of a layer: its keys, and its values unless vectors are latent."""
         return self._layers[layer]
 
-    def find_index(self, layer: int) -> Raw:
-        """Return the keys of a layer's index [sequences, 1, context, width]."""
-        return self._indexes[layer]
-
-    def find_pool(self, layer: int) -> F32:
-        """Return values and gates for a layer's pooled vectors [sequences, 1, positions, .]."""
-        return self._pools[layer][1]
-
     def _list_rows(self, first: int, end: int) -> Iterator[tuple[Raw, I64]]:
         """Yield every array, and its rows of the tokens from ``first`` to ``end``.  Pooled vectors
         have rows of the blocks that end there."""
         import numpy as np
 
         positions = np.arange(first, end)
-        for array in [*self._indexes.values(), *(pool for _, pool in self._pools.values())]:
+        for array in [*self.indexes.values(), *(pool for _, pool in self.pools.values())]:
             yield array, positions % array.shape[2]
         for layer, vectors in self._layers.items():
-            rows, own = positions, self._pools.get(layer)
+            rows, own = positions, self.pools.get(layer)
             if own is not None:
                 ends = np.arange(first // own[0].block, end // own[0].block)
                 rows = np.concatenate([positions, ends + self._context])

@@ -66,7 +66,7 @@ class CpuExecutor(Executor):
         self._shares_arrays = request.chunks == 1
         """Whether the program's arrays belong to the only chunk."""
         memory = self.program.memory
-        arrays = NeuronArrays(spec, request, memory, keeps_read=self.program.keeps_read)
+        arrays = NeuronArrays(spec, request, memory, keeps_read=self.program.layers.keeps_read)
         for chunk, read in zip(arrays.chunks, self.kept_reads, strict=False):
             chunk["hidden_values"] = read
         given = {"given": library.wrap(self.view(self.exchange.given, spec.hidden))}

@@ -91,7 +91,7 @@ def _put_nibbles(
                 put(register, value if more is None else v.let(value | more))
 
 
-def _unpack_nibbles(rows: Columns, put: Put, place: int, fifths: int | None) -> list[v.Expr]:
+def unpack_nibbles(rows: Columns, put: Put, place: int, fifths: int | None) -> list[v.Expr]:
     """Q4_K, and Q5_K with a fifth bit of each weight."""
     extra = [] if fifths is None else [*rows.load(fifths), *rows.load(fifths + 16)]
 
@@ -112,14 +112,6 @@ def _unpack_nibbles(rows: Columns, put: Put, place: int, fifths: int | None) -> 
         high = rows.take_byte(mins, number + 1) << rows.number(16)
         found.append(v.let(rows.take_byte(mins, number) | high))
     return [*found, min_scale]
-
-
-def unpack_q4_k(rows: Columns, put: Put) -> list[v.Expr]:
-    return _unpack_nibbles(rows, put, 16, None)
-
-
-def unpack_q5_k(rows: Columns, put: Put) -> list[v.Expr]:
-    return _unpack_nibbles(rows, put, 48, 16)
 
 
 def unpack_q6_k(rows: Columns, put: Put) -> list[v.Expr]:

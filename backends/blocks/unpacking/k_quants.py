@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from pi2.backends.blocks.machine import as_bytes, pick
 from pi2.backends.blocks.room import NIBBLES, PAIRS, SIXES
@@ -63,14 +64,6 @@ def _open_nibbles(source: Source, place: int, qh_place: int | None) -> Block:
         mins=mins,
         min_scale=source.load_half(2),
     )
-
-
-def _open_q4_k(source: Source) -> Block:
-    return _open_nibbles(source, 16, None)
-
-
-def _open_q5_k(source: Source) -> Block:
-    return _open_nibbles(source, 48, 16)
 
 
 def _open_pairs(source: Source, place: int, h_place: int | None) -> list[Part]:
@@ -184,16 +177,16 @@ UNPACKINGS = {
     "q4_k": Unpacking(
         size=144,
         elements=256,
-        opens=(_open_q4_k,),
+        opens=(partial(_open_nibbles, place=16, qh_place=None),),
         most=15,
-        turned=Turned(unpack=columns.unpack_q4_k, has_mins=True),
+        turned=Turned(unpack=partial(columns.unpack_nibbles, place=16, fifths=None), has_mins=True),
     ),
     "q5_k": Unpacking(
         size=176,
         elements=256,
-        opens=(_open_q5_k,),
+        opens=(partial(_open_nibbles, place=48, qh_place=16),),
         most=31,
-        turned=Turned(unpack=columns.unpack_q5_k, has_mins=True),
+        turned=Turned(unpack=partial(columns.unpack_nibbles, place=48, fifths=16), has_mins=True),
     ),
     "q6_k": Unpacking(
         size=210,
