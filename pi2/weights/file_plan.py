@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,8 +37,10 @@ MIXTURE_CHUNKS = (1024, 512)
 DRAFT_TOKENS = {"prompt": 6, "mtp": 3}
 """Tokens that are drafted at once where weights are streamed.  With the token before them, seven
 are the most that have the bits of one by one; an MTP head knows the first ones best."""
-LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
-"""Bytes of a streaming run's ring: room for so many pieces, at least and usually."""
+LEAST_PIECES = 6
+"""Pieces for which a streaming run's ring has room at least."""
+LEAST_RING, USUAL_RING = (n * (PIECE_BYTES + 2 * BLOCK) for n in (LEAST_PIECES, 48))
+"""Bytes of the ring, at least and usually."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,12 @@ class FileNeeds:
     """What the model that drafts takes."""
     shared: int = 0
     """Dense matrices that are read more than once for a token: they are resident."""
+    largest: int = PIECE_BYTES
+    """The largest matrix that may be streamed."""
+
+    @property
+    def least_ring(self) -> int:
+        return min(LEAST_RING, LEAST_PIECES * (self.largest + 2 * BLOCK))
 
     @property
     def fixed(self) -> int:
@@ -72,7 +80,7 @@ class FileNeeds:
 
     @property
     def least_weights(self) -> int:
-        return min(self.matrices, LEAST_RING + self.slots + self.shared)
+        return min(self.matrices, self.least_ring + self.slots + self.shared)
 
     @property
     def streamable(self) -> int:
@@ -91,8 +99,25 @@ class FileNeeds:
         if self.experts and room >= self.streamable + self.slots:
             return self.streamable, 0, room - self.streamable
         room -= self.slots
-        ring = max(LEAST_RING, min(USUAL_RING, room // 8, room - self.shared))
+        ring = max(self.least_ring, min(USUAL_RING, room // 8, room - self.shared))
         return max(0, min(room - ring, self.streamable)), ring, self.slots
+
+    def follow(self, budget: int, stated: Mapping[str, int]) -> tuple[int, int, int]:
+        """`divide`, with the sizes of ``hot`` and ``cold`` that a plan states."""
+        found = self.divide(budget)
+        if not stated:
+            return found
+        hot = stated.get("hot", found[0])
+        if hot >= self.matrices:
+            return self.matrices, 0, 0
+        rest = budget - self.fixed - hot
+        if hot >= self.streamable:
+            return self.streamable, 0, max(self.slots, stated.get("cold", rest))
+        cold = stated.get("cold", rest if self.experts else min(rest, USUAL_RING))
+        ring = max(self.least_ring, cold - self.slots)
+        if self.experts:
+            ring = min(ring, USUAL_RING)
+        return hot, ring, max(self.slots, cold - ring) if self.experts else 0
 
 
 class FileOrigin(Origin):
@@ -144,15 +169,20 @@ class FileOrigin(Origin):
         return self.weights.count_bytes()
 
     def weigh(self, plan: Plan, device: Device, found: Completion) -> Weighed:
-        return _WeighedFile(self, plan, device)
+        return _WeighedFile(self, plan, device, found.read("memory", "segments") or {})
 
     def count_threads(self, stated: int | None) -> int:
         return max(self.cores, LEAST_THREADS) if stated is None else stated
 
 
 class _WeighedFile(Weighed):
-    def __init__(self, origin: FileOrigin, plan: Plan, device: Device) -> None:
+    def __init__(
+        self, origin: FileOrigin, plan: Plan, device: Device, stated: Container[str]
+    ) -> None:
+        """``stated``: the segments that the plan states."""
         self._origin, self._plan, self._device = origin, plan, device
+        segments = plan.memory.segments
+        self._stated = {key: getattr(segments, key) for key in ("hot", "cold") if key in stated}
         self._threads = origin.count_threads(plan.threads.compute)
         self._count = partial(count_needs, plan=plan, threads=self._threads)
         self._own = replace(self._count(origin.weights), draft=origin.draft_bytes)
@@ -181,7 +211,7 @@ class _WeighedFile(Weighed):
 
     def fit(self, budget: int) -> Fit:
         origin, plan, needs = self._origin, self._plan, self._add_head(budget)
-        hot, ring, slots = needs.divide(budget)
+        hot, ring, slots = needs.follow(budget, self._stated)
         head = origin.head if plan.decode.speculation else None
         follows: list[Setting] = []
         if needs.streamable > hot and not plan.decode.speculation and not origin.model.is_mtp:
@@ -189,7 +219,7 @@ class _WeighedFile(Weighed):
             both = self._add_head(budget, always=True)
             if origin.head is not None and both.least <= budget:
                 head, needs = origin.head, both
-                hot, ring, slots = needs.divide(budget)
+                hot, ring, slots = needs.follow(budget, self._stated)
             drafts = "prompt" if head is None else "mtp"
             why = "the file's MTP head, or text that came before"
             follows.append((("decode", "speculation", "drafts"), drafts, why))
@@ -218,12 +248,14 @@ class _WeighedFile(Weighed):
         origin, plan, (hot, ring, slots) = self._origin, self._plan, sizes
         weights, model = origin.weights, origin.model
         active = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
-        least = {**needs.segments, "cold": min(ring, LEAST_RING) + min(slots, needs.slots)}
+        least = {**needs.segments, "cold": min(ring, needs.least_ring) + min(slots, needs.slots)}
+        if ring:
+            least["hot"] = needs.shared
         texts = {
             **origin.reasons,
             "kv": f"{plan.kv.context} tokens",
             "workspace": f"{plan.prefill.chunk} tokens of a prompt, and logits",
-            "hot": "nothing",
+            "hot": "matrices that are read more than once" if least.get("hot") else "nothing",
             "predictor": "nothing",
         }
         own = {name: Need(least.get(name, 0), texts[name]) for name in texts if name != "runtime"}
@@ -299,4 +331,5 @@ def count_needs(weights: GgufWeights, plan: Plan, threads: int) -> FileNeeds:
         experts=sum(tensor.size_bytes for own in experts.values() for tensor in own),
         slots=slots,
         shared=sum(weights.list_resident().values()),
+        largest=max(own.size_bytes for _, _, own in weights.list_matrices()),
     )

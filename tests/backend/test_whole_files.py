@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pi2.backends.compiler import cache
+from pi2.diagnostics import UserError
 from tests.helpers.goldens import check_sequences_together, measure_error
 from tests.helpers.whole_files import FLIPPED, MODELS, NEAR, SETTINGS, UNROUNDED, WholeFile
 
@@ -47,6 +48,26 @@ def test_numpy_runs_a_file_that_streams_and_compiles_no_kernels(open_file: Open)
             found = model.logits(own.prompt, mode="decode")
             assert measure_error(found, expected) <= NEAR
         assert not start.called
+
+
+@pytest.mark.parametrize("cold", [None, "300 KiB"])
+@pytest.mark.parametrize("hot", ["0 B", "64 KiB", "140 KiB"])
+@pytest.mark.parametrize("name", ["exaone-moe", "gemma"])
+def test_stated_sizes_of_resident_matrices_and_buffers_are_followed(
+    name: str, hot: str, cold: str | None, open_file: Open
+) -> None:
+    own, sizes = open_file(name), {"memory.segments.hot": hot, "memory.budget": "100 MiB"}
+    with own.open() as model:
+        expected = model.logits(own.prompt)
+    with own.open(**sizes, **({} if cold is None else {"memory.segments.cold": cold})) as model:
+        assert np.array_equal(model.logits(own.prompt), expected)
+        assert model.stats.flash_read_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["exaone-moe", "gemma"])
+def test_buffers_that_hold_too_few_pieces_are_refused(name: str, open_file: Open) -> None:
+    with pytest.raises(UserError, match="segment cold has 100 KiB and needs"):
+        open_file(name).open(**{"memory.segments.hot": "0 B", "memory.segments.cold": "100 KiB"})
 
 
 @pytest.mark.parametrize("name", NAMES)
