@@ -207,6 +207,21 @@ def test_what_few_tokens_say_is_not_stated(
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
+@pytest.mark.slow
+def test_more_tokens_make_the_error_smaller(plan: Path) -> None:
+    """Windows are scored until the error is small."""
+    found = {
+        windows: calibrate_thresholds(
+            plan,
+            Passages([TEXT * windows], context=32, count=2, held_out=windows),
+            goal=Goal(method="cats", target=0.5),
+            max_error=9.0,
+        ).chosen
+        for windows in (1, 6)
+    }
+    assert found[1].scored < found[6].scored and found[6].error < found[1].error
+
+
 def test_what_was_found_survives_an_interrupt(
     plan: Path, sparse: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
