@@ -1,5 +1,6 @@
 """The program ``pi2``. Exit codes: 0 fine, 1 findings, 2 cannot run, 3 bug, 128 + n on signal n."""
 
+import errno
 import gc
 import os
 import sys
@@ -140,6 +141,10 @@ def run(arguments: Sequence[str]) -> int:
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a library's panic is no Exception
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            wrong = UserError.of("P003", "the name is too long", file=str(error.filename))
+            print_diagnostics(wrong.diagnostics)
+            return CANNOT_RUN
         report_crash(error, next((item for item in arguments if item[:1] != "-"), ""))
         return BUG
 

@@ -210,8 +210,9 @@ def read_given(file: Path) -> bytes:
 def find_tokenizer(path: Path) -> Path:
     """The file of a tokenizer, or the one in a folder; `UserError` P543."""
     names = ("tokenizer.json", SENTENCE_PIECE)
-    files = [path / name for name in names] if path.is_dir() else [path]
-    found = next((file for file in files if file.is_file()), None)
+    # Names that no file system takes are of no file.
+    files = [path / name for name in names] if os.path.isdir(path) else [path]
+    found = next(filter(os.path.isfile, files), None)
     if found is None:
         raise UserError.of(
             "P543",

@@ -174,6 +174,11 @@ def test_an_unknown_name_is_a_finding_of_every_format(ask: Ask) -> None:
     assert (found["code"], found["span"]["file"]) == ("P001", "dmo")
 
 
+@pytest.mark.parametrize("command", [["store", "info"], ["convert", "-o", "new"]])
+def test_a_name_that_no_file_system_takes_is_refused(command: list[str], ask: Ask) -> None:
+    assert "error[P003]: the name is too long\n --> xxx" in ask([*command, "x" * 500], 2).err
+
+
 def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
