@@ -13,6 +13,7 @@ import pytest
 from pi2.backends.compiler import cache
 from pi2.diagnostics import UserError
 from tests.helpers.goldens import check_sequences_together, measure_error
+from tests.helpers.slow import mark_slow
 from tests.helpers.whole_files import FLIPPED, MODELS, NEAR, SETTINGS, UNROUNDED, WholeFile
 
 STATES = (
@@ -51,7 +52,7 @@ def test_numpy_runs_a_file_that_streams_and_compiles_no_kernels(open_file: Open)
 
 
 @pytest.mark.parametrize("cold", [None, "300 KiB"])
-@pytest.mark.parametrize("hot", ["0 B", "64 KiB", "140 KiB"])
+@pytest.mark.parametrize("hot", ["0 B", mark_slow("64 KiB"), "140 KiB"])
 @pytest.mark.parametrize("name", ["exaone-moe", "gemma"])
 def test_stated_sizes_of_resident_matrices_and_buffers_are_followed(
     name: str, hot: str, cold: str | None, open_file: Open

@@ -248,10 +248,7 @@ class Failing:
 
 @pytest.mark.parametrize(
     ("prompts", "look_ahead"),
-    [
-        *(("cpu", "layer"), ("second", "none")),
-        *(mark_slow(own) for own in (("cpu", "none"), ("second", "layer"))),
-    ],
+    [("cpu", "layer"), *map(mark_slow, (("second", "none"), ("cpu", "none"), ("second", "layer")))],
 )
 @pytest.mark.parametrize(("method", "after"), [("start", 0), ("start", 4), ("finish", 4)])
 def test_a_run_goes_on_without_a_lost_unit(

@@ -10,7 +10,7 @@ import pytest
 from pi2.cli.main import run
 from pi2.lsp.checked import Checked
 from tests.helpers.broken_plans import BROKEN
-from tests.helpers.slow import keep_quick
+from tests.helpers.slow import keep_quick, mark_slow
 
 Capture = pytest.CaptureFixture[str]
 PARTS = BROKEN / "parts"
@@ -120,7 +120,7 @@ ATTACKS: dict[str, Attack] = {
 
 @pytest.mark.parametrize("kind", keep_quick(SECRETS, ["TOML"]))
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("place", ["outside", "inside"])
+@pytest.mark.parametrize("place", ["outside", mark_slow("inside")])
 def test_no_report_shows_a_secret(
     attack: str, kind: str, place: str, project: Path, capsys: Capture
 ) -> None:

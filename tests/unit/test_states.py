@@ -11,7 +11,7 @@ from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import CPU, ROUNDING, make_golden_plan, measure_error
-from tests.helpers.slow import keep_quick
+from tests.helpers.slow import keep_quick, mark_slow
 
 NAMES = (
     *("qwen3-next", "granite-hybrid", "lfm2", "jamba", "nemotron-h-moe", "nemotron-h-blocks"),
@@ -48,7 +48,7 @@ def compute(plan: Path, ids: list[int], changes: dict[str, Any], mode: Any = "pr
         return model.logits(ids, mode=mode)
 
 
-@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("backend", [mark_slow({}), CPU], ids=["reference", "cpu"])
 def test_sequences_keep_states_of_their_own(
     mixture: tuple[str, Path], backend: dict[str, Any]
 ) -> None:
