@@ -115,7 +115,8 @@ def explain_shortage(code: str, shortage: Shortage, budget_bytes: int) -> UserEr
     if all(name.startswith("units.") for name in sizes):
         return UserError.of(
             code,
-            f"the memory of a unit is not enough for this plan: it needs at least {parts[0]}",
+            "the memory of a unit is not enough for this plan: it needs at least "
+            + ", ".join(parts),
             help="set a shorter kv.context, or a smaller decode.batch",
         )
     has, least = approximate_bytes(budget_bytes), write_least(shortage.needed_bytes)
