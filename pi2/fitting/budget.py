@@ -115,8 +115,7 @@ def explain_shortage(code: str, shortage: Shortage, budget_bytes: int) -> UserEr
     if all(name.startswith("units.") for name in sizes):
         return UserError.of(
             code,
-            "the memory of a unit is not enough for this plan: it needs at least "
-            + ", ".join(parts),
+            f"the memory of a unit is not enough: this plan needs at least {', '.join(parts)}",
             help="set a shorter kv.context, or a smaller decode.batch",
         )
     has, least = approximate_bytes(budget_bytes), write_least(shortage.needed_bytes)

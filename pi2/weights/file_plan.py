@@ -181,8 +181,7 @@ class _WeighedFile(Weighed):
     ) -> None:
         """``stated``: the segments that the plan states."""
         self._origin, self._plan, self._device = origin, plan, device
-        segments = plan.memory.segments
-        self._stated = {key: getattr(segments, key) for key in ("hot", "cold") if key in stated}
+        self._stated = {k: getattr(plan.memory.segments, k) for k in ("hot", "cold") if k in stated}
         self._threads = origin.count_threads(plan.threads.compute)
         self._count = partial(count_needs, plan=plan, threads=self._threads)
         self._own = replace(self._count(origin.weights), draft=origin.draft_bytes)

@@ -26,6 +26,7 @@ from pi2.plan.documents.quantities import (
     Units,
     approximate_bytes,
     approximate_number,
+    compare_bytes,
     format_bytes,
     format_quantity,
     write_least,
@@ -142,7 +143,6 @@ def check_threads_fit_cores(facts: Facts) -> Iterator[Finding]:
 def check_segments_fit_budget(facts: Facts) -> Iterator[Finding]:
     memory = facts.plan.memory
     sizes = {name: int(size) for name, size in memory.segments}
-    cold = sizes["cold"]
     for name, unit in memory.units.items():
         if name in facts.device.units and uses_main_memory(facts.plan, facts.device, name):
             sizes[f"units.{name}"] = int(unit.budget)
@@ -152,12 +152,13 @@ def check_segments_fit_budget(facts: Facts) -> Iterator[Finding]:
         return
     largest = max(sizes, key=lambda name: sizes[name])
     help_text = f"raise the budget to {write_least(total)}"
-    if cold > excess:
-        help_text += f", or lower cold to {write_most(cold - excess)}"
+    if sizes["cold"] > excess:
+        help_text += f", or lower cold to {write_most(sizes['cold'] - excess)}"
+    whole, budget = compare_bytes(total, memory.budget)
     yield Finding(
         ("memory", "budget"),
-        f"the segments{_name_units(sizes)} add up to {format_bytes(total)}, "
-        f"{approximate_bytes(excess)} more than the budget of {format_bytes(memory.budget)}",
+        f"the segments{_name_units(sizes)} add up to {whole}, "
+        f"{approximate_bytes(excess)} more than the budget of {budget}",
         help_text,
         origins=(
             Origin(
