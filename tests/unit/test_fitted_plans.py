@@ -21,7 +21,6 @@ from pi2.refit import FittedPlan, read_plan
 from tests.helpers.compiling import use_own_data
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.shipped_plans import read_device, read_model
-from tests.helpers.slow import mark_slow
 
 DEMO = list_shipped("plan")["demo"]
 PLANS = ("demo", "oneplus-12/turbosparse-mixtral-47b", "cloud-vm-zen5/bamboo-7b")
@@ -102,26 +101,6 @@ def test_the_engine_loads_what_was_fitted(tmp_path: Path) -> None:
     with pi2.load(plan, set=settings) as model:
         assert model.plan.plan.decode.batch == 3
         assert any(change.startswith("kv: ") for change in model.changes)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["show", "demo"],
-        ["explain", "memory.budget", "demo"],
-        mark_slow(["explain", "demo", "--cost"]),
-        ["simulate", "oneplus-12/bamboo-7b"],
-    ],
-    ids=" ".join,
-)
-def test_every_command_takes_another_budget(
-    options: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    memory = "5GiB" if "oneplus-12/bamboo-7b" in options else "1GiB"
-    code = run([*options, "--memory", memory])
-    said = capsys.readouterr()
-    assert f"memory: budget: {'5.99 GiB' if memory == '5GiB' else '128 MiB'} -> " in said.err
-    assert code == 0 or "P351" in said.err  # a device without figures
 
 
 def test_a_fitted_plan_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """A plan has one name in every command: pulled models, shipped plans, checkpoints and files."""
 
-import json
 import os
 from pathlib import Path
 
@@ -44,24 +43,6 @@ def test_every_shipped_plan_has_its_name() -> None:
     assert set(shipped) <= set(list_names())
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["validate", NESTED], ["show", NESTED], ["explain", "kv.context", NESTED],
-        ["explain", NESTED, "--cost"], ["simulate", NESTED, "--tokens", "4"],
-        ["diff", "demo", NESTED, "--no-simulate"], ["diff", NESTED, NESTED],
-        ["fit", NESTED, "--memory", "6GiB"], ["show", "oneplus-12"],
-        ["explain", "memory.capacity", "oneplus-12"], ["diff", "bamboo-7b", "llama-2-7b"],
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_every_command_takes_names(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(command) == 0
-
-
 @pytest.fixture
 def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A GGUF file that runs as it is: itself, a short plan that names it, and a pulled folder."""
@@ -98,11 +79,6 @@ def test_a_gguf_file_is_a_plan_in_every_command_and_never_converted(
     assert list_models() == []
 
 
-def test_a_gguf_file_has_its_own_weights(forms: dict[str, str], ask: Ask) -> None:
-    said = ask(["show", forms[FORMS[0]], "--set", "weights=other.gguf"], 1).err
-    assert "P016" in said and "name the other file in place of it: other.gguf" in said
-
-
 @pytest.mark.parametrize("form", keep_quick(FORMS, ["file"]))
 def test_a_gguf_file_is_planned_for_as_it_is(form: str, forms: dict[str, str], ask: Ask) -> None:
     wish = ["plan", forms[form], "--memory", "105MiB", "--device", "oneplus-12"]
@@ -124,37 +100,6 @@ def test_a_gguf_file_is_planned_for_as_it_is(form: str, forms: dict[str, str], a
     assert list_models() == []
 
 
-def test_a_plan_of_a_gguf_file_measures_this_machine(forms: dict[str, str], ask: Ask) -> None:
-    for command in (["plan", "model.gguf"], ["explain", "model.gguf", "--cost"]):
-        found = ask(command)
-        assert "tokens/s" in found.out and "memory and disk are measured for 2 s" in found.err
-    told = ask(["plan", "--model", "model.gguf", "--memory", "10MiB"], 1).err
-    assert "not enough for this plan: it needs at least" in told
-    told = ask(["plan", "model.gguf", "--pareto", "--store", "stores/x", "--batch", "1-2"], 2).err
-    assert "--store and --pareto and a range of --batch: only for neuron stores" in told
-
-
-@pytest.mark.parametrize(
-    ("command", "code", "said"),
-    [
-        (["trace"], "P662", "pi2 convert"),
-        (["activations", "--text", "t", "-o", "o"], "P662", "pi2 convert"),
-        (["sparsity", "calibrate", "--text", "t", "-o", "o"], "P662", "pi2 convert"),
-        (["predictor", "train", "--text", "t", "-o", "o"], "P662", "pi2 convert"),
-        (["store", "info"], "P501", "pi2 show"),
-        (["new", "plan", "--device", "host", "--memory", "1GiB", "--model"], "P014", "pi2 plan"),
-    ],
-    ids=lambda command: " ".join(command) if isinstance(command, list) else "",
-)
-def test_commands_that_need_another_thing_than_a_gguf_file_name_the_one_that_helps(
-    command: list[str], code: str, said: str, forms: dict[str, str], ask: Ask
-) -> None:
-    for name in [forms["file"]] if command[0] == "new" else forms.values():
-        told = ask([*command, name], 2).err
-        assert f"error[{code}]" in told and said in told
-    assert list_models() == []
-
-
 def test_a_name_that_nothing_has_leads_to_names_that_are_near(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,11 +112,6 @@ def test_a_name_that_nothing_has_leads_to_names_that_are_near(
     assert "pi2 pull hf:meta-llama/Llama-3" in report("meta-llama/Llama-3")
     assert "pi2 pull hf:org/name@v2" in report("hf:org/name@v2")
     assert report("x" * 5000) and report("a\0b")
-
-
-def test_an_unknown_name_is_a_finding_of_every_format(ask: Ask) -> None:
-    (found,) = json.loads(ask(["validate", "demo", "dmo", "--format", "json"], 2).out)
-    assert (found["code"], found["span"]["file"]) == ("P001", "dmo")
 
 
 @pytest.mark.parametrize("command", [["store", "info"], ["convert", "-o", "new"]])
@@ -228,15 +168,6 @@ def test_options_of_several_commands_are_spelt_alike(ask: Ask) -> None:
     for option, commands in spelt.items():
         for command in commands:
             assert f"{option}" in ask([command, "--help"]).out, (command, option)
-
-
-def test_old_spellings_of_options_go_on_working(ask: Ask, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    given = ["--output-format=json", "--output-file", str(report), "--warnings-as-errors"]
-    warned = ask(["validate", "demo", *given]).err
-    for old, new in (("-format", "--format"), ("-file", "--output"), ("errors", "--strict")):
-        assert f"{old} is deprecated: write {new}\n" in warned
-    assert report.read_text().strip() == "[]"
 
 
 def test_the_help_begins_with_the_commands_of_every_day() -> None:

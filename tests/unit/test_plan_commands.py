@@ -1,8 +1,6 @@
 """The command line's frame and the commands about plans."""
 
-import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +8,7 @@ from typing import Any
 
 import click
 import pytest
-import tomli
 
-from pi2.authoring.explanation import make_schemas
 from pi2.cli import commands, main
 from pi2.cli.main import run, wants_colour
 from tests.helpers.programs import Ask, start_pi2, start_python
@@ -58,53 +54,6 @@ def test_commands_import_what_they_need(arguments: list[str], there: str, absent
     script = f"import sys; from pi2.cli.main import run; run({arguments}); print(*sys.modules)"
     modules = set(start_python("-c", script, cwd=ROOT, check=True).stdout.splitlines()[-1].split())
     assert there in modules and absent.isdisjoint(modules)
-
-
-def test_an_unknown_command_is_usage(ask: Ask) -> None:
-    assert "Did you mean 'validate'?" in ask(["vallidate"], 2).err
-    assert f"pi2 run {DEMO}" in ask([DEMO], 2).err
-
-
-def test_a_sound_plan_prints_nothing_but_the_summary(ask: Ask) -> None:
-    captured = ask(["validate", DEMO, "plans/devices/host.device.toml"])
-    assert (captured.out, captured.err) == ("", "2 files, no findings\n")
-
-
-def test_the_same_finding_is_printed_once(tmp_path: Path, ask: Ask, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(ROOT / "tests/plans/broken")
-    files = ["broken-device.plan.toml", "parts/dented.device.toml"]
-    assert len(json.loads(ask(["validate", *files, "--format", "json"], 1).out)) == 1
-
-
-def test_show_prints_a_plan_with_units_defaults_and_digest(ask: Ask) -> None:
-    text = ask(["show", DEMO, "--set", "kv.context=512", "--set", "io.threads=3"]).out
-    assert text.startswith("# digest sha256:")
-    values = tomli.loads(text)
-    assert (values["kv"]["type"], values["kv"]["context"]) == ("fp16", 512)
-    assert (values["io"]["mode"], values["io"]["threads"]) == ("direct", 3)
-    assert values["memory"]["segments"]["hot"].endswith(("KiB", "MiB"))
-    phone = ask(["show", "plans/oneplus-12/bamboo-7b-half.plan.toml"]).out
-    assert re.match(r"# .*\n# [\d.]+ - [\d.]+ - [\d.]+ tokens/s, predicted\n", phone)
-
-
-def test_show_refuses_a_bad_plan(ask: Ask) -> None:
-    captured = ask(["show", DEMO, "--set", "kv.context=0"], 1)
-    assert captured.out == "" and "--> --set:1:14" in captured.err
-    assert run(["show", "missing.plan.toml"]) == 2
-
-
-def test_committed_schemas_are_current(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["schema", "--check"]) == 0, "run `pi2 schema` and commit schemas/"
-
-
-def test_schema_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["schema", "-o", str(tmp_path / "new"), "--check"]) == 1
-    assert run(["schema", "-o", str(tmp_path / "new")]) == 0
-    assert run(["schema", "-o", str(tmp_path / "new"), "--check"]) == 0
-    assert {path.name for path in (tmp_path / "new").iterdir()} == set(make_schemas())
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    assert run(["schema", "-o", str(blocked / "below")]) == 2
 
 
 def test_bug_prints_one_line_and_leaves_a_log(tmp_path: Path, monkeypatch: Patch, ask: Ask) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli.main import run
 from pi2.fitting.check import check_file
 from pi2.fitting.inspection import Reuse
 from pi2.plan.reading import references
@@ -63,20 +62,3 @@ def test_a_file_that_changes_is_read_again(folder: Path) -> None:
     os.utime(device, ns=(1, 1))
     found = check_file(folder / "1.plan.toml", reuse=reuse).diagnostics
     assert [item.code for item in found] == ["P104"]
-
-
-def test_folders_stand_for_the_documents_below(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    (folder / ".git").mkdir()
-    (folder / ".git/x.plan.toml").write_text("no = 1")
-    (folder / "deep/er").mkdir(parents=True)
-    (folder / "deep/er/y.plan.toml").write_text("no = 1")
-    (folder / "notes.toml").write_text("no = 1")
-    assert run(["validate", ".", "0.plan.toml"]) == 1
-    captured = capsys.readouterr()
-    assert "deep/er/y.plan.toml" in captured.out and captured.err.startswith("\n9 files, ")
-    (folder / "empty").mkdir()
-    assert run(["validate", "empty"]) == 2
-    assert "P002" in capsys.readouterr().out or "P009" in capsys.readouterr().out

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli.main import run
-from pi2.diagnostics import Diagnostic, UserError
-from pi2.fitting.check import check_file, load_plan
+from pi2.diagnostics import Diagnostic
+from pi2.fitting.check import check_file
 from pi2.plan.toml.source import MAX_BYTES, SourceFile, display_path, read_source
-from tests.helpers.programs import Ask
 
 Patch = pytest.MonkeyPatch
 
@@ -68,17 +66,6 @@ def test_a_large_file_is_checked_in_bearable_time(tmp_path: Path) -> None:
     path.write_text("schema_version = 3\n" + "".join(f"k{i} = {i}\n" for i in range(20_000)))
     findings = check_file(path).diagnostics
     assert "more findings in this file" in findings[-1].message or len(findings) <= 101
-
-
-def test_unreadable_files_end_with_2_and_bad_ones_with_1(tmp_path: Path, ask: Ask) -> None:
-    bad = tmp_path / "bad.plan.toml"
-    bad.write_text("x")
-    assert run(["validate", str(bad)]) == 1
-    ask(["validate", str(bad), str(tmp_path / "missing.plan.toml")], 2)
-    for path, code in ((bad, 1), (tmp_path / "missing.plan.toml", 2)):
-        with pytest.raises(UserError) as caught:
-            load_plan(path)
-        assert caught.value.exit_code == code
 
 
 @pytest.mark.parametrize(
