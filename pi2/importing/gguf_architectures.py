@@ -3,9 +3,10 @@ configurations."""
 
 import json
 import re
-from collections import ChainMap
 from collections.abc import Container, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +16,45 @@ from pi2.importing.families import list_families
 from pi2.importing.gguf_metadata import Metadata, Scope
 from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.plan.documents.family import Architecture as Stated
+from pi2.plan.documents.family import Architecture
 
-Names = dict[str, str]
+Names = Mapping[str, str]
 """Name in a Hugging Face checkpoint by name in a GGUF file; ``{layer}`` stands for a number."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A family as GGUF files know it."""
-
-    model_type: str
-    names: Names
-    stated: Stated
-    first: tuple[Stated, ...]
-    """Tables whose keys count before its own, weakest first."""
 
 
 def list_architectures() -> list[str]:
     return sorted(name for name in list_families().architectures if not name.startswith("_"))
 
 
+@cache
 def find_architecture(name: str) -> Architecture | None:
-    """The architecture of that name; None where none is known."""
+    """The architecture of that name, with whole `names` and with the keys of those it extends; None
+    where none is known."""
     if name not in list_families().architectures:
         return None
-    stated = _read_table(name)
-    return Architecture(
-        model_type=stated.model_type or list_families().architectures[name][0],
-        names=_collect_names(name),
-        stated=stated,
-        first=tuple(_collect_first(stated)),
-    )
+    family, table = list_families().architectures[name]
+    names, keys = dict[str, str](), dict[str, list[Any]]()
+    for base in table.get("extends", () if name.startswith("_") else ("_decoder",)):
+        own = find_architecture(base)
+        assert own is not None
+        names |= own.names
+        keys |= own.keys
+    names |= _write_names(table.get("names", {}), table.get("layer", "model.layers.{layer}"))
+    whole = {
+        "model_type": family,
+        **table,
+        "names": names,
+        "keys": {**keys, **table.get("keys", {})},
+    }
+    return Architecture.model_validate_json(json.dumps(whole))
 
 
-def _read_table(name: str) -> Stated:
-    _, table = list_families().architectures[name]
-    return Stated.model_validate_json(json.dumps({**table, "keys": _collect_keys(name)}))
-
-
-def _collect_first(stated: Stated) -> Iterator[Stated]:
+def list_tables(stated: Architecture) -> Iterator[Architecture]:
+    """Tables whose keys count before its own, weakest first."""
     for name in stated.read:
-        own = _read_table(name)
-        yield from _collect_first(own) if "read" in own.model_fields_set else ()
+        own = find_architecture(name)
+        assert own is not None
+        yield from list_tables(own) if "read" in own.model_fields_set else ()
         yield own
 
 
@@ -71,34 +68,24 @@ def list_suited(family: object) -> list[str]:
     ]
 
 
-def _collect_keys(name: str) -> dict[str, list[Any]]:
-    _, table = list_families().architectures[name]
-    bases = (_collect_keys(base) for base in table.get("extends", ()))
-    return dict(ChainMap(table.get("keys", {}), *reversed([*bases])))
-
-
-def _collect_names(name: str) -> Names:
-    _, table = list_families().architectures[name]
-    found: Names = {}
-    for base in table.get("extends", () if name.startswith("_") else ("_decoder",)):
-        found |= _collect_names(base)
-    layer = table.get("layer", "model.layers.{layer}")
-    for own, original in table.get("names", {}).items():
-        own = f"blk.{{layer}}{own}" if own.startswith(".") else own
-        original = f"{layer}{original}" if original.startswith(".") else original
+def _write_names(stated: Names, layer: str) -> Names:
+    """The names that a document's ``names`` stand for."""
+    found = {}
+    for own, original in stated.items():
+        pair = [
+            f"{start}{text}" if text.startswith(".") else text
+            for start, text in (("blk.{layer}", own), (layer, original))
+        ]
         for part in ("gate", "up", "down") if "{part}" in own else ("",):
             for end in ("weight", "bias") if own.endswith(".*") else ("",):
-                key, value = (
-                    text.replace("{part}", part).replace(".*", f".{end}")
-                    for text in (own, original)
-                )
+                key, value = (t.replace("{part}", part).replace(".*", f".{end}") for t in pair)
                 found[key] = value
     return found
 
 
 def make_config(
     metadata: Metadata,
-    architecture: Architecture,
+    stated: Architecture,
     tensors: Mapping[str, SourceTensor],
     *,
     vocab: int,
@@ -108,14 +95,14 @@ def make_config(
     """The configuration. ``tensors``: by their names in the original; ``vocab``: rows of the
     embedding table; ``tied``: there is no head; ``sparse``: the file has predictors, and its model
     computes ReLU."""
-    read, count, stated = metadata.read, metadata.read_count, architecture.stated
+    read, count = metadata.read, metadata.read_count
     layers = count("{arch}.block_count")
     later = read("{arch}.nextn_predict_layers", int, 0)
     if not 0 <= later < layers:
         raise metadata.refuse(f"{later} of {layers} layers draft tokens")
     layers -= later  # they are no part of the model
     config: dict[str, Any] = {
-        "model_type": architecture.model_type,
+        "model_type": stated.model_type,
         "_name_or_path": read("general.name", str, show_path(Path(metadata.file.stem))),
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": later,
@@ -129,15 +116,15 @@ def make_config(
         **_read_tokens(metadata, vocab),
     }
     scope = Scope(metadata, config, tensors, stated.layer)
-    for table in architecture.first:
+    for table in list_tables(stated):
         if not table.test or scope.compute(table.test):
-            config |= table.settings
+            config |= deepcopy(table.settings)
             scope.state(table.keys)
     scope.state(stated.keys)
     if stated.sliding_every:
         config["layer_types"] = metadata.read_layer_types(layers, stated.sliding_every)
     # A setting of the family says what its files do not.
-    config |= stated.settings
+    config |= deepcopy(stated.settings)
     if "swa_rope_theta" in config:
         _state_turns(config)
     return config
@@ -167,14 +154,10 @@ _NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
 
 
-def choose_names(architecture: Architecture, tensors: Container[str], *, mixed: bool) -> Names:
-    if architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
-        return _collect_names("_falcon_40b")
-    return (
-        _collect_names("_mixture")
-        if mixed and architecture.model_type == "llama"
-        else (architecture.names)
-    )
+def choose_names(architecture: Architecture, tensors: Container[str]) -> Names:
+    two = find_architecture("_falcon_40b")
+    has_two = architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors
+    return two.names if has_two and two is not None else architecture.names
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from pi2.importing.config import list_beginnings, make_generation_config, rename
 from pi2.importing.decoded_tensor import refuse_shape, unfold_norm
 from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import (
-    Architecture,
     Names,
     choose_names,
     find_architecture,
@@ -39,6 +38,7 @@ from pi2.importing.gguf_tensors import (
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, may_have_table
 from pi2.importing.gguf_tokens import WHOLE, GgufTokens, read_chat_files, read_named_templates
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.documents.family import Architecture
 from pi2.plan.documents.model import Model
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.tokens.table_tokenizer import Coder
@@ -198,10 +198,7 @@ def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
     architecture = find_architecture(metadata.architecture)
     if architecture is None:
         raise _refuse_architecture(path, metadata.architecture)
-    experts = metadata.read("{arch}.expert_count", int, 0)
-    names = choose_names(
-        architecture, {name for file in files for name in file.entries}, mixed=experts > 0
-    )
+    names = choose_names(architecture, {name for file in files for name in file.entries})
     tensors: dict[str, SourceTensor] = {}
     scales = _list_scales(files, names)
     for file in files:
@@ -379,14 +376,14 @@ def _place_tensor(
         make_tensor(file, entry),
         shape=shape,
         is_turned=is_turned,
-        added=architecture.stated.norm_offset if norm else 0.0,
+        added=architecture.norm_offset if norm else 0.0,
         order=_restore_order(place.kind, entry, architecture, metadata),
         factors=scale if scale is not None and len(scale) == 1 else None,
     )
     if place.kind.startswith("ssm_") and ".linear_attn." not in place.pattern:
-        is_negated = not architecture.stated.positive_rates
+        is_negated = not architecture.positive_rates
         return {place.pattern: restore_plain(place.pattern, tensor, is_negated=is_negated)}
-    heads = read_delta_heads(metadata, architecture.stated.tiles_values)
+    heads = read_delta_heads(metadata, architecture.tiles_values)
     if heads is not None and ".linear_attn." in place.pattern:
         restored = restore_state(place.pattern, tensor, heads)
         if restored is not None:
@@ -445,7 +442,7 @@ def _restore_order(
 ) -> I64 | None:
     """Stored row at every row of a query or key projection that the converter permuted."""
     part, _, _ = kind.partition(".")
-    if not architecture.stated.permutes or part not in ("attn_q", "attn_k"):
+    if not architecture.permutes or part not in ("attn_q", "attn_k"):
         return None
     heads = metadata.read("{arch}.attention.head_count", int)
     if part == "attn_k":

@@ -33,7 +33,7 @@ from pi2.importing.gguf_tokens import (
 )
 from pi2.importing.gguf_writer import Value
 from pi2.model.attention import Attention
-from pi2.plan.documents.family import Architecture as Stated
+from pi2.plan.documents.family import Architecture
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.toml.expressions import evaluate, is_expression, parse_expression
@@ -58,7 +58,7 @@ def read_keys() -> Sequence[Mapping[str, Any]]:
 
 
 def describe_keys(
-    model: Model, name: str, stated: Stated, config: Mapping[str, Any]
+    model: Model, name: str, stated: Architecture, config: Mapping[str, Any]
 ) -> dict[str, Value]:
     """Keys of the architecture ``name`` and general ones; ``config``: the checkpoint's."""
     names, own = _Names(model, name, config), dict[str, Value]()

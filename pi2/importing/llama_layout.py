@@ -19,7 +19,6 @@ from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import compute_tensor
 from pi2.importing.families import describe_family
 from pi2.importing.gguf_architectures import (
-    Architecture,
     choose_names,
     find_architecture,
     list_suited,
@@ -43,6 +42,7 @@ from pi2.importing.rows import (
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.tensor import Source
 from pi2.model.tensors import list_sources
+from pi2.plan.documents.family import Architecture
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Tensors
 
@@ -56,10 +56,10 @@ class Unsuited(Exception):
 
 def find_names(source: Checkpoint, model: Model, own: Architecture) -> Model:
     """The model with the names of tensors that a file of the architecture stands for."""
-    config = Config(source.config_file, {**source.config, **own.stated.settings})
+    config = Config(source.config_file, {**source.config, **own.settings})
     tables = describe_family(config)["tensors"]
     names = Tensors.model_validate(tables)
-    if names.state_order == "grouped" and "_states" in own.stated.read:
+    if names.state_order == "grouped" and "_states" in own.read:
         apart = {
             "state_order": "separate",
             "state_in": Tensors().state_in,
@@ -72,10 +72,9 @@ def find_names(source: Checkpoint, model: Model, own: Architecture) -> Model:
 def lay_out_file(source: Checkpoint, model: Model, own: Architecture) -> tuple[list[Laid], Model]:
     """All tensors, and the model with the names of their keys; raises `Unsuited`."""
     named = find_names(source, model, own)
-    mixed = model.moe is not None
     has_two = any(".ln_attn." in name for name in source.tensors)
     marks = ("blk.0.attn_norm_2.weight",) if has_two else ()
-    names = dict(choose_names(own, marks, mixed=mixed))
+    names = dict(choose_names(own, marks))
     norm, later = (f"blk.{{layer}}.{key}.weight" for key in ("ffn_norm", "post_attention_norm"))
     if names.get(norm) == names.get(later):
         names.pop(norm, None)
@@ -150,8 +149,8 @@ def _change(
     """A tensor as files have it, perhaps in parts, each with its name."""
     kind = name.split(".", 2)[-1] if name.startswith("blk.") else name
     part = kind.partition(".")[0]
-    stated, shape = own.stated, model.shape
-    if stated.permutes and part in ("attn_q", "attn_k"):
+    shape = model.shape
+    if own.permutes and part in ("attn_q", "attn_k"):
         heads = shape.heads if part == "attn_q" else shape.kv_heads
         rows = tensor.shape[0]
         order = np.arange(rows).reshape(heads, 2, rows // heads // 2).swapaxes(1, 2).reshape(-1)
@@ -167,10 +166,10 @@ def _change(
         return
     elif kind == "ssm_a":
         tensor = _compute(tensor, lambda rates: -np.exp(rates))
-    elif kind.endswith("norm.weight") and kind != "ssm_norm.weight" and stated.norm_offset:
-        offset = np.float32(stated.norm_offset)
+    elif kind.endswith("norm.weight") and kind != "ssm_norm.weight" and own.norm_offset:
+        offset = np.float32(own.norm_offset)
         tensor = _compute(tensor, lambda weights: weights + offset)
-    if stated.tiles_values and model.recurrence is not None:
+    if own.tiles_values and model.recurrence is not None:
         # Value heads of a key head go apart.
         moved = _read_heads(model, is_tiled=True).find_order(_end(original))
         stored = None if moved is None else np.asarray(np.argsort(moved), np.int64)
@@ -226,7 +225,7 @@ def arrange_for_llama(source: Checkpoint, model: Model, output: Path) -> Arrange
         assert own is not None
         try:
             laid, named = lay_out_file(source, model, own)
-            keys = describe_keys(model, name, own.stated, source.config)
+            keys = describe_keys(model, name, own, source.config)
             written = {key: write_key(key, value) for key, value in keys.items()}
             vectors = list_divisors(model)
             found = _read_outline(output, written, laid, vectors)

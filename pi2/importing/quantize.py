@@ -403,8 +403,7 @@ def find_names(source: Checkpoint) -> dict[str, str]:
     for name in list_suited(source.config.get("model_type")):
         found = find_architecture(name)
         assert found is not None
-        mixed = any(".experts." in tensor for tensor in source.tensors)
-        return choose_names(found, source.tensors, mixed=mixed)
+        return dict(choose_names(found, source.tensors))
     return {}
 
 

@@ -31,7 +31,7 @@ def test_cutoffs_that_are_none_are_refused(value: Any) -> None:
     scope = Scope(metadata, {"num_hidden_layers": 5}, {}, "")
     key = "activation_sparsity_pattern"
     with pytest.raises(UserError, match=r"P532"):
-        scope.state({key: family.stated.keys[key]})
+        scope.state({key: family.keys[key]})
 
 
 def test_what_tables_of_a_family_make_of_a_file() -> None:
