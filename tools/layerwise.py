@@ -21,7 +21,8 @@ from pi2.backends.reference.executor import NeuronSums, ReferenceExecutor
 from pi2.backends.reference.neurons import activate, weigh_activations
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import pad_columns
-from pi2.importing.rows import Rows, find_dense_rows, find_ffn_rows, read_factors, read_state_vector
+from pi2.importing.rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
+from pi2.importing.safetensors_file import SourceTensor
 from pi2.measuring.texts import Window
 from pi2.model.tensor import EMBEDDING, LAYER_EMBEDDING
 from pi2.model.tensors import list_tensors
@@ -77,7 +78,7 @@ class CheckpointWeights:
         if stored.transform == "state":
             return read_state_vector(tensors, self._model, stored)[0]
         sources = find_dense_rows(tensors, self._model, stored)
-        if len(sources[0].tensor.shape) == 1:
+        if len(sources[0].shape) == 1:
             offset = self._model.norm.weight_offset if name.endswith("_norm") else 0.0
             return np.concatenate([source.read() for source in sources])[None] + np.float32(offset)
         if rows is None:
@@ -99,10 +100,10 @@ class CheckpointWeights:
             factors = None
             if layout.factor_offset is not None:
                 factors = read_factors(self._checkpoint.tensors, self._model, layer)
-            for start in range(0, sources[0].count, PIECE_NEURONS):
-                stop = min(start + PIECE_NEURONS, sources[0].count)
+            for start in range(0, sources[0].shape[0], PIECE_NEURONS):
+                stop = min(start + PIECE_NEURONS, sources[0].shape[0])
                 owners = np.full(stop - start, expert, np.int32)
-                columns = sources[-1].tensor.widen(down[start:stop])
+                columns = sources[-1].widen(down[start:stop])
                 if factors is not None:
                     columns = columns * factors[start:stop, None]
                 yield NeuronPiece(
@@ -115,7 +116,7 @@ class CheckpointWeights:
                     experts=None if self._model.moe is None else owners,
                 )
 
-    def _find(self, key: str, layer: int, expert: int) -> Rows:
+    def _find(self, key: str, layer: int, expert: int) -> SourceTensor:
         return find_ffn_rows(self._checkpoint.tensors, self._model, key, layer, expert)
 
 

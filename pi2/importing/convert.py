@@ -31,7 +31,6 @@ from pi2.importing.quantizers import Quantizer
 from pi2.importing.requirements import check_checkpoint
 from pi2.importing.rows import (
     Kept,
-    Rows,
     find_dense_rows,
     find_ffn_rows,
     is_by_expert,
@@ -222,14 +221,14 @@ class _Conversion:
         sources = find_dense_rows(self._source.tensors, self._model, tensor)
         return self._quantize_rows(tensor, sources, pool)
 
-    def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[Rows]]:
+    def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[SourceTensor]]:
         experts = range(self._model.expert_count)
         return [[self._find(name, layer, expert) for name in names] for expert in experts]
 
     def _pack_layer(
         self,
         layer: int,
-        sources: list[list[Rows]],
+        sources: list[list[SourceTensor]],
         raw: list[list[Raw]] | Kept[int, list[Raw]],
         bundle: BundleLayout,
         pool: ThreadPoolExecutor,
@@ -252,7 +251,7 @@ class _Conversion:
                 for first, last in runs:
                     owner = owners[first]
                     rows = raw[owner][place][neurons[first:last] - owner * neurons_of_expert]
-                    tensor = sources[owner][place].tensor
+                    tensor = sources[owner][place]
                     # The rows of gate and up meet the FFN's input; those of down do not.
                     own = None if part.name == "down" else layer
                     packed, some = self._pack_rows(
@@ -274,13 +273,13 @@ class _Conversion:
 
         yield from map_in_order(pool, pack, range(0, len(order), step))
 
-    def _read_layer(self, sources: list[list[Rows]]) -> list[list[Raw]]:
+    def _read_layer(self, sources: list[list[SourceTensor]]) -> list[list[Raw]]:
         return [self._read_matrices(group) for group in sources]
 
-    def _read_expert(self, sources: list[list[Rows]], number: int) -> list[Raw]:
+    def _read_expert(self, sources: list[list[SourceTensor]], number: int) -> list[Raw]:
         return self._read_matrices(sources[number])
 
-    def _read_matrices(self, group: list[Rows]) -> list[Raw]:
+    def _read_matrices(self, group: list[SourceTensor]) -> list[Raw]:
         *inner, down = group
         for source in group:
             self._advance(source)
@@ -295,7 +294,7 @@ class _Conversion:
         columns = []
         for bias in bundle.biases:
             sources = [self._find(f"{bias.name}_bias", layer, expert) for expert in experts]
-            parts = [_check_floats(item.read(), item.tensor) for item in sources]
+            parts = [_check_floats(item.read(), item) for item in sources]
             columns.append(np.concatenate(parts))
         return np.stack(columns, axis=1).astype(np.float32)
 
@@ -307,31 +306,31 @@ class _Conversion:
         return _check_floats(factors, self._find_factors(layer))
 
     def _quantize_rows(
-        self, tensor: DenseTensor, sources: list[Rows], pool: ThreadPoolExecutor
+        self, tensor: DenseTensor, sources: list[SourceTensor], pool: ThreadPoolExecutor
     ) -> TensorPieces:
         for source in sources:
             self._advance(source)
-        if len(sources[0].tensor.shape) == 1:
+        if len(sources[0].shape) == 1:
             offset = self._model.norm.weight_offset if tensor.name.endswith("_norm") else 0.0
             vectors = [source.read()[None] + np.float32(offset) for source in sources]
             pairs = zip(vectors, sources, strict=True)
-            parts = [_check_floats(vector, source.tensor) for vector, source in pairs]
+            parts = [_check_floats(vector, source) for vector, source in pairs]
             yield pad_columns(np.concatenate(parts, axis=1), tensor.length), None
             return
         step = max(1, _PIECE_WEIGHTS // tensor.length)
         pieces = [
-            (source, start, min(start + step, source.count))
+            (source, start, min(start + step, source.shape[0]))
             for source in sources
-            for start in range(0, source.count, step)
+            for start in range(0, source.shape[0], step)
         ]
 
-        def pack(piece: tuple[Rows, int, int]) -> Packed:
+        def pack(piece: tuple[SourceTensor, int, int]) -> Packed:
             source, start, stop = piece
             raw = source.read_raw(start, stop)
-            return self._pack_rows(raw, tensor.precision, source.tensor, tensor.length)
+            return self._pack_rows(raw, tensor.precision, source, tensor.length)
 
         yield from map_in_order(pool, pack, pieces)
-        missing = tensor.rows - sum(source.count for source in sources)
+        missing = tensor.rows - sum(source.shape[0] for source in sources)
         if missing > 0 and not tensor.packing.is_float32:
             # What is added to the residual stream is as long as its vectors are.
             yield tensor.packing.quantize(np.zeros((missing, tensor.length), np.float32))
@@ -401,10 +400,10 @@ class _Conversion:
             find_factors(Place(self._model, layer)).name(self._model.tensors)
         ]
 
-    def _find(self, key: str, layer: int, expert: int) -> Rows:
+    def _find(self, key: str, layer: int, expert: int) -> SourceTensor:
         return find_ffn_rows(self._source.tensors, self._model, key, layer, expert)
 
-    def _advance(self, source: Rows) -> None:
+    def _advance(self, source: SourceTensor) -> None:
         self._progress(self._read_bytes)
         self._read_bytes += source.size_bytes
 
@@ -442,7 +441,7 @@ def map_in_order(
         yield running.popleft().result()
 
 
-def _count_bytes(sources: list[list[Rows]]) -> int:
+def _count_bytes(sources: list[list[SourceTensor]]) -> int:
     return sum(source.size_bytes for group in sources for source in group)
 
 

@@ -33,7 +33,6 @@ from pi2.importing.rows import (
     PARTS,
     Arrangement,
     Laid,
-    Rows,
     find_plain,
     make_plain,
     pick_rows,
@@ -113,14 +112,14 @@ def _find(source: Checkpoint, model: Model, own: Source) -> SourceTensor | None:
             return None
         half = whole.shape[0] // 2
         index = np.arange(half) + half * (part == "up")
-        return pick_rows(Rows(tensor=whole, index=index))
+        return pick_rows(whole, index)
     if names.state_order == "grouped" and key in _GROUPED and model.recurrence is not None:
         stored, part_name = _GROUPED[key]
         whole = source.tensors.get(replace(own, key=stored).name(names))
         if whole is None:
             return None
         divided = _read_heads(model, is_tiled=False).divide(_end(whole.name))
-        return pick_rows(Rows(tensor=whole, index=divided[f"in_proj_{part_name}.weight"]))
+        return pick_rows(whole, divided[f"in_proj_{part_name}.weight"])
     return find_plain(source.tensors, model, own)
 
 
@@ -154,7 +153,7 @@ def _change(
         heads = shape.heads if part == "attn_q" else shape.kv_heads
         rows = tensor.shape[0]
         order = np.arange(rows).reshape(heads, 2, rows // heads // 2).swapaxes(1, 2).reshape(-1)
-        tensor = pick_rows(Rows(tensor=tensor, index=order))
+        tensor = pick_rows(tensor, order)
     elif part == "attn_kv_b":
         latent = model.attention.latent
         assert latent is not None
@@ -176,7 +175,7 @@ def _change(
         if stored is not None and part == "ssm_out":
             tensor = _compute(tensor, lambda rows: np.ascontiguousarray(rows[:, stored]))
         elif stored is not None:
-            tensor = pick_rows(Rows(tensor=tensor, index=stored))
+            tensor = pick_rows(tensor, stored)
     yield name, tensor
 
 

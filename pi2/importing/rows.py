@@ -118,55 +118,50 @@ def make_same(*shape: int, number: float) -> SourceTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Rows of a tensor; nothing of it is in memory."""
+class PickedTensor(ViewTensor):
+    """Rows of another tensor, or, if they are asked for turned, columns; nothing is in memory."""
 
-    tensor: SourceTensor
-    index: I64 | None = None
-    """Numbers of the rows, in the order of the store; None means all as they are."""
+    index: I64
+    """Numbers of the rows, in their order here."""
     missing: int = 0
-    """Rows of zeros that follow them; only where ``index`` says which rows there are."""
-
-    @property
-    def count(self) -> int:
-        return self.tensor.shape[0] if self.index is None else len(self.index) + self.missing
-
-    @property
-    def size_bytes(self) -> int:
-        return self.tensor.size_bytes * self.count // max(1, self.tensor.shape[0])
+    """Rows of zeros that follow them."""
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        if self.index is None:
-            return self.tensor.read_raw(start, stop)
         wanted = self.index[start:stop]
-        absent = len(range(self.count)[start:stop]) - len(wanted)
+        absent = len(range(self.shape[0])[start:stop]) - len(wanted)
         if not len(wanted):
-            return self._fill(self.tensor.read_raw(0, 1)[:0], absent)
+            return _fill(self.stored.read_raw(0, 1)[:0], absent)
         # Neighbours in the store are near each other in the checkpoint.
         first, last = int(wanted.min()), int(wanted.max())
-        raw = self.tensor.read_raw(first, last + 1)
+        raw = self.stored.read_raw(first, last + 1)
         is_all = len(wanted) == len(raw) and (np.diff(wanted) == 1).all()
-        return self._fill(raw if is_all else raw[wanted - first], absent)
-
-    def read(self, start: int = 0, stop: int | None = None) -> F32:
-        return self.tensor.widen(self.read_raw(start, stop))
+        return _fill(raw if is_all else raw[wanted - first], absent)
 
     def read_turned(self) -> Raw:
-        """What `SourceTensor.read_turned` gives of a matrix whose columns are the rows here."""
-        turned = self.tensor.read_turned()
-        return turned if self.index is None else self._fill(turned[self.index], self.missing)
+        return _fill(self.stored.read_turned()[self.index], self.missing)
 
-    @staticmethod
-    def _fill(raw: Raw, missing: int) -> Raw:
-        if not missing:
-            return raw
-        return np.concatenate([raw, np.zeros((missing, *raw.shape[1:]), raw.dtype)])
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        return self.stored.take_codes(raw, precision)
 
 
-def find_rows(tensors: Mapping[str, SourceTensor], model: Model, source: Source) -> Rows:
+def _fill(raw: Raw, missing: int) -> Raw:
+    if not missing:
+        return raw
+    return np.concatenate([raw, np.zeros((missing, *raw.shape[1:]), raw.dtype)])
+
+
+def pick_rows(tensor: SourceTensor, index: I64, missing: int = 0) -> SourceTensor:
+    """Rows ``index`` of a tensor, and ``missing`` ones of zeros."""
+    count = len(index) + missing
+    size = tensor.size_bytes * count // max(1, tensor.shape[0])
+    shape = (count, *tensor.shape[1:])
+    return PickedTensor.of(tensor, shape=shape, size_bytes=size, index=index, missing=missing)
+
+
+def find_rows(tensors: Mapping[str, SourceTensor], model: Model, source: Source) -> SourceTensor:
     """What ``source`` takes of a checkpoint that was checked."""
     if not source.key:
-        return Rows(tensor=make_same(*source.shape, number=source.value))
+        return make_same(*source.shape, number=source.value)
     tensor = tensors[source.name(model.tensors)]
     if source.is_stacked:
         tensor = take_expert(tensor, source.expert)
@@ -175,40 +170,38 @@ def find_rows(tensors: Mapping[str, SourceTensor], model: Model, source: Source)
     if source.heads is not None:
         heads, size, by_columns = source.heads
         tensor = fill_heads(tensor, heads, size, by_columns=by_columns)
-    index = None if source.rows is None else np.asarray(source.rows(), np.int64)
-    return Rows(tensor=tensor, index=index, missing=source.missing)
+    if source.rows is None:
+        return tensor
+    return pick_rows(tensor, np.asarray(source.rows(), np.int64), source.missing)
 
 
 def find_dense_rows(
     tensors: Mapping[str, SourceTensor], model: Model, tensor: DenseTensor
-) -> list[Rows]:
+) -> list[SourceTensor]:
     """Neighbouring rows of ``tensor``; of vectors of states, as `read_state_vector` has them."""
     found = [find_rows(tensors, model, source) for source in tensor.sources]
-    first = found[0].tensor
+    first = found[0]
     if tensor.transform == "stack":
 
         def stack(start: int, stop: int) -> F32:
             return np.stack([part.read() for part in found[start:stop]])
 
-        parts = (part.tensor for part in found)
-        shape = (tensor.rows, *first.shape)
-        return [Rows(tensor=compute_tensor(first.name, shape, stack, *parts))]
+        return [compute_tensor(first.name, (tensor.rows, *first.shape), stack, *found)]
     if tensor.transform == "turned keys":
         latent, heads = model.attention.latent, model.shape.heads
         assert latent is not None
-        return [Rows(tensor=take_heads(first, heads, (latent.plain, model.shape.head_dim)))]
+        return [take_heads(first, heads, (latent.plain, model.shape.head_dim))]
     if tensor.transform == "cutoff":
         layer = tensor.layer
         assert layer is not None
         deviations = model.blocks[layer].ffn.cutoff
         assert deviations is not None
-        maker = CutoffMaker(found[0], deviations, tensor.packing.is_plain)
+        maker = CutoffMaker(first, deviations, tensor.packing.is_plain)
 
         def cut(start: int, stop: int) -> F32:
             return maker.make()[start:stop]
 
-        shape = (tensor.rows, model.shape.hidden)
-        return [Rows(tensor=compute_tensor(first.name, shape, cut, first))]
+        return [compute_tensor(first.name, (tensor.rows, model.shape.hidden), cut, first)]
     return found
 
 
@@ -217,9 +210,9 @@ def read_state_vector(
 ) -> tuple[F32, SourceTensor]:
     """A float32 tensor [rows, length] of a layer with a state, and where it comes from."""
     found = find_dense_rows(tensors, model, tensor)
-    kind, first = split_mixer_kind(split_name(tensor.name)[1])[0], found[0].tensor
+    kind, first = split_mixer_kind(split_name(tensor.name)[1])[0], found[0]
     is_rate = isinstance(first, RateLogarithms)
-    read = [_read_vector(rows) for rows in found]
+    read = [own.read_rates() if isinstance(own, RateLogarithms) else own.read() for own in found]
     if kind == "state_part_norm":
         values = np.concatenate([each.reshape(-1) for each in read])[None]
     elif kind == "state_convolution":
@@ -234,15 +227,9 @@ def read_state_vector(
     return np.ascontiguousarray(values), first
 
 
-def _read_vector(rows: Rows) -> F32:
-    tensor = rows.tensor
-    values = tensor.read_rates() if isinstance(tensor, RateLogarithms) else tensor.read()
-    return values if rows.index is None else values[rows.index]
-
-
 def find_ffn_rows(
     tensors: Mapping[str, SourceTensor], model: Model, part: str, layer: int, expert: int
-) -> Rows:
+) -> SourceTensor:
     """Rows of a part of the neurons of an FFN; of ``down`` the columns."""
     own = model.blocks[layer].ffn
     return find_rows(tensors, model, find_neurons(Place(model, layer), own, part, expert))
@@ -250,8 +237,8 @@ def find_ffn_rows(
 
 def read_factors(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> F32:
     """Weights of the norm of a layer's activations, float32 [neurons]."""
-    rows = find_rows(tensors, model, find_factors(Place(model, layer)))
-    return rows.read() + np.float32(model.norm.weight_offset)
+    factors = find_rows(tensors, model, find_factors(Place(model, layer)))
+    return factors.read() + np.float32(model.norm.weight_offset)
 
 
 _BLOCK = 4096
@@ -261,7 +248,7 @@ _BLOCK = 4096
 class CutoffMaker:
     """Makes the matrix when it is first asked for; several threads may ask."""
 
-    def __init__(self, gates: Rows, deviations: float, has_remainders: bool) -> None:
+    def __init__(self, gates: SourceTensor, deviations: float, has_remainders: bool) -> None:
         """``deviations``: how many of them the cutoff is above the mean of ``gates``.
         ``has_remainders``: whether rows follow that have what fp16 leaves of the first."""
         self._gates = gates
@@ -279,7 +266,7 @@ class CutoffMaker:
             return self._made
 
     def _compute(self) -> F32:
-        count = self._gates.count
+        count = self._gates.shape[0]
         mean, factor = _factor_products(self._gates)
         scale = abs(self._deviations) / math.sqrt(count)
         matrix = np.concatenate([mean[None], scale * factor])
@@ -288,16 +275,16 @@ class CutoffMaker:
         return matrix.astype(np.float32)
 
 
-def _factor_products(gates: Rows) -> tuple[F64, F64]:
+def _factor_products(gates: SourceTensor) -> tuple[F64, F64]:
     """The mean [hidden] of ``gates``, and a matrix F [min(n, hidden), hidden]: F^T F equals the
     product of the gates without their mean.
 
     The Cholesky factor of that product, summed up in float64, takes a small part of the time of a
     QR decomposition. It is no less exact for the length of F u. The error of the product is some
     1e-13 of its norm, and F is stored as float32 at best (docs/howto/convert-a-model.md)."""
-    blocks = _list_blocks(gates.count)
+    blocks = _list_blocks(gates.shape[0])
     shift = gates.read(*blocks[0]).mean(axis=0, dtype=np.float64)
-    if gates.count <= len(shift):
+    if gates.shape[0] <= len(shift):
         return _factor_rows(gates)
     # About a point near the mean, products lose nothing when the mean is taken off.
     sums = np.zeros(len(shift))
@@ -306,8 +293,8 @@ def _factor_products(gates: Rows) -> tuple[F64, F64]:
         rows = gates.read(*block) - shift
         sums += rows.sum(axis=0)
         products += rows.T @ rows
-    rest = sums / gates.count
-    products -= gates.count * np.outer(rest, rest)
+    rest = sums / gates.shape[0]
+    products -= gates.shape[0] * np.outer(rest, rest)
     try:
         factor: F64 = np.linalg.cholesky(products).astype(np.float64, copy=False)
         return shift + rest, factor.T
@@ -316,10 +303,10 @@ def _factor_products(gates: Rows) -> tuple[F64, F64]:
         return _factor_rows(gates)
 
 
-def _factor_rows(gates: Rows) -> tuple[F64, F64]:
-    blocks = _list_blocks(gates.count)
+def _factor_rows(gates: SourceTensor) -> tuple[F64, F64]:
+    blocks = _list_blocks(gates.shape[0])
     sums = [gates.read(*block).sum(axis=0, dtype=np.float64) for block in blocks]
-    mean: F64 = np.sum(sums, axis=0) / gates.count
+    mean: F64 = np.sum(sums, axis=0) / gates.shape[0]
     factor = np.zeros((0, len(mean)))
     for block in blocks:
         # The triangle of all blocks so far, and the next block, have the triangle of both.
@@ -402,29 +389,6 @@ def make_plain(model: Model) -> Model:
     return model.model_copy(update={"tensors": names.model_copy(update=changes)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PickedTensor(ViewTensor):
-    """Rows of another tensor."""
-
-    rows: Rows
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        return self.rows.read_raw(start, stop)
-
-    def read_turned(self) -> Raw:
-        return self.rows.read_turned()
-
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        return self.stored.take_codes(raw, precision)
-
-
-def pick_rows(rows: Rows) -> SourceTensor:
-    if rows.index is None:
-        return rows.tensor
-    shape = (rows.count, *rows.tensor.shape[1:])
-    return PickedTensor.of(rows.tensor, shape=shape, size_bytes=rows.size_bytes, rows=rows)
-
-
 def find_plain(
     tensors: Mapping[str, SourceTensor], model: Model, source: Source
 ) -> SourceTensor | None:
@@ -432,7 +396,7 @@ def find_plain(
     if the checkpoint has it not."""
     names, key = model.tensors, source.key
     if key in PARTS and model.blocks[source.layer].ffn.kind != "none":
-        return pick_rows(find_ffn_rows(tensors, model, key, source.layer, source.expert))
+        return find_ffn_rows(tensors, model, key, source.layer, source.expert)
     tensor = tensors.get(source.name(names))
     if tensor is None or not key.startswith("fused_qkv") or names.fused_order == "stacked":
         return tensor
@@ -440,4 +404,4 @@ def find_plain(
     parts = (list_fused_heads(own, part, "grouped") for part in ("query", "key", "value"))
     heads: I64 = np.concatenate([np.array(part, np.int64) for part in parts])
     index = heads[:, None] * own.head_dim + np.arange(own.head_dim)
-    return pick_rows(Rows(tensor=tensor, index=index.reshape(-1)))
+    return pick_rows(tensor, index.reshape(-1))

@@ -18,7 +18,7 @@ from pi2.importing.checkpoint import list_tensors
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
-from pi2.importing.rows import CutoffMaker, Rows
+from pi2.importing.rows import CutoffMaker
 from pi2.model.blocks import find_attention
 from pi2.model.tensors import list_tensors as list_model_tensors
 from pi2.plan.documents.model import Model
@@ -210,7 +210,7 @@ def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path, count: int, ali
     gates[:, :alike] = 0.5
     save_file({"gates": gates}, tmp_path / "gates.safetensors")
     stored = list_tensors(tmp_path / "gates.safetensors")["gates"]
-    mean, *rows = CutoffMaker(Rows(tensor=stored), -1.5, False).make()
+    mean, *rows = CutoffMaker(stored, -1.5, False).make()
     assert len(rows) == min(count, 32)
     for inputs in drawn.normal(size=(4, 32)).astype(np.float32):
         values = gates @ inputs
